@@ -1,61 +1,234 @@
-"""Plan and run MONAI's networks on their recorded graph, beside the untiled network, in CPU seconds of one thread.
+"""Plan and run networks in tiles, beside the untiled network and MONAI's sliding window: seconds, memory, differences.
 
-python benchmarks/recorded.py --length 128 --tile 64
+    python benchmarks/recorded.py --length 128
+    python benchmarks/recorded.py --length 160 --repeats 5 --json 160.json
+    python benchmarks/recorded.py --length 256 --network BasicUNet SegResNet deepbet
+    python benchmarks/recorded.py --length 96 --tile 32 --window 64 --repeats 1
+
+The last is a trial of a few minutes; the others want a quiet machine. At 256³ the untiled networks take most memory.
+Weights are random and volumes N(0, 1), but for deepbet, whose trained weights run on a head, in lengths and windows
+that are multiples of 32: wheels that `python tests/helpers/brains.py` downloads. Columns:
+
+plan, untiled, passes, window: CPU seconds of one thread, medians of `--repeats` in one warm process, in turns.
+MACs: of all passes, relative to those of the untiled network. ÷ untiled: the passes' seconds by the untiled network's.
+off: largest difference to the untiled network, relative to the largest number. labels: positions of another class.
+planned, counted, allocated, resident: MiB beside the volume and the output: what the plan states for a tile and for
+values that are stored in memory; the most bytes of tensors that operations return at once; the most that torch's
+allocator gives out at once, with what kernels take inside; how much the peak resident memory of a process grows.
+window resident: the same of MONAI's, which makes its output itself: that is taken off.
+MONAI's `sliding_window_inference` runs with an overlap of a quarter and Gaussian weights. ÷ window: plan and passes.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import monai.networks.nets as monai
+import numpy as np
 import torch
-from torch import nn
+from monai.inferers import sliding_window_inference
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
-from farfield.streaming import Tiles, plan_whole, predict_whole
+from farfield.nn.tracing import LiveBytes
+from farfield.streaming import StreamingPlan, Tiles, plan_whole, predict_whole
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from helpers import brains
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "UNet": lambda: monai.UNet(3, 1, 2, (16, 32, 64), (2, 2), norm="instance"),
     "BasicUNet": lambda: monai.BasicUNet(3, 1, 2, (16, 16, 32, 64, 128, 16)),
-    "SegResNet": lambda: monai.SegResNet(3, 8, 1, 2),
+    "SegResNet": lambda: monai.SegResNet(3, 16, 1, 2),
     "DynUNet": lambda: monai.DynUNet(3, 1, 2, (3, 3, 3), (1, 2, 2), (2, 2)),
+    "deepbet": brains.trained_network,
+}
+# Seconds of a result that is further off mean nothing.
+TOLERANCE = 1e-3
+MEBIBYTE = 2**20
+# Length of the volume that a process runs first; deepbet's norms need two positions at a stride of 32.
+WARM = 64
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "network": lambda row: row["network"],
+    "tiles": lambda row: str(row["tiles"]),
+    "passes": lambda row: str(row["number of passes"]),
+    "plan": lambda row: f"{row['plan']:.2f}",
+    "untiled": lambda row: f"{row['untiled']:.2f}",
+    "passes, s": lambda row: f"{row['passes']:.2f}",
+    "MACs": lambda row: f"{row['MACs']:.2f}",
+    "÷ untiled": lambda row: f"{row['passes'] / row['untiled']:.2f}",
+    "off": lambda row: f"{row['off']:.0e}",
+    "labels": lambda row: f"{row['labels']:,}",
+    "planned": lambda row: f"{row['planned'] / MEBIBYTE:.1f}",
+    "counted": lambda row: f"{row['counted'] / MEBIBYTE:.1f}",
+    "allocated": lambda row: f"{row['allocated'] / MEBIBYTE:.1f}",
+    "resident": lambda row: f"{row['resident'] / MEBIBYTE:.0f}",
+    "window": lambda row: f"{row['window']:.2f}",
+    "÷ window": lambda row: f"{(row['plan'] + row['passes']) / row['window']:.2f}",
+    "window resident": lambda row: f"{row['window resident'] / MEBIBYTE:.0f}",
+    "window off": lambda row: f"{row['window off']:.0e}",
+    "window labels": lambda row: f"{row['window labels']:,}",
 }
 
 
-def measure(name: str, length: int, tile: int, disk: int) -> str:
-    """Return a row of the table."""
-    torch.manual_seed(0)
-    net, volume = NETWORKS[name]().eval(), torch.randn(1, 1, length, length, length)
-    with torch.no_grad():
-        net(volume[..., :tile, :tile, :tile])
-        started = time.process_time()
-        plan = plan_whole(net, volume.shape, tile=Tiles(tile, disk=disk))
-        planned = time.process_time()
-        whole = net(volume)
-        untiled = time.process_time()
-        tiled = predict_whole(net, volume, plan=plan, quiet=True)
-        ended = time.process_time()
-    difference = float((tiled - whole).abs().max() / whole.abs().max())
-    assert difference < 1e-4, f"{name}: tiles differ by {difference}"
-    seconds = (planned - started, untiled - planned, ended - untiled)
-    columns = [f"{each:.2f}" for each in (*seconds, seconds[2] / seconds[1], plan.recomputed)]
-    columns += [f"{plan.tile_bytes / 2**20:.0f}", f"{plan.stored_bytes / 2**20:.0f}", f"{difference:.1e}"]
-    return f"| {name} | {len(plan.passes)} | {' | '.join(columns)} |"
+class Run:
+    """A network and a volume, in tiles, untiled, and in MONAI's windows.
+
+    Args:
+        options: The command line.
+        length: Length of each axis of the volume.
+    """
+
+    def __init__(self, options: argparse.Namespace, length: int) -> None:
+        torch.manual_seed(0)
+        (name,) = options.network
+        self.network, shape = NETWORKS[name]().eval(), (1, 1, length, length, length)
+        is_head = name == "deepbet"
+        self.volume = brains.prepare_head(brains.read_head(), shape[2:]) if is_head else torch.randn(shape)
+        self.tiles, self.width = Tiles(options.tile, disk=int(options.disk)), options.window
+
+    def plan(self) -> StreamingPlan:
+        """Plan, with the disk space and the tile of the command line."""
+        return plan_whole(self.network, self.volume.shape, tile=self.tiles)
+
+    def untiled(self) -> Tensor:
+        """Run the network on the whole."""
+        return self.network(self.volume)
+
+    def passes(self, plan: StreamingPlan, out: np.ndarray) -> Tensor:
+        """Run it in tiles."""
+        return torch.from_numpy(predict_whole(self.network, self.volume, plan=plan, out=out, quiet=True))
+
+    def window(self) -> Tensor:
+        """Run it in MONAI's windows."""
+        return sliding_window_inference(self.volume, (self.width,) * 3, 1, self.network, overlap=0.25, mode="gaussian")
+
+    def output(self) -> np.ndarray:
+        """Return an array for the output, whose pages exist."""
+        return np.full((1, 2, *self.volume.shape[2:]), -1, np.float32)
+
+
+def timed(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """Return the result of a function and the CPU seconds it takes."""
+    started = time.process_time()
+    return function(*arguments), time.process_time() - started
+
+
+def resident(key: str) -> int:
+    """Return the resident bytes of this process: now for VmRSS, the most so far for VmHWM."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def count_allocations(function: Callable[[], object]) -> int:
+    """Return the most bytes that torch's allocator has given out at once, beyond those at the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    return int(np.cumsum(changes).max())
+
+
+def measure_times(options: argparse.Namespace) -> dict[str, Any]:
+    """Time all in turns, and compare what they return."""
+    warm, run = Run(options, WARM), Run(options, options.length)
+    warm.passes(warm.plan(), warm.output())
+    seconds: dict[str, list[float]] = {"plan": [], "untiled": [], "passes": [], "window": []}
+    for _ in range(options.repeats):
+        plan, planned = timed(run.plan)
+        whole, untiled = timed(run.untiled)
+        tiled, passes = timed(run.passes, plan, run.output())
+        window, windows = timed(run.window)
+        for name, each in zip(seconds, (planned, untiled, passes, windows), strict=True):
+            seconds[name].append(each)
+    row: dict[str, Any] = {name: statistics.median(each) for name, each in seconds.items()}
+    largest, labels = whole.abs().max(), whole.argmax(1)
+    for prefix, result in (("", tiled), ("window ", window)):
+        row[f"{prefix}off"] = float((result - whole).abs().max() / largest)
+        row[f"{prefix}labels"] = int((result.argmax(1) != labels).sum())
+    assert row["off"] < TOLERANCE, f"tiles differ by {row['off']}"
+    with LiveBytes() as live:
+        run.passes(plan, run.output())
+    row["counted"], row["allocated"] = live.peak, count_allocations(lambda: run.passes(plan, run.output()))
+    return row | {
+        "tiles": len(plan.cores),
+        "number of passes": len(plan.passes),
+        "MACs": plan.recomputed,
+        "planned": plan.tile_bytes + (0 if plan.on_disk else plan.stored_bytes),
+        "stored": plan.stored_bytes,
+        "on disk": plan.on_disk,
+    }
+
+
+def measure_resident(options: argparse.Namespace, is_window: bool) -> int:
+    """Return how much the peak resident memory of this process grows, without the output."""
+    warm, run = Run(options, WARM), Run(options, options.length)
+    warm.window() if is_window else warm.passes(warm.plan(), warm.output())
+    plan, output = run.plan(), run.output()
+    # What the first run has left in the heap would take in the second, which then would not grow.
+    ctypes.CDLL(None).malloc_trim(0)
+    before = resident("VmRSS")
+    run.window() if is_window else run.passes(plan, output)
+    return max(0, resident("VmHWM") - before - is_window * output.nbytes)
+
+
+def measure(name: str, arguments: list[str]) -> dict[str, Any]:
+    """Return a network's row, each part of which is measured in a process of its own."""
+    row: dict[str, Any] = {"network": name}
+    for part in ("times", "tiles", "window"):
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            command = [sys.executable, __file__, *arguments, "--network", name, "--part", part, "--json", file.name]
+            # The profiler prints that there is no GPU.
+            subprocess.run(command, check=True, env={**os.environ, "KINETO_LOG_LEVEL": "9"})
+            row |= json.loads(Path(file.name).read_text(encoding="utf-8"))
+    return row
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--length", type=int, default=128, help="length of each axis of the volume")
     parser.add_argument("--tile", type=int, default=64, help="length of each axis of a tile")
-    parser.add_argument("--disk", type=int, default=0, help="bytes of disk for stored values; 0 stores them in memory")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    print("| network | passes | plan | untiled | tiles | ratio | MACs | MiB a tile | MiB stored | difference |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for name in NETWORKS:
-        print(measure(name, arguments.length, arguments.tile, arguments.disk), flush=True)
+    parser.add_argument("--disk", type=float, default=4e9, help="bytes of disk for stored values; 0 stores in memory")
+    parser.add_argument("--window", type=int, default=96, help="length of each axis of MONAI's windows")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
+    parser.add_argument("--part", choices=("times", "tiles", "window"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            if options.part == "times":
+                row = measure_times(options)
+            else:
+                name = "resident" if options.part == "tiles" else "window resident"
+                row = {name: measure_resident(options, options.part == "window")}
+        options.json.write_text(json.dumps(row), encoding="utf-8")
+        return
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    rows = []
+    passed = [f"--{name}={getattr(options, name)}" for name in ("length", "tile", "disk", "window", "repeats")]
+    for name in options.network:
+        if name == "deepbet" and brains.why_missing():
+            print(f"deepbet: {brains.why_missing()}", file=sys.stderr)
+            continue
+        rows.append(measure(name, passed))
+        print(f"| {' | '.join(column(rows[-1]) for column in COLUMNS.values())} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def sliding(network: Any, stack: np.ndarray, plan: Any) -> np.ndarray:
     """Restore a stack tile by tile, each tile with the halo of a plan, independent of the other tiles."""
     import torch
 
-    from farfield.streaming.geometry import Halo
+    from farfield.streaming.plan import Halo
 
     grid = torch.from_numpy(np.pad(stack, plan.padding, mode="reflect"))[None, None]
     restored = torch.empty_like(grid)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from farfield.nn import GridAttention
 from farfield.streaming import StreamingPlan, plan_whole, predict_whole
-from farfield.streaming.geometry import Halo
+from farfield.streaming.plan import Halo
 
 
 class Setting(NamedTuple):

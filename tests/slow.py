@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from helpers.brains import download_wheels
 from helpers.running import report, run
 
 # Each ends within 90 minutes on two cores.
@@ -27,6 +28,8 @@ def main() -> None:
     rest = ["tests", *(f"--ignore={path}" for paths in PARTS.values() for path in paths)]
     tests = PARTS | {REST: rest}
     names = arguments.parts or list(tests)
+    if "streaming" in names and not download_wheels():
+        print("the wheels of the dependency group brains cannot be downloaded: the tests that need them are skipped")
     shared = ["-m", "slow", "-n", str(arguments.jobs), "--durations=20"]
     report("part", [run(name, [*shared, *tests[name]]) for name in names])
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import nn
 
-from farfield.streaming import Tiles, _plan_whole, predict_whole, resume, store
+from farfield._fingerprint import fingerprint
+from farfield.streaming import StreamingPlan, Tiles, planning, predict_whole, resume, store
 from helpers import faults
 from helpers.streamed_nets import SoftmaxBetween, settled
 
@@ -66,21 +67,24 @@ class Ending(NamedTuple):
 
 @contextmanager
 def plans_made_once() -> Iterator[None]:
-    """Make the plan of each network and tile once, which takes most of the time."""
-    plan, plans = _plan_whole.make_plan, {}
+    """Make the plan of each network and tile once, which takes most of the time.
 
-    def cached(caller: str, model: nn.Module, shapes: Any, tiles: Tiles, pad: Any, reduce: Any, *where: Any) -> Any:
-        saved = where[-1]
+    A network is known by its numbers: `predict_whole` looks at a copy, and the next copy may have the address of this.
+    """
+    make, plans = planning.Planner.plan, {}
+
+    def cached(planner: planning.Planner) -> StreamingPlan:
+        own, saved = planner, planner.saved
         for kept in (None, saved):  # what is saved is most often what would be planned
-            key = (id(model), tuple(map(tuple, shapes)), tiles, pad, reduce, kept)
+            key = (fingerprint(own.model), tuple(map(tuple, own.shapes)), own.tiles, own.pad, own.reduce, kept)
             found = plans.get(key)
             if found and saved in (None, (found.tile, found.stored, found.on_disk)):
                 return found
-        plans[key] = plan(caller, model, shapes, tiles, pad, reduce, *where)
+        plans[key] = make(planner)
         return plans[key]
 
     # The progress is saved after each tile, not after some seconds, so that a program runs again as it ran.
-    with mock.patch.object(_plan_whole, "make_plan", cached), mock.patch.object(resume, "SHARE", 0):
+    with mock.patch.object(planning.Planner, "plan", cached), mock.patch.object(resume, "SHARE", 0):
         yield
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from farfield.streaming import adapt
+from farfield.streaming import record
+from farfield.streaming.graph import Graph, Info, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
-from farfield.streaming.operations import Graph, Info, Value
 from farfield.streaming.passes import TiledRun
 from farfield.streaming.plan import GraphPlan, find_stored, make_graph_plan
 from farfield.streaming.spans import Box, write_box
@@ -20,7 +20,7 @@ from farfield.streaming.store import Store
 
 def record_network(net: nn.Module, *shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> Graph:
     """Record a network on volumes of these shapes and one dtype."""
-    return adapt.record_network(net, [Info(tuple(shape), dtype) for shape in shapes])
+    return record.record_network(net, [Info(tuple(shape), dtype) for shape in shapes])
 
 
 class Tiled(NamedTuple):
@@ -35,12 +35,13 @@ class Tiled(NamedTuple):
     labelled: LabelledGraph
 
 
-def execute(plan: GraphPlan, read_volume: Callable[[Value, Box], Tensor]) -> Tensor:
-    """Run all passes in memory, and return the output.
+def execute(plan: GraphPlan, read_volume: Callable[[Value, Box], Tensor], on_disk: bool = False) -> Tensor:
+    """Run all passes, and return the output.
 
     Args:
         plan: The plan.
         read_volume: Reads a box of a volume.
+        on_disk: Whether stored values are in temporary files, or in memory.
     """
     graph, info = plan.labelled.graph, plan.labelled.graph.info(plan.labelled.graph.output)
     result = torch.empty(info.shape, dtype=info.dtype)
@@ -51,14 +52,18 @@ def execute(plan: GraphPlan, read_volume: Callable[[Value, Box], Tensor]) -> Ten
     def write(sample: int, box: Box, numbers: Tensor) -> None:
         write_box(result, plan.labelled.layouts[graph.output], box, numbers)
 
-    run = TiledRun(plan, None, Store("execute", plan, False, None, torch.device("cpu")), read, write)
+    store = Store("execute", plan, on_disk, None, torch.device("cpu"))
+    run = TiledRun(plan, None, store, read, write)
     for number in range(len(plan.stages)):
         for index in range(len(plan.tiles)):
             run.run_task(number, index)
+    store.close()
     return result
 
 
-def run_in_tiles(net: nn.Module, volume: Tensor, tile: Sequence[int], *, store: bool = False) -> Tiled:
+def run_in_tiles(
+    net: nn.Module, volume: Tensor, tile: Sequence[int], *, store: bool = False, on_disk: bool = False
+) -> Tiled:
     """Record a network and run it tile by tile."""
     graph, size = record_network(net, volume.shape, dtype=volume.dtype), volume.shape[2:]
     tile = [min(own, length) for own, length in zip(tile, size, strict=True)]
@@ -69,11 +74,9 @@ def run_in_tiles(net: nn.Module, volume: Tensor, tile: Sequence[int], *, store: 
             raise LookupError(f"{value} is no volume")
         return volume[tuple(slice(*spans[0]) for spans in box)]
 
+    plan = make_graph_plan(labelled, tile, find_stored(labelled) if store else labelled.gathered)
     with torch.no_grad():
-        return Tiled(
-            execute(make_graph_plan(labelled, tile, find_stored(labelled) if store else labelled.gathered), read),
-            labelled,
-        )
+        return Tiled(execute(plan, read, on_disk), labelled)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 from collections.abc import Iterator
 
@@ -9,8 +10,10 @@ import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
+from farfield.streaming.arguments import parse_tiles
+from farfield.streaming.planning import Planner
 from helpers import faults
-from helpers.prediction_machine import TILES, Key, Predictions, plans_made_once
+from helpers.prediction_machine import TILES, VOLUME, Key, Predictions, networks, plans_made_once
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +28,18 @@ def watched() -> Iterator[None]:
 def test_programs_of_predictions() -> None:
     settings = hypothesis.settings(max_examples=25, stateful_step_count=6, deadline=None)
     run_state_machine_as_test(Predictions, settings=settings)
+
+
+def test_a_network_at_the_address_of_another_has_a_plan_of_its_own() -> None:
+    """Each call plans a copy that is freed behind it, so that a later copy, of another network, can be in its place."""
+
+    def plan(weights: int) -> object:
+        model = copy.deepcopy(networks()[weights])
+        return Planner("predict_whole", model, [VOLUME.shape], parse_tiles("", (4, 4)), None, None).plan()
+
+    plans = [[plan(weights) for weights in range(3)] for _ in range(3)]
+    assert len({id(own) for own in plans[0]}) == 3
+    assert all(own is first for each in plans for own, first in zip(each, plans[0], strict=True))
 
 
 def test_a_tiff_that_lost_what_follows_its_array_is_made_again() -> None:

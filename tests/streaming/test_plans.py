@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield import ShapeError
-from farfield.streaming import MeanOverFlips, StreamingPlan, Tiles, plan_whole, predict_whole
+from farfield.streaming import MeanOverFlips, StreamingPlan, Tiles, plan_whole, planning, predict_whole
 from helpers.streamed_nets import Blocks, Hourglass, NormUNet, SoftmaxBetween, attention, relative, settled
 
 GENERATOR = np.random.default_rng(0)
@@ -159,11 +161,123 @@ def test_a_plan_of_another_network_is_refused(pickled: bool) -> None:
         check(net, plan)
 
 
+class Squared(nn.Conv2d):
+    """A convolution, squared: the parameters of a convolution, and another forward."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return super().forward(grid) ** 2
+
+
+def changed_forward(module: type[nn.Module]) -> type[nn.Module]:
+    """A class of the same name with another forward, as a notebook defines it again."""
+
+    def forward(self: Any, grid: Tensor) -> Tensor:
+        return 2 * module.forward(self, grid)
+
+    names = {"forward": forward, "__qualname__": module.__qualname__, "__module__": module.__module__}
+    return type(module.__name__, (module,), names)
+
+
+@pytest.mark.parametrize("other", [Squared(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")])
+def test_a_plan_of_another_forward_is_refused(other: nn.Module) -> None:
+    net, volume = settled(nn.Sequential(nn.Conv2d(1, 1, 3, padding=1))), volume_of(*SIZE)
+    plan = plan_whole(net, SIZE, tile=8)
+    with pytest.raises(ValueError, match=r"plan is of another network: Sequential.*forward.*fix: plan_"):
+        predict_whole(settled(nn.Sequential(other)), volume, plan=plan, quiet=True)
+    check(net, plan)
+
+
+def test_a_class_that_is_defined_again_is_noticed() -> None:
+    net, volume = settled(SoftmaxBetween()), volume_of(*SIZE)
+    plan = pickle.loads(pickle.dumps(plan_whole(net, SIZE, tile=8)))
+    check(net, plan)
+    net.__class__ = changed_forward(SoftmaxBetween)
+    with pytest.raises(ValueError, match="plan is of another network"):
+        predict_whole(net, volume, plan=plan, quiet=True)
+
+
 def test_a_plan_reduces_as_it_was_planned() -> None:
     net, volume = settled(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1))), volume_of(*SIZE)
     plan = plan_whole(net, SIZE, tile=8, reduce="argmax")
     got = predict_whole(net, volume, plan=plan, reduce="argmax", quiet=True)
     np.testing.assert_array_equal(got, whole(net, volume)[0].argmax(0))
+
+
+# ---- recordings ------------------------------------------------------------------------------------------------------
+class Fixed(nn.Module):
+    """A network of one size."""
+
+    def __init__(self, *size: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 2, 4, stride=4), nn.InstanceNorm2d(2)
+        self.place = nn.Parameter(torch.ones(2, *size))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.norm(self.first(grid) + self.place)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of volumes on which networks are recorded."""
+    shapes: list[tuple[int, ...]] = []
+    record = planning.record_network
+
+    def counted(network: nn.Module, volumes: Any, finish: Any) -> Any:
+        shapes.append(volumes[0].shape)
+        return record(network, volumes, finish)
+
+    monkeypatch.setattr(planning, "record_network", counted)
+    return shapes
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("pad", [None, "reflect"])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("statistics", ["whole", "tile"])
+def test_a_network_is_recorded_four_times_at_most(
+    name: str, pad: str | None, samples: int, statistics: str, recorded: list[tuple[int, ...]]
+) -> None:
+    net, tiles = settled(NETWORKS[name]()), Tiles(8, statistics=statistics)
+    # What is refused, attention of flips on patches, is recorded as often.
+    with suppress(ValueError):
+        plan_whole(net, (samples, 1, 30, 38) if pad else (samples, 1, *SIZE), tile=tiles, pad=pad)
+    # The size that strides divide, or two samples; the whole; a patch.
+    assert len(recorded) <= 1 + (pad is not None or samples > 1) + (statistics == "tile")
+
+
+@pytest.mark.parametrize("pad", [None, "reflect"])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("size", [(32, 32), (33, 37)])
+def test_a_network_of_one_size_is_recorded_four_times_at_most(
+    pad: str | None, samples: int, size: tuple[int, int], recorded: list[tuple[int, ...]]
+) -> None:
+    net = settled(Fixed(8, 8))
+    with suppress(ValueError):
+        plan_whole(net, (samples, 1, *size), tile=Tiles(8, statistics="tile"), pad=pad)
+    assert 1 <= len(recorded) <= 4
+
+
+def test_a_size_that_strides_do_not_divide_is_recorded_four_times_at_most(recorded: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="a size that 2 × 2 divides"):
+        plan_whole(settled(Hourglass("siamese", 2)), (3, 1, 31, 33), tile=8)
+    assert len(recorded) <= 4
+
+
+# ---- axes of the output ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tile", [(5, 8, 8), (5, 8, 48), (None, None, None)])
+def test_an_output_without_an_axis_that_is_not_cut(tile: tuple[int | None, ...]) -> None:
+    class Projected(nn.Module):
+        """Strides of 2 in the plane, and the mean over slices."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv3d(1, 2, (1, 2, 2), stride=(1, 2, 2))
+
+        def forward(self, grid: Tensor) -> Tensor:
+            return self.first(grid).mean(2)
+
+    plan = plan_whole(settled(Projected()), (5, 32, 48), tile=tile)
+    assert plan.output.scales == (None, (2, Fraction(1, 2)), (3, Fraction(1, 2)))
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

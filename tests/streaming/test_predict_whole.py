@@ -260,8 +260,8 @@ def test_the_plan_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with FlopCounterMode(display=False) as counter:
         predict_whole(net, volume, plan=plan)
     assert volume.read == [each.halo.around(core, plan.size) for each in plan.passes for core in plan.cores]
-    # The plan counts projections of attention at each position, of which some run on slots.
-    assert 0.8 * sum(work) <= counter.get_total_flops() // 2 <= sum(work)
+    # Of attention, each tile projects its few slots again, as whole slots are planned once.
+    assert 0.99 * sum(work) <= counter.get_total_flops() // 2 <= 1.03 * sum(work)
     said = capsys.readouterr().err
     assert "pass 1 of 4: summarize bottom" in said
     assert "times the MACs of the untiled network" in said

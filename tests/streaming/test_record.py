@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farfield.streaming.operations import OWN, RecordingError, run_whole
+from farfield.streaming.graph import OWN, RecordingError, run_whole
 from helpers.drawn_networks import KINDS, Layer, draw_network, draw_values
 from helpers.recorded import plain_attention, record_network
 from helpers.streamed_nets import Blocks, Branches, Hourglass, NormUNet, SoftmaxBetween, settled

@@ -121,6 +121,21 @@ def test_what_is_not_finite_and_what_does_not_fit(monkeypatch: pytest.MonkeyPatc
         respond_whole(settled(attention("softmax")), torch.zeros(6, 9, 9), tile=3, quiet=True)
 
 
+@pytest.mark.parametrize("row", ["averaged", "kronecker_qkv"])
+@pytest.mark.parametrize("name", ["grid", "context"])
+def test_the_input_that_is_not_finite_is_named_and_its_mask_helps(name: str, row: str) -> None:
+    layer, inputs = settled(attention(row)), {"grid": torch.randn(6, 9, 9), "context": torch.randn(6, 9, 9)}
+    inputs[name][2, 7, 1] = torch.nan
+    valid, mask = inputs[name].isfinite().all(0), {"grid": "mask", "context": "context_mask"}[name]
+    if name == "context" or not layer.operator.queries_from.side_by_side:
+        with pytest.raises(
+            ValueError, match=rf"in the tile at \(\d, 0\) of the {name}.*num\({name}.* a {mask} that is"
+        ):
+            respond_whole(layer, **inputs, tile=(3, 9), quiet=True)
+    got = respond_whole(layer, **inputs, **{mask: valid}, tile=(3, 9), quiet=True)
+    assert got[:, valid].isfinite().all()
+
+
 def test_batches_that_differ_are_refused_before_anything_is_read() -> None:
     layer, grid, context = settled(attention("siamese")), torch.randn(2, 6, 8, 9), torch.randn(3, 6, 8, 9)
     with pytest.raises(ShapeError, match="respond_whole: grid and context must have the same batch"):

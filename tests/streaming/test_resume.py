@@ -22,7 +22,7 @@ import zarr
 from torch import nn
 
 from farfield import models, streaming
-from farfield.streaming import Tiles, predict_whole, respond_whole
+from farfield.streaming import Tiles, layers, predict_whole, respond_whole
 from farfield.tasks.restore_stack import restore
 from farfield.volumes import sink
 from helpers.stopping import StopError, recording_tasks, stopping
@@ -126,8 +126,9 @@ def test_a_file_that_lost_what_was_written_is_made_anew(
     copy = out.with_name("copy")
     before = copy.read_bytes() if copy.exists() else b""
     text = f'predict_whole: "{growing(out)}" does not hold any more what was written to it; it is made anew, and its 4'
-    with pytest.warns(UserWarning, match=re.escape(text)):
+    with pytest.warns(UserWarning, match=re.escape(text)) as told:
         got = predict_whole(net, volume, tile=TILE, out=out, quiet=True)
+    assert [each.filename for each in told] == [__file__]
     np.testing.assert_array_equal(got, want)
     assert not out.is_symlink()
     assert (copy.read_bytes() if copy.exists() else b"") == before
@@ -346,17 +347,13 @@ def test_a_layer_that_offers_no_overwriting_does_not_suggest_it(tmp_path: Path) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("row", ["softmax", "kronecker_qkv", "factorized_gaussian"])
 def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    merged = streaming.summaries.MergedSummary(settled(attention(row)).to(dtype), "net")
-    grid = torch.randn(1, 6, 4, 5, dtype=dtype)
-    merged.add(grid, None, (0, 0), (4, 5))
-    merged.add_query_sums(grid, None, (0, 0), (4, 5))
+    layer, grid = settled(attention(row)).to(dtype), torch.randn(1, 6, 4, 5, dtype=dtype)
+    parts = layers.summarize_attention(layer, grid, mask=None, origin=(0, 0), size=(4, 5))
     state = {field: kind() for field, kind in streaming.resume.FIELDS.items()}
-    streaming.resume.write_state(tmp_path / "state", state | {"summaries": [merged.state()]})
-    saved = streaming.resume.read_state(tmp_path / "state")["summaries"][0]
-    again = streaming.summaries.MergedSummary(merged.attention, "net")
-    again.load(saved)
-    (summary, asked), (twin, twin_asked) = merged.whole(grid.device), again.whole(grid.device)
-    for one, other in zip([*summary, *(asked or ())], [*twin, *(twin_asked or ())], strict=True):
+    streaming.resume.write_state(tmp_path / "state", state | {"summaries": [{"parts": parts}]})
+    saved = streaming.resume.read_state(tmp_path / "state")["summaries"][0]["parts"]
+    whole, again = (layers.finish_attention(each, grid.device, complete=True) for each in (parts, saved))
+    for one, other in zip([*whole[0], *(whole[1] or ())], [*again[0], *(again[1] or ())], strict=True):
         if isinstance(one, torch.Tensor):
             assert one.dtype == other.dtype
             assert torch.equal(one, other)

@@ -13,12 +13,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from farfield.streaming import predict_whole
 from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
 from farfield.streaming.rules import RULES, find_rule
 from farfield.streaming.run import find_regions
 from farfield.streaming.spans import Box, boxes_of, is_empty, read_box, region_of, whole_box
 from helpers.drawn_networks import CONVOLUTIONS, LINEAR, TRANSPOSED, Layer
 from helpers.recorded import record_network, run_in_tiles
+from helpers.streamed_nets import relative
 
 AREA, LINE, SPACE = (1, 4, 23, 17), (2, 3, 41), (1, 2, 9, 11, 7)
 CUTS = {AREA: ((7, 17), (23, 5), (6, 7)), LINE: ((9,),), SPACE: ((4, 11, 3), (3, 4, 7))}
@@ -520,6 +522,15 @@ def test_what_needs_a_whole_axis_is_refused_by_operation_and_module(name: str) -
     net = nn.Sequential(nn.Conv2d(4, 4, 1), Layer(REFUSED[name]))
     with pytest.raises(GraphError, match=r"aten\.\w+\.\w+ in 1: "):
         run_in_tiles(net, torch.randn(1, 4, 20, 16), (7, 5))
+
+
+def test_along_an_axis_that_is_not_cut_it_runs() -> None:
+    net, volume = nn.Sequential(nn.Conv2d(4, 4, 1), Layer(REFUSED["sort"])).eval(), torch.randn(1, 4, 20, 16)
+    with pytest.raises(GraphError, match="fix: tile with None for that axis"):
+        predict_whole(net, volume, tile=(7, 5), quiet=True)
+    with torch.no_grad():
+        want = net(volume)
+    assert relative(predict_whole(net, volume, tile=(None, 5), quiet=True), want) < 1e-6
 
 
 def test_an_operation_without_a_rule_is_refused() -> None:

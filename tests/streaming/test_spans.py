@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farfield.streaming.rules.rule import RuleError, broadcast, distinct, positions_of, single
+from farfield.streaming.rules.rule import (
+    Operand,
+    OperationCall,
+    RuleError,
+    distinct,
+    label_output,
+    positions_of,
+    single,
+)
 from farfield.streaming.spans import (
     SPANS,
     Box,
@@ -129,12 +137,19 @@ def test_positions_of_spans_are_those_of_the_whole(data: st.DataObject, layout: 
         assert positions_of(dim, own).tolist() == by_slices((dim,), (own,)).long().tolist()
 
 
+def label(layouts: list[Layout], shape: tuple[int, ...]) -> Layout:
+    """Return the labels of what is computed position by position from values of these layouts."""
+    operands = tuple(Operand(layout, torch.float32) for layout in layouts)
+    call = OperationCall("", (), {}, operands, (), torch.float32, shape)
+    return label_output(call, [range(len(layout)) for layout in layouts], shape)
+
+
 def test_an_axis_stands_once_in_a_layout() -> None:
     rows, columns = (Piece(7, 0),), (Piece(7, 0), Piece(2, 1))
     assert distinct((rows, columns, (Piece(3),))) == (rows, (Piece(14),), (Piece(3),))
-    assert broadcast([(rows, (Piece(1),)), ((Piece(1),), rows)], (7, 7)) == (rows, (Piece(7),))
+    assert label([(rows, (Piece(1),)), ((Piece(1),), rows)], (7, 7)) == (rows, (Piece(7),))
     with pytest.raises(RuleError, match="different axes"):
-        broadcast([((Piece(6, 0),),), ((Piece(2, 0), Piece(3, 1)),)], (6,))
+        label([((Piece(6, 0),),), ((Piece(2, 0), Piece(3, 1)),)], (6,))
     with pytest.raises(RuleError, match="several axes"):
         single(((0, 1), (0, 1)))
 

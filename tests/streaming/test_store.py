@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from farfield.streaming import Tiles, plan_whole, predict_whole, resume
+from farfield.streaming.plan import find_stored, make_graph_plan
 from farfield.streaming.store import Store, StoredInFile
 from farfield.streaming.streaming_plan import StreamingPlan
 from farfield.volumes.sink import FileOutput
@@ -139,9 +140,9 @@ def test_the_result_is_that_of_the_whole_and_the_plan_is_what_happens(
     assert watch.passes == len(plan.passes)
     assert watch.written == bytes_of(plan)
     assert watch.peak == plan.disk_bytes <= watch.written
-    # The plan counts projections of attention at each position, of which some run on slots.
     planned = plan.recomputed * plan.macs
-    assert (0.5 if "attentions" in name else 0.99) * planned <= count.get_total_flops() / 2 <= 1.01 * planned
+    # Of attention, each tile projects its few slots again, as whole slots are planned once.
+    assert 0.99 * planned <= count.get_total_flops() / 2 <= (1.05 if "attentions" in name else 1.01) * planned
 
 
 def test_18_norms_take_the_work_of_the_untiled_network() -> None:
@@ -257,6 +258,18 @@ def test_without_a_path_values_are_stored_in_files_without_a_name(
     assert relative(got, untiled(small, given)) < TOLERANCE
     assert watch.written > 0
     assert (watch.peak, list(tmp_path.iterdir())) == (0, [])
+
+
+def test_what_fits_beside_the_rest_is_stored() -> None:
+    """A value that is given up early, for its MACs a byte, is stored where what is given up later leaves room."""
+    net = settled(nn.Sequential(*normed(), nn.InstanceNorm2d(1), nn.Conv2d(1, 6, 3, padding=1), nn.InstanceNorm2d(6)))
+    shape = (1, 50, 43)
+    for disk in range(0, 400_000, 4_000):
+        plan = plan_whole(net, shape, tile=Tiles((24, 16), disk=disk or 1))
+        labelled = plan.graph_plan.labelled
+        for value in find_stored(labelled) - set(plan.stored):
+            more = make_graph_plan(labelled, plan.tile, [*plan.stored, value])
+            assert value not in more.stored or more.bytes_stored > disk
 
 
 @pytest.mark.parametrize(("name", "bad"), [("disk", -1), ("memory", -5), ("disk", 0.5), ("disk", "10"), ("disk", True)])
@@ -493,8 +506,9 @@ def test_a_killed_prediction_goes_on_with_the_keys_that_are_stored(
         content = bytearray((file := max(tmp_path.rglob("*.value"))).read_bytes())
         content[100] ^= 1
         file.write_bytes(content)
-        with pytest.warns(UserWarning, match="does not hold any more what passes stored"):
+        with pytest.warns(UserWarning, match="does not hold any more what passes stored") as told:
             got = predict_whole(net, VOLUMES[2].numpy(), plan=plan, out=out, quiet=True)
+        assert [each.filename for each in told] == [__file__]
     else:
         got = predict_whole(net, VOLUMES[2].numpy(), plan=plan, out=out, quiet=True)
     # Tiles that were stored are not computed again.

@@ -77,9 +77,9 @@ def test_each_tile_is_the_network_on_its_patch(name: str) -> None:
     plan = plan_whole(net, grid.shape, tile=tiles)
     assert len(plan.passes) == 1
     assert plan.patch_size == (16, 20)
-    assert plan.patch_halo.before == (2, 2)
+    assert plan.passes[0].halo.before == (2, 2)
     got = predict_whole(net, grid, tile=tiles, quiet=True)
-    assert relative(got, by_patches(net, grid, (12, 16), *plan.patch_halo)) < 1e-5
+    assert relative(got, by_patches(net, grid, (12, 16), *plan.passes[0].halo)) < 1e-5
     # The test can fail: over the whole volume the statistics are others.
     exact = predict_whole(net, grid, tile=(12, 16), quiet=True)
     assert relative(got, exact) > 1e-2
@@ -120,8 +120,7 @@ def test_passes_read_the_same_patches() -> None:
     last = nn.Conv2d(4, 2, 5, padding=2)
     net, tiles = settled(nn.Sequential(first, norm, attends, last)), Tiles((12, 13), statistics="tile")
     plan = plan_whole(net, VOLUME.shape, tile=tiles)
-    assert [each.halo for each in plan.passes] == [plan.patch_halo] * 2
-    assert plan.patch_halo == ((3, 3), (3, 3))
+    assert [each.halo for each in plan.passes] == [((3, 3), (3, 3))] * 2
 
     with torch.no_grad():
         features = by_patches(nn.Sequential(first, norm), VOLUME, (12, 13), (3, 3), (3, 3))

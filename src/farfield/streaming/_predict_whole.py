@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from farfield._fingerprint import fingerprint
+from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming._plan_whole import check_plan, find_plan
 from farfield.streaming.adapt import Reduction, name_volumes
 from farfield.streaming.arguments import Tiles, parse_tiles
-from farfield.streaming.prediction import run_plan
-from farfield.streaming.resume import saved_plan
-from farfield.streaming.streaming_plan import StreamingPlan
+from farfield.streaming.passes import TiledRun
+from farfield.streaming.plan import GraphPlan
+from farfield.streaming.planning import Planner
+from farfield.streaming.resume import Progress, compute_identity, saved_plan, warn
+from farfield.streaming.runner import Stream, TiledVolume, make_progress
+from farfield.streaming.spans import Box
+from farfield.streaming.store import Store
+from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
-from farfield.volumes.sink import check_path
+from farfield.volumes.file_formats import OutputSpec
+from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.sink import ArrayOutput, FileOutput, check_path, numpy_dtype, output_for
+from farfield.volumes.source import VolumeSource, parse_layout
+from farfield.volumes.volume import describe_output
 
 
 @looks_at_a_copy
@@ -133,9 +146,114 @@ def predict_whole(
     saved = None if path is None else saved_plan("predict_whole", path, overwrite, known_model, volumes)
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
-        planned = find_plan("predict_whole", model, shapes, tiles, pad, reduce, path, saved)
+        planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved).plan()
     else:
         planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce)
     if not quiet:
         print(planned, file=sys.stderr)
-    return run_plan(planned, model, volumes, known, out, overwrite, quiet)
+    graph, device = planned.bind("predict_whole", model), device_of(model)
+    sources = _read_volumes(planned, model, volumes)
+    spec = _make_spec(known, planned, next(iter(sources.values())).channels)
+    output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
+    named = "" if path is None else str(out)
+    progress = _open_progress(planned, output, named, known_model, volumes, overwrite)
+    tiled = {name: TiledVolume(source, planned.cores) for name, source in sources.items()}
+    stream = Stream("predict_whole", output, progress, [], tiled)
+    folder = output.folder if isinstance(output, FileOutput) else None
+    with closing(Store("predict_whole", graph, planned.on_disk, folder, device)) as store, _outside_inference(device):
+        result = _run_passes(planned, graph, store, stream, quiet)
+    split = planned.outputs.split
+    return result if out is not None else split(result, int(planned.layout.batch), planned.layout.channels)
+
+
+def _read_volumes(plan: StreamingPlan, model: nn.Module, volumes: Mapping[str, Any]) -> dict[str, VolumeSource]:
+    return {
+        name: VolumeSource(
+            array,
+            parse_layout("predict_whole", array.shape, plan.layout.spatial_dims),
+            device_of(model),
+            dtype_of(model),
+            padding=plan.padding,
+            mode=plan.pad or "reflect",
+        )
+        for name, array in volumes.items()
+    }
+
+
+def _make_spec(known: ImageMetadata | None, plan: StreamingPlan, channels: int) -> OutputSpec:
+    """Describe the output, for a first volume of so many channels."""
+    output = plan.output
+    shape = plan.layout.shape(output.shape[0], output.shape[1], [stop - start for start, stop in output.kept])
+    metadata = describe_output(known, plan.layout, channels, output.shape[1], output.scales)
+    if plan.outputs.names:
+        metadata = replace(metadata, channels=plan.outputs.channel_names())
+    return OutputSpec(shape, numpy_dtype(output.dtype), output.written, metadata)
+
+
+def _open_progress(
+    plan: StreamingPlan,
+    output: FileOutput | ArrayOutput,
+    path: str,
+    model: str,
+    volumes: Mapping[str, Any],
+    overwrite: bool,
+) -> Progress:
+    """Begin or resume the progress of a plan for a model with this fingerprint."""
+    settings = (plan.tile, plan.halo, plan.patch_size, plan.stored, plan.on_disk, path)
+    identity = compute_identity(model, volumes, settings) | {
+        "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",
+        # Summaries and stored values are known by their node, and another version may record other nodes.
+        "version of torch": torch.__version__,
+    }
+    return make_progress("predict_whole", output, identity, plan.tile, overwrite, plan.stored, plan.on_disk)
+
+
+def _run_passes(plan: StreamingPlan, graph: GraphPlan, store: Store, stream: Stream, quiet: bool) -> Any:
+    names = list(stream.volumes)
+
+    def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
+        region = tuple(spans[0] for spans in box[2:])
+        return stream.read(names[volume], index, region, sample if plan.samples > 1 else None)
+
+    run = TiledRun(graph, plan.patches, store, read, partial(_write_output, stream, plan))
+    progress = stream.progress
+    if progress.summaries and not run.holds(progress.summaries[-1], progress.stage, progress.tile):
+        warn(
+            f'predict_whole: "{progress.folder}" does not hold any more what passes stored for later ones; '
+            "all run again."
+        )
+        progress.restart()
+    stream.merged = [run]
+    tasks = [
+        lambda index, _, number=number: run.run_task(number, index) for number in range(plan.samples * len(plan.passes))
+    ]
+    return stream.run([(names[0], task) for task in tasks], quiet)
+
+
+@contextmanager
+def _outside_inference(device: torch.device) -> Iterator[None]:
+    """Leave `torch.inference_mode`, whose tensors cannot be used in it and outside, and make tensors on a device."""
+    # Each call of torch within a device takes microseconds longer.
+    with torch.inference_mode(False), nullcontext() if device == torch.get_default_device() else device:
+        yield
+
+
+def _write_output(stream: Stream, plan: StreamingPlan, sample: int, box: Box, numbers: Tensor) -> None:
+    """Write a box of the output, without the positions that stand for padding alone."""
+    spans: Sequence[tuple[int, int]] = [spans[0] for spans in box[2:]]
+    kept = [low for low, _ in plan.output.kept]
+    both = [
+        (max(start, low), min(stop, high)) for (start, stop), (low, high) in zip(spans, plan.output.kept, strict=True)
+    ]
+    if any(start >= stop for start, stop in both):
+        return
+    inside, target = (
+        tuple(slice(start - first, stop - first) for (start, stop), first in zip(both, origin, strict=True))
+        for origin in ([start for start, _ in spans], kept)
+    )
+    part = numbers[(slice(None), slice(None), *inside)]
+    shape = plan.layout.shape(part.shape[0], part.shape[1], part.shape[2:])
+    leading: list[slice] = [slice(None)] * (len(shape) - len(target))
+    if plan.samples > 1:
+        leading[0] = slice(sample, sample + 1)
+    stream.write((*leading, *target), part.reshape(shape))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,13 @@ from farfield._checks import ShapeError, shape_error
 from farfield._fingerprint import fingerprint
 from farfield.nn import GridAttention
 from farfield.nn.devices import device_of, dtype_of, free_bytes
-from farfield.ops.grid import Gathered, Pool
-from farfield.ops.slots import Summary
+from farfield.ops.grid import Pool
+from farfield.streaming import layers
 from farfield.streaming.arguments import parse_positions
-from farfield.streaming.geometry import cores, count_positions, round_up
+from farfield.streaming.passes import MergeTree
+from farfield.streaming.plan import cores, round_up_tile
 from farfield.streaming.resume import compute_identity, saved_plan
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
-from farfield.streaming.summaries import SUMMARY_SHARE, MergedSummary, has_grid_summary, summary_bytes
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
@@ -99,14 +101,8 @@ def respond_whole(
     """
     known, grid = split_volume(grid)
     inputs = {"grid": grid, "context": context, "mask": mask, "context_mask": context_mask}
-    if not isinstance(layer, GridAttention):
-        raise TypeError(
-            f"respond_whole: layer must be a GridAttention, got {type(layer).__name__}; "
-            f"fix: predict_whole(model, volume) for a whole network."
-        )
     given = {name: volume for name, volume in inputs.items() if volume is not None or name == "grid"}
-    for name, volume in given.items():
-        check_volume("respond_whole", name, volume)
+    _check(layer, given)
     if tile is not None:
         tile = parse_positions("respond_whole", "tile", tile, 1, optional=True)
     refuse_aliasing("respond_whole", out, inputs)
@@ -116,16 +112,14 @@ def respond_whole(
         known_layer = fingerprint(layer)
         saved = saved_plan("respond_whole", path, None, known_layer, given)
         tile = saved.tile if tile is None and saved is not None else tile
-    if layer.training and layer.coefficient_norm is not None:
-        raise ValueError("respond_whole: batch norm in training needs the whole grid; fix: layer.eval().")
-    query_volume = MaskedGrid(layer, grid, mask, infer_layout(layer, grid, tile), tile, "grid")
-    key_volume = query_volume
+    queries = _MaskedGrid("grid", layer, grid, mask, _find_layout(layer, grid, tile), tile)
+    keys = queries
     if context is not None:
-        spatial_dims = len(context.shape) - (len(grid.shape) - query_volume.layout.spatial_dims)
-        key_volume = MaskedGrid(
-            layer, context, context_mask, parse_layout("respond_whole", context.shape, spatial_dims), None, "context"
+        layout = parse_layout(
+            "respond_whole", context.shape, len(context.shape) - (len(grid.shape) - queries.layout.spatial_dims)
         )
-        if key_volume.source.batch != query_volume.source.batch:
+        keys = _MaskedGrid("context", layer, context, context_mask, layout, None)
+        if keys.source.batch != queries.source.batch:
             raise shape_error(
                 "respond_whole",
                 "grid and context must have the same batch.",
@@ -133,30 +127,37 @@ def respond_whole(
                 grid=grid,
                 context=context,
             )
-    elif context_mask is not None:
+    channels = layer.value_channels if layer.output is None else layer.channels
+    shape = queries.layout.shape(queries.source.batch, channels, queries.source.size)
+    metadata = describe_output(known, queries.layout, queries.source.channels, channels)
+    spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), queries.positions, metadata)
+    output = output_for("respond_whole", out, spec, grid, None)
+    identity = compute_identity(known_layer, given, (queries.positions, keys.positions, str(path)))
+    progress = make_progress("respond_whole", output, identity, queries.positions, None)
+    stream = Stream("respond_whole", output, progress, [], {**queries.tiled_volumes(), **keys.tiled_volumes()})
+    return _Response(layer, queries, keys, stream).run(quiet)
+
+
+def _check(layer: GridAttention, given: Mapping[str, Any]) -> None:
+    """Refuse what is no attention in evaluation, and inputs that are no arrays or do not go together."""
+    if not isinstance(layer, GridAttention):
+        raise TypeError(
+            f"respond_whole: layer must be a GridAttention, got {type(layer).__name__}; "
+            f"fix: predict_whole(model, volume) for a whole network."
+        )
+    for name, volume in given.items():
+        check_volume("respond_whole", name, volume)
+    if "context_mask" in given and "context" not in given:
         raise ValueError(
             "respond_whole: got context_mask but no context; fix: give the context too, or, for the mask of the grid, "
             "mask= instead of context_mask=."
         )
-    channels, dtype = layer.value_channels if layer.output is None else layer.channels, dtype_of(layer)
-    shape = query_volume.layout.shape(query_volume.source.batch, channels, query_volume.source.size)
-    metadata = describe_output(known, query_volume.layout, query_volume.source.channels, channels)
-    spec = OutputSpec(shape, numpy_dtype(dtype), query_volume.positions, metadata)
-    output = output_for("respond_whole", out, spec, grid, None)
-    identity = compute_identity(known_layer, given, (query_volume.positions, key_volume.positions, str(path)))
-    progress = make_progress("respond_whole", output, identity, query_volume.positions, None)
-    volumes = {**query_volume.tiled_volumes(), **key_volume.tiled_volumes()}
-    merged = MergedSummary(layer, "respond_whole")
-    stream = Stream("respond_whole", output, progress, [merged], volumes)
-    return Response(query_volume, key_volume, stream, merged).run(quiet)
+    if layer.training and layer.coefficient_norm is not None:
+        raise ValueError("respond_whole: batch norm in training needs the whole grid; fix: layer.eval().")
 
 
-def infer_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
-    """Find the axes of a grid from the length of `tile`, or else from the axis that has the layer's channels.
-
-    Raises:
-        ShapeError: If there is no such axis, or the grid's number of axes does not fit `tile`.
-    """
+def _find_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
+    """Find the axes of a grid from the length of `tile`, or else from the axis that has the layer's channels."""
     shape = tuple(grid.shape)
     if isinstance(tile, Sequence):
         return parse_layout("respond_whole", shape, len(tile))
@@ -170,29 +171,17 @@ def infer_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
     )
 
 
-class MaskedGrid:
-    """A grid that is read in tiles, with its mask.
-
-    Args:
-        layer: The attention.
-        array: The grid.
-        mask: Array that is True at its valid positions, or None.
-        layout: Its axes.
-        tile: The argument of `respond_whole`; None for slabs.
-        name: "grid" or "context"; errors name it.
-
-    Raises:
-        ShapeError: If the grid's channels or the mask's shape do not fit.
-    """
+class _MaskedGrid:
+    """The "grid" or the "context", read in tiles, with its mask; `tile` is the argument of `respond_whole`."""
 
     def __init__(
         self,
+        name: str,
         layer: GridAttention,
         array: Any,
         mask: Any,
         layout: AxisLayout,
         tile: int | Sequence[int | None] | None,
-        name: str,
     ) -> None:
         self.layout, self.name = layout, name
         self.source = VolumeSource(array, layout, device_of(layer), dtype_of(layer), caller="respond_whole")
@@ -202,120 +191,107 @@ class MaskedGrid:
                 f"shape {tuple(array.shape)} with {layout.spatial_dims} spatial dims; fix: tile with one number per "
                 f"spatial dim of the grid, or a {name} of {layer.channels} channels."
             )
-        self.mask: VolumeSource | None = None
-        if mask is not None:
-            dtype = str(getattr(mask, "dtype", ""))
-            if "float" in dtype:
-                raise TypeError(
-                    f"respond_whole: the mask of {name} must be boolean, True where a position is valid, got {dtype}; "
-                    f"fix: mask > 0, or mask == 0 if it is additive, 0 and -inf."
-                )
-            expected = (*array.shape[: layout.batch], *self.source.size)
-            if tuple(mask.shape) != expected:
-                raise ShapeError(
-                    f"respond_whole: the mask of {name} must have shape {expected}, got {tuple(mask.shape)}; "
-                    f"fix: one value per position, without channels."
-                )
-            mask_layout = AxisLayout(layout.batch, False, layout.spatial_dims)
-            self.mask = VolumeSource(mask, mask_layout, self.source.device, torch.bool, caller="respond_whole")
-        self.positions = tile_positions(layer, self.source, tile)
+        self.mask = None if mask is None else self.make_mask(mask, (*array.shape[: layout.batch], *self.source.size))
+        self.positions = _tile_positions(layer, self.source, tile)
         self.tiles = cores(self.source.size, self.positions)
+
+    def make_mask(self, mask: Any, expected: tuple[int, ...]) -> VolumeSource:
+        """Return what reads the mask, which must have the expected shape."""
+        dtype = str(getattr(mask, "dtype", ""))
+        if "float" in dtype:
+            raise TypeError(
+                f"respond_whole: the mask of {self.name} must be boolean, True where a position is valid, got {dtype}; "
+                f"fix: mask > 0, or mask == 0 if it is additive, 0 and -inf."
+            )
+        if tuple(mask.shape) != expected:
+            raise ShapeError(
+                f"respond_whole: the mask of {self.name} must have shape {expected}, got {tuple(mask.shape)}; "
+                f"fix: one value per position, without channels."
+            )
+        layout = AxisLayout(self.layout.batch, False, self.layout.spatial_dims)
+        return VolumeSource(mask, layout, self.source.device, torch.bool, caller="respond_whole")
 
     def tiled_volumes(self) -> dict[str, TiledVolume]:
         """Return the grid and its mask, by name."""
-        volumes = {self.name: TiledVolume(self.source, self.tiles)}
-        if self.mask is not None:
-            volumes[f"mask of the {self.name}"] = TiledVolume(self.mask, self.tiles)
-        return volumes
+        sources = {self.name: self.source, f"mask of the {self.name}": self.mask}
+        return {name: TiledVolume(source, self.tiles) for name, source in sources.items() if source is not None}
+
+    def read(self, stream: Stream, index: int, core: Region) -> tuple[Tensor, dict[str, Any]]:
+        """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""
+        mask = None if self.mask is None else stream.read(f"mask of the {self.name}", index, core)[:, 0]
+        place = {"mask": mask, "origin": tuple(start for start, _ in core), "size": self.source.size}
+        return stream.read(self.name, index, core), place
 
 
-def tile_positions(
+def _tile_positions(
     layer: GridAttention, source: VolumeSource, tile: int | Sequence[int | None] | None
 ) -> tuple[int, ...]:
     """Return the size of the tiles, rounded up to the windows of pooled keys.
 
     By default tiles are slabs of the first axis; if a slab of one index is larger than TILE, the next axis is cut too.
     """
-    pool = layer.operator.keys_from.gather
-    spatial_dims = source.layout.spatial_dims
+    spatial_dims, pool = source.layout.spatial_dims, layer.operator.keys_from.gather
     windows = pool.windows(spatial_dims) if isinstance(pool, Pool) else (1,) * spatial_dims
     if tile is not None:
-        requested = (tile,) * source.layout.spatial_dims if isinstance(tile, int) else tile
-        positions = [length if own is None else own for own, length in zip(requested, source.size, strict=True)]
-    else:
-        positions = list(source.size)
-        room = TILE // (source.batch * source.channels * source.dtype.itemsize)
-        for axis in range(len(positions)):
-            others = count_positions(tuple((0, length) for length in positions[:axis] + positions[axis + 1 :]))
-            positions[axis] = min(positions[axis], max(1, room // others))
-    return tuple(
-        min(length, round_up(own, window)) for own, length, window in zip(positions, source.size, windows, strict=True)
-    )
+        return round_up_tile(tile, source.size, windows)
+    positions, room = list(source.size), TILE // (source.batch * source.channels * source.dtype.itemsize)
+    for axis, length in enumerate(source.size):
+        positions[axis] = min(length, max(1, room // math.prod(positions[:axis] + positions[axis + 1 :])))
+    return round_up_tile(positions, source.size, windows)
 
 
-class Response:
-    """Computes the response of one attention layer to a grid in tiles, in two or three passes; `run` starts them.
+class _Response:
+    """Passes over a grid and what keys and values come from, which is the grid itself if there is no context."""
 
-    Args:
-        query_volume: The grid that queries come from.
-        key_volume: The grid that keys and values come from: the context, or `query_volume` if there is none.
-        stream: Reads the inputs, writes the output, and saves the progress.
-        merged: The summary of the layer, which is the stream's only one.
-    """
-
-    def __init__(self, query_volume: MaskedGrid, key_volume: MaskedGrid, stream: Stream, merged: MergedSummary) -> None:
-        self.query_volume, self.key_volume, self.stream, self.merged = query_volume, key_volume, stream, merged
-        self.whole: tuple[Summary, Gathered | None] | None = None
+    def __init__(self, layer: GridAttention, queries: _MaskedGrid, keys: _MaskedGrid, stream: Stream) -> None:
+        self.attention, self.queries, self.keys, self.stream = layers.make_streamable(layer), queries, keys, stream
+        self.tree = MergeTree(layers.merge_attention)
+        self.whole: Any = None
 
     def run(self, quiet: bool) -> Any:
-        """Run the passes: summarize, add the query sums of a grid with a context if queries come from sums, respond."""
-        passes = [(self.key_volume.name, self.summarize)]
-        if self.query_volume is not self.key_volume and not self.merged.attention.operator.queries_from.side_by_side:
-            passes.append((self.query_volume.name, self.add_query_sums))
-        return self.stream.run([*passes, (self.query_volume.name, self.respond)], quiet)
+        """Run the passes: with a context, queries that come from sums of the grid get one of their own."""
+        together = self.keys is self.queries
+        passes = [(self.keys.name, partial(self.summarize, self.keys, True, together))]
+        if not together and not self.attention.operator.queries_from.side_by_side:
+            passes.append((self.queries.name, partial(self.summarize, self.queries, False, True)))
+        self.stream.merged = [self]
+        return self.stream.run([*passes, (self.queries.name, self.respond)], quiet)
 
-    def read(self, volume: MaskedGrid, index: int, core: Region) -> tuple[Tensor, dict[str, Any]]:
-        """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""
-        tile = self.stream.read(volume.name, index, core)
-        mask = None if volume.mask is None else self.stream.read(f"mask of the {volume.name}", index, core)[:, 0]
-        return tile, {"mask": mask, "origin": tuple(start for start, _ in core), "size": volume.source.size}
+    def summarize(self, volume: _MaskedGrid, of_keys: bool, of_queries: bool, index: int, core: Region) -> None:
+        """Merge a tile's keys and values, its query sums, or both."""
+        tile, place = volume.read(self.stream, index, core)
+        parts = layers.summarize_attention(self.attention, tile, of_keys=of_keys, of_queries=of_queries, **place)
+        if index == 0 and of_keys and layers.has_grid_summary(self.attention):
+            self.check_size(layers.summary_bytes(parts[0]) * len(volume.tiles))
+        if not layers.are_numbers(parts):
+            fix = f"a {'mask' if volume is self.queries else 'context_mask'} that is False there"
+            raise layers.not_finite("respond_whole", place["origin"], volume.name, fix)
+        self.tree.add(parts)
 
-    def summarize(self, index: int, core: Region) -> None:
-        """Add a tile's keys and values, and its query sums if there is no context."""
-        tile, place = self.read(self.key_volume, index, core)
-        self.merged.add(tile, **place)
-        if self.query_volume is self.key_volume:
-            self.merged.add_query_sums(tile, **place)
-        if index == 0:
-            self.check_size(len(self.key_volume.tiles))
-
-    def add_query_sums(self, index: int, core: Region) -> None:
-        """Add a tile's query sums."""
-        tile, place = self.read(self.query_volume, index, core)
-        self.merged.add_query_sums(tile, **place)
+    def check_size(self, size: int) -> None:
+        """Refuse a summary with a slot for each key that takes more than its share of the free memory."""
+        free = free_bytes(self.queries.source.device)
+        if size > layers.SUMMARY_SHARE * free:
+            raise ValueError(
+                f"respond_whole: the summary of {self.attention.operator_name} is its grid, about {size:,} bytes, and "
+                f"may take half of the {free:,} bytes that are free; fix: an operator that compresses, such as "
+                "factorized_gaussian."
+            )
 
     def respond(self, index: int, core: Region) -> None:
         """Compute and write the response of a tile."""
-        tile, place = self.read(self.query_volume, index, core)
-        self.whole = self.whole or self.merged.whole(tile.device)
-        summary, query_sums = self.whole
-        response = self.merged.attention.respond(tile, summary, **place, query_sums=query_sums)
-        shape = self.query_volume.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
+        tile, place = self.queries.read(self.stream, index, core)
+        if self.whole is None:
+            self.whole = layers.finish_attention(self.tree.whole(), tile.device, complete=self.keys.mask is None)
+        summary, sums = self.whole
+        response = self.attention.respond(tile, summary, **place, query_sums=sums)
+        shape = self.queries.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
         self.stream.write(box_index(shape, core), response.reshape(shape))
 
-    def check_size(self, tiles: int) -> None:
-        """Refuse an attention whose summary has a slot for each key, if that takes too much of the free memory.
+    def state(self) -> dict[str, Any]:
+        """Return the state that `load` resumes from."""
+        return {"runs": list(self.tree.runs)}
 
-        Args:
-            tiles: The number of tiles of the keys, by which the summary of the first is multiplied.
-
-        Raises:
-            ValueError: If the summary takes more than SUMMARY_SHARE of it.
-        """
-        size, free = summary_bytes(self.merged.parts[0], None) * tiles, free_bytes(self.query_volume.source.device)
-        if has_grid_summary(self.merged.attention) and size > SUMMARY_SHARE * free:
-            raise ValueError(
-                f"respond_whole: the summary of {self.merged.attention.operator_name} is its grid, about "
-                f"{size:,} bytes, and may take half of the {free:,} bytes that are free; fix: an operator that "
-                f"compresses, such as factorized_gaussian."
-            )
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state."""
+        self.tree.runs = [(height, tuple(parts)) for height, parts in state["runs"]]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError
 from farfield.streaming.adapt import Outputs, one_grid
-from farfield.streaming.geometry import Halo
 
 
 class MeanOverFlips(nn.Module):
@@ -99,10 +98,3 @@ def check_axes(caller: str, model: MeanOverFlips, spatial_dims: int) -> None:
 
 def _flip_grid(grid: Tensor, axes: Sequence[int]) -> Tensor:
     return grid.flip([axis + 2 for axis in axes]) if axes else grid
-
-
-def symmetric(halo: Halo, axes: Sequence[int]) -> Halo:
-    """Return a halo that is the same before and after along some axes: a flipped tile then reads the same region."""
-    both = [max(pair) for pair in zip(*halo, strict=True)]
-    before, after = (tuple(both[axis] if axis in axes else side[axis] for axis in range(len(side))) for side in halo)
-    return Halo(before, after)

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from farfield.streaming.graph import Graph, Node, Value, map_values, run_node
 from farfield.streaming.layers import LAYER
-from farfield.streaming.operations import Graph, Node, Value, map_values, run_node
 from farfield.streaming.rules import Rule, find_rule
 from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError, local
 from farfield.streaming.spans import (
@@ -37,6 +37,7 @@ class LabelledGraph:
         graph: The graph.
         size: The volume's size.
         cut: The axes along which it is cut.
+        halo: How far operations without a rule reach, in positions of the volume; None if they are refused.
         layouts: Value -> its pieces.
         calls: Node -> its call.
         rules: Node -> its rule.
@@ -49,6 +50,7 @@ class LabelledGraph:
     graph: Graph
     size: tuple[int, ...]
     cut: tuple[int, ...]
+    halo: Sequence[int] | None = None
     layouts: dict[Value, Layout] = field(default_factory=dict)
     calls: dict[int, OperationCall] = field(default_factory=dict)
     rules: dict[int, Rule] = field(default_factory=dict)
@@ -86,16 +88,14 @@ class LabelledGraph:
         if piece.axis is None:
             return 0, piece.length
         (start, stop), length = tile[piece.axis], self.size[piece.axis]
-        many, few = nearest_ratio(piece.length, length)
+        many, few = _nearest_ratio(piece.length, length)
         first, last = (min(piece.length, place * many // few) for place in (start, stop))
         return first, piece.length if stop == length else last
 
 
-def nearest_ratio(length: int, whole: int) -> tuple[int, int]:
-    """Return the ratio of a length to that of the volume; a stride, or its inverse, if it is near one.
-
-    A convolution with a stride of 2, and one without padding, give somewhat less than each second, or each, position.
-    """
+def _nearest_ratio(length: int, whole: int) -> tuple[int, int]:
+    """Return the ratio of a length to that of the volume; a stride, or its inverse, if it is near one."""
+    # A convolution with a stride of 2, and one without padding, give somewhat less than each second, or each, position.
     many, few = max(1, round(length / whole)), max(1, round(whole / max(1, length)))
     near = abs(length * few - whole * many) * 8 <= whole * many
     return (many, few) if near else (length, whole)
@@ -104,19 +104,12 @@ def nearest_ratio(length: int, whole: int) -> tuple[int, int]:
 def label_graph(
     graph: Graph, size: Sequence[int], cut: Sequence[int], *, halo: Sequence[int] | None = None, first: int = 2
 ) -> LabelledGraph:
-    """Find the labels of all values, and the operations that sum over the whole.
-
-    Args:
-        graph: The graph.
-        size: The volume's size, without batch and channels.
-        cut: The axes along which it is cut.
-        halo: How far operations without a rule reach, in positions of the volume; None if they are refused.
-        first: The first dimension of volumes that counts as an axis; 2 leaves out batch and channels.
+    """Find the labels of all values, and the operations that sum over the whole; dimensions from `first` on are axes.
 
     Raises:
         GraphError: If an operation has no rule, or cannot run on parts.
     """
-    labelled = LabelledGraph(graph, tuple(size), tuple(cut))
+    labelled = LabelledGraph(graph, tuple(size), tuple(cut), halo)
     for index in labelled.order:
         node = graph.nodes[index]
         labelled.levels[index] = max((labelled.levels[value.node] for value in node.inputs), default=0)
@@ -133,14 +126,13 @@ def label_graph(
             labelled.layouts[Value(index)] = constant_layout(node.outputs[0].shape)
             continue
         try:
-            label_node(labelled, index, node, halo)
+            _label_node(labelled, index, node)
         except RuleError as error:
             raise GraphError(f"{node.op} in {node.path}: {error}") from error
     return labelled
 
 
-def label_node(labelled: LabelledGraph, index: int, node: Node, halo: Sequence[int] | None) -> None:
-    """Find the labels of an operation's outputs."""
+def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
 
     def operand(value: Value) -> Operand:
         return Operand(labelled.layouts[value], labelled.graph.info(value).dtype)
@@ -153,9 +145,9 @@ def label_node(labelled: LabelledGraph, index: int, node: Node, halo: Sequence[i
     if rule is None:
         rule = WHOLE
         if any(axes_of(each.layout) for each in operands):
-            if halo is None:
+            if labelled.halo is None:
                 raise RuleError("there is no rule for it; fix: tile=Tiles(…, halo=positions) if it is local")
-            rule = local(halo, labelled.size)
+            rule = local(labelled.halo, labelled.size)
     layouts = rule.label(call)
     call = call._replace(layouts=tuple(layouts))
     labelled.calls[index], labelled.rules[index] = call, rule
@@ -165,26 +157,16 @@ def label_node(labelled: LabelledGraph, index: int, node: Node, halo: Sequence[i
         labelled.reductions[index] = reduction
         labelled.levels[index] += 1
         return
-    gathered = find_gathered(labelled, node, call, rule)
+    gathered = _find_gathered(labelled, node, call, rule)
     labelled.gathered |= gathered
     labelled.levels[index] = max([labelled.levels[index], *(labelled.levels[value.node] + 1 for value in gathered)])
 
 
-def find_gathered(labelled: LabelledGraph, node: Node, call: OperationCall, rule: Rule) -> set[Value]:
+def _find_gathered(labelled: LabelledGraph, node: Node, call: OperationCall, rule: Rule) -> set[Value]:
     """Return the operands of which one position of the output needs all along an axis that is cut."""
-    layout = call.layouts[0]
-    if not axes_of(layout):
-        middle = whole_box(layout)
-    else:
-        middle = tuple(
-            tuple(
-                (0, piece.length) if piece.axis is None else (piece.length // 2, piece.length // 2 + 1) for piece in dim
-            )
-            for dim in layout
-        )
     gathered = set()
-    for value, box in zip(node.inputs, rule.needs(call, 0, middle), strict=True):
-        for dim, spans in zip(labelled.layouts[value], box, strict=False):
+    for value, needed in zip(node.inputs, rule.needs(call, 0, box_at(call.layouts[0])), strict=True):
+        for dim, spans in zip(labelled.layouts[value], needed, strict=False):
             for piece, (start, stop) in zip(dim, spans, strict=True):
                 if piece.axis is not None and stop - start == piece.length:
                     gathered.add(value)
@@ -192,20 +174,26 @@ def find_gathered(labelled: LabelledGraph, node: Node, call: OperationCall, rule
     return gathered - set(labelled.graph.inputs)
 
 
-def label_all(call: OperationCall) -> list[Layout]:
-    """No axis of the volume."""
-    return [constant_layout(each.shape) for each in call.infos]
+def box_at(layout: Layout, axis: int | None = None, place: int = 0) -> Box:
+    """Return the box of one position along an axis, and of the middle position along all others that are cut."""
+
+    def span(piece: Piece) -> Span:
+        if piece.axis is None:
+            return 0, piece.length
+        start = place if piece.axis == axis else piece.length // 2
+        return start, start + 1
+
+    return tuple(tuple(map(span, dim)) for dim in layout)
 
 
-def needs_all(call: OperationCall, output: int, box: Box) -> list[Box]:
-    """All operands, whole."""
-    return [whole_box(operand.layout) for operand in call.operands]
-
-
-def run_all(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    """Run on whole values, and take the box."""
+def _run_whole(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     result = call.run(output, tensors)
     return read_box(result, region_of(tuple(((0, length),) for length in result.shape)), box)
 
 
-WHOLE = Rule(label_all, needs_all, run_all)
+# An operation without a rule on values that run along no axis that is cut.
+WHOLE = Rule(
+    lambda call: [constant_layout(each.shape) for each in call.infos],
+    lambda call, output, box: [whole_box(operand.layout) for operand in call.operands],
+    _run_whole,
+)

@@ -1,177 +1,160 @@
-"""Layers of farfield and of the user that need the whole grid: one node each, summarized and responded to in tiles."""
+"""Layers of farfield and of the user that need the whole grid: summarized and responded to in tiles.
+
+Summaries merge in float64, so that rounding does not add up over many tiles.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+import copy
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered, Pool
 from farfield.ops.slots import Summary
-from farfield.streaming.operations import RecordingError
-from farfield.streaming.record import Recorder
+from farfield.ops.table import keys, products, queries
 from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError, take_dims
 from farfield.streaming.spans import Box, Layout, Piece, is_cut, whole_dim
-from farfield.streaming.summaries import convert_summary, make_streamable
+
+# The share of the free memory that a summary which is its grid may take.
+SUMMARY_SHARE = 1 / 2
 
 
-@dataclass
-class RecordedLayer:
-    """A layer that needs the whole grid.
+# ---- attention -------------------------------------------------------------------------------------------------------
+def make_streamable(attention: GridAttention) -> GridAttention:
+    """Return an attention with the same responses, and with a small summary if `attention` is `dot`.
 
-    Attributes:
-        path: Its path in the network.
-        module: The layer; None in a plan that was saved and not bound to a network yet.
+    `dot` is V (KᵀQ), and its summary is the grid; its copy computes (V Kᵀ) Q, which is equal. Any other attention is
+    returned itself.
     """
-
-    path: str
-    module: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Save the path alone: the layer is that of the network that the plan runs."""
-        return {"path": self.path, "module": None}
-
-
-def is_summarizing(module: nn.Module) -> bool:
-    """Whether a module of the user runs in tiles by its methods `summarize` and `respond`."""
-    return callable(getattr(module, "summarize", None)) and callable(getattr(module, "respond", None))
+    operator = attention.operator
+    if operator.basis is not None or operator.coefficients is not products:
+        return attention
+    twin = copy.copy(attention)
+    twin.operator = dataclasses.replace(operator, basis=keys, coefficients=queries)
+    return twin
 
 
-@contextmanager
-def layers_recorded(recorder: Recorder, fake: nn.Module, real: nn.Module) -> Iterator[None]:
-    """Record each layer that needs the whole grid as one node while `fake`, a copy of `real`, runs.
+def has_grid_summary(attention: GridAttention) -> bool:
+    """Whether a summary has a slot for each key, and so grows with the grid: softmax and softmax_pooled."""
+    return not make_streamable(attention).operator.merges_by_adding
 
-    A block that folds its attention into its other layers calls it where it has hooks, so each gets one.
+
+def summary_bytes(summary: Summary) -> int:
+    """Return the bytes of the tensors of a summary."""
+    return sum(part.nbytes for part in summary if isinstance(part, Tensor))
+
+
+def summarize_attention(
+    attention: GridAttention, grid: Tensor, *, of_keys: bool = True, of_queries: bool = True, **place: Any
+) -> Parts:
+    """Return the summary of a tile's keys and values, and the sums that queries come from, if they do.
+
+    Args:
+        attention: The attention, made streamable.
+        grid: The tile's own positions.
+        of_keys: Whether keys and values come from this grid.
+        of_queries: Whether queries come from it.
+        **place: The tile's mask, its origin, and the size of the whole.
     """
-    with ExitStack() as stack:
-        for path, module in fake.named_modules():
-            if not isinstance(module, GridAttention) and not is_summarizing(module):
-                continue
-            layer = RecordedLayer(path, real.get_submodule(path))
-            stack.callback(vars(module).pop, "forward", None)
-            stack.enter_context(module.register_forward_pre_hook(lambda *_: None))
-            vars(module)["forward"] = partial(record_layer, recorder, layer, type(module).forward, module)
-        yield
+    summary, sums = None, None
+    dtypes: tuple[torch.dtype, ...] = ()
+    if of_keys:
+        summary = attention.summarize(grid, **place)
+        dtypes = tuple(part.dtype for part in summary if isinstance(part, Tensor))
+        # Keys and values side by side are not added up.
+        summary = _convert(summary, "cpu", dtypes if summary.side_by_side else [torch.float64] * len(dtypes))
+    if of_queries and not attention.operator.queries_from.side_by_side:
+        sums = Gathered(*(part.cpu().double() for part in attention.gather_queries(grid, **place)))
+    return summary, sums, dtypes
 
 
-def record_layer(
-    recorder: Recorder,
-    layer: RecordedLayer,
-    forward: Any,
-    module: Any,
-    grid: Tensor,
-    context: Tensor | None = None,
-    *,
-    mask: Tensor | None = None,
-    context_mask: Tensor | None = None,
-) -> Tensor:
-    """Record a call of a layer, and return a tensor of its result's shape.
+def merge_attention(first: Parts, second: Parts) -> Parts:
+    """Merge what tiles gave of keys and queries, each if it is there; saved parts are plain lists."""
+    merged = [
+        (one or other) if one is None or other is None else kind(*one).merge(kind(*other))
+        for kind, one, other in zip((Summary, Gathered), first, second, strict=False)
+    ]
+    return *merged, first[2] or second[2]
 
-    Raises:
-        RecordingError: If it attends to a context.
-    """
-    if context is not None or context_mask is not None:
-        raise RecordingError(f"{layer.path} attends to a context; only self-attention runs in tiles")
-    values = [recorder.value_now(grid), *([] if mask is None else [recorder.value_now(mask)])]
-    options = {} if mask is None else {"mask": mask}
-    with recorder.counted() as macs:
-        result = forward(module, grid, **options)
-    return recorder.returned(
-        "layer", (layer, *values), sum(macs), lambda: grid.new_empty(result.shape, dtype=result.dtype)
-    )
+
+def finish_attention(parts: Parts, device: torch.device, complete: bool) -> tuple[Summary, Gathered | None]:
+    """Return the merged summary in the dtypes of the tiles', `complete` without masks; and the query sums, or None."""
+    summary, sums, dtypes = parts
+    whole = _convert(Summary(*summary), device, dtypes)._replace(complete=complete)
+    return whole, None if sums is None else Gathered(*(part.to(device, whole.count.dtype) for part in sums))
+
+
+def _convert(summary: Summary, device: torch.device | str, dtypes: Sequence[torch.dtype]) -> Summary:
+    """Move a summary to a device and convert its tensors to `dtypes`, which are in the order of its fields."""
+    rest = iter(dtypes)
+    fields = summary._asdict().items()
+    moved: Any = {name: part.to(device, next(rest)) for name, part in fields if isinstance(part, Tensor)}
+    return summary._replace(**moved)
 
 
 # ---- the rule --------------------------------------------------------------------------------------------------------
-def label_layer(call: OperationCall) -> list[Layout]:
+def _label(call: OperationCall) -> list[Layout]:
     """Batch and spatial dimensions are those of the grid."""
     layout = call.operands[0].layout
     return [(layout[0], (Piece(call.shape[1]),), *layout[2:])]
 
 
-def needs_layer(call: OperationCall, output: int, box: Box) -> list[Box]:
+def _needs(call: OperationCall, output: int, box: Box) -> list[Box]:
     """All of the samples of the box, of the grid and of the mask."""
-    return reads_layer(call, (*box[:2], *map(whole_dim, call.operands[0].layout[2:])))
+    return _reads(call, (*box[:2], *map(whole_dim, call.operands[0].layout[2:])))
 
 
-def reads_layer(call: OperationCall, box: Box) -> list[Box]:
+def _reads(call: OperationCall, box: Box) -> list[Box]:
     """The box of the grid, all its channels, and of the mask."""
     grid = (box[0], whole_dim(call.operands[0].layout[1]), *box[2:])
     return [grid, *[(box[0], *box[2:])] * (len(call.operands) - 1)]
 
 
-def run_layer(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+def _run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     """Run the layer on samples that are there as a whole, and take the box."""
-    mask = {"mask": tensors[1]} if len(tensors) > 1 else {}
-    return take_dims(call.args[0].module(tensors[0], **mask), range(1, len(box)), call.layouts[0], box)
+    return take_dims(call.args[0].module(tensors[0], **_mask(tensors)), range(1, len(box)), call.layouts[0], box)
 
 
-def place_of(box: Box) -> tuple[int, ...]:
-    """Return the first position of a box along each spatial axis."""
-    return tuple(spans[0][0] for spans in box[2:])
+def _mask(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {"mask": tensors[1]} if len(tensors) > 1 else {}
 
 
-def reduce_layer(call: OperationCall) -> Reduction | None:
+def _reduce(call: OperationCall) -> Reduction | None:
     """Summarize tile by tile where a spatial axis is cut."""
     layout = call.operands[0].layout
     if not any(map(is_cut, layout[2:])):
         return None
     if any(len(dim) > 1 for dim in layout[2:]) or is_cut(layout[0]):
         raise RuleError("it attends to a grid whose axes are not those of the volume")
-    module, operands = call.args[0].module, tuple(range(len(call.operands)))
-    if not isinstance(module, GridAttention):
-        return reduce_module(call, module)
-    attention, size = make_streamable(module), call.shape[2:]
+    module = call.args[0].module
+    return _reduce_attention(call, module) if isinstance(module, GridAttention) else _reduce_module(module)
+
+
+def _reduce_attention(call: OperationCall, module: GridAttention) -> Reduction:
+    layout, size, attention = call.operands[0].layout, call.shape[2:], make_streamable(module)
+
+    def place(box: Box, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        return {**_mask(tensors), "origin": tuple(spans[0][0] for spans in box[2:]), "size": size}
 
     def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
-        origin, mask = place_of(core(layout)), tensors[1] if len(tensors) > 1 else None
-        summary = attention.summarize(tensors[0], mask=mask, origin=origin, size=size)
-        sums = None
-        if not attention.operator.queries_from.side_by_side:
-            sums = attention.gather_queries(tensors[0], mask=mask, origin=origin, size=size)
-        return summary, sums, dtypes_of(summary)
+        return summarize_attention(attention, tensors[0], **place(core(layout), tensors))
 
     def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        summary, sums, dtypes = parts
-        whole = convert_summary(summary, tensors[0].device, dtypes)._replace(complete=len(operands) == 1)
-        if sums is not None:
-            sums = Gathered(*(part.to(tensors[0].device, whole.count.dtype) for part in sums))
-        mask = tensors[1] if len(tensors) > 1 else None
-        result = attention.respond(tensors[0], whole, mask=mask, origin=place_of(box), size=size, query_sums=sums)
+        summary, sums = finish_attention(parts, tensors[0].device, complete=len(tensors) == 1)
+        result = attention.respond(tensors[0], summary, **place(box, tensors), query_sums=sums)
         return take_dims(result, [1], own.layouts[0], box)
 
     pool = attention.operator.keys_from.gather
     windows = pool.windows(len(size)) if isinstance(pool, Pool) else ()
-    return Reduction(operands, summarize, merge_attention, finish, reads_layer, windows=windows)
+    return Reduction(tuple(range(len(call.operands))), summarize, merge_attention, finish, _reads, windows=windows)
 
 
-def dtypes_of(summary: Summary) -> list[torch.dtype]:
-    """Return the dtypes of the tensors of a summary."""
-    return [part.dtype for part in summary if isinstance(part, Tensor)]
-
-
-def widen(summary: Summary) -> Summary:
-    """Return a summary in float64 on the CPU; keys and values side by side stay as they are."""
-    dtypes = dtypes_of(summary)
-    return convert_summary(summary, "cpu", dtypes if summary.side_by_side else [torch.float64] * len(dtypes))
-
-
-def merge_attention(first: Parts, second: Parts) -> Parts:
-    """Merge summaries, and sums that queries come from."""
-    summary = widen(first[0]).merge(widen(second[0]))
-    sums = None
-    if first[1] is not None:
-        one, other = (Gathered(*(part.cpu().double() for part in each[1])) for each in (first, second))
-        sums = one.merge(other)
-    return summary, sums, first[2]
-
-
-def reduce_module(call: OperationCall, module: Any) -> Reduction:
+def _reduce_module(module: Any) -> Reduction:
     """Return the reduction of a module of the user: its sums merge by adding."""
 
     def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
@@ -184,12 +167,13 @@ def reduce_module(call: OperationCall, module: Any) -> Reduction:
     def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
         return take_dims(module.respond(tensors[0], *parts).to(own.dtype), [1], own.layouts[0], box)
 
-    return Reduction((0,), summarize, merge, finish, reads_layer)
+    return Reduction((0,), summarize, merge, finish, _reads)
 
 
-LAYER = Rule(label_layer, needs_layer, run_layer, reduce_layer)
+LAYER = Rule(_label, _needs, _run, _reduce)
 
 
+# ---- numbers that are not finite -------------------------------------------------------------------------------------
 def are_numbers(parts: Any) -> bool:
     """Whether parts have no NaN, and, where they are the summary of an attention, no infinite number."""
     if isinstance(parts, Summary):
@@ -199,21 +183,11 @@ def are_numbers(parts: Any) -> bool:
     return all(map(are_numbers, parts)) if isinstance(parts, tuple | list) else True
 
 
-# ---- saving ----------------------------------------------------------------------------------------------------------
-def pack_parts(parts: Any) -> Any:
-    """Return parts as lists, dicts, tensors and plain values."""
-    if isinstance(parts, Summary):
-        return {"summary": [pack_parts(each) for each in parts]}
-    if isinstance(parts, Gathered):
-        return {"gathered": [pack_parts(each) for each in parts]}
-    return [pack_parts(each) for each in parts] if isinstance(parts, tuple | list) else parts
-
-
-def unpack_parts(packed: Any) -> Any:
-    """Return the parts that `pack_parts` packed."""
-    if isinstance(packed, list):
-        return tuple(map(unpack_parts, packed))
-    if not isinstance(packed, dict):
-        return packed
-    ((kind, fields),) = packed.items()
-    return (Summary if kind == "summary" else Gathered)(*map(unpack_parts, fields))
+def not_finite(
+    name: str, origin: tuple[int, ...], volume: str = "volume", fix: str = "a network in float32 where that is finite"
+) -> ValueError:
+    """Return the error for a layer, named with the called function, whose input would spread NaN to every position."""
+    return ValueError(
+        f"{name}: its input is not finite in the tile at {origin} of the {volume}, and would spread NaN to every "
+        f"position; fix: numpy.nan_to_num({volume}, posinf=0, neginf=0), or {fix}."
+    )

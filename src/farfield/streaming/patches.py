@@ -5,119 +5,126 @@ The graph of the whole volume states what tiles read, and where attention stands
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
 
-from farfield.streaming.geometry import Halo, enlarge_region, round_up
+from farfield.streaming.graph import Graph, Value, map_values, run_node
 from farfield.streaming.labels import GraphError, LabelledGraph
-from farfield.streaming.operations import Graph, Node, Value, map_values, run_node
-from farfield.streaming.plan import GraphPass, GraphPlan, PassCost
+from farfield.streaming.plan import GraphPlan, Halo, PlannedPass, make_graph_plan, round_up, summing_macs
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import summarize_tile
-from farfield.streaming.scales import Scales
+from farfield.streaming.scales import Recording, Scales, find_scales
 from farfield.streaming.spans import Box, Piece, Span, read_box, region_of
 
 
 @dataclass
-class PatchPlan:
-    """How a graph runs on patches.
+class PatchPlan(GraphPlan):
+    """How a graph runs on patches; its passes summarize attention alone, and store nothing.
 
     Attributes:
-        whole: The passes over the whole; its reductions are attention alone.
         patch: The graph of one patch, with the same nodes.
-        size: The patch's size.
-        halo: What a tile reads before and after its own positions, where the volume does not end.
+        patch_size: The patch's size.
+        patch_bytes: The most bytes that its values take at once.
+        patch_halo: What a tile reads before and after its own positions, where the volume does not end.
         scales: How values scale with the volume.
     """
 
-    whole: GraphPlan
     patch: Graph
-    size: tuple[int, ...]
-    halo: Halo
+    patch_size: tuple[int, ...]
+    patch_bytes: int
+    patch_halo: Halo
     scales: dict[Value, Scales]
 
     def region(self, tile: Sequence[Span]) -> tuple[Span, ...]:
-        """Return the patch of a tile: all have the same size."""
-        volume = self.whole.labelled.size
-        return enlarge_region(self.size, self.halo.around(tuple(tile), volume), volume)
+        """Return the patch of a tile: all have the same size, also at the border of the volume."""
+        region = []
+        for (start, stop), positions, length in zip(
+            self.patch_halo.around(tile, self.labelled.size), self.patch_size, self.labelled.size, strict=True
+        ):
+            if stop - start < positions:
+                stop = min(length, start + positions)
+                start = min(start, max(0, stop - positions))
+            region.append((start, stop))
+        return tuple(region)
 
     def part(self, value: Value, region: Sequence[Span]) -> Box:
         """Return where a region of the volume lies in a value; the end of the volume is the end of the value."""
-        labelled, scales = self.whole.labelled, self.scales[value]
+        size, scales = self.labelled.size, self.scales[value]
 
         def span(piece: Piece) -> Span:
             if piece.axis is None:
                 return 0, piece.length
-            whole = Fraction(labelled.size[piece.axis], piece.length)
-            (start, stop), scale = region[piece.axis], scales.get(piece.axis, whole)
-            end = piece.length if stop == labelled.size[piece.axis] else min(int(stop / scale), piece.length)
-            return min(int(start / scale), piece.length), end
+            (start, stop), length = region[piece.axis], piece.length
+            scale = scales.get(piece.axis, Fraction(size[piece.axis], length))
+            first, end = min(int(start / scale), length), min(int(stop / scale), length)
+            return first, length if stop == size[piece.axis] else end
 
-        return tuple(tuple(map(span, dim)) for dim in labelled.layouts[value])
+        return tuple(tuple(map(span, dim)) for dim in self.labelled.layouts[value])
 
-    def costs(self, macs: int, peak: int) -> list[PassCost]:
-        """Return the cost of each pass, from the MACs and the bytes of one patch."""
-        return [PassCost(float(macs * len(self.whole.tiles)), peak, self.halo) for _ in self.whole.stages]
+    def needed(self, stage: int) -> list[int]:
+        """Return the nodes that run on a patch in a pass."""
+        reductions = self.stages[stage].reductions
+        ends = [*self.ends(stage), *(value for index in reductions for value in self.patch.nodes[index].inputs)]
+        return sorted({*reductions, *(index for value in ends for index in self.patch.needed(value))})
+
+    def cost(self, stage: int) -> PlannedPass:
+        """Return a pass with its cost, from the MACs and the bytes of one patch."""
+        nodes, attention, macs = self.patch.nodes, self.attention, 0
+        for index in self.needed(stage):
+            # Attention either is summarized, or responds.
+            summing = summing_macs(nodes[index]) if index in attention else 0
+            macs += summing if index in self.stages[stage].reductions else nodes[index].macs - summing
+        return self.describe(stage, self.patch_halo, float(macs * len(self.tiles)), self.patch_bytes)
+
+    @property
+    def attention(self) -> set[int]:
+        """The nodes that see the whole."""
+        return {index for index in self.labelled.reductions if self.labelled.graph.nodes[index].op == "layer"}
 
 
-def is_attention(node: Node) -> bool:
-    """Whether a node is a layer that sees the whole in any case."""
-    return node.op == "layer"
-
-
-def see_tiles(labelled: LabelledGraph) -> LabelledGraph:
-    """Return a graph in which all reductions but attention are those of a tile, and need no pass.
+def make_patch_plan(
+    labelled: LabelledGraph, tile: Sequence[int], strides: Sequence[int], record: Callable[[tuple[int, ...]], Recording]
+) -> PatchPlan:
+    """Plan how a network, which `record` records on the size of a patch, runs on patches.
 
     Raises:
-        GraphError: If an operation needs all positions for each of its own.
+        GraphError: If it cannot.
     """
     graph = labelled.graph
     if labelled.gathered:
-        value = min(labelled.gathered)
-        raise GraphError(f"{graph.nodes[value.node].path} needs all positions of the volume for each of its own")
+        path = graph.nodes[min(labelled.gathered).node].path
+        raise GraphError(f"{path} needs all positions of the volume for each of its own")
+    # All reductions but attention are those of a tile, and need no pass.
     levels: dict[int, int] = {}
     for index in labelled.order:
-        node = graph.nodes[index]
-        before = max((levels[value.node] for value in node.inputs), default=0)
-        levels[index] = before + (index in labelled.reductions and is_attention(node))
-    return replace(labelled, levels=levels)
-
-
-def attention_only(plan: GraphPlan) -> GraphPlan:
-    """Return a plan whose passes summarize attention alone."""
-    nodes = plan.labelled.graph.nodes
-    stages = [
-        GraphPass(tuple(index for index in each.reductions if is_attention(nodes[index])), (), each.last)
-        for each in plan.stages
-    ]
-    return replace(plan, stages=stages)
-
-
-def patch_size(
-    size: Sequence[int], tile: Sequence[int], halo: Halo, strides: Sequence[int]
-) -> tuple[tuple[int, ...], Halo]:
-    """Return the size of all patches, and the halo rounded up to multiples of the strides.
-
-    A patch has the remainder of the volume's size, so that the last starts at a multiple of the strides.
-    """
-    rounded = Halo(*(tuple(map(round_up, side, strides)) for side in halo))
-    return tuple(
+        before = max((levels[value.node] for value in graph.nodes[index].inputs), default=0)
+        levels[index] = before + (index in labelled.reductions and graph.nodes[index].op == "layer")
+    whole = make_graph_plan(replace(labelled, levels=levels), tile, [])
+    halo = functools.reduce(Halo.join, (whole.cost(stage).halo for stage in range(len(whole.stages))))
+    halo = Halo(*(tuple(map(round_up, side, strides)) for side in halo))
+    # A patch has the remainder of the volume's size, so that the last starts at a multiple of the strides.
+    size = tuple(
         min(length, own + before + after + length % stride)
-        for length, own, before, after, stride in zip(size, tile, *rounded, strides, strict=True)
-    ), rounded
+        for length, own, before, after, stride in zip(labelled.size, whole.tile, *halo, strides, strict=True)
+    )
+    patch = record(size)
+    if [node.op for node in graph.nodes] != [node.op for node in patch.graph.nodes]:
+        raise GraphError("it runs other operations on a patch than on the whole volume")
+    peak = make_graph_plan(patch.label([]), size, []).cost(0).bytes
+    plan = PatchPlan(whole.labelled, whole.tile, [], {}, patch.graph, size, peak, halo, find_scales(labelled))
+    for each in whole.stages:
+        plan.stages.append(each._replace(reductions=tuple(filter(plan.attention.__contains__, each.reductions))))
+    return plan
 
 
 def run_patch(
-    plan: PatchPlan,
-    stage: int,
-    tile: Sequence[Span],
-    volumes: Sequence[Tensor],
-    parts: Mapping[int, Parts],
+    plan: PatchPlan, stage: int, tile: Sequence[Span], volumes: Sequence[Tensor], parts: Mapping[int, Parts]
 ) -> tuple[dict[int, Parts], tuple[Box, Tensor] | None]:
     """Run a pass on a patch.
 
@@ -132,23 +139,24 @@ def run_patch(
         The tile's parts of each attention that the pass summarizes; and, in the last pass, the tile's own box of the
         output, with its numbers.
     """
-    whole, region = plan.whole.labelled, plan.region(tile)
-    each, output = plan.whole.stages[stage], plan.patch.output
-    summarized: dict[int, Parts] = {}
-    wanted, _ = plan.whole.wanted(stage, tile)
-    ends = [plan.patch.nodes[index].inputs[0] for index in wanted] + ([output] if each.last else [])
-    order = sorted({index for value in ends for index in plan.patch.needed(value)})
+    labelled, region, output = plan.labelled, plan.region(tile), plan.patch.output
+    summarized, (boxes, _) = dict[int, Parts](), plan.wanted(stage, tile)
+    order, ends, attention = plan.needed(stage), plan.ends(stage), plan.attention
     users = Counter(value for index in order for value in set(plan.patch.nodes[index].inputs))
     known: dict[Value, Tensor] = {}
-    for index in sorted({*order, *wanted}):
-        node = plan.patch.nodes[index]
-        tensors = [known[value] for value in node.inputs]
-        if index in wanted:
-            summarized[index] = summarize_patch(plan, index, wanted[index], tile, tensors)
-            continue
-        if index in whole.reductions and is_attention(node):
-            box = plan.part(Value(index), region)
-            outputs: Any = whole.reductions[index].finish(whole.calls[index], 0, box, tensors, parts[index])
+
+    def read(value: Value, box: Box) -> Tensor:
+        return read_box(known[value], region_of(plan.part(value, region)), box)
+
+    for index in order:
+        node: Any = plan.patch.nodes[index]
+        outputs: Any = ()
+        if index in plan.stages[stage].reductions:
+            if index in boxes:
+                summarized[index] = summarize_tile(labelled, index, boxes[index], read, tile)
+        elif index in attention:
+            tensors, box = [known[value] for value in node.inputs], plan.part(Value(index), region)
+            outputs = labelled.reductions[index].finish(labelled.calls[index], 0, box, tensors, parts[index])
         else:
             args, kwargs = (map_values(part, Value, known.__getitem__) for part in (node.args, node.kwargs))
             outputs = run_node(plan.patch, node, args, kwargs, volumes)
@@ -158,48 +166,5 @@ def run_patch(
             users[value] -= 1
             if not users[value] and value not in ends:
                 del known[value]
-    if not each.last:
-        return summarized, None
-    own = plan.whole.own_box(whole.graph.output, tile)
-    if own is None:
-        return summarized, None
-    read = region_of(plan.part(whole.graph.output, region))
-    return summarized, (own, read_box(known[output], read, own))
-
-
-def summarize_patch(
-    plan: PatchPlan, index: int, boxes: Mapping[Value, Box], tile: Sequence[Span], tensors: Sequence[Tensor]
-) -> Parts:
-    """Return a tile's parts of an attention, from its own boxes of the inputs, of which a patch has these tensors."""
-    whole, region = plan.whole.labelled, plan.region(tile)
-    patch = dict(zip(whole.graph.nodes[index].inputs, tensors, strict=True))
-
-    def read(value: Value, box: Box) -> Tensor:
-        return read_box(patch[value], region_of(plan.part(value, region)), box)
-
-    return summarize_tile(whole, index, boxes, read, tile)
-
-
-def check_same(whole: Graph, patch: Graph) -> None:
-    """Refuse a network that runs other operations on a patch than on the whole.
-
-    Raises:
-        GraphError: If it does.
-    """
-    if [node.op for node in whole.nodes] != [node.op for node in patch.nodes]:
-        raise GraphError("it runs other operations on a patch than on the whole volume")
-
-
-def peak_bytes(graph: Graph) -> int:
-    """Return the most bytes that values of a graph take at once."""
-    order = graph.needed()
-    users = Counter(value for index in order for value in set(graph.nodes[index].inputs))
-    live = peak = 0
-    for index in order:
-        node = graph.nodes[index]
-        live += sum(info.bytes for info in node.outputs)
-        peak = max(peak, live)
-        for value in set(node.inputs):
-            users[value] -= 1
-            live -= 0 if users[value] else graph.info(value).bytes
-    return peak
+    own = plan.own_box(output, tile) if ends else None
+    return summarized, None if own is None else (own, read(output, own))

@@ -1,19 +1,20 @@
 """Record a network once, at the volume's own size, as a graph of torch's operations.
 
-The network runs on tensors that have shapes and no numbers, so the size costs nothing, and lengths, branches on the
-size and coordinates are those of the untiled run. Writes in place become values, views a few operations of our own, and
-a layer of farfield that needs the whole grid is one node.
+A copy of the network runs on tensors that have shapes and no numbers, so the size costs nothing, and lengths, branches
+on the size and coordinates are those of the untiled run. Writes in place become values, views a few operations of our
+own, and a layer that needs the whole grid is one node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,85 +24,105 @@ from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farfield.nn.leftovers import note_outputs
-from farfield.nn.macs import count_macs
-from farfield.nn.tracing import tensors
-from farfield.streaming.operations import Graph, Info, RecordingError, Value, map_values, run_whole
+from farfield.nn import GridAttention
+from farfield.nn.leftovers import note_outputs, sweep
+from farfield.nn.macs import MacCounter, count_macs
+from farfield.nn.network_copy import copied, make_empty
+from farfield.nn.tracing import tensors, without_numbers
+from farfield.streaming.graph import Graph, Info, RecordedLayer, RecordingError, Value, Writer, map_values, run_whole
+from farfield.streaming.layers import has_grid_summary, make_streamable, summary_bytes
 from farfield.streaming.rewrites import REWRITTEN, with_numbers
-from farfield.streaming.writer import Writer
 
 aten = torch.ops.aten
 # Named arguments for where a tensor lies: a part lies where the volume lies.
-PLACES = ("device", "pin_memory", "layout", "generator")
+_PLACES = ("device", "pin_memory", "layout", "generator")
 # Arguments with which an operation that may draw random numbers draws none.
-STILL = {"dropout_p": 0.0, "train": False, "training": False}
+_STILL = {"dropout_p": 0.0, "train": False, "training": False}
 # Operations that update running statistics beside what they return, if they are given and `training` is set.
-BATCH_NORMS = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional)
+_BATCH_NORMS = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional)
+# While a network is recorded, a layer that needs the whole grid is this operation. It has no kernel: the recorder sees
+# it with the tensors that functionalization unwrapped.
+_LIBRARY = torch.library.Library("farfield_streaming", "DEF")
+_LIBRARY.define("layer(int number, Tensor grid, Tensor? mask) -> Tensor")
 
 
-class Recorder(TorchDispatchMode):
-    """Records operations as nodes of a graph.
+class _Recorder(TorchDispatchMode):
+    """Records operations as nodes of a graph."""
 
-    Args:
-        graph: The graph.
-        names: id of a fake tensor of the network -> name of the constant.
-        reals: The real tensors of the constants.
-    """
-
-    def __init__(self, graph: Graph, names: dict[int, str], reals: dict[str, Tensor]) -> None:
+    def __init__(self, constants: dict[int, tuple[str, Tensor]]) -> None:
         super().__init__()
-        self.graph, self.names, self.reals = graph, names, reals
+        # id of a fake tensor of the network -> its name, and the real tensor.
+        self.graph, self.constants = Graph(), constants
         # The tensors are kept, so that no other gets the same id.
         self.known: dict[int, tuple[Value, Tensor]] = {}
-        self.running: list[str] = []
-        self.watched: list[Tensor] | None = None
-        self.macs: list[int] | None = None
-        self.next_node: tuple[str, Any, int] | None = None
+        # Each writes what a module runs that has not returned yet.
+        self.running = [Writer(self.graph, "the network")]
+        # Each layer that needs the whole grid, and its forward without numbers.
+        self.layers: list[tuple[RecordedLayer, partial[Tensor]]] = []
+
+    @property
+    def write(self) -> Writer:
+        return self.running[-1]
+
+    @property
+    def path(self) -> str:
+        return self.running[-1].path
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record it."""
         if function is aten._local_scalar_dense.default:
             return self.number_of(args[0])
+        if function is torch.ops.farfield_streaming.layer.default:
+            return self.run_layer(*args)
         outputs = function(*args, **(kwargs or {}))
-        if self.macs is not None:
-            self.macs.append(count_macs(function, args, kwargs or {}, outputs))
-        elif self.watched is not None and function is aten.clone.default:
-            self.watched.append(args[0])
-        elif self.next_node is not None and function is aten.new_empty.default:
-            op, given, macs = self.next_node
-            self.append(op, given, {}, outputs, macs)
-        elif tensors(outputs):
+        if tensors(outputs):
             self.add(function, args, kwargs or {}, outputs)
         return outputs
 
     def add(self, function: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Record an operation that returned tensors.
-
-        Raises:
-            RecordingError: If it writes to the network, or draws random numbers.
-        """
+        """Record an operation that returned tensors."""
         macs = count_macs(function, args, kwargs, outputs)
-        args, kwargs = read_arguments(function, args, kwargs)
+        args, kwargs = _read_arguments(function, args, kwargs)
         still = self.check_repeatable(function, args, kwargs)
         if function._schema.is_mutable and not still:
             function = self.without_writing(function, args[0])
-        rewrite = REWRITTEN.get(function.overloadpacket)
-        results = None if rewrite is None else rewrite(self, args, kwargs, outputs)
-        if results is not None:
-            for tensor, value in zip(tensors(outputs), results, strict=True):
-                self.known[id(tensor)] = value, tensor
-            return
         args, kwargs = (map_values(part, Tensor, self.value_of) for part in (args, kwargs))
-        self.append(str(function), args, kwargs, outputs, macs)
+        rewrite = REWRITTEN.get(function.overloadpacket)
+        several = isinstance(outputs, tuple | list)
+        infos = [_info(each) for each in (outputs if several else (outputs,))]
+        result = None if rewrite is None else rewrite(self.write, infos if several else infos[0], *args)
+        if result is None:
+            node = self.graph.add(str(function), args, kwargs, infos, path=self.path, macs=macs).node
+            result = [Value(node, output) for output in range(len(infos))]
+        self.note(outputs, [result] if isinstance(result, Value) else result)
+
+    def note(self, outputs: Any, values: Sequence[Value]) -> None:
+        """Note which values the tensors of an output are."""
+        for tensor, value in zip(outputs if isinstance(outputs, tuple | list) else (outputs,), values, strict=True):
+            if isinstance(tensor, Tensor):
+                self.known[id(tensor)] = value, tensor
+
+    def run_layer(self, number: int, grid: Tensor, mask: Tensor | None) -> Tensor:
+        """Record a layer as one node, and return a new tensor of its result's shape."""
+        layer, forward = self.layers[number]
+        given = {} if mask is None else {"mask": mask}
+        values = [self.value_of(each) for each in (grid, *given.values())]
+        with MacCounter() as counter:
+            result = forward(grid, **given)
+        layer = _with_summary(layer, forward.args[0], grid, given)
+        result = grid.new_empty(result.shape, dtype=result.dtype)
+        node = self.graph.add("layer", (layer, *values), {}, [_info(result)], path=self.path, macs=counter.macs)
+        self.note(result, [node])
+        return result
 
     def check_repeatable(self, function: Any, args: Any, kwargs: Any) -> bool:
         """Refuse what draws random numbers or updates running statistics; return whether it could, and does not."""
         named = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
-        still = any(named.get(name, self) == number for name, number in STILL.items())
+        still = any(named.get(name, self) == number for name, number in _STILL.items())
         if torch.Tag.nondeterministic_seeded in function.tags and not still:
-            raise RecordingError(f"{self.where()} draws random numbers, {function.overloadpacket}")
-        if function.overloadpacket in BATCH_NORMS and named["training"] and named["running_mean"] is not None:
-            raise RecordingError(f"{self.where()} updates its running statistics: it is in training mode")
+            raise RecordingError(f"{self.path} draws random numbers, {function.overloadpacket}")
+        if function.overloadpacket in _BATCH_NORMS and named["training"] and named["running_mean"] is not None:
+            raise RecordingError(f"{self.path} updates its running statistics: it is in training mode")
         return still
 
     def without_writing(self, function: Any, tensor: Tensor) -> Any:
@@ -112,119 +133,63 @@ class Recorder(TorchDispatchMode):
         """
         storage = tensor.untyped_storage()._cdata
         others = [each for _, each in self.known.values() if each is not tensor]
-        name = self.names.get(id(tensor))
-        if name is not None or id(tensor) not in self.known:
-            raise RecordingError(f"{self.where()} writes to {name or 'a tensor of the network'}, {function}")
+        if id(tensor) in self.constants or id(tensor) not in self.known:
+            name, _ = self.constants.get(id(tensor), ("a tensor of the network", None))
+            raise RecordingError(f"{self.path} writes to {name}, {function}")
         if any(each.untyped_storage()._cdata == storage for each in others):
-            raise RecordingError(f"{self.where()} writes to a view of a tensor, {function}")
+            raise RecordingError(f"{self.path} writes to a view of a tensor, {function}")
         packet = getattr(aten, function.overloadpacket.__name__.rstrip("_"), None)
         if packet is None or function._overloadname not in packet.overloads():
-            raise RecordingError(f"{self.where()} writes in place, {function}")
+            raise RecordingError(f"{self.path} writes in place, {function}")
         return getattr(packet, function._overloadname)
-
-    def append(self, op: str, args: Any, kwargs: Any, outputs: Any, macs: int = 0) -> None:
-        """Append a node that returns these tensors."""
-        returned = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
-        infos = [
-            Info(tuple(each.shape), each.dtype) if isinstance(each, Tensor) else Info((), torch.bool)
-            for each in returned
-        ]
-        node = self.graph.add(op, args, kwargs, infos, path=self.where(), macs=macs).node
-        for output, tensor in enumerate(returned):
-            if isinstance(tensor, Tensor):
-                self.known[id(tensor)] = Value(node, output), tensor
-
-    def derive(self, op: str, tensor: Tensor, args: Sequence[Any], like: Tensor | tuple[int, ...]) -> Value:
-        """Record one of our own operations on a tensor, and return its output of this shape."""
-        shape = tuple(like.shape) if isinstance(like, Tensor) else like
-        return self.write.append(op, (self.value_of(tensor), *args), shape)
-
-    @property
-    def write(self) -> Writer:
-        """Appends our own operations on values."""
-        return Writer(self.graph, self.where())
-
-    def where(self) -> str:
-        """Return the path of the module that runs."""
-        return self.running[-1] if self.running else "the network"
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return the value that a tensor is; a constant of the network becomes a node."""
         if id(tensor) in self.known:
             return self.known[id(tensor)][0]
-        name = self.names.get(id(tensor))
-        real = self.reals[name] if name is not None else tensor
-        if name is None:
-            constant = getattr(tensor, "constant", None)
-            real = tensor if constant is None else constant
-            if type(real) not in (Tensor, torch.nn.Parameter):
-                raise RecordingError(f"{self.where()} uses a {type(tensor).__name__} whose origin is unknown")
+        name, real = self.constants.get(id(tensor), (None, getattr(tensor, "constant", None)))
+        real = tensor if real is None else real
+        if name is None and type(real) not in (Tensor, nn.Parameter):
+            raise RecordingError(f"{self.path} uses a {type(tensor).__name__} whose origin is unknown")
         value = self.write.constant(real, name)
         self.known[id(tensor)] = value, tensor
         return value
 
-    def is_known(self, tensor: Tensor) -> bool:
-        """Whether a tensor follows from those of the network alone, and from no volume."""
-        value = self.value_of(tensor)
-        return all(self.graph.nodes[index].op != "input" for index in self.graph.needed(value))
-
-    def numbers_of(self, tensor: Tensor) -> Tensor:
-        """Return the numbers of a tensor that follows from those of the network; call it inside `with_numbers`."""
-        return run_whole(self.graph, [], self.value_of(tensor))
-
     def number_of(self, tensor: Tensor) -> Any:
-        """Return a number that the network reads from a tensor.
-
-        Raises:
-            RecordingError: If it depends on the volume.
-        """
-        if not self.is_known(tensor):
-            raise RecordingError(f"{self.where()} reads a computed number in Python (item, float, if)")
+        """Return a number that the network reads from a tensor."""
+        value = self.value_of(tensor)
+        if not self.write.is_known(value):
+            raise RecordingError(f"{self.path} reads a computed number in Python (item, float, if)")
         with with_numbers():
-            return self.numbers_of(tensor).item()
-
-    @contextmanager
-    def counted(self) -> Iterator[list[int]]:
-        """Count MACs inside the context, and record nothing."""
-        self.macs = []
-        try:
-            yield self.macs
-        finally:
-            self.macs = None
-
-    def returned(self, op: str, args: Any, macs: int, make: Callable[[], Tensor]) -> Tensor:
-        """Record a node whose output is the tensor that `make` makes."""
-        self.next_node = op, args, macs
-        try:
-            return make()
-        finally:
-            self.next_node = None
-
-    def value_now(self, tensor: Tensor) -> Value:
-        """Return the value that a tensor of the network, which functionalization wraps, is at this time of its run."""
-        self.watched = []
-        try:
-            tensor.clone()
-            return self.value_of(self.watched[-1])
-        finally:
-            self.watched = None
+            return run_whole(self.graph, [], value).item()
 
 
-def read_arguments(
-    function: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_summary(layer: RecordedLayer, module: Any, grid: Tensor, given: dict[str, Any]) -> RecordedLayer:
+    """Return a layer that knows the MACs of its summary, and its bytes if it has a slot for each key."""
+    attention = isinstance(module, GridAttention)
+    with MacCounter() as counter:
+        summary = (make_streamable(module) if attention else module).summarize(grid, **given)
+    kept = summary_bytes(summary) if attention and has_grid_summary(module) else 0
+    return replace(layer, summing=counter.macs, summary_bytes=kept)
+
+
+def _info(output: Any) -> Info:
+    return Info(tuple(output.shape), output.dtype) if isinstance(output, Tensor) else Info((), torch.bool)
+
+
+def _read_arguments(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return all arguments in the order of the schema, defaults included, and those that go by name alone."""
     positional, named = [], {}
     for place, argument in enumerate(function._schema.arguments):
         given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
         if not argument.kwarg_only:
             positional.append(given)
-        elif argument.name not in PLACES:
+        elif argument.name not in _PLACES:
             named[argument.name] = given
     return tuple(positional), named
 
 
-class NetworkFunctions(TorchFunctionMode):
+class _NetworkFunctions(TorchFunctionMode):
     """Notes the tensors that a network gets, which functionalization wraps, and pads circularly by concatenations.
 
     Circular padding of torch writes to views below what can be recorded.
@@ -237,13 +202,13 @@ class NetworkFunctions(TorchFunctionMode):
             given = (*args, *(kwargs[name] for name in ("input", "pad", "mode") if name in kwargs), "constant")
             grid, pads, mode = given[:3]
             if mode == "circular":
-                return pad_circularly(grid, pads)
+                return _pad_circularly(grid, pads)
         outputs = function(*args, **kwargs)
         note_outputs(outputs)
         return outputs
 
 
-def pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
+def _pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
     """Pad the last dimensions with what stands at their other ends; negative padding crops before."""
     for place in range(len(pads) // 2):
         (before, after), dim = pads[2 * place : 2 * place + 2], grid.dim() - 1 - place
@@ -254,42 +219,101 @@ def pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
     return grid.contiguous()
 
 
-def record_graph(
-    run: Callable[..., Any], inputs: Sequence[Tensor], names: dict[int, str], reals: dict[str, Tensor]
+# ---- the network -----------------------------------------------------------------------------------------------------
+def record_network(
+    network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any] = lambda output: output
 ) -> Graph:
-    """Record a network.
+    """Record the operations of a network in eval mode, which neither runs nor gets a hook.
 
     Args:
-        run: Runs the network on fake tensors, of which it returns one.
-        inputs: Its inputs, fake.
-        names: id of each fake tensor of the network -> name.
-        reals: Name -> real tensor.
+        network: The network; its parameters, buffers and other tensors are the constants of the graph.
+        volumes: Shape and dtype of each input, with batch and channels.
+        finish: Makes one grid of what the network returns.
 
     Raises:
         RecordingError: If it runs an operation that cannot be recorded.
+        CannotCopyError: If a part of it is scripted, or has no shapes yet.
     """
-    graph = Graph()
-    recorder = Recorder(graph, names, reals)
-    for index, tensor in enumerate(inputs):
-        value = graph.add("input", (index,), {}, [Info(tuple(tensor.shape), tensor.dtype)])
-        graph.inputs.append(value)
-        recorder.known[id(tensor)] = value, tensor
+    known = {id(tensor): name for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
+    constants: dict[int, tuple[str, Tensor]] = {}
 
-    def note(*given: Tensor) -> Tensor:
-        output = run(recorder, *given)
-        graph.output = recorder.value_now(output)
-        return output
+    def make(tensor: Tensor) -> Tensor:
+        empty = make_empty(tensor)
+        constants[id(empty)] = known.get(id(tensor), f"tensor {len(constants)}"), tensor
+        return empty
 
+    # In inference mode, operations that consist of others are not taken apart.
+    with torch.inference_mode(False), without_numbers(), copied(network, make, discard=True) as fake:
+        graph = _record(_Recorder(constants), fake, network, volumes, finish)
+    # Outside of the context, in which the results of operations have no numbers.
+    graph.constants = {name: tensor.detach() for name, tensor in graph.constants.items()}
+    sweep(graph)
+    return graph
+
+
+def _record(
+    recorder: _Recorder, fake: nn.Module, network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any]
+) -> Graph:
+    """Run the copy of a network while the recorder records, and return the graph, which alone is left of the run."""
+    _follow(recorder, fake, network)
+    graph = recorder.graph
+    inputs = [torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in volumes]
+    graph.inputs = [graph.add("input", (index,), {}, [info]) for index, info in enumerate(volumes)]
+    recorder.note(inputs, graph.inputs)
     try:
         # Within a mode of functions, attention of torch runs by its operations, not as one whose parts cannot be told.
-        with torch.no_grad(), recorder, NetworkFunctions():
-            functionalize(note)(*inputs)
+        with torch.no_grad(), recorder, _NetworkFunctions():
+            graph.output = recorder.value_of(functionalize(lambda *given: finish(fake(*given)))(*inputs))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise RecordingError(f"{recorder.where()} computes a shape from numbers, {error.func}") from error
+        raise RecordingError(f"{recorder.path} computes a shape from numbers, {error.func}") from error
     except UnsupportedOperatorException as error:
-        raise RecordingError(f"{recorder.where()} runs {error.func}, whose shapes are unknown to torch") from error
+        raise RecordingError(f"{recorder.path} runs {error.func}, whose shapes are unknown to torch") from error
     except RuntimeError as error:
         if "mutating a non-functional tensor" not in str(error):
             raise
-        raise RecordingError(f"{recorder.where()} writes to a tensor of the network") from error
+        raise RecordingError(f"{recorder.path} writes to a tensor of the network") from error
     return graph
+
+
+def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
+    """Let the recorder know the path of each module while it runs, and let layers run as one operation.
+
+    A block that folds its attention into its other layers calls it where it has hooks, and all have.
+    """
+
+    def end(*_: Any) -> None:
+        recorder.running.pop()
+
+    within = tuple(f"{path}." if path else "" for path, module in fake.named_modules() if _is_layer(module))
+    for path, module in fake.named_modules():
+        # A layer that is one node runs as in a tile: its projections have no hooks, and may be folded.
+        if path and path.startswith(within):
+            continue
+        writer = Writer(recorder.graph, path or type(fake).__name__)
+        module.register_forward_pre_hook(lambda *_, writer=writer: recorder.running.append(writer))
+        module.register_forward_hook(end)
+        if _is_layer(module):
+            layer = RecordedLayer(path, network.get_submodule(path))
+            vars(module)["forward"] = partial(_run_as_one, len(recorder.layers), path)
+            recorder.layers.append((layer, partial(type(module).forward, module)))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is an attention, or one of the user that runs in tiles by its methods."""
+    if isinstance(module, GridAttention):
+        return True
+    return callable(getattr(module, "summarize", None)) and callable(getattr(module, "respond", None))
+
+
+def _run_as_one(
+    number: int,
+    path: str,
+    grid: Tensor,
+    context: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    context_mask: Tensor | None = None,
+) -> Tensor:
+    if context is not None or context_mask is not None:
+        raise RecordingError(f"{path} attends to a context; only self-attention runs in tiles")
+    return torch.ops.farfield_streaming.layer(number, grid, mask)

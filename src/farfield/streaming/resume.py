@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from farfield.volumes.unfinished import FULL_DISK, STATE, unfinished_folder, was
 KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
 DTYPES = {str(dtype): dtype for dtype in KINDS}
 # Version of the content of the file; a file of another version is refused.
-VERSION = 4
+VERSION = 5
 # Attributes of `Progress` that are saved, and their types in JSON.
 FIELDS = {
     "identity": dict,
@@ -39,6 +40,8 @@ FIELDS = {
 }
 # Within a pass the progress is saved again only after SHARE times the seconds that the last save took.
 SHARE = 20
+# Returns the state of each layer's summary, which takes time: only where it is saved.
+Summaries = Callable[[], list[dict[str, Any]]]
 
 
 class DamagedError(ValueError):
@@ -46,14 +49,7 @@ class DamagedError(ValueError):
 
 
 class Written(NamedTuple):
-    """A box that was written to the output.
-
-    Attributes:
-        stage: Index of the pass that wrote it.
-        tile: Index of the tile.
-        box: First index and the index after the last, for each axis.
-        checksum: Checksum of its numbers.
-    """
+    """A box that a pass and a tile wrote to the output, by first indices and those after the last; and its checksum."""
 
     stage: int
     tile: int
@@ -66,49 +62,42 @@ class Written(NamedTuple):
         return tuple(slice(start, stop) for start, stop in self.box)
 
 
-class Progress:
-    """The next pass and tile, the summaries so far, and the boxes that were written.
+class Saved(NamedTuple):
+    """What an unfinished prediction was planned with: resuming does not depend on the free memory and disk.
 
-    Args:
-        folder: Folder to save it in; None to not save it.
-        identity: Name -> fingerprint of what the result depends on; all must be the same to resume.
-        positions: Size of the tiles.
-        stored: Node and output of each value that is stored between passes.
-        on_disk: Whether those are in files.
+    `stored` has node and output of each value that is stored between passes, on disk or in memory.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        identity: dict[str, str],
-        positions: tuple[int, ...],
-        stored: Sequence[tuple[int, int]] = (),
-        on_disk: bool = False,
-    ) -> None:
-        self.folder, self.identity, self.positions = folder, identity, positions
-        self.stored, self.on_disk = list(stored), on_disk
+    tile: tuple[int, ...]
+    stored: tuple[tuple[int, int], ...] = ()
+    on_disk: bool = False
+
+
+class Progress:
+    """The next pass and tile, the summaries so far, and the boxes that were written; saved if it has a folder.
+
+    `identity` has a fingerprint of all that the result depends on, by name, which must be the same to resume.
+    """
+
+    def __init__(self, folder: Path | None, identity: dict[str, str], planned: Saved) -> None:
+        self.folder, self.identity = folder, identity
+        self.positions, self.stored, self.on_disk = planned
         self.stage, self.tile = 0, 0
         self.checksums: dict[str, dict[str, int]] = {}
         self.summaries: list[dict[str, Any]] = []
         self.written: list[Written] = []
         self.saved, self.took = 0.0, 0.0
 
-    def advance(self, summaries: list[dict[str, Any]]) -> None:
-        """Go on to the next tile with these summaries; save if SHARE times the seconds of the last save have passed."""
-        self.tile, self.summaries = self.tile + 1, summaries
+    def advance(self, summaries: Summaries) -> None:
+        """Go on to the next tile; save if SHARE times the seconds of the last save have passed."""
+        self.tile += 1
         if time.monotonic() - self.saved >= SHARE * self.took:
-            self.save()
+            self.save(summaries)
 
-    def next_stage(self) -> None:
+    def next_stage(self, summaries: Summaries) -> None:
         """Go on to the next pass, and save."""
         self.stage, self.tile = self.stage + 1, 0
-        self.save()
-
-    def rewind(self) -> None:
-        """Go back to the pass and tile that wrote the first box, if there is one; the summaries stay."""
-        if self.written:
-            self.stage, self.tile = self.written[0].stage, self.written[0].tile
-            self.written = []
+        self.save(summaries)
 
     def restart(self) -> None:
         """Go back to the first pass, and save; the checksums of the volume stay."""
@@ -119,11 +108,12 @@ class Progress:
         """Whether the boxes that were written are a whole array of this shape."""
         return sum(math.prod(stop - start for start, stop in each.box) for each in self.written) == math.prod(shape)
 
-    def save(self) -> None:
-        """Save the state, completely or not at all."""
+    def save(self, summaries: Summaries | None = None) -> None:
+        """Save the state, completely or not at all; None leaves the summaries as they are."""
         if self.folder is None:
             return
         start = time.monotonic()
+        self.summaries = self.summaries if summaries is None else summaries()
         write_state(self.folder / STATE, {field: getattr(self, field) for field in FIELDS})
         self.saved = time.monotonic()
         self.took = self.saved - start
@@ -135,57 +125,37 @@ class Progress:
         self.written = [Written(*each) for each in state["written"]]
 
 
-def begin(
-    caller: str,
-    output: FileOutput,
-    identity: dict[str, str],
-    positions: tuple[int, ...],
-    overwrite: bool | None,
-    stored: Sequence[tuple[int, int]] = (),
-    on_disk: bool = False,
-) -> Progress:
-    """Lock the output, and begin a prediction or resume an unfinished one with the same identity.
-
-    Args:
-        caller: The function that errors name.
-        output: The file to write.
-        identity: Name -> fingerprint of what the result depends on.
-        positions: Size of the tiles.
-        overwrite: Whether an unfinished prediction that cannot be resumed is replaced; None is no.
-        stored: Node and output of each value that is stored between passes.
-        on_disk: Whether those are in files.
+def begin(caller: str, output: FileOutput, progress: Progress, overwrite: bool | None) -> Progress:
+    """Lock the output and open it, with the progress of an unfinished prediction of the same identity, or make it anew.
 
     Raises:
         ValueError: If an unfinished prediction has another identity, or its progress is damaged, without `overwrite`.
         FileExistsError: If the folder for the unfinished file was not made by farfield.
         BlockingIOError: If another process has locked that folder.
     """
-    output.owned.hold()
-    try:
-        progress = Progress(output.folder, identity, positions, stored, on_disk)
-        return load_or_make(caller, output, progress, overwrite)
-    except BaseException:
-        output.owned.let_go()
-        raise
-
-
-def load_or_make(caller: str, output: FileOutput, progress: Progress, overwrite: bool | None) -> Progress:
-    """Load the progress of a locked output and open it, or make both anew; see `begin`."""
-    output.restore_replaced()
-    check_path(caller, output.path, overwrite)  # again: the path may exist since it was checked
-    state, identity = saved_state(caller, output.path, overwrite), progress.identity
-    if state is not None:
-        changed = [name for name in identity if state["identity"].get(name) != identity[name]]
-        if not changed:
-            progress.load(state)
-            reopen_output(caller, output, progress)
-            return progress
-        if not overwrite:
+    with contextlib.ExitStack() as unlocked:
+        output.owned.hold()
+        unlocked.callback(output.owned.let_go)
+        output.restore_replaced()
+        check_path(caller, output.path, overwrite)  # again: the path may exist since it was checked
+        state, identity = _saved_state(caller, output.path, overwrite), progress.identity
+        changed = [name for name in identity if state and state["identity"].get(name) != identity[name]]
+        if changed and not overwrite:
             raise ValueError(
                 f'{caller}: "{output.folder}" holds an unfinished prediction with another {" and ".join(changed)}; '
                 f"fix: call it with the same {' and '.join(changed)} to finish that; to begin anew, remove that folder"
                 f"{overwrite_fix(overwrite)}."
             )
+        if state is None or changed:
+            _make_output(caller, output, progress)
+        else:
+            progress.load(state)
+            _reopen_output(caller, output, progress)
+        unlocked.pop_all()
+    return progress
+
+
+def _make_output(caller: str, output: FileOutput, progress: Progress) -> None:
     output.owned.empty()
     try:
         output.make()
@@ -197,10 +167,9 @@ def load_or_make(caller: str, output: FileOutput, progress: Progress, overwrite:
             raise
         problem = f'the disk has no room for the progress of "{output.path}"'
         raise OSError(error.errno, f"{caller}: {problem}; fix: make room, or another disk.") from error
-    return progress
 
 
-def reopen_output(caller: str, output: FileOutput, progress: Progress) -> None:
+def _reopen_output(caller: str, output: FileOutput, progress: Progress) -> None:
     """Open an unfinished output; if it does not hold all that was written, make it anew and rewind the progress.
 
     A crash of the machine, or a user, can truncate files and remove chunks. The progress has the summaries, so only the
@@ -210,29 +179,23 @@ def reopen_output(caller: str, output: FileOutput, progress: Progress) -> None:
     if complete and output.open() and all(output.holds(each.slices, each.checksum) for each in progress.written):
         return
     if progress.written:
-        warnings.warn(
+        warn(
             f'{caller}: "{output.growing}" does not hold any more what was written to it; it is made anew, and its '
-            f"{len(progress.written)} tiles are computed again.",
-            stacklevel=2,
+            f"{len(progress.written)} tiles are computed again."
         )
-    progress.rewind()
+        progress.stage, progress.tile = progress.written[0].stage, progress.written[0].tile
+        progress.written = []
     output.make()
     check_path(caller, output.path, output.overwrite)  # again: what is at the path is not the file that was moved there
     progress.save()
 
 
-class Saved(NamedTuple):
-    """What an unfinished prediction was planned with: resuming does not depend on the free memory and disk.
-
-    Attributes:
-        tile: Size of the tiles.
-        stored: Node and output of each value that is stored between passes.
-        on_disk: Whether those are in files.
-    """
-
-    tile: tuple[int, ...]
-    stored: tuple[tuple[int, int], ...]
-    on_disk: bool
+def warn(text: str) -> None:
+    """Warn at the line that called farfield, however deep in it the reason was found."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("farfield", "contextlib"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def saved_plan(caller: str, path: Path, overwrite: bool | None, model: str, volumes: Mapping[str, Any]) -> Saved | None:
@@ -240,7 +203,7 @@ def saved_plan(caller: str, path: Path, overwrite: bool | None, model: str, volu
 
     None if there is no such prediction, or if it is of another model or of volumes of another shape or dtype.
     """
-    state = saved_state(caller, path, overwrite)
+    state = _saved_state(caller, path, overwrite)
     if state is None:
         return None
     identity = compute_identity(model, volumes, None)
@@ -251,12 +214,8 @@ def saved_plan(caller: str, path: Path, overwrite: bool | None, model: str, volu
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
-def saved_state(caller: str, path: Path, overwrite: bool | None) -> dict[str, Any] | None:
-    """Read the state of the unfinished prediction for a path; None if there is none, or it is damaged and replaced.
-
-    Raises:
-        DamagedError: If it is damaged and `overwrite` is not True.
-    """
+def _saved_state(caller: str, path: Path, overwrite: bool | None) -> dict[str, Any] | None:
+    """Read the state of the unfinished prediction for a path; None if there is none, or it is damaged and replaced."""
     file = unfinished_folder(path) / STATE
     if not file.is_file():
         return None
@@ -294,11 +253,7 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(file: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote; no code in the file is run, and checksums cover every byte.
-
-    Raises:
-        DamagedError: If the file cannot be read or is of another version of farfield; the text gives the reason.
-    """
+    """Read what `write_state` wrote; no code in the file is run, and checksums cover every byte."""
     try:
         with zipfile.ZipFile(file) as archive:
 
@@ -324,12 +279,6 @@ def read_state(file: Path) -> dict[str, Any]:
 
 
 def compute_identity(model: str, volumes: Mapping[str, Any], tiles: object) -> dict[str, str]:
-    """Return fingerprints of the model, the volumes' shapes and dtypes, and the text of `tiles`.
-
-    Args:
-        model: The fingerprint of the model.
-        volumes: Name -> volume.
-        tiles: How they are cut and written.
-    """
+    """Return the fingerprint of the model, the volumes' shapes and dtypes, and how they are cut and written."""
     kinds = [f"{name} {tuple(volume.shape)} {getattr(volume, 'dtype', '')}" for name, volume in volumes.items()]
     return {"model": model, "volume": "; ".join(kinds), "tile or halo": repr(tiles)}

@@ -2,363 +2,292 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as with_numbers
 
-from farfield.streaming.operations import Info, RecordingError, Value
-from farfield.streaming.writer import Recording
+from farfield.streaming.graph import Info, RecordingError, Value, Writer, run_whole
 
 aten = torch.ops.aten
 
 
-# `(recorder, arguments, named arguments, outputs)` -> the values that the outputs are; None to record the operation.
-Rewrite = Callable[[Recording, Any, Any, Any], "list[Value] | None"]
-
-
 # ---- views -----------------------------------------------------------------------------------------------------------
-def itself(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """The same value: an alias."""
-    return [recorder.value_of(args[0])]
+def _view(write: Writer, output: Info, value: Value, *_: Any) -> Value:
+    if output.dtype != write.graph.info(value).dtype:
+        raise RecordingError(f"{write.path} reads a tensor as another dtype without converting it")
+    return write.view(value, output.shape)
 
 
-def view(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """The same numbers in the same order, in other dimensions."""
-    if outputs.dtype != args[0].dtype:
-        raise RecordingError(f"{recorder.where()} reads a tensor as another dtype without converting it")
-    return [recorder.derive("view", args[0], (), outputs)]
-
-
-def expand(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """Repeat dimensions of length 1."""
-    return [recorder.derive("expand", args[0], (), outputs)]
-
-
-def permute(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """Reorder dimensions, as `permute` does."""
-    count = args[0].dim()
-    return [recorder.derive("permute", args[0], (tuple(dim % count for dim in args[1]),), outputs)]
-
-
-def transpose(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """Exchange two dimensions, by default the two of a matrix."""
-    count = args[0].dim()
-    order = list(range(count))
-    if count:
-        first, second = (dim % count for dim in args[1:]) if len(args) > 1 else (0, count - 1)
+def _transpose(write: Writer, output: Info, value: Value, first: int = 0, second: int = -1) -> Value:
+    order = list(range(len(output.shape)))
+    if order:
         order[first], order[second] = order[second], order[first]
-    return [recorder.derive("permute", args[0], (tuple(order),), outputs)]
+    return write.permute(value, order)
 
 
-def pixel_shuffle(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """Channels become positions: (…, C r², H, W) -> (…, C, H r, W r)."""
-    tensor, factor = args
-    *batch, channels, height, width = tensor.shape
-    write, first = recorder.write, len(batch)
-    value = write.view(recorder.value_of(tensor), [*batch, channels // factor**2, factor, factor, height, width])
-    value = write.permute(value, [*range(first), *(first + dim for dim in (0, 3, 1, 4, 2))])
-    return [write.view(value, outputs.shape)]
-
-
-def pixel_unshuffle(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """Positions become channels: (…, C, H r, W r) -> (…, C r², H, W)."""
-    tensor, factor = args
-    *batch, channels, height, width = tensor.shape
-    write, first = recorder.write, len(batch)
-    shape = [*batch, channels, height // factor, factor, width // factor, factor]
-    value = write.view(recorder.value_of(tensor), shape)
-    value = write.permute(value, [*range(first), *(first + dim for dim in (0, 2, 4, 1, 3))])
-    return [write.view(value, outputs.shape)]
-
-
-def channel_shuffle(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """Groups of channels one within the other."""
-    tensor, groups = args
-    batch, channels, *size = tensor.shape
-    write = recorder.write
-    value = write.view(recorder.value_of(tensor), [batch, groups, channels // groups, *size])
-    value = write.permute(value, [0, 2, 1, *range(3, 3 + len(size))])
-    return [write.view(value, outputs.shape)]
-
-
-def rot90(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
+def _rot90(write: Writer, output: Info, value: Value, turns: int, dims: Sequence[int]) -> Value:
     """Quarter turns: flips and an exchange of two dimensions."""
-    tensor, turns, dims = args
-    write, value = recorder.write, recorder.value_of(tensor)
-    turns, dims = turns % 4, [dim % tensor.dim() for dim in dims]
-    flipped = {0: [], 1: [dims[1]], 2: dims, 3: [dims[0]]}[turns]
-    value = write.flip(value, flipped) if flipped else value
-    if turns % 2:
-        order = list(range(tensor.dim()))
-        order[dims[0]], order[dims[1]] = dims[1], dims[0]
-        value = write.permute(value, order)
-    return [value]
+    flipped = {0: [], 1: [dims[1]], 2: list(dims), 3: [dims[0]]}[turns % 4]
+    if flipped:
+        flipped = [dim % len(output.shape) for dim in flipped]
+        value = write.append("aten.flip.default", (value, flipped), write.shape(value))
+    return _transpose(write, output, value, *dims) if turns % 2 else value
+
+
+def _shuffle(write: Writer, output: Info, value: Value, fine: Sequence[int], order: Sequence[int]) -> Value:
+    """View a value in finer dimensions, reorder the last of them, and view it in the dimensions of the output."""
+    first = len(fine) - len(order)
+    value = write.permute(write.view(value, fine), [*range(first), *(first + dim for dim in order)])
+    return write.view(value, output.shape)
+
+
+def _pixel_shuffle(write: Writer, output: Info, value: Value, factor: int) -> Value:
+    """Channels become positions: (…, C r², H, W) -> (…, C, H r, W r)."""
+    *batch, channels, height, width = write.shape(value)
+    fine = [*batch, channels // factor**2, factor, factor, height, width]
+    return _shuffle(write, output, value, fine, (0, 3, 1, 4, 2))
+
+
+def _pixel_unshuffle(write: Writer, output: Info, value: Value, factor: int) -> Value:
+    """Positions become channels: (…, C, H r, W r) -> (…, C r², H, W)."""
+    *batch, channels, height, width = write.shape(value)
+    fine = [*batch, channels, height // factor, factor, width // factor, factor]
+    return _shuffle(write, output, value, fine, (0, 2, 4, 1, 3))
+
+
+def _channel_shuffle(write: Writer, output: Info, value: Value, groups: int) -> Value:
+    """Groups of channels one within the other."""
+    batch, channels, *size = write.shape(value)
+    fine = [batch, groups, channels // groups, *size]
+    return _shuffle(write, output, value, fine, (1, 0, *range(2, 2 + len(size))))
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
-def bounds(length: int, start: Any, stop: Any) -> tuple[int, int]:
-    """Return the start and stop of a slice as Python does."""
-    return slice(start, stop).indices(length)[:2]
+def _slice(write: Writer, output: Info, value: Value, dim: int, start: Any, stop: Any, step: int) -> Value:
+    dim %= len(output.shape)
+    first, *_ = slice(start, stop).indices(write.shape(value)[dim])
+    return write.append("slice", (value, dim, first, step), output.shape)
 
 
-def cut(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """A slice along one dimension."""
-    tensor, dim, start, stop, step = args
-    dim %= tensor.dim()
-    first, _ = bounds(tensor.shape[dim], start, stop)
-    return [recorder.derive("slice", tensor, (dim, first, step), outputs)]
+def _select(write: Writer, output: Info, value: Value, dim: int, index: int) -> Value:
+    shape = write.shape(value)
+    dim %= len(shape)
+    index %= shape[dim]
+    return write.view(write.part(value, dim, index, index + 1), output.shape)
 
 
-def select(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """One position along a dimension, which goes."""
-    tensor, dim, index = args
-    dim, index = dim % tensor.dim(), index % tensor.shape[dim]
-    write = recorder.write
-    return [write.view(write.part(recorder.value_of(tensor), dim, index, index + 1), outputs.shape)]
-
-
-def split(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """Consecutive parts along a dimension."""
-    tensor, dim, start, parts = args[0], args[2] % args[0].dim(), 0, []
-    for each in outputs:
-        parts.append(recorder.write.part(recorder.value_of(tensor), dim, start, start + each.shape[dim]))
-        start += each.shape[dim]
+def _split(write: Writer, outputs: Sequence[Info], value: Value, _: Any, dim: int) -> list[Value]:
+    dim, stop, parts = dim % len(write.shape(value)), 0, []
+    for output in outputs:
+        start, stop = stop, stop + output.shape[dim]
+        parts.append(write.part(value, dim, start, stop))
     return parts
 
 
-def unbind(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """All positions along a dimension, which goes."""
-    return [select(recorder, (*args, index), {}, each)[0] for index, each in enumerate(outputs)]
-
-
-def index_select(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value] | None:
-    """Positions that are known."""
-    tensor, dim, index = args
-    if not tensor.dim() or not recorder.is_known(index):
-        return None
+def _take(write: Writer, value: Value, dim: int, index: Value) -> Value:
     with with_numbers():
-        positions = recorder.numbers_of(index).reshape(-1).tolist()
-    return [recorder.write.take(recorder.value_of(tensor), dim % tensor.dim(), positions)]
+        positions = run_whole(write.graph, [], index).reshape(-1) % write.shape(value)[dim]
+        return write.take(value, dim, positions.tolist())
 
 
-def index(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value] | None:
+def _index_select(write: Writer, output: Info, value: Value, dim: int, index: Value) -> Value | None:
+    """Positions that are known, of a tensor that is not."""
+    if not output.shape or not write.is_known(index) or write.is_known(value):
+        return None
+    return _take(write, value, dim % len(output.shape), index)
+
+
+def _index(write: Writer, output: Info, value: Value, indices: Sequence[Value | None]) -> Value | None:
     """Known positions along one dimension, or along several of which each index runs along its own dimension."""
-    tensor, indices = args
-    dims = [dim for dim, each in enumerate(indices) if each is not None]
-    given = [indices[dim] for dim in dims]
-    if any(each.dtype == torch.bool or not recorder.is_known(each) for each in given):
+    given = [(dim, each) for dim, each in enumerate(indices) if each is not None]
+    known = all(write.is_known(each) and write.graph.info(each).dtype != torch.bool for _, each in given)
+    if not known or write.is_known(value):
         return None
-    own = [[dim for dim in range(-each.dim(), 0) if each.shape[dim] > 1] for each in given]
-    together = [dim for dims in own for dim in dims]
-    if dims != list(range(dims[0], dims[-1] + 1)) or together != sorted(set(together)):
+    shapes = [write.shape(each) for _, each in given]
+    together = [dim for shape in shapes for dim in range(-len(shape), 0) if shape[dim] > 1]
+    first, last = given[0][0], given[-1][0]
+    if len(given) != last + 1 - first or together != sorted(set(together)):
         return None
-    write, value = recorder.write, recorder.value_of(tensor)
-    for dim, each in zip(dims, given, strict=True):
-        with with_numbers():
-            positions = (recorder.numbers_of(each).reshape(-1) % tensor.shape[dim]).tolist()
-        value = write.take(value, dim, positions)
-    return [write.view(value, outputs.shape)]
+    for dim, each in given:
+        value = _take(write, value, dim, each)
+    return write.view(value, output.shape)
 
 
 # ---- several values as one -------------------------------------------------------------------------------------------
-def roll(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
+def _roll(write: Writer, output: Info, value: Value, shifts: Sequence[int], dims: Sequence[int]) -> Value:
     """The end before the beginning, along each dimension."""
-    tensor, shifts, dims = args
-    write, value = recorder.write, recorder.value_of(tensor)
     if not dims:
-        value, dims = write.view(value, (tensor.numel(),)), [0]
+        value, dims = write.view(value, (math.prod(output.shape),)), [0]
     for shift, dim in zip(shifts, dims, strict=True):
         dim %= len(write.shape(value))
         length = write.shape(value)[dim]
         split = -shift % length
         value = write.join([write.part(value, dim, split, length), write.part(value, dim, 0, split)], dim)
-    return [write.view(value, tuple(outputs.shape))]
+    return write.view(value, output.shape)
 
 
-def stack(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
+def _stack(write: Writer, output: Info, values: Sequence[Value], dim: int) -> Value:
     """A concatenation along a new dimension."""
-    dim, shape, write = args[1] % outputs.dim(), list(outputs.shape), recorder.write
+    dim, shape = dim % len(output.shape), list(output.shape)
     shape[dim] = 1
-    return [write.join([write.view(recorder.value_of(each), shape) for each in args[0]], dim)]
+    return write.join([write.view(each, shape) for each in values], dim)
 
 
-def repeated(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
+def _repeat(write: Writer, output: Info, value: Value, times: Sequence[int]) -> Value:
     """Each dimension expanded by a new one before it, and both viewed as one."""
-    times, shape, write = list(args[1]), list(args[0].shape), recorder.write
-    shape = [1] * (len(times) - len(shape)) + shape
-    paired = [each for pair in zip([1] * len(shape), shape, strict=True) for each in pair]
-    value = write.view(recorder.value_of(args[0]), paired)
-    paired[::2] = times
-    return [write.view(write.append("expand", (value,), paired), tuple(outputs.shape))]
+    shape = write.shape(value)
+    shape = (*[1] * (len(times) - len(shape)), *shape)
+    value = write.view(value, [*chain(*((1, length) for length in shape))])
+    value = write.append("expand", (value,), [*chain(*zip(times, shape, strict=True))])
+    return write.view(value, output.shape)
 
 
-def slice_scatter(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """What stands before and behind a slice, and what is written to the slice between them."""
-    tensor, source, dim, start, stop, step = args
-    dim %= tensor.dim()
-    length, write, value = tensor.shape[dim], recorder.write, recorder.value_of(tensor)
-    first, last = bounds(length, start, stop)
-    last = max(first, last)
-    if step == 1 or last <= first:
-        parts = [write.part(value, dim, 0, first), recorder.value_of(source), write.part(value, dim, last, length)]
-        return [write.join(parts, dim)]
-    # Every step-th position is chosen from the source, whose positions are repeated to those of the tensor.
-    nearest = [min(max((place - first) // step, 0), source.shape[dim] - 1) for place in range(length)]
-    chosen = [first <= place < last and (place - first) % step == 0 for place in range(length)]
-    shape = [-1 if axis == dim else 1 for axis in range(tensor.dim())]
-    with with_numbers():
-        condition = write.constant(torch.tensor(chosen, device="cpu").view(shape))
-    return [write.where(condition, write.take(recorder.value_of(source), dim, nearest), value)]
+def _put(write: Writer, value: Value, source: Value, dim: int, start: int, stop: int) -> Value:
+    """Put a value between what stands before and behind a part of another one."""
+    parts = write.part(value, dim, 0, start), source, write.part(value, dim, stop, write.shape(value)[dim])
+    return write.join(parts, dim)
 
 
-def select_scatter(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """What stands before and behind a position, and what is written to it between them."""
-    tensor, source, dim, index = args
-    dim, index = dim % tensor.dim(), index % tensor.shape[dim]
-    write, value, shape = recorder.write, recorder.value_of(tensor), list(tensor.shape)
+def _select_scatter(write: Writer, output: Info, value: Value, source: Value, dim: int, index: int) -> Value:
+    shape = list(output.shape)
+    dim %= len(shape)
+    index %= shape[dim]
     shape[dim] = 1
-    middle = write.view(recorder.value_of(source), shape)
-    parts = [write.part(value, dim, 0, index), middle, write.part(value, dim, index + 1, tensor.shape[dim])]
-    return [write.join(parts, dim)]
+    return _put(write, value, write.view(source, shape), dim, index, index + 1)
 
 
-def index_put(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value] | None:
+def _slice_scatter(
+    write: Writer, output: Info, value: Value, source: Value, dim: int, start: Any, stop: Any, step: int
+) -> Value:
+    dim %= len(output.shape)
+    length = output.shape[dim]
+    first, last, _ = slice(start, stop).indices(length)
+    if step == 1 or last <= first:
+        return _put(write, value, source, dim, first, max(first, last))
+    # Every step-th position is chosen from the source, whose positions are repeated to those of the tensor.
+    behind = write.shape(source)[dim] - 1
+    nearest = [min(max((place - first) // step, 0), behind) for place in range(length)]
+    chosen = [first <= place < last and (place - first) % step == 0 for place in range(length)]
+    with with_numbers():
+        mask = torch.tensor(chosen, device="cpu").view([-1 if axis == dim else 1 for axis in range(len(output.shape))])
+    return write.where(write.constant(mask), write.take(source, dim, nearest), value)
+
+
+def _index_put(
+    write: Writer, output: Info, value: Value, indices: Sequence[Value | None], number: Value, accumulate: bool, *_: Any
+) -> Value | None:
     """One number written where a condition holds: a choice."""
-    tensor, indices, number, accumulate = args
-    if accumulate or len(indices) != 1 or number.numel() != 1 or indices[0].dtype != torch.bool:
+    mask = indices[0]
+    if accumulate or len(indices) != 1 or math.prod(write.shape(number)) != 1 or mask is None:
         return None
-    write, mask = recorder.write, indices[0]
-    condition = write.view(recorder.value_of(mask), [*mask.shape, *[1] * (tensor.dim() - mask.dim())])
-    return [write.where(condition, write.view(recorder.value_of(number), ()), recorder.value_of(tensor))]
+    shape, dtype = write.graph.info(mask)
+    if dtype != torch.bool:
+        return None
+    condition = write.view(mask, [*shape, *[1] * (len(output.shape) - len(shape))])
+    return write.where(condition, write.view(number, ()), value)
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
-def unfold(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value] | None:
+def _count_windows(size: Sequence[int], windows: Sequence[Sequence[int]]) -> list[int]:
+    """Return how many windows there are along each dimension: kernel, dilation, padding, stride."""
+    each = zip(size, *windows, strict=True)
+    return [(length + 2 * pad - gap * (width - 1) - 1) // step + 1 for length, width, gap, pad, step in each]
+
+
+def _unfold(write: Writer, output: Info, value: Value, *windows: Sequence[int]) -> Value | None:
     """Windows of two spatial dimensions, whose positions become one dimension."""
-    tensor, kernel, dilation, padding, stride = args
-    if tensor.dim() != 4:
+    shape = write.shape(value)
+    if len(shape) != 4:
         return None
-    size = [
-        (length + 2 * pad - gap * (width - 1) - 1) // step + 1
-        for length, width, gap, pad, step in zip(tensor.shape[2:], kernel, dilation, padding, stride, strict=True)
-    ]
-    value = recorder.derive("windows", tensor, [list(each) for each in args[1:]], (*outputs.shape[:2], *size))
-    return [recorder.write.view(value, outputs.shape)]
+    size = _count_windows(shape[2:], windows)
+    return write.view(write.append("windows", (value, *windows), (*output.shape[:2], *size)), output.shape)
 
 
-def fold(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value] | None:
+def _fold(write: Writer, output: Info, value: Value, result: Sequence[int], *windows: Sequence[int]) -> Value | None:
     """Windows added up."""
-    tensor, result, kernel, dilation, padding, stride = args
-    if tensor.dim() != 3:
+    shape = write.shape(value)
+    if len(shape) != 3:
         return None
-    size = [
-        (length + 2 * pad - gap * (width - 1) - 1) // step + 1
-        for length, width, gap, pad, step in zip(result, kernel, dilation, padding, stride, strict=True)
-    ]
-    write = recorder.write
-    value = write.view(recorder.value_of(tensor), (*tensor.shape[:2], *size))
-    return [write.append("fold", (value, *map(list, args[1:])), outputs.shape)]
+    value = write.view(value, (*shape[:2], *_count_windows(result, windows)))
+    return write.append("fold", (value, result, *windows), output.shape)
 
 
-def max_unpool(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
+def _max_unpool(write: Writer, output: Info, value: Value, index: Value, size: Sequence[int], *_: Any) -> Value:
     """Numbers written to where maxima came from: the windows are those of the pooling.
 
     Raises:
         RecordingError: If the indices are not those of a pooling of a grid of that size.
     """
-    graph, index, count = recorder.graph, recorder.value_of(args[1]), len(args[2])
-    while graph.nodes[index.node].op == "view":
-        index = graph.nodes[index.node].inputs[0]
-    pooling, size = graph.nodes[index.node], tuple(outputs.shape[-count:])
+    graph, origin = write.graph, index
+    while graph.nodes[origin.node].op == "view":
+        origin = graph.nodes[origin.node].inputs[0]
+    pooling = graph.nodes[origin.node]
     pools = "max_pool" in pooling.op and "adaptive" not in pooling.op
-    pooled = graph.info(pooling.inputs[0]).shape[-len(pooling.args[1]) :] if pools else ()
+    pooled = write.shape(pooling.inputs[0])[-len(pooling.args[1]) :] if pools else ()
     if [length for length in pooled if length > 1] != [length for length in size if length > 1]:
         raise RecordingError(
-            f"{recorder.where()} unpools to {size} by indices that are not those of pooling a grid of that size"
+            f"{write.path} unpools to {tuple(size)} by indices that are not those of pooling a grid of that size"
         )
     # Pooling along one axis is that of two, of which the other has length 1, perhaps in another place.
     kernel, stride, padding, dilation = pooling.args[1:5]
     each = zip(kernel, stride or kernel, padding, dilation, pooled, strict=True)
     windows = iter([window for *window, length in each if length > 1])
     chosen = [next(windows) if length > 1 else [1, 1, 0, 1] for length in size]
-    arguments = [list(numbers) for numbers in zip(*chosen, strict=True)]
-    return [recorder.derive("unpool", args[0], (recorder.value_of(args[1]), *arguments), outputs)]
+    return write.append("unpool", (value, index, *map(list, zip(*chosen, strict=True))), output.shape)
 
 
 # ---- other numbers ---------------------------------------------------------------------------------------------------
-def copy(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
+def _copy(write: Writer, output: Info, _: Value, value: Value, *__: Any) -> Value:
     """The second tensor in the shape and dtype of the first."""
-    write, value = recorder.write, recorder.value_of(args[1])
-    if tuple(args[1].shape) != tuple(outputs.shape):
-        value = write.append("expand", (value,), outputs.shape)
-    if args[1].dtype != outputs.dtype:
-        info = Info(tuple(outputs.shape), outputs.dtype)
-        value = recorder.graph.add(
-            "aten._to_copy.default", (value,), {"dtype": info.dtype}, [info], path=recorder.where()
-        )
-    return [value]
+    if write.shape(value) != output.shape:
+        value = write.append("expand", (value,), output.shape)
+    if write.graph.info(value).dtype != output.dtype:
+        kwargs = {"dtype": output.dtype}
+        value = write.graph.add("aten._to_copy.default", (value,), kwargs, [output], path=write.path)
+    return value
 
 
-def filled(number: float) -> Rewrite:
-    """Return the rewriting of a function that makes a tensor of one number, whatever the tensor it is made like."""
-
-    def rewrite(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-        return [recorder.write.append("full", (number,), outputs.shape, outputs.dtype)]
-
-    return rewrite
-
-
-def filled_with(place: int) -> Rewrite:
-    """Return the rewriting of a function that makes a tensor of the number in one of its arguments."""
-
-    def rewrite(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value] | None:
-        return filled(args[place])(recorder, args, kwargs, outputs)
-
-    return rewrite
-
-
-def dropout(recorder: Recording, args: Any, kwargs: Any, outputs: Any) -> list[Value]:
-    """The tensor as it is, and what of it is kept: all."""
-    kept = recorder.write.append("full", (True,), outputs[1].shape, torch.bool)
-    return [recorder.value_of(args[0]), kept]
-
-
-REWRITTEN: dict[Any, Rewrite] = {
-    **dict.fromkeys((aten.alias, aten.detach, aten.lift_fresh, aten.lift), itself),
-    **dict.fromkeys(
-        (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze, aten.unflatten),
-        view,
-    ),
-    **dict.fromkeys((aten.transpose, aten.t), transpose),
-    aten.permute: permute,
-    aten.expand: expand,
-    aten.pixel_shuffle: pixel_shuffle,
-    aten.pixel_unshuffle: pixel_unshuffle,
-    **dict.fromkeys((aten.channel_shuffle, aten.native_channel_shuffle), channel_shuffle),
-    aten.rot90: rot90,
-    aten.slice: cut,
-    aten.select: select,
-    **dict.fromkeys((aten.split, aten.split_with_sizes), split),
-    aten.unbind: unbind,
-    aten.index_select: index_select,
-    **dict.fromkeys((aten.index, aten._unsafe_index), index),
-    aten.roll: roll,
-    aten.stack: stack,
-    aten.repeat: repeated,
-    aten.slice_scatter: slice_scatter,
-    aten.select_scatter: select_scatter,
-    aten.index_put: index_put,
-    aten.im2col: unfold,
-    aten.col2im: fold,
-    **dict.fromkeys((aten.max_unpool2d, aten.max_unpool3d), max_unpool),
-    aten.copy: copy,
-    aten.native_dropout: dropout,
-    **dict.fromkeys(
-        (aten.new_zeros, aten.zeros_like, aten.zeros, aten.zero, aten.new_empty, aten.empty, aten.empty_like), filled(0)
-    ),
-    **dict.fromkeys((aten.new_ones, aten.ones_like, aten.ones), filled(1)),
-    **dict.fromkeys((aten.full, aten.full_like), filled_with(1)),
-    aten.new_full: filled_with(2),
+_VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze, aten.unflatten)
+_ZEROS = (aten.new_zeros, aten.zeros_like, aten.zeros, aten.zero, aten.new_empty, aten.empty, aten.empty_like)
+_ONES = (aten.new_ones, aten.ones_like, aten.ones)
+_FULL = (aten.full, aten.full_like, aten.new_full)
+# Operation -> `(writer, info of the output or of each, *arguments of the schema)` -> the value, or values, that the
+# output is; None to record the operation itself.
+REWRITTEN: dict[Any, Callable[..., Value | list[Value] | None]] = {
+    **dict.fromkeys((aten.alias, aten.detach, aten.lift_fresh, aten.lift), lambda write, output, value, *_: value),
+    **dict.fromkeys(_VIEWS, _view),
+    aten.expand: lambda write, output, value, *_: write.append("expand", (value,), output.shape),
+    aten.permute: lambda write, output, value, order: write.permute(value, [dim % len(order) for dim in order]),
+    **dict.fromkeys((aten.transpose, aten.t), _transpose),
+    aten.rot90: _rot90,
+    aten.pixel_shuffle: _pixel_shuffle,
+    aten.pixel_unshuffle: _pixel_unshuffle,
+    **dict.fromkeys((aten.channel_shuffle, aten.native_channel_shuffle), _channel_shuffle),
+    aten.slice: _slice,
+    aten.select: _select,
+    aten.unbind: lambda write, outputs, value, dim: [
+        _select(write, output, value, dim, index) for index, output in enumerate(outputs)
+    ],
+    **dict.fromkeys((aten.split, aten.split_with_sizes), _split),
+    aten.index_select: _index_select,
+    **dict.fromkeys((aten.index, aten._unsafe_index), _index),
+    aten.roll: _roll,
+    aten.stack: _stack,
+    aten.repeat: _repeat,
+    aten.select_scatter: _select_scatter,
+    aten.slice_scatter: _slice_scatter,
+    aten.index_put: _index_put,
+    aten.im2col: _unfold,
+    aten.col2im: _fold,
+    **dict.fromkeys((aten.max_unpool2d, aten.max_unpool3d), _max_unpool),
+    aten.copy: _copy,
+    # The tensor as it is, and what of it is kept: all.
+    aten.native_dropout: lambda write, outputs, value, *_: [value, write.append("full", (True,), *outputs[1])],
+    **dict.fromkeys(_ZEROS, lambda write, output, *_: write.append("full", (0,), *output)),
+    **dict.fromkeys(_ONES, lambda write, output, *_: write.append("full", (1,), *output)),
+    **dict.fromkeys(_FULL, lambda write, output, *given: write.append("full", given[-1:], *output)),
 }

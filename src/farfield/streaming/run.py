@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from farfield.streaming.graph import Graph, Value
 from farfield.streaming.labels import LabelledGraph
-from farfield.streaming.operations import Value
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.spans import (
     Box,
@@ -31,6 +30,8 @@ from farfield.streaming.spans import (
 
 # (value, box) -> the numbers of a volume or of a stored value
 Read = Callable[[Value, Box], Tensor]
+# A box of a value -> the boxes of the operands that it is computed from.
+Needs = dict[tuple[Value, Box], list[tuple[Value, Box]]]
 
 
 def find_needs(labelled: LabelledGraph, index: int, output: int, box: Box) -> list[tuple[Value, Box]]:
@@ -45,30 +46,31 @@ def find_needs(labelled: LabelledGraph, index: int, output: int, box: Box) -> li
     return list(zip(labelled.graph.nodes[index].inputs, boxes, strict=True))
 
 
-def is_read(labelled: LabelledGraph, value: Value, box: Box) -> bool:
-    """Whether a box has a position; `()` is nothing of a value that has dimensions."""
-    return not is_empty(box) and (box != () or labelled.layouts[value] == ())
-
-
 def find_regions(labelled: LabelledGraph, wanted: Mapping[Value, Box], given: Collection[Value]) -> dict[Value, Region]:
-    """Return the region of each value that is computed or read for some boxes.
+    """Return the region of each value that is computed, or read if it is `given`, for some boxes of values."""
+    return _trace(labelled, wanted, given)[0]
 
-    Args:
-        labelled: The graph.
-        wanted: Value -> box.
-        given: The values that are read and not computed: volumes and stored values.
-    """
-    regions = {value: region_of(box) for value, box in wanted.items()}
+
+def _trace(
+    labelled: LabelledGraph, wanted: Mapping[Value, Box], given: Collection[Value]
+) -> tuple[dict[Value, Region], Needs]:
+    regions, needs = {value: region_of(box) for value, box in wanted.items()}, Needs()
     for index in reversed(labelled.order):
         for output in range(len(labelled.graph.nodes[index].outputs)):
             value = Value(index, output)
             if value not in regions or value in given:
                 continue
             for box in boxes_of(regions[value]):
-                for source, needed in find_needs(labelled, index, output, box):
-                    if source not in labelled.known and is_read(labelled, source, needed):
+                own = needs[value, box] = find_needs(labelled, index, output, box)
+                for source, needed in own:
+                    if source not in labelled.known and _is_read(labelled, source, needed):
                         regions[source] = add_box(regions.get(source), needed)
-    return regions
+    return regions, needs
+
+
+def _is_read(labelled: LabelledGraph, value: Value, box: Box) -> bool:
+    """Whether a box has a position; `()` is nothing of a value that has dimensions."""
+    return not is_empty(box) and (box != () or labelled.layouts[value] == ())
 
 
 def compute(
@@ -78,65 +80,89 @@ def compute(
     read: Read,
     parts: Mapping[int, Parts],
 ) -> dict[Value, Tensor]:
-    """Compute boxes of values; each is freed after its last use.
+    """Compute a box of each wanted value; `given` ones are read, and each is freed after its last use.
 
-    Args:
-        labelled: The graph.
-        wanted: Value -> box.
-        given: The values that `read` reads.
-        read: Reads a box of a volume or of a stored value.
-        parts: Node -> the merged parts of a reduction.
+    `parts` are the merged parts of the reductions that results depend on.
     """
-    regions = find_regions(labelled, wanted, given)
+    regions, needs = _trace(labelled, wanted, given)
+    freed = last_uses(labelled.graph, regions, given, wanted)
     known: dict[Value, Tensor] = {}
-    users: Counter[Value] = Counter()
-    for value in regions:
-        if value not in given:
-            users.update(set(labelled.graph.nodes[value.node].inputs))
-    for index in labelled.order:
-        inputs = set(labelled.graph.nodes[index].inputs)
-        for output in range(len(labelled.graph.nodes[index].outputs)):
-            value = Value(index, output)
-            if value not in regions:
-                continue
-            region = regions[value]
-            if value in given:
-                known[value] = join_boxes([read(value, box) for box in boxes_of(region)], region)
-                continue
-            results = [run_box(labelled, value, box, known, regions, parts) for box in boxes_of(region)]
-            known[value] = join_boxes(results, region)
-            del results
-            for source in inputs:
-                users[source] -= 1
-                if not users[source] and source not in wanted:
-                    known.pop(source, None)
+
+    def fetch(value: Value, box: Box) -> Any:
+        if not _is_read(labelled, value, box):
+            return None
+        if value in labelled.known:
+            return _read_constant(labelled, value, box)
+        return read_box(known[value], regions[value], box)
+
+    def run(value: Value, box: Box) -> Tensor:
+        call, reduction = labelled.calls[value.node], labelled.reductions.get(value.node)
+        tensors = [fetch(*pair) for pair in needs[value, box]]
+        if reduction is None:
+            return labelled.rules[value.node].run(call, value.output, box, tensors)
+        return reduction.finish(call, value.output, box, tensors, parts[value.node])
+
+    for value in sorted(regions):
+        make = read if value in given else run
+        known[value] = join_boxes([make(value, box) for box in boxes_of(regions[value])], regions[value])
+        for source in freed.get(value, ()):
+            known.pop(source, None)
     return {value: read_box(known[value], regions[value], box) for value, box in wanted.items()}
 
 
-def run_box(
-    labelled: LabelledGraph,
-    value: Value,
-    box: Box,
-    known: Mapping[Value, Tensor],
-    regions: Mapping[Value, Region],
-    parts: Mapping[int, Parts],
-) -> Tensor:
-    """Run a node for a box of one of its outputs."""
-    index, output = value
-    call, reduction = labelled.calls[index], labelled.reductions.get(index)
+def _read_constant(labelled: LabelledGraph, value: Value, box: Box) -> Tensor:
+    return read_box(labelled.constants[value], region_of(whole_box(labelled.layouts[value])), box)
 
-    def fetch(source: Value, needed: Box) -> Any:
-        if not is_read(labelled, source, needed):
-            return None
-        constant = labelled.constants.get(source)
-        if constant is not None:
-            return read_box(constant, region_of(whole_box(labelled.layouts[source])), needed)
-        return read_box(known[source], regions[source], needed)
 
-    tensors = [fetch(*pair) for pair in find_needs(labelled, index, output, box)]
-    if reduction is None:
-        return labelled.rules[index].run(call, output, box, tensors)
-    return reduction.finish(call, output, box, tensors, parts[index])
+# ---- memory ----------------------------------------------------------------------------------------------------------
+def last_uses(
+    graph: Graph, values: Collection[Value], given: Collection[Value], wanted: Collection[Value]
+) -> dict[Value, set[Value]]:
+    """Return for each value that is computed those that nothing uses after it; `wanted` ones are used at the end."""
+    freed, later = dict[Value, set[Value]](), set(wanted)
+    for value in sorted(values, reverse=True):
+        if value not in given:
+            freed[value] = set(graph.nodes[value.node].inputs) - later
+            later |= freed[value]
+    return freed
+
+
+def peak_bytes(
+    graph: Graph,
+    sizes: Mapping[Value, int],
+    given: Collection[Value] = (),
+    wanted: Collection[Value] = (),
+    scratch: Callable[[Value], int] = lambda value: 0,
+) -> int:
+    """Return the most bytes that values of these sizes take at once while they are computed in order.
+
+    `scratch` is what a value takes beside its operands and itself while it is computed.
+    """
+    freed = last_uses(graph, sizes, given, wanted)
+    live = peak = 0
+    for value in sorted(sizes):
+        live += sizes[value]
+        peak = max(peak, live, live + (0 if value in given else scratch(value)))
+        live -= sum(sizes.get(source, 0) for source in freed.get(value, ()))
+    return peak
+
+
+def count_bytes(
+    labelled: LabelledGraph, regions: Mapping[Value, Region], given: Collection[Value], wanted: Collection[Value]
+) -> int:
+    """Return the most bytes that values on their regions take at once while `compute` runs."""
+
+    def scratch(value: Value) -> int:
+        if value.node in labelled.reductions or value.node not in labelled.rules:
+            return 0
+        rule, call = labelled.rules[value.node], labelled.calls[value.node]
+        numbers = max((rule.scratch(call, value.output, box) for box in boxes_of(regions[value])), default=0)
+        return numbers * labelled.graph.info(value).dtype.itemsize
+
+    sizes = {
+        value: count_positions(region) * labelled.graph.info(value).dtype.itemsize for value, region in regions.items()
+    }
+    return peak_bytes(labelled.graph, sizes, given, wanted, scratch)
 
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
@@ -160,56 +186,16 @@ def summarized_boxes(labelled: LabelledGraph, index: int, tile: Sequence[Span], 
 
 
 def summarize_tile(
-    labelled: LabelledGraph,
-    index: int,
-    boxes: Mapping[Value, Box],
-    read: Read,
-    tile: Sequence[Span],
+    labelled: LabelledGraph, index: int, boxes: Mapping[Value, Box], read: Read, tile: Sequence[Span]
 ) -> Parts:
     """Return the parts of a tile, from its own part of each operand, which `read` returns."""
     reduction, inputs = labelled.reductions[index], labelled.graph.nodes[index].inputs
     tensors: list[Any] = [None] * len(inputs)
     for each in reduction.operands:
-        value, constant = inputs[each], labelled.constants.get(inputs[each])
-        whole = region_of(whole_box(labelled.layouts[value]))
+        value = inputs[each]
         box = boxes[value]
-        tensors[each] = read(value, box) if constant is None else read_box(constant, whole, box)
+        tensors[each] = _read_constant(labelled, value, box) if value in labelled.known else read(value, box)
     return reduction.summarize(lambda layout: reduction.whole_windows(layout, labelled.core(layout, tile)), tensors)
-
-
-def count_bytes(
-    labelled: LabelledGraph, regions: Mapping[Value, Region], given: Collection[Value], wanted: Collection[Value]
-) -> int:
-    """Return the most bytes that values on their regions take at once while `compute` runs."""
-    users: Counter[Value] = Counter()
-    for value in regions:
-        if value not in given:
-            users.update(set(labelled.graph.nodes[value.node].inputs))
-    sizes = {
-        value: count_positions(region) * labelled.graph.info(value).dtype.itemsize for value, region in regions.items()
-    }
-    live, peak, alive = 0, 0, set[Value]()
-    for value in sorted(regions):
-        live, peak = live + sizes[value], max(peak, live + sizes[value])
-        alive.add(value)
-        if value in given:
-            continue
-        peak = max(peak, live + scratch_bytes(labelled, value, regions[value]))
-        for source in set(labelled.graph.nodes[value.node].inputs):
-            users[source] -= 1
-            if not users[source] and source in alive and source not in wanted:
-                alive.remove(source)
-                live -= sizes[source]
-    return peak
-
-
-def scratch_bytes(labelled: LabelledGraph, value: Value, region: Region) -> int:
-    """Return the bytes that a node takes beside its operands and its output while it runs."""
-    if value.node in labelled.reductions or value.node not in labelled.rules:
-        return 0
-    rule, call = labelled.rules[value.node], labelled.calls[value.node]
-    numbers = max((rule.scratch(call, value.output, box) for box in boxes_of(region)), default=0)
-    return numbers * labelled.graph.info(value).dtype.itemsize
 
 
 def summary_scratch(labelled: LabelledGraph, index: int, boxes: Mapping[Value, Box]) -> int:

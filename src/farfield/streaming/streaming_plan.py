@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from farfield.streaming.adapt import Outputs
-from farfield.streaming.geometry import AxisScale, Halo, cores, cut_axes
+from farfield._checks import ShapeError
+from farfield._fingerprint import ADDRESS, fingerprint
+from farfield.streaming.adapt import Outputs, Reduction, parse_layouts
+from farfield.streaming.graph import Graph, RecordedLayer, Value
 from farfield.streaming.labels import label_graph
-from farfield.streaming.layers import RecordedLayer
-from farfield.streaming.operations import Graph, Value
-from farfield.streaming.patches import PatchPlan, attention_only, see_tiles
-from farfield.streaming.plan import GraphPlan, make_graph_plan
-from farfield.streaming.scales import find_scales
+from farfield.streaming.patches import PatchPlan
+from farfield.streaming.plan import GraphPlan, Halo, PlannedPass
 from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
 WORK = 4
 
 
-class PlannedPass(NamedTuple):
-    """A pass over all tiles.
+class AxisScale(NamedTuple):
+    """How an axis of the output scales with a spatial axis of the volume.
 
     Attributes:
-        summarizes: Paths of the layers that need the whole grid and are summarized.
-        stores: Paths of the layers whose results are stored for later passes.
-        halo: Positions of the volume that a tile reads before and after its own.
-        macs: MACs for one sample, or for all of them where a layer mixes samples.
-        bytes: The most bytes that the values of a tile take at once.
+        axis: Index of the output's axis.
+        ratio: Positions of the output per position of the volume: 1/4 after two strides of 2.
     """
 
-    summarizes: tuple[str, ...]
-    stores: tuple[str, ...]
-    halo: Halo
-    macs: float
-    bytes: int
+    axis: int
+    ratio: Fraction
 
 
 class PlannedOutput(NamedTuple):
@@ -68,48 +63,40 @@ class StreamingPlan:
     Attributes:
         layout: Axes of the volume; of the first of several.
         channels: Number of channels of each volume that the network takes.
-        size: Size of the volume, padded.
         padding: How many positions are padded before and after each spatial axis.
         pad: How they are padded.
-        tile: Size of the tiles that are written.
         samples: Number of samples that run one after the other; 1 if layers mix samples.
         passes: The passes, each of which runs over all tiles of each sample.
         output: The network's output.
         outputs: The names of several outputs.
-        macs: MACs of the untiled network on all samples.
         on_disk: Whether values that passes store for later ones are in files; else they are in memory.
-        stored_bytes: The most bytes that they take at once.
-        graph: The recorded network.
-        stored: The stored values.
-        halo: Positions of the volume that operations without a rule reach; None if there are none of those.
         reduction: The fingerprint of the argument `reduce`.
-        patch: The graph of one patch, if norms, means and pooling see what a tile reads: statistics="tile".
-        patch_size: The patch's size, if there is one.
-        patch_halo: What its tile reads before and after its own positions.
+        structure: The fingerprint of the network's modules, without their numbers.
+        graph_plan: How the recorded network runs on one sample, or on all where layers mix them.
     """
 
     layout: AxisLayout
     channels: tuple[int, ...]
-    size: tuple[int, ...]
     padding: tuple[Span, ...]
     pad: str | None
-    tile: tuple[int, ...]
     samples: int
     passes: tuple[PlannedPass, ...]
     output: PlannedOutput
     outputs: Outputs
-    macs: int
     on_disk: bool
-    stored_bytes: int
-    graph: Graph
-    stored: tuple[Value, ...]
-    halo: tuple[int, ...] | None = None
-    reduction: str = ""
-    patch: Graph | None = None
-    patch_size: tuple[int, ...] = ()
-    patch_halo: Halo = field(default_factory=lambda: Halo((), ()))
-    bound: GraphPlan | None = field(default=None, repr=False, compare=False)
-    patches: PatchPlan | None = field(default=None, repr=False, compare=False)
+    reduction: str
+    structure: str
+    graph_plan: GraphPlan = field(repr=False)
+
+    @property
+    def graph(self) -> Graph:
+        """The recorded network."""
+        return self.graph_plan.labelled.graph
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Size of the volume, padded."""
+        return self.graph_plan.labelled.size
 
     @property
     def unpadded(self) -> tuple[int, ...]:
@@ -117,9 +104,34 @@ class StreamingPlan:
         return tuple(length - before - after for length, (before, after) in zip(self.size, self.padding, strict=True))
 
     @property
+    def tile(self) -> tuple[int, ...]:
+        """Size of the tiles that are written."""
+        return self.graph_plan.tile
+
+    @property
     def cores(self) -> list[Region]:
         """The own positions of each tile, in the padded volume: those that it writes, without halo."""
-        return cores(self.size, self.tile)
+        return self.graph_plan.tiles
+
+    @property
+    def halo(self) -> Sequence[int] | None:
+        """Positions of the volume that operations without a rule reach; None if there are none of those."""
+        return self.graph_plan.labelled.halo
+
+    @property
+    def patches(self) -> PatchPlan | None:
+        """How the network runs on patches, if norms, means and pooling see what a tile reads: statistics="tile"."""
+        return self.graph_plan if isinstance(self.graph_plan, PatchPlan) else None
+
+    @property
+    def patch_size(self) -> tuple[int, ...]:
+        """The size of a patch, if there are any."""
+        return self.patches.patch_size if self.patches else ()
+
+    @property
+    def macs(self) -> int:
+        """MACs of the untiled network on all samples."""
+        return self.samples * sum(self.graph.nodes[index].macs for index in self.graph_plan.labelled.order)
 
     @property
     def recomputed(self) -> float:
@@ -132,14 +144,23 @@ class StreamingPlan:
         return max(each.bytes for each in self.passes)
 
     @property
+    def stored(self) -> tuple[Value, ...]:
+        """The values that passes store for later ones."""
+        return tuple(self.graph_plan.stored)
+
+    @property
+    def stored_bytes(self) -> int:
+        """The most bytes that stored values take at once."""
+        return self.graph_plan.bytes_stored
+
+    @property
     def disk_bytes(self) -> int:
         """The most bytes of disk that stored values take at once; the output is not counted."""
         return self.stored_bytes if self.on_disk else 0
 
     def __getstate__(self) -> dict[str, object]:
         """Save what describes the graph; its constants that are parameters or buffers come from the network again."""
-        patch = None if self.patch is None else without_named(self.patch)
-        return vars(self) | {"graph": without_named(self.graph), "patch": patch, "bound": None, "patches": None}
+        return vars(self) | {"graph_plan": _convert(self.graph_plan, _without_named, labels=False)}
 
     def bind(self, caller: str, network: nn.Module) -> GraphPlan:
         """Return the plan of the graph with the parameters, buffers and layers of a network.
@@ -147,22 +168,11 @@ class StreamingPlan:
         Raises:
             ValueError: If the network is another one than was planned.
         """
-        if self.bound is not None:
-            return self.bound
-        self.graph = bind_graph(caller, self.graph, network)
-        labelled = label_graph(self.graph, self.size, cut_axes(self.size, self.tile), halo=self.halo)
-        self.bound = make_graph_plan(labelled, self.tile, self.stored)
-        if self.patch is not None:
-            self.patch = bind_graph(caller, self.patch, network)
-            self.patches = PatchPlan(
-                attention_only(make_graph_plan(see_tiles(labelled), self.tile, [])),
-                self.patch,
-                self.patch_size,
-                self.patch_halo,
-                find_scales(labelled),
-            )
-            self.bound = self.patches.whole
-        return self.bound
+        if not self.graph_plan.labelled.layouts:
+            self.graph_plan = _convert(self.graph_plan, lambda graph: _bind_graph(caller, graph, network), labels=True)
+            if describe_structure(network) != self.structure:
+                raise _other_network(caller, network, "other modules, or another forward, than were recorded")
+        return self.graph_plan
 
     def __str__(self) -> str:
         """Return the text that `predict_whole` prints."""
@@ -177,14 +187,14 @@ class StreamingPlan:
         count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
         memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
         text.append(f"{count} of {tile} positions with a halo of {halo}, {memory}")
-        if self.patch is not None:
+        if self.patches is not None:
             patch = " × ".join(map(str, self.patch_size))
             text.append(f'norms and pooling see the {patch} positions that a tile reads: statistics="tile"')
         if self.samples > 1:
             text.append(f"{self.samples} samples one after the other: no layer mixes them")
         for number, each in enumerate(self.passes):
             done = [("summarize", each.summarizes), ("store", each.stores)]
-            what = ", ".join(f"{verb} {list_names(names)}" for verb, names in done if names) or "write"
+            what = ", ".join(f"{verb} {_list_names(names)}" for verb, names in done if names) or "write"
             work = self.samples * each.macs / max(1, self.macs)
             text.append(f"pass {number + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs")
         if self.stored:
@@ -193,52 +203,106 @@ class StreamingPlan:
             text.append(f"{count} stored {where} between passes, at most {self.stored_bytes:,} bytes at once")
         total = f"{self.macs / 1e9:,.1f} billion" if self.macs >= 1e9 else f"{self.macs / 1e6:,.3g} million"
         text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {total}")
-        if self.recomputed > WORK and self.patch is None:
+        if self.recomputed > WORK and self.patches is None:
             text.append("to do less work: tile=Tiles(…, disk=bytes) stores values inside the network between passes")
         return text
 
 
+def _list_names(names: Sequence[str], most: int = 4) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+# ---- the network of a plan -------------------------------------------------------------------------------------------
 # Names of constants that are no parameters or buffers begin with this.
 UNNAMED = "tensor "
 
 
-def without_named(graph: Graph) -> Graph:
+def describe_structure(network: nn.Module) -> str:
+    """Return a fingerprint of a network's modules and their code, without numbers."""
+    modules = []
+    for path, module in network.named_modules():
+        kind = type(module)
+        # The code of torch changes with its version alone.
+        code = None if kind.__module__.startswith("torch.") else kind.forward
+        modules.append((path, kind.__module__, kind.__qualname__, ADDRESS.sub("", module.extra_repr()), code))
+    return fingerprint(modules)
+
+
+def _convert(plan: GraphPlan, function: Callable[[Graph], Graph], *, labels: bool) -> GraphPlan:
+    """Return a plan whose graphs are those that a function returns, with labels or without, which follow from them."""
+    old = plan.labelled
+    graph = function(old.graph)
+    if labels:
+        # Levels are those of the plan: on patches, they are not those that follow from the labels.
+        labelled = replace(label_graph(graph, old.size, old.cut, halo=old.halo), levels=old.levels)
+    else:
+        labelled = type(old)(graph, old.size, old.cut, old.halo, levels=old.levels)
+    if isinstance(plan, PatchPlan):
+        return replace(plan, labelled=labelled, patch=function(plan.patch))
+    return replace(plan, labelled=labelled)
+
+
+def _without_named(graph: Graph) -> Graph:
     """Return a graph without the constants that are parameters or buffers of its network."""
     own = {name: tensor for name, tensor in graph.constants.items() if name.startswith(UNNAMED)}
     return replace(graph, constants=own)
 
 
-def bind_graph(caller: str, graph: Graph, network: nn.Module) -> Graph:
+def _bind_graph(caller: str, graph: Graph, network: nn.Module) -> Graph:
     """Return a graph with the parameters, buffers and layers of a network.
 
     Raises:
         ValueError: If the network has not what the graph names.
     """
     named, modules = dict([*network.named_parameters(), *network.named_buffers()]), dict(network.named_modules())
-    constants = dict(without_named(graph).constants)
+    constants, nodes = dict(_without_named(graph).constants), list(graph.nodes)
     for index in graph.needed():
-        node = graph.nodes[index]
-        if node.op == "constant" and node.args[0] not in constants:
-            tensor = named.get(node.args[0])
+        node = nodes[index]
+        name: Any = node.args[0] if node.args else None
+        if node.op == "constant" and name not in constants:
+            tensor = named.get(name)
             if tensor is None or (tuple(tensor.shape), tensor.dtype) != tuple(node.outputs[0]):
-                raise other_network(caller, network, f'no "{node.args[0]}" of shape {node.outputs[0].shape}')
-            constants[node.args[0]] = tensor.detach()
-        for part in node.args:
-            if isinstance(part, RecordedLayer):
-                if part.path not in modules:
-                    raise other_network(caller, network, f'no "{part.path}"')
-                part.module = modules[part.path]
-    return replace(graph, constants=constants)
+                raise _other_network(caller, network, f'no "{name}" of shape {node.outputs[0].shape}')
+            constants[name] = tensor.detach()
+        if isinstance(name, RecordedLayer):
+            if name.path not in modules:
+                raise _other_network(caller, network, f'no "{name.path}"')
+            nodes[index] = node._replace(args=(replace(name, module=modules[name.path]), *node.args[1:]))
+    return replace(graph, constants=constants, nodes=nodes)
 
 
-def list_names(names: Sequence[str], most: int = 4) -> str:
-    """Return names as text, a few of them."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
-
-
-def other_network(caller: str, network: nn.Module, why: str) -> ValueError:
-    """Return the error for a network that is not the one that was planned."""
+def _other_network(caller: str, network: nn.Module, why: str) -> ValueError:
     return ValueError(
         f"{caller}: plan is of another network: {type(network).__name__} has {why}; fix: plan_whole of this network."
     )
+
+
+def check_plan(
+    caller: str, plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None, reduce: Reduction
+) -> StreamingPlan:
+    """Return a plan that is bound to no network; refuse one of other volumes, or beside what it has itself.
+
+    Raises:
+        TypeError: If it is no plan.
+        ValueError: If the shapes are others, `tile` or `pad` is given too, or another `reduce` than was planned.
+    """
+    if not isinstance(plan, StreamingPlan):
+        raise TypeError(f"{caller}: plan must be what plan_whole returns, got {type(plan).__name__}; fix: plan=None.")
+    if tile is not None or pad is not None:
+        raise ValueError(f"{caller}: got tile or pad beside plan, which has both; fix: give them to plan_whole.")
+    if reduce is not None and fingerprint(reduce) != plan.reduction:
+        raise ValueError(f"{caller}: got another reduce than plan was made with; fix: give it to plan_whole.")
+    layouts = parse_layouts(caller, [each.shape for each in volumes.values()], plan.layout.spatial_dims)
+    planned = plan.layout.shape(plan.output.shape[0], plan.channels[0], plan.unpadded)
+    first = tuple(next(iter(volumes.values())).shape)
+    channels = tuple(
+        layout.batch_and_channels(each.shape)[1] for layout, each in zip(layouts, volumes.values(), strict=True)
+    )
+    if first != planned or channels != plan.channels:
+        raise ShapeError(
+            f"{caller}: plan is of volumes of another shape.\n  planned  {planned}\n  got      {first}\n"
+            "  fix: plan_whole(model, volume.shape)."
+        )
+    # As a saved plan: without the parameters of the network that it was made for, or ran last.
+    return copy.copy(plan)

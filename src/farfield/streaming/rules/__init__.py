@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from farfield.streaming.operations import find_operation
-from farfield.streaming.rules.along import ALONG_RULES
-from farfield.streaming.rules.exponentials import SOFTMAX_RULES
-from farfield.streaming.rules.layouts import LAYOUT_RULES
-from farfield.streaming.rules.normalization import NORM_RULES
-from farfield.streaming.rules.pointwise import POINTWISE, UNTAGGED
-from farfield.streaming.rules.pooling import POOLING_RULES
-from farfield.streaming.rules.products import PRODUCT_RULES
+from farfield.streaming.graph import find_operation
+from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
+from farfield.streaming.rules.norms import NORM_RULES
+from farfield.streaming.rules.reading import READING_RULES
+from farfield.streaming.rules.reshaping import VIEW_RULES
 from farfield.streaming.rules.rule import Rule
-from farfield.streaming.rules.sampling import SAMPLING_RULES
 from farfield.streaming.rules.sums import SUM_RULES
 from farfield.streaming.rules.windows import WINDOW_RULES
 
 RULES: dict[str, Rule] = {
-    **LAYOUT_RULES,
+    **VIEW_RULES,
+    **ALIGNED_RULES,
+    **READING_RULES,
     **WINDOW_RULES,
-    **POOLING_RULES,
-    **SAMPLING_RULES,
     **SUM_RULES,
-    **SOFTMAX_RULES,
     **NORM_RULES,
-    **PRODUCT_RULES,
-    **ALONG_RULES,
-    **dict.fromkeys(UNTAGGED, POINTWISE),
 }
 
 

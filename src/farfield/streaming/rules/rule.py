@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from farfield.streaming.operations import Info, find_operation
+from farfield.streaming.graph import Info, find_operation, map_values
 from farfield.streaming.spans import (
     Box,
     Dim,
@@ -16,6 +17,7 @@ from farfield.streaming.spans import (
     Piece,
     Span,
     axes_of,
+    constant_layout,
     is_cut,
     join_pieces,
     length_of,
@@ -32,13 +34,12 @@ class RuleError(ValueError):
     """An operation cannot run on a part of the volume."""
 
 
-class Operand(NamedTuple):
-    """A tensor among the arguments of an operation.
+FIX = "fix: tile with None for that axis"
+SEVERAL_AXES = "its positions are those of several axes"
 
-    Attributes:
-        layout: Its pieces.
-        dtype: Its dtype.
-    """
+
+class Operand(NamedTuple):
+    """A tensor among the arguments of an operation: its pieces and its dtype."""
 
     layout: Layout
     dtype: torch.dtype
@@ -46,7 +47,7 @@ class Operand(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
-        return tuple(map(length_of, self.layout))
+        return shape_of(self.layout)
 
 
 class OperationCall(NamedTuple):
@@ -57,7 +58,7 @@ class OperationCall(NamedTuple):
         args: Its arguments, with `Operand` in the place of tensors.
         kwargs: Its named arguments.
         operands: The tensors among them, in order.
-        layouts: The pieces of each output.
+        layouts: The pieces of each output; of one that no rule can compute, none.
         dtype: The dtype of the first output.
         shape: The shape of the first output.
         infos: Shape and dtype of each output.
@@ -75,7 +76,8 @@ class OperationCall(NamedTuple):
     def bind(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with tensors in the place of operands."""
         rest = iter(tensors)
-        return map_operands(self.args, rest), map_operands(self.kwargs, rest)
+        args, kwargs = map_values((self.args, self.kwargs), Operand, lambda _: next(rest))
+        return args, kwargs
 
     def run(self, output: int, tensors: Sequence[Tensor]) -> Tensor:
         """Run the operation of torch on tensors in the place of operands."""
@@ -84,17 +86,8 @@ class OperationCall(NamedTuple):
         return result[output] if isinstance(result, tuple | list) else result
 
 
-def map_operands(part: Any, tensors: Any) -> Any:
-    """Replace each operand by the next tensor; an operand is a NamedTuple, so tuples are told apart by their type."""
-    if isinstance(part, Operand):
-        return next(tensors)
-    if isinstance(part, dict):
-        return {name: map_operands(each, tensors) for name, each in part.items()}
-    if type(part) in (tuple, list) and not (part and type(part[0]) is int):
-        return type(part)(map_operands(each, tensors) for each in part)
-    return part
-
-
+# (call, output, box, tensors) -> the output on the box
+Run = Callable[[OperationCall, int, Box, Sequence[Tensor]], Tensor]
 # What is known of the whole after some tiles: tensors, or whatever else a reduction merges.
 Parts = tuple[Any, ...]
 # Layout -> a tile's own part of a value of this layout.
@@ -135,58 +128,52 @@ class Reduction(NamedTuple):
         return (*box[:first], *moved)
 
 
-def no_scratch(call: OperationCall, output: int, box: Box) -> int:
-    """Return that an operation makes nothing but its output."""
-    return 0
+class Merging(NamedTuple):
+    """Numbers in float64 that tiles give and that merge: what each begins with, and how two of them merge."""
+
+    start: tuple[float, ...]
+    merge: Callable[[Parts, Parts], Parts]
+
+
+def each_by(combine: Callable[[Any, Any], Any]) -> Callable[[Parts, Parts], Parts]:
+    """Return the function that merges each part by itself."""
+    return lambda first, second: tuple(map(combine, first, second))
+
+
+ADDED = Merging((0.0,), each_by(torch.add))
 
 
 def reduce_arrays(
     operands: tuple[int, ...],
-    layouts: Sequence[Layout],
-    start: Sequence[float],
+    layout: Layout,
+    merging: Merging,
     summarize: Callable[[Core, Sequence[Tensor]], Parts],
-    merge: Callable[[Parts, Parts], Parts],
     finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor],
-    needs: Callable[[Box], list[Box]],
+    part_box: Callable[[Box], Box] = lambda box: box,
     reads: Callable[[OperationCall, Box], list[Box]] | None = None,
 ) -> Reduction:
-    """Return a reduction whose parts are arrays in float64 that merge number by number.
+    """Return a reduction whose parts are arrays of one layout that merge number by number.
 
-    Args:
-        operands: As of `Reduction`.
-        layouts: The pieces of each part. One that runs along a cut axis gets from a tile its own part alone.
-        start: The number that each part begins with, which changes nothing when merged.
-        summarize: `(core, tensors)` -> the tile's own part of each part.
-        merge: As of `Reduction`.
-        finish: As of `Reduction`; the parts are on the boxes of `needs`.
-        needs: `(box)` -> the box of each part that `finish` needs.
-        reads: As of `Reduction`.
+    Where the layout runs along a cut axis, `summarize` gives a tile's own part of it; `finish` gets what `part_box`
+    takes of the parts for a box of the output.
     """
+    whole = region_of(whole_box(layout))
 
     def place(core: Core, tensors: Sequence[Tensor]) -> Parts:
-        placed = []
-        for layout, number, part in zip(layouts, start, summarize(core, tensors), strict=True):
-            if not axes_of(layout):
-                placed.append(part)
-                continue
-            whole = torch.full(shape_of(layout), number, dtype=torch.float64, device=part.device)
-            write_box(whole, layout, core(layout), part)
-            placed.append(whole)
+        own = summarize(core, tensors)
+        if not axes_of(layout):
+            return own
+        shape = shape_of(layout)
+        placed = [torch.full(shape, number, dtype=torch.float64, device=own[0].device) for number in merging.start]
+        for each, part in zip(placed, own, strict=True):
+            write_box(each, layout, core(layout), part)
         return tuple(placed)
 
-    def cut(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        own = [
-            read_box(part, region_of(whole_box(layout)), needed)
-            for part, layout, needed in zip(parts, layouts, needs(box), strict=True)
-        ]
-        return finish(call, output, box, tensors, tuple(own))
+    def take(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+        needed = part_box(box)
+        return finish(call, output, box, tensors, tuple(read_box(part, whole, needed) for part in parts))
 
-    return Reduction(operands, place, merge, cut, reads)
-
-
-def add(first: Parts, second: Parts) -> Parts:
-    """Add sums."""
-    return tuple(one + other for one, other in zip(first, second, strict=True))
+    return Reduction(operands, place, merging.merge, take, reads)
 
 
 class Rule(NamedTuple):
@@ -202,38 +189,51 @@ class Rule(NamedTuple):
 
     label: Callable[[OperationCall], Sequence[Layout]]
     needs: Callable[[OperationCall, int, Box], list[Box]]
-    run: Callable[[OperationCall, int, Box, Sequence[Tensor]], Tensor]
+    run: Run
     reduce: Callable[[OperationCall], Reduction | None] | None = None
-    scratch: Callable[[OperationCall, int, Box], int] = no_scratch
+    scratch: Callable[[OperationCall, int, Box], int] = lambda call, output, box: 0
+
+
+def named(rule: Rule, names: str) -> dict[str, Rule]:
+    """Return the table in which each operation of torch, `name` or `name.overload`, has this rule."""
+    return {f"aten.{name}" if "." in name else f"aten.{name}.default": rule for name in names.split()}
 
 
 # ---- dimensions ------------------------------------------------------------------------------------------------------
-def relabel(dim: Dim, length: int) -> Dim:
-    """Return a dimension of another length along the same axis.
+@functools.cache
+def _place_of_dim(op: str) -> int | None:
+    names = [argument.name for argument in find_operation(op)._schema.arguments if not argument.kwarg_only]
+    return names.index("dim") if "dim" in names else None
 
-    Raises:
-        RuleError: If it consists of several pieces.
-    """
+
+def given_dims(call: OperationCall) -> list[int]:
+    """The dimensions of the first operand that the argument `dim` names; all by default."""
+    count, place = len(call.operands[0].layout), _place_of_dim(call.op)
+    dims = call.kwargs.get("dim") if place is None else call.args[place]
+    dims = [dims] if isinstance(dims, int) else list(dims or [])
+    return sorted(dim % count for dim in dims) or list(range(count))
+
+
+def all_but(call: OperationCall, reduced: Collection[int]) -> list[int | None]:
+    """Return which dimension of the output each of the first operand is; reduced ones have another length, or go."""
+    count = len(call.operands[0].layout)
+    kept = [dim for dim in range(count) if dim not in reduced]
+    places = dict(zip(kept, kept if len(call.shape) == count else range(len(kept)), strict=True))
+    return [places.get(dim) for dim in range(count)]
+
+
+def relabel(dim: Dim, length: int) -> Dim:
+    """Return a dimension of another length along the same axis."""
     if len(dim) > 1:
-        raise RuleError("its positions are those of several axes")
+        raise RuleError(SEVERAL_AXES)
     return join_pieces([Piece(length, dim[0].axis)])
 
 
 def single(spans: Sequence[Span]) -> Span:
-    """Return the span of a dimension of one piece.
-
-    Raises:
-        RuleError: If it consists of several pieces.
-    """
+    """Return the span of a dimension of one piece."""
     if len(spans) > 1:
-        raise RuleError("its positions are those of several axes")
+        raise RuleError(SEVERAL_AXES)
     return spans[0]
-
-
-def refuse_cut(call: OperationCall, dims: Sequence[int], operand: int = 0) -> None:
-    """Refuse an operation along an axis that is cut."""
-    if any(is_cut(call.operands[operand].layout[dim]) for dim in dims):
-        raise RuleError("it works along an axis that is cut")
 
 
 def distinct(layout: Sequence[Dim]) -> Layout:
@@ -242,8 +242,7 @@ def distinct(layout: Sequence[Dim]) -> Layout:
     result = []
     for dim in layout:
         axes = [piece.axis for piece in dim if piece.axis is not None]
-        repeated = any(axis in seen for axis in axes)
-        result.append((Piece(length_of(dim)),) if repeated else dim)
+        result.append(dim if seen.isdisjoint(axes) else (Piece(length_of(dim)),))
         seen.update(axes)
     return tuple(result)
 
@@ -254,54 +253,6 @@ def positions_of(dim: Dim, spans: Sequence[Span]) -> Tensor:
     for piece, (start, stop) in zip(dim, spans, strict=True):
         places = (places[:, None] * piece.length + torch.arange(start, stop)).flatten()
     return places
-
-
-# ---- operands beside each other --------------------------------------------------------------------------------------
-def broadcast(layouts: Sequence[Layout], shape: Sequence[int]) -> Layout:
-    """Return the layout of a result of this shape: dimensions are those of the operands that are labelled, if any is.
-
-    Raises:
-        RuleError: If dimensions meet that run along different axes.
-    """
-    dims: list[Dim] = []
-    for index, length in enumerate(shape):
-        chosen: Dim = (Piece(length),)
-        for layout in layouts:
-            place = index - len(shape) + len(layout)
-            if place < 0 or length_of(layout[place]) != length or not is_cut(layout[place]):
-                continue
-            if is_cut(chosen) and [piece.length for piece in chosen] != [piece.length for piece in layout[place]]:
-                raise RuleError("it combines dimensions that run along different axes")
-            chosen = chosen if is_cut(chosen) else layout[place]
-        dims.append(chosen)
-    return distinct(dims)
-
-
-def aligned_box(own: Layout, layout: Layout, box: Box, whole: Collection[int] = ()) -> Box:
-    """Return the box of an operand for a box of the result: all of dimensions that are repeated or in other pieces.
-
-    Args:
-        own: The operand's layout.
-        layout: The result's layout, aligned with it at the last dimension.
-        box: The box of the result.
-        whole: Dimensions of the result along which the operand is read whole.
-    """
-    extra = len(layout) - len(own)
-    return tuple(
-        box[place]
-        if place not in whole and length_of(dim) == length_of(layout[place]) and len(dim) == len(layout[place])
-        else whole_dim(dim)
-        for place, dim in enumerate(own, extra)
-    )
-
-
-def take_aligned(tensor: Tensor, own: Layout, layout: Layout, box: Box, whole: Collection[int] = ()) -> Tensor:
-    """Take the box from what `aligned_box` reads: from dimensions of the same length that were read in other pieces."""
-    extra = len(layout) - len(own)
-    for place, dim in enumerate(own, extra):
-        if place not in whole and length_of(dim) == length_of(layout[place]) and len(dim) != len(layout[place]):
-            tensor = take_spans(tensor, place - extra, layout[place], box[place])
-    return tensor
 
 
 def take_dims(tensor: Tensor, dims: Collection[int], layout: Layout, box: Box) -> Tensor:
@@ -315,10 +266,91 @@ def take_spans(tensor: Tensor, dim: int, pieces: Dim, spans: Sequence[Span]) -> 
     """Take spans of the pieces of one dimension, of which all is there."""
     if tuple(spans) == whole_dim(pieces):
         return tensor
-    lengths = [length_of(pieces) if axis == dim else length for axis, length in enumerate(tensor.shape)]
-    known = [whole_dim(pieces) if axis == dim else ((0, length),) for axis, length in enumerate(lengths)]
-    wanted = [tuple(spans) if axis == dim else ((0, length),) for axis, length in enumerate(lengths)]
+    known = [whole_dim(pieces) if axis == dim else ((0, length),) for axis, length in enumerate(tensor.shape)]
+    wanted = [tuple(spans) if axis == dim else each for axis, each in enumerate(known)]
     return read_box(tensor, region_of(tuple(known)), tuple(wanted))
+
+
+# ---- operands whose dimensions run with those of the output ----------------------------------------------------------
+# For each operand, the dimension of the output that each of its own runs with; None: that is read whole. An operand
+# with dimensions for which there is nothing, (), is not read.
+Dims = Sequence[Sequence[int | None]]
+
+
+def aligned(find: Callable[[OperationCall], Dims], compute: Run | None = None, *, gathers: bool = False) -> Rule:
+    """Return the rule of an operation of which each dimension of an operand runs with one of the output or is whole.
+
+    Args:
+        find: `(call)` -> which runs with which.
+        compute: Runs the operation on operands that are whole or on the box, all along what no operand runs with.
+        gathers: Whether dimensions of the first operand are read whole even if they are cut; it is refused by default.
+    """
+
+    def label(call: OperationCall) -> list[Layout]:
+        dims = find(call)
+        first = zip(call.operands[0].layout, dims[0], strict=True) if dims else ()
+        if not gathers and any(place is None and is_cut(dim) for dim, place in first):
+            raise RuleError(f"it works along an axis that is cut; {FIX}")
+        layouts = [label_output(call, dims, info.shape) for info in call.infos]
+        if call.shape and not layouts[0]:
+            raise RuleError(f"its operands have other lengths along an axis that is cut; {FIX}")
+        return layouts
+
+    def needs(call: OperationCall, output: int, box: Box) -> list[Box]:
+        if call.infos[output].shape and not call.layouts[output]:
+            raise RuleError(f"its output {output} is read")
+        return boxes_along(call, find(call), output, box)
+
+    def run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+        dims = find(call)
+        tensors = take_along(call, dims, output, box, tensors)
+        result = compute(call, output, box, tensors) if compute else call.run(output, tensors)
+        return take_dims(result, set(range(len(box))).difference(*dims), call.layouts[output], box)
+
+    return Rule(label, needs, run)
+
+
+def label_output(call: OperationCall, dims: Dims, shape: Sequence[int]) -> Layout:
+    """Return the layout of an output: labels of the operands, the first that has one; () if it lacks a dimension."""
+    labels = list(constant_layout(shape))
+    for operand, own in zip(call.operands, dims, strict=True):
+        for dim, place in zip(operand.layout, own, strict=False):
+            if place is None:
+                continue
+            if place >= len(shape) or (is_cut(dim) and length_of(dim) != shape[place]):
+                return ()
+            if is_cut(dim) and is_cut(labels[place]) and not _same_pieces(dim, labels[place]):
+                raise RuleError("it combines dimensions that run along different axes")
+            labels[place] = dim if is_cut(dim) and not is_cut(labels[place]) else labels[place]
+    return distinct(labels)
+
+
+def _same_pieces(one: Dim, other: Dim) -> bool:
+    """Whether spans of one dimension are spans of another."""
+    return [piece.length for piece in one] == [piece.length for piece in other]
+
+
+def boxes_along(call: OperationCall, dims: Dims, output: int, box: Box) -> list[Box]:
+    """Return the box of each operand: all of dimensions that are repeated, or in other pieces than the output's."""
+    layout = call.layouts[output]
+    return [
+        tuple(
+            whole_dim(dim) if place is None or not _same_pieces(dim, layout[place]) else box[place]
+            for dim, place in zip(operand.layout, own, strict=False)
+        )
+        for operand, own in zip(call.operands, dims, strict=True)
+    ]
+
+
+def take_along(call: OperationCall, dims: Dims, output: int, box: Box, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Take the box from what `boxes_along` reads: from dimensions of the same length that are in other pieces."""
+    layout, taken = call.layouts[output], list(tensors)
+    for index, (operand, own) in enumerate(zip(call.operands, dims, strict=True)):
+        for axis, (dim, place) in enumerate(zip(operand.layout, own, strict=False)):
+            if place is None or _same_pieces(dim, layout[place]) or length_of(dim) != length_of(layout[place]):
+                continue
+            taken[index] = take_spans(taken[index], axis, layout[place], box[place])
+    return taken
 
 
 # ---- operations without a rule ---------------------------------------------------------------------------------------
@@ -345,24 +377,20 @@ def local(halo: Sequence[int], size: Sequence[int]) -> Rule:
         for piece, (start, stop) in zip(dim, spans, strict=True):
             reach = piece.length if piece.axis is None else -(-halo[piece.axis] * piece.length // size[piece.axis])
             grown.append((max(0, start - reach), min(piece.length, stop + reach)))
-        return tuple(grown)
+        return tuple(grown) if is_cut(dim) else whole_dim(dim)
 
     def needs(call: OperationCall, output: int, box: Box) -> list[Box]:
-        layout = call.layouts[output]
+        known = dict(enumerate(zip(call.layouts[output], box, strict=True)))
         return [
             tuple(
-                grow(dim, box[place]) if place < len(box) and is_cut(dim) and dim == layout[place] else whole_dim(dim)
+                grow(dim, known[place][1]) if place in known and dim == known[place][0] else whole_dim(dim)
                 for place, dim in enumerate(operand.layout)
             )
             for operand in call.operands
         ]
 
     def run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-        result = call.run(output, tensors)
-        grown = tuple(
-            grow(dim, spans) if is_cut(dim) else whole_dim(dim)
-            for dim, spans in zip(call.layouts[output], box, strict=True)
-        )
-        return read_box(result, region_of(grown), box)
+        grown = tuple(map(grow, call.layouts[output], box))
+        return read_box(call.run(output, tensors), region_of(grown), box)
 
     return Rule(label, needs, run)

@@ -1,7 +1,12 @@
-"""Rules of windows: convolutions, unfolding, folding, unpooling. What they read follows from positions of the whole."""
+"""Rules of windows: convolutions, unfolding, folding, pooling, unpooling.
+
+What they read follows from positions of the whole; pooling of few windows that cover the whole is a sum over it.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,187 +14,79 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.streaming.rules.rule import OperationCall, Rule, RuleError, aligned_box, relabel, single
-from farfield.streaming.spans import Box, Layout, Piece, Span, box_shape, length_of, whole_box, whole_dim
+from farfield.streaming.graph import find_operation
+from farfield.streaming.rules.reading import (
+    Window,
+    Windows,
+    at_last,
+    clip,
+    each_window,
+    find_padding,
+    pad_constant,
+    reading,
+    spatial_dims,
+)
+from farfield.streaming.rules.rule import (
+    ADDED,
+    Core,
+    OperationCall,
+    Parts,
+    Reduction,
+    Rule,
+    named,
+    reduce_arrays,
+    single,
+)
+from farfield.streaming.rules.sums import PEAKS
+from farfield.streaming.spans import Box, Layout, Piece, Span, box_shape, is_cut, length_of
+
+# At most so many windows along an axis, of at least so many positions, are summed over the whole.
+FEW, LARGE = 16, 16
 
 
-class Window(NamedTuple):
-    """The window of a spatial dimension: position i reads from `i * stride - padding` on, `kernel` positions."""
-
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int = 1
-    # Positions that a transposed convolution adds behind.
-    extra: int = 0
-
-    @property
-    def moves(self) -> bool:
-        """Whether a position reads another than itself."""
-        return (self.kernel, self.stride, self.padding, self.extra) != (1, 1, 0, 0)
-
-    def read(self, span: Span) -> Span:
-        """Return the positions that a span of the output reads, padding included."""
-        first = span[0] * self.stride - self.padding
-        last = (span[1] - 1) * self.stride - self.padding
-        return first, last + self.dilation * (self.kernel - 1) + 1
-
-    def needs(self, spans: Sequence[Span], length: int) -> tuple[Span, ...]:
-        """Return the spans of an axis that spans of the output read; those of several axes where nothing moves."""
-        return (clip(self.read(single(spans)), length),) if self.moves else tuple(spans)
-
-    def needs_transposed(self, spans: Sequence[Span], length: int) -> tuple[Span, ...]:
-        """Return the same for a transposed convolution."""
-        return (transposed_read(self, single(spans), length),) if self.moves else tuple(spans)
+def _find_windows(call: OperationCall) -> Windows:
+    extra, transposed = 0, call.op != "windows"
+    if call.op == "aten.convolution.default":
+        _, weight, _, strides, paddings, dilations, transposed, extra, _ = call.args
+        kernels = weight.shape[2:]
+    elif call.op == "unpool":
+        kernels, strides, paddings, dilations = call.args[2:]
+    else:
+        kernels, dilations, paddings, strides = call.args[1 if call.op == "windows" else 2 :]
+    numbers = (_repeat(each, len(kernels)) for each in (kernels, strides, paddings, dilations, extra))
+    return at_last(call, [Window(*each)._replace(transposed=transposed) for each in zip(*numbers, strict=True)])
 
 
-def clip(span: Span, length: int) -> Span:
-    """Return the part of a span within an axis, at least one position."""
-    start = min(max(span[0], 0), length - 1)
-    return start, max(min(span[1], length), start + 1)
-
-
-def repeat(number: Any, count: int) -> list[int]:
+def _repeat(number: Any, count: int) -> list[int]:
     """Return one number for each spatial dimension."""
     numbers = [number] if isinstance(number, int) else list(number)
     return [int(each) for each in (numbers * count if len(numbers) == 1 else numbers)]
 
 
-def split_spatial(call: OperationCall, count: int) -> tuple[Layout, Layout]:
-    """Return the dimensions before the last `count`, and these with their lengths in the result."""
-    layout = call.operands[0].layout
-    spatial = [
-        own if length_of(own) == length else relabel(own, length)
-        for own, length in zip(layout[-count:], call.shape[-count:], strict=True)
-    ]
-    return layout[:-count], tuple(spatial)
+def _read_padded(call: OperationCall, windows: Windows, box: Box, tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """Pad what was read with zeros; return the padding that is left to the operation, which pads both ends equally."""
+    pads = find_padding(call, windows, box)
+    if pads[::2] == pads[1::2] and min(pads) >= 0:
+        return tensor, pads[::-2]
+    return pad_constant(tensor, pads, 0.0), [0] * len(windows)
 
 
-def find_windows(call: OperationCall) -> list[Window]:
-    """The windows of a convolution, of unfolding or of folding."""
-    if call.op == "aten.convolution.default":
-        return conv_windows(call)
-    return given_windows(call.args[1:] if call.op == "windows" else call.args[2:])
+def _find_written(call: OperationCall, windows: Windows, box: Box) -> tuple[list[int], list[int]]:
+    """Return where a box begins in what transposed windows write of the positions that it reads, and its lengths."""
+    starts, lengths = [], []
+    for window, span, length in each_window(call, windows, box):
+        first, last = window.reach(window.read(span, length) if window.moves else span)
+        starts.append(span[0] - first)
+        lengths.append(last - first)
+    return starts, lengths
 
 
-def label_mixing(call: OperationCall) -> list[Layout]:
-    """Batch as it is, channels without a label, spatial dimensions along the same axes with their new lengths."""
-    (batch, _), spatial = split_spatial(call, len(call.shape) - 2)
-    refuse_moves(call, find_windows(call))
-    return [(batch, (Piece(call.shape[1]),), *spatial)]
-
-
-def label_each(call: OperationCall) -> list[Layout]:
-    """Batch and channels as they are, spatial dimensions along the same axes with their new lengths."""
-    leading, spatial = split_spatial(call, spatial_dims(call))
-    return [(*leading, *spatial)] * len(call.infos)
-
-
-def spatial_dims(call: OperationCall) -> int:
-    """The number of spatial dimensions in the name of an operation."""
-    return int(next(letter for letter in call.op if letter.isdigit()))
-
-
-def refuse_moves(call: OperationCall, windows: Sequence[Window]) -> None:
-    """Refuse windows along a dimension that is that of several axes."""
-    for window, own in zip(windows, call.operands[0].layout[-len(windows) :], strict=True):
-        if window.moves and len(own) > 1:
-            raise RuleError("its spatial dimension is that of several axes")
-
-
-def mixing_box(call: OperationCall, box: Box, spans: Sequence[tuple[Span, ...]]) -> Box:
-    """Return the box of the first operand: batch of the output's, all channels, these spatial spans."""
-    return (box[0], whole_dim(call.operands[0].layout[1]), *spans)
-
-
-def others(call: OperationCall) -> list[Box]:
-    """Return the boxes of all operands but the first, whole."""
-    return [whole_box(operand.layout) for operand in call.operands[1:]]
-
-
-def take_channels(call: OperationCall, result: Tensor, box: Box) -> Tensor:
-    """Return the channels of a box from a result that has all."""
+def _take_channels(result: Tensor, box: Box) -> Tensor:
     start, stop = single(box[1])
     return result if stop - start == result.shape[1] else result.narrow(1, start, stop - start)
 
 
-def padded_numbers(call: OperationCall, box: Box, windows: Sequence[Window], channels: int) -> int:
-    """Return how many numbers are copied where windows reach beyond the whole on one side alone."""
-    lengths = call.operands[0].shape[-len(windows) :]
-    number, equal = box_shape(box)[0] * channels, True
-    for window, spans, length in zip(windows, box[-len(windows) :], lengths, strict=True):
-        wanted = window.read(single(spans)) if window.moves else (0, length)
-        have = clip(wanted, length)
-        equal = equal and have[0] - wanted[0] == wanted[1] - have[1]
-        number *= wanted[1] - wanted[0]
-    return 0 if equal else number
-
-
-def scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
-    """The padded input; a transposed convolution pads nothing."""
-    return 0 if call.args[6] else padded_numbers(call, box, conv_windows(call), call.operands[0].shape[1])
-
-
-def read_padded(
-    tensor: Tensor, windows: Sequence[Window], box: Box, lengths: Sequence[int], value: float
-) -> tuple[Tensor, list[int]]:
-    """Pad what was read where windows reach beyond the whole; return the padding that is left to the operation.
-
-    The same padding before and after is left to the operation; other paddings are written.
-    """
-    pads = []
-    for window, spans, length in zip(windows, box[-len(windows) :], lengths, strict=True):
-        if not window.moves:
-            pads.append((0, 0))
-            continue
-        wanted = window.read(single(spans))
-        have = clip(wanted, length)
-        pads.append((have[0] - wanted[0], wanted[1] - have[1]))
-    if value == 0 and all(before == after >= 0 for before, after in pads):
-        return tensor, [before for before, _ in pads]
-    return pad_constant(tensor, [each for pair in reversed(pads) for each in pair], value), [0] * len(pads)
-
-
-def pad_constant(tensor: Tensor, pads: Sequence[int], value: float) -> Tensor:
-    """Pad or crop the last dimensions; where more is cropped than is there, torch's own padding fails."""
-    if not any(pads):
-        return tensor
-    added: list[int] = []
-    for place in range(len(pads) // 2):
-        dim, (before, after) = tensor.dim() - 1 - place, pads[2 * place : 2 * place + 2]
-        length = tensor.shape[dim]
-        start, stop = max(-before, 0), min(length + after, length)
-        nothing = start >= stop
-        tensor = tensor.narrow(dim, 0, 0) if nothing else tensor.narrow(dim, start, stop - start)
-        added += [length + before + after, 0] if nothing else [max(before, 0), max(after, 0)]
-    return F.pad(tensor, added, value=value)
-
-
 # ---- convolutions ----------------------------------------------------------------------------------------------------
-def conv_windows(call: OperationCall) -> list[Window]:
-    """The windows of a convolution."""
-    (_, weight, _, *numbers, _), count = call.args, len(call.shape) - 2
-    each = (repeat(number, count) for number in (*numbers[:3], numbers[4]))
-    return [Window(kernel, *rest) for kernel, *rest in zip(weight.shape[2:], *each, strict=True)]
-
-
-def transposed_read(window: Window, span: Span, length: int) -> Span:
-    """Return the positions of the input that a span of a transposed convolution's output depends on."""
-    reach = window.dilation * (window.kernel - 1)
-    first = min(-(-(span[0] + window.padding - reach) // window.stride), (span[0] + window.padding) // window.stride)
-    return clip((first, (span[1] - 1 + window.padding) // window.stride + 1), length)
-
-
-def needs_convolution(call: OperationCall, output: int, box: Box) -> list[Box]:
-    """The windows of a box, all channels, the whole weight and bias."""
-    lengths = call.operands[0].shape[2:]
-    read = [
-        window.needs_transposed(spans, length) if call.args[6] else window.needs(spans, length)
-        for window, spans, length in zip(conv_windows(call), box[2:], lengths, strict=True)
-    ]
-    return [mixing_box(call, box, read), *others(call)]
-
-
 def convolve(
     grid: Tensor,
     weight: Tensor,
@@ -210,110 +107,53 @@ def convolve(
     return torch.convolution(grid, weight, bias, stride, padding, dilation, False, [0] * len(padding), groups)
 
 
-def run_convolution(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    """Convolve what was read; zeros stand for what is beyond the whole."""
-    grid, weight = tensors[:2]
-    bias = tensors[2] if len(tensors) > 2 else None
-    windows, lengths = conv_windows(call), call.operands[0].shape[2:]
-    stride, dilation, groups = call.args[3], call.args[5], call.args[8]
-    if not call.args[6]:
-        grid, padding = read_padded(grid, windows, box, lengths, 0.0)
-        return take_channels(call, convolve(grid, weight, bias, stride, padding, dilation, groups), box)
-    extra, starts = [], []
-    for window, spans, length in zip(windows, box[2:], lengths, strict=True):
-        if not window.moves:
-            extra.append(0)
-            starts.append(0)
-            continue
-        start, stop = single(spans)
-        first, last = transposed_read(window, (start, stop), length)
-        begins = first * window.stride - window.padding
-        ends = begins + (last - first - 1) * window.stride + window.dilation * (window.kernel - 1) + 1
-        extra.append(max(0, stop - ends))
-        starts.append(start - begins)
+def _run_convolution(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    (grid, weight, bias, stride, _, dilation, transposed, _, groups), _ = call.bind(tensors)
+    windows, shape = _find_windows(call), box_shape(box)[2:]
+    if not transposed:
+        grid, padding = _read_padded(call, windows, box, grid)
+        return _take_channels(convolve(grid, weight, bias, stride, padding, dilation, groups), box)
+    starts, lengths = _find_written(call, windows, box)
+    extra = [max(0, start + own - length) for start, own, length in zip(starts, shape, lengths, strict=True)]
     result = torch.convolution(grid, weight, bias, stride, [0] * len(extra), dilation, True, extra, groups)
-    for axis, (start, length) in enumerate(zip(starts, box_shape(box)[2:], strict=True), start=2):
+    for axis, (start, length) in enumerate(zip(starts, shape, strict=True), start=2):
         result = result.narrow(axis, start, length)
-    return take_channels(call, result, box)
+    return _take_channels(result, box)
 
 
-# ---- unfolding and folding -------------------------------------------------------------------------------------------
-def given_windows(arguments: Sequence[Any]) -> list[Window]:
-    """The windows of kernel, dilation, padding and stride, as `unfold` and `fold` of torch order them."""
-    kernels, dilations, paddings, strides = arguments
-    return [Window(*each) for each in zip(kernels, strides, paddings, dilations, strict=True)]
+def _scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
+    """The input, where it is copied to pad it; a transposed convolution pads nothing."""
+    windows = _find_windows(call)
+    pads = find_padding(call, windows, box)
+    if call.args[6] or (pads[::2] == pads[1::2] and min(pads) >= 0):
+        return 0
+    reached = [window.reach(span) for window, span, _ in each_window(call, windows, box)]
+    channels = length_of(call.operands[0].layout[1])
+    return box_shape(box)[0] * channels * math.prod(last - first for first, last in reached)
 
 
-def needs_windows(call: OperationCall, output: int, box: Box) -> list[Box]:
-    """The windows of a box, all channels."""
-    windows, lengths = given_windows(call.args[1:]), call.operands[0].shape[2:]
-    read = [window.needs(spans, length) for window, spans, length in zip(windows, box[2:], lengths, strict=True)]
-    return [mixing_box(call, box, read)]
-
-
-def run_windows(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    """Take windows; zeros stand for what is beyond the whole."""
-    windows = given_windows(call.args[1:])
-    grid, padding = read_padded(tensors[0], windows, box, call.operands[0].shape[2:], 0.0)
+# ---- unfolding, folding, unpooling -----------------------------------------------------------------------------------
+def _run_windows(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    grid, padding = _read_padded(call, _find_windows(call), box, tensors[0])
     result = F.unfold(grid, call.args[1], call.args[2], tuple(padding), call.args[4])
-    return take_channels(call, result.view(*result.shape[:2], *box_shape(box)[2:]), box)
+    return _take_channels(result.view(*result.shape[:2], *box_shape(box)[2:]), box)
 
 
-def needs_fold(call: OperationCall, output: int, box: Box) -> list[Box]:
-    """The windows that reach into a box."""
-    windows, lengths = given_windows(call.args[2:]), call.operands[0].shape[2:]
-    read = [
-        (transposed_read(window, single(spans), length),)
-        for window, spans, length in zip(windows, box[2:], lengths, strict=True)
-    ]
-    return [mixing_box(call, box, read)]
-
-
-def run_fold(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    """Add up windows, in the order of torch."""
-    windows, lengths = given_windows(call.args[2:]), call.operands[0].shape[2:]
+def _run_fold(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    """Add up windows, in the order of torch; what no window reaches is 0."""
     kernel, dilation, _, stride = call.args[2:]
-    size, starts = [], []
-    for window, spans, length in zip(windows, box[2:], lengths, strict=True):
-        start, stop = single(spans)
-        first, last = transposed_read(window, (start, stop), length)
-        begins = first * window.stride - window.padding
-        size.append((last - first - 1) * window.stride + window.dilation * (window.kernel - 1) + 1)
-        starts.append(start - begins)
-    result = F.fold(tensors[0].flatten(2), tuple(size), kernel, dilation, 0, stride)
-    return take_channels(call, take_padded(result, starts, box), box)
-
-
-def take_padded(result: Tensor, starts: Sequence[int], box: Box) -> Tensor:
-    """Return the spatial part of a box that begins at `starts` of a result; what it does not have is 0."""
+    starts, lengths = _find_written(call, _find_windows(call), box)
+    result = F.fold(tensors[0].flatten(2), tuple(lengths), kernel, dilation, 0, stride)
     pads: list[int] = []
-    for length, start, spans in zip(result.shape[-len(starts) :], starts, box[-len(starts) :], strict=True):
-        count = single(spans)[1] - single(spans)[0]
-        pads[:0] = [-start, start + count - length]
-    return pad_constant(result, pads, 0.0)
+    for start, own, length in zip(starts, box_shape(box)[2:], lengths, strict=True):
+        pads[:0] = [-start, start + own - length]
+    return _take_channels(pad_constant(result, pads, 0.0), box)
 
 
-# ---- unpooling -------------------------------------------------------------------------------------------------------
-def unpool_windows(call: OperationCall) -> list[Window]:
-    """The windows of the pooling that the indices come from."""
-    return [Window(*each) for each in zip(*call.args[2:], strict=True)]
-
-
-def needs_unpool(call: OperationCall, output: int, box: Box) -> list[Box]:
-    """The windows that cover a box, of the numbers and of their indices."""
-    windows = unpool_windows(call)
-    lengths = call.operands[0].shape[-len(windows) :]
-    read = [
-        (transposed_read(window, single(spans), length),)
-        for window, spans, length in zip(windows, box[-len(windows) :], lengths, strict=True)
-    ]
-    return [(*aligned_box(each.layout, call.layouts[0], box)[: -len(windows)], *read) for each in call.operands]
-
-
-def run_unpool(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+def _run_unpool(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     """Write numbers to the positions of their indices that are in the box."""
     numbers, index = tensors
-    size, count = call.shape, len(unpool_windows(call))
+    size, count = call.shape, len(call.args[2])
     spans = [single(each) for each in box[-count:]]
     place, inside, stride = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
     for axis in reversed(range(count)):
@@ -327,16 +167,205 @@ def run_unpool(call: OperationCall, output: int, box: Box, tensors: Sequence[Ten
     return result.narrow(-1, 0, stride).reshape(*numbers.shape[:-count], *(stop - start for start, stop in spans))
 
 
-def label_unpool(call: OperationCall) -> list[Layout]:
-    """Batch and channels as they are, spatial dimensions along the same axes with their new lengths."""
-    refuse_moves(call, unpool_windows(call))
-    leading, spatial = split_spatial(call, len(unpool_windows(call)))
-    return [(*leading, *spatial)]
+# ---- pooling: small windows, and few that cover the whole ------------------------------------------------------------
+def _pool_windows(call: OperationCall) -> Windows:
+    """The windows of pooling: arguments are kernel, stride, padding, and for maxima dilation."""
+    count = spatial_dims(call)
+    given = call.args[1], call.args[2] or call.args[1], call.args[3], call.args[4] if "max" in call.op else 1
+    return at_last(call, [Window(*each) for each in zip(*(_repeat(number, count) for number in given), strict=True)])
+
+
+def _input_lengths(call: OperationCall) -> tuple[int, ...]:
+    """The lengths of the spatial dimensions that are pooled."""
+    return call.operands[0].shape[-spatial_dims(call) :]
+
+
+class _Bins(NamedTuple):
+    """The positions of each window along an axis."""
+
+    spans: tuple[Span, ...]
+    moves: bool = True
+
+    def read(self, span: Span, length: int) -> Span:
+        """As of `Readers`: from the first position of the first window to the last of the last."""
+        chosen = self.spans[span[0] : span[1]]
+        return chosen[0][0], max(last for _, last in chosen)
+
+
+@functools.lru_cache(256)
+def _bins_of(window: Window | None, length: int, result: int, padded: bool) -> _Bins:
+    """Return the windows along an axis, with or without padding; None are those of torch's adaptive pooling."""
+    if window is None:
+        return _Bins(tuple((at * length // result, -(-(at + 1) * length // result)) for at in range(result)))
+    spans = [window.reach((at, at + 1)) for at in range(result)]
+    if padded:
+        return _Bins(tuple((first, min(last, length + window.padding)) for first, last in spans))
+    return _Bins(tuple(clip(span, length) for span in spans))
+
+
+def _find_bins(call: OperationCall, *, padded: bool = False) -> list[_Bins]:
+    """Return the windows along each spatial dimension: those of torch's adaptive pooling, or those that slide."""
+    lengths, results = _input_lengths(call), call.shape[-spatial_dims(call) :]
+    windows = [None] * len(lengths) if "adaptive" in call.op else _pool_windows(call).values()
+    return [_bins_of(*each, padded) for each in zip(windows, lengths, results, strict=True)]
+
+
+def _chosen_bins(call: OperationCall, box: Box) -> list[tuple[Span, ...]]:
+    bins = _find_bins(call)
+    return [each.spans[slice(*single(spans))] for each, spans in zip(bins, box[-len(bins) :], strict=True)]
+
+
+def _divisors(call: OperationCall, box: Box) -> Tensor:
+    """Return by how many positions each window of an average is divided."""
+    adaptive = "adaptive" in call.op
+    if not adaptive and call.args[6]:
+        return torch.tensor(float(call.args[6]))
+    total, bins = torch.ones(()), _find_bins(call, padded=not adaptive and call.args[5])
+    for each, spans in zip(bins, box[-len(bins) :], strict=True):
+        # Windows of one position run along several axes too.
+        chosen = each.spans[slice(*spans[0])] if len(spans) == 1 else each.spans[: math.prod(b - a for a, b in spans)]
+        total = total[..., None] * torch.tensor([float(stop - start) for start, stop in chosen])
+    return total
+
+
+def _part_of(tensor: Tensor, dim: int, span: Span, first: int) -> Tensor:
+    """Return the part of a span that is there, perhaps empty; `first` is the first position that is."""
+    start, stop = (min(max(index - first, 0), tensor.shape[dim]) for index in span)
+    return tensor.narrow(dim, start, stop - start)
+
+
+def _add_bins(tensor: Tensor, bins: Sequence[Sequence[Span]], firsts: Sequence[int]) -> Tensor:
+    """Sum over the part of each window that is there, along the last dimensions."""
+    for axis, (spans, first) in enumerate(zip(bins, firsts, strict=True)):
+        dim = axis - len(bins)
+        tensor = torch.stack([_part_of(tensor, dim, each, first).sum(dim) for each in spans], dim)
+    return tensor
+
+
+def _pool_peaks(
+    tensor: Tensor, bins: Sequence[Sequence[Span]], spans: Sequence[Span], lengths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the maximum of each window in the part of the whole that is there, and its place in the flattened whole.
+
+    Where nothing of a window is there, these are -inf and a position behind all.
+    """
+    places = torch.zeros(1, dtype=torch.float64)
+    for (start, stop), length in zip(spans, lengths, strict=True):
+        places = (places[:, None] * length + torch.arange(start, stop, dtype=torch.float64)).flatten()
+    index = places.view([stop - start for start, stop in spans]).to(tensor.device).expand(tensor.shape)
+    # The last dimension first, so that of equal ones the first in the flattened whole is taken.
+    for dim in range(-1, -len(bins) - 1, -1):
+        best: list[tuple[Tensor, Tensor]] = []
+        for each in bins[dim]:
+            values, own = (_part_of(part, dim, each, spans[dim][0]) for part in (tensor, index))
+            if not values.shape[dim]:
+                # One position more stands for those that are not there.
+                values, own = (part.narrow(dim, 0, 1) for part in (tensor, index))
+                values, own = torch.full_like(values, -math.inf), torch.full_like(own, math.prod(lengths))
+            largest, at = values.max(dim, keepdim=True)
+            best.append((largest, own.gather(dim, at)))
+        tensor, index = (torch.cat(parts, dim) for parts in zip(*best, strict=True))
+    return tensor, index
+
+
+def _run_max_pool(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    """Take maxima; indices are those in the whole."""
+    windows, shape = _pool_windows(call), call.operands[0].shape
+    least = -math.inf if tensors[0].is_floating_point() else torch.iinfo(tensors[0].dtype).min
+    grid = pad_constant(tensors[0], find_padding(call, windows, box), least)
+    kernel, stride, _, dilation, *_ = (list(each) for each in zip(*windows.values(), strict=True))
+    values, index = find_operation(call.op)(grid, kernel, stride, [0] * len(kernel), dilation)
+    if output == 0:
+        return values
+    # Indices are in the flattened part that was read.
+    whole, factor = torch.zeros_like(index), 1
+    for dim, window in reversed(list(windows.items())):
+        place = index % grid.shape[dim] + window.reach(single(box[dim]))[0]
+        # A window of which all is -inf has the index of its first position that is no padding.
+        place = torch.where(place < 0, place % window.dilation, place)
+        whole, index, factor = whole + place * factor, index // grid.shape[dim], factor * shape[dim]
+    return whole
+
+
+def _run_average_pool(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    """Average; windows at the border count as torch counts them."""
+    windows = _pool_windows(call)
+    kernel, stride, *_ = (list(each) for each in zip(*windows.values(), strict=True))
+    grid = pad_constant(tensors[0], find_padding(call, windows, box), 0.0)
+    total = find_operation(call.op)(grid, kernel, stride, [0] * len(kernel), False, True, 1)
+    return total / _divisors(call, box).to(total)
+
+
+def _run_adaptive_average(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    chosen = _chosen_bins(call, box)
+    return _add_bins(tensors[0], chosen, [each[0][0] for each in chosen]) / _divisors(call, box).to(tensors[0])
+
+
+def _run_adaptive_max(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    chosen = _chosen_bins(call, box)
+    spans = [(each[0][0], max(last for _, last in each)) for each in chosen]
+    peaks = _pool_peaks(tensors[0], chosen, spans, _input_lengths(call))
+    return peaks[0] if output == 0 else peaks[1].long()
+
+
+def _is_summed(call: OperationCall) -> bool:
+    """Whether a pooling has few and large windows along an axis that is cut."""
+    if "adaptive" not in call.op and any(window.dilation > 1 for window in _pool_windows(call).values()):
+        return False
+    bins = [each.spans for each in _find_bins(call)]
+    return any(
+        is_cut(dim) and len(own) <= FEW and (max(stop - start for start, stop in own) >= LARGE or len(own) == 1)
+        for dim, own in zip(call.operands[0].layout[-len(bins) :], bins, strict=True)
+    )
+
+
+def _reduce_pool(call: OperationCall) -> Reduction | None:
+    """Sum, or take maxima, of the part of each window that a tile has."""
+    if not _is_summed(call):
+        return None
+    layout, lengths, maxima = call.operands[0].layout, _input_lengths(call), "max" in call.op
+    bins = [each.spans for each in _find_bins(call)]
+
+    def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
+        spans = [single(each) for each in core(layout)[-len(bins) :]]
+        if not maxima:
+            return (_add_bins(tensors[0].double(), bins, [first for first, _ in spans]),)
+        value, place = _pool_peaks(tensors[0], bins, spans, lengths)
+        return value.double(), place
+
+    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+        result = parts[output] if maxima else parts[0] / _divisors(own, box).to(parts[0])
+        return result.to(own.infos[output].dtype)
+
+    return reduce_arrays((0,), call.layouts[0], PEAKS if maxima else ADDED, summarize, finish)
+
+
+def _pooled(rule: Rule) -> Rule:
+    """Return the rule of pooling from that of its windows: where sums over the whole are taken, it has no axis."""
+
+    def label(call: OperationCall) -> list[Layout]:
+        count = spatial_dims(call)
+        layout, *_ = rule.label(call)
+        if _is_summed(call):
+            layout = (*layout[:-count], *((Piece(length_of(dim)),) for dim in layout[-count:]))
+        return [layout] * len(call.infos)
+
+    return rule._replace(label=label, reduce=_reduce_pool)
+
+
+def _adapted(call: OperationCall) -> dict[int, _Bins]:
+    return at_last(call, _find_bins(call))
 
 
 WINDOW_RULES: dict[str, Rule] = {
-    "aten.convolution.default": Rule(label_mixing, needs_convolution, run_convolution, scratch=scratch_convolution),
-    "windows": Rule(label_mixing, needs_windows, run_windows),
-    "fold": Rule(label_mixing, needs_fold, run_fold),
-    "unpool": Rule(label_unpool, needs_unpool, run_unpool),
+    "aten.convolution.default": reading(_find_windows, _run_convolution, mixes=True)._replace(
+        scratch=_scratch_convolution
+    ),
+    "windows": reading(_find_windows, _run_windows, mixes=True),
+    "fold": reading(_find_windows, _run_fold, mixes=True),
+    "unpool": reading(_find_windows, _run_unpool),
+    **named(_pooled(reading(_pool_windows, _run_max_pool)), "max_pool2d_with_indices max_pool3d_with_indices"),
+    **named(_pooled(reading(_pool_windows, _run_average_pool)), "avg_pool2d avg_pool3d"),
+    **named(_pooled(reading(_adapted, _run_adaptive_average)), "_adaptive_avg_pool2d _adaptive_avg_pool3d"),
+    **named(_pooled(reading(_adapted, _run_adaptive_max)), "adaptive_max_pool2d adaptive_max_pool3d"),
 }

@@ -1,7 +1,8 @@
-"""The graph of a network's operations: values, nodes, and how they run on whole volumes."""
+"""The graph of a network's operations: values, nodes, how they run on whole volumes, and how operations are added."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,27 @@ class Info(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass
+class RecordedLayer:
+    """A call of a layer that needs the whole grid.
+
+    Attributes:
+        path: The layer's path in the network.
+        module: The layer; None in a saved plan without a network.
+        summing: Its MACs while the whole grid is summarized; the others are those of responses.
+        summary_bytes: The bytes of its summary, if that has a slot for each key.
+    """
+
+    path: str
+    module: Any = None
+    summing: int = 0
+    summary_bytes: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Save all but the layer, which is that of the network that the plan runs."""
+        return vars(self) | {"module": None}
+
+
 class Node(NamedTuple):
     """An operation.
 
@@ -46,6 +68,7 @@ class Node(NamedTuple):
         path: The module that ran it.
         macs: Its MACs.
         inputs: The values among its arguments, in order.
+        known: Whether it follows from the tensors of the network alone, and from no volume.
     """
 
     op: str
@@ -55,6 +78,7 @@ class Node(NamedTuple):
     path: str = ""
     macs: int = 0
     inputs: tuple[Value, ...] = ()
+    known: bool = False
 
 
 @dataclass
@@ -80,7 +104,8 @@ class Graph:
     def add(self, op: str, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Info], **more: Any) -> Value:
         """Append a node and return its first output."""
         inputs = tuple(values_in((tuple(args), kwargs)))
-        self.nodes.append(Node(op, tuple(args), kwargs, tuple(outputs), **more, inputs=inputs))
+        known = op != "input" and all(self.nodes[value.node].known for value in inputs)
+        self.nodes.append(Node(op, tuple(args), kwargs, tuple(outputs), **more, inputs=inputs, known=known))
         return Value(len(self.nodes) - 1)
 
     def needed(self, output: Value | None = None) -> list[int]:
@@ -114,6 +139,7 @@ def values_in(part: Any) -> list[Value]:
     return found
 
 
+@functools.cache
 def find_operation(name: str) -> Any:
     """Return an operation of torch by its name, "aten.add.Tensor"."""
     namespace, packet, overload = name.split(".")
@@ -148,29 +174,17 @@ def run_node(graph: Graph, node: Node, args: Any, kwargs: Any, inputs: Sequence[
     return find_operation(node.op)(*args, **kwargs)
 
 
-def take_slice(info: Info, value: Tensor, dim: int, start: int, step: int) -> Tensor:
-    """Take every step-th position from `start` on."""
+def _take_slice(info: Info, value: Tensor, dim: int, start: int, step: int) -> Tensor:
     stop = start + (info.shape[dim] - 1) * step + 1
     return value[(slice(None),) * dim + (slice(start, stop, step),)]
 
 
-def take_positions(info: Info, value: Tensor, dim: int, positions: Collection[int]) -> Tensor:
-    """Take positions along a dimension."""
+def _take_positions(info: Info, value: Tensor, dim: int, positions: Collection[int]) -> Tensor:
     # Indexing keeps the order of dimensions in memory, in which what follows may sum.
     return value[(slice(None),) * dim + (torch.tensor(positions, dtype=torch.long, device=value.device),)]
 
 
-def take_windows(info: Info, value: Tensor, *windows: Any) -> Tensor:
-    """Take windows of two spatial dimensions, their positions as channels: kernel, dilation, padding, stride."""
-    return F.unfold(value, *windows).view(info.shape)
-
-
-def add_windows(info: Info, value: Tensor, size: Any, *windows: Any) -> Tensor:
-    """Add up windows where they came from: the size, kernel, dilation, padding, stride."""
-    return F.fold(value.flatten(2), size, *windows)
-
-
-def unpool(info: Info, value: Tensor, index: Tensor, *windows: Any) -> Tensor:
+def _unpool(info: Info, value: Tensor, index: Tensor, *windows: Any) -> Tensor:
     """Write each number to the position in the flattened whole that a maximum came from."""
     count = len(windows[0])
     packet = torch.ops.aten.max_unpool2d if count == 2 else torch.ops.aten.max_unpool3d
@@ -185,9 +199,73 @@ OWN: dict[str, Callable[..., Tensor]] = {
     "expand": lambda info, value: value.expand(info.shape),
     "permute": lambda info, value, order: value.permute(order),
     "full": lambda info, number: torch.full(info.shape, number, dtype=info.dtype),
-    "slice": take_slice,
-    "take": take_positions,
-    "windows": take_windows,
-    "fold": add_windows,
-    "unpool": unpool,
+    "slice": _take_slice,
+    "take": _take_positions,
+    # Of two spatial dimensions, the positions of a window as channels: kernel, dilation, padding, stride.
+    "windows": lambda info, value, *windows: F.unfold(value, *windows).view(info.shape),
+    # Windows added up where they came from: the size, kernel, dilation, padding, stride.
+    "fold": lambda info, value, *windows: F.fold(value.flatten(2), *windows),
+    "unpool": _unpool,
 }
+
+
+# ---- adding operations -----------------------------------------------------------------------------------------------
+class Writer(NamedTuple):
+    """Appends operations on values to a graph, as those of the module at `path`."""
+
+    graph: Graph
+    path: str
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """Return the shape of a value."""
+        return self.graph.info(value).shape
+
+    def is_known(self, value: Value) -> bool:
+        """Whether a value follows from the tensors of the network alone, and from no volume."""
+        return self.graph.nodes[value.node].known
+
+    def append(self, op: str, args: Sequence[Any], shape: Sequence[int], dtype: torch.dtype | None = None) -> Value:
+        """Append an operation; without `dtype`, the result has that of `args[0]`."""
+        info = Info(tuple(shape), dtype or self.graph.info(args[0]).dtype)
+        return self.graph.add(op, args, {}, [info], path=self.path)
+
+    def constant(self, tensor: Tensor, name: str | None = None) -> Value:
+        """Append a constant."""
+        name = name or f"constant {len(self.graph.constants)}"
+        self.graph.constants[name] = tensor
+        return self.append("constant", (name,), tensor.shape, tensor.dtype)
+
+    def view(self, value: Value, shape: Sequence[int]) -> Value:
+        """View a value in another shape."""
+        return value if self.shape(value) == tuple(shape) else self.append("view", (value,), shape)
+
+    def permute(self, value: Value, order: Sequence[int]) -> Value:
+        """Reorder dimensions."""
+        return self.append("permute", (value, tuple(order)), [self.shape(value)[dim] for dim in order])
+
+    def part(self, value: Value, dim: int, start: int, stop: int) -> Value:
+        """Take positions from `start` to `stop` along a dimension."""
+        shape = list(self.shape(value))
+        if (start, stop) == (0, shape[dim]):
+            return value
+        shape[dim] = stop - start
+        return self.append("slice", (value, dim, start, 1), shape)
+
+    def take(self, value: Value, dim: int, positions: Sequence[int]) -> Value:
+        """Take positions along a dimension."""
+        shape = list(self.shape(value))
+        shape[dim] = len(positions)
+        return self.append("take", (value, dim, tuple(positions)), shape)
+
+    def join(self, values: Sequence[Value], dim: int) -> Value:
+        """Concatenate values along a dimension."""
+        present = [value for value in values if self.shape(value)[dim]]
+        if len(present) == 1:
+            return present[0]
+        shape = list(self.shape(present[0]))
+        shape[dim] = sum(self.shape(value)[dim] for value in present)
+        return self.append("aten.cat.default", (present, dim), shape, self.graph.info(present[0]).dtype)
+
+    def where(self, condition: Value, value: Value, other: Value) -> Value:
+        """Choose between two values."""
+        return self.append("aten.where.self", (condition, value, other), *self.graph.info(other))

@@ -1,0 +1,251 @@
+"""Rules of operations of which each dimension of an operand runs with one of the output, or is read whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from farfield.streaming.rules.rule import (
+    ADDED,
+    Core,
+    Dims,
+    OperationCall,
+    Parts,
+    Reduction,
+    Rule,
+    RuleError,
+    aligned,
+    all_but,
+    boxes_along,
+    given_dims,
+    named,
+    positions_of,
+    reduce_arrays,
+    take_along,
+    take_spans,
+)
+from farfield.streaming.spans import Box, Dim, Layout, axes_of, box_shape, is_cut, length_of, whole_dim
+
+
+# ---- which dimensions run together -----------------------------------------------------------------------------------
+def _at_end(call: OperationCall) -> Dims:
+    """Each position is computed from the same position of the operands, which are aligned at the last dimension."""
+    count = len(call.shape)
+    return [range(count - len(each.layout), count) for each in call.operands]
+
+
+def _along(dims: Sequence[int] | None = None) -> Rule:
+    """Return the rule of an operation along dimensions, by default those it is given; other ranks are read whole."""
+
+    def find(call: OperationCall) -> Dims:
+        count = len(call.shape)
+        kept = all_but(call, given_dims(call) if dims is None else [dim % count for dim in dims])
+        return [kept if len(each.layout) == count else [None] * len(each.layout) for each in call.operands]
+
+    return aligned(find)
+
+
+def _trailing(taken: int) -> Rule:
+    """Return the rule of an operation on so many last dimensions, in whose place others come."""
+
+    def find(call: OperationCall) -> Dims:
+        first, *others = (len(each.layout) for each in call.operands)
+        return [[*range(first - taken), *[None] * taken], *([None] * each for each in others)]
+
+    return aligned(find)
+
+
+def _permuted(call: OperationCall) -> Dims:
+    order = call.args[1]
+    return [[order.index(dim) for dim in range(len(order))]]
+
+
+def _expanded(call: OperationCall) -> Dims:
+    shape = call.operands[0].shape
+    extra = len(call.shape) - len(shape)
+    return [[dim if call.shape[dim] == length else None for dim, length in enumerate(shape, extra)]]
+
+
+def _off_diagonal(call: OperationCall) -> Dims:
+    """The dimensions beside those of the diagonal, which comes last."""
+    count, rest = len(call.operands[0].layout), iter(range(len(call.shape)))
+    diagonal = [dim % count for dim in call.args[2:4]]
+    return [[None if dim in diagonal else next(rest) for dim in range(count)]]
+
+
+def _looked_up(call: OperationCall) -> Dims:
+    """Rows of a table, which is read whole, at the positions of the indices."""
+    return [[None, None], range(len(call.operands[1].layout))]
+
+
+def _indexed(call: OperationCall) -> Dims:
+    """The dimensions of the indices in the place of those that are indexed, which are read whole."""
+    dims = [dim for dim, each in enumerate(call.args[1]) if each is not None]
+    first, last = dims[0], dims[-1] + 1
+    if dims != list(range(first, last)):
+        raise RuleError("it takes positions along dimensions that do not stand side by side")
+    if any(each.dtype.is_floating_point or each.dtype == torch.bool for each in call.operands[1:]):
+        raise RuleError("it takes the positions where a condition holds")
+    table, *indices = (len(each.layout) for each in call.operands)
+    behind = first + len(call.shape) - (table - len(dims))
+    rest = range(behind, len(call.shape))
+    return [[*range(first), *[None] * len(dims), *rest], *(range(behind - each, behind) for each in indices)]
+
+
+def _sampled(call: OperationCall) -> Dims:
+    """Positions of a grid of places, at which whole samples are read."""
+    count = len(call.shape)
+    return [[0, *[None] * (count - 1)], [0, *range(2, count), None]]
+
+
+def _recurrent(call: OperationCall) -> Dims:
+    """The samples of steps and of states, which stand behind the weights."""
+    _, *weights, hidden, cell = (len(each.layout) for each in call.operands)
+    states = ([*[None] * (count - 2), 1, None] for count in (hidden, cell))
+    return [[None, 1, None], *([None] * each for each in weights), *states]
+
+
+def _distances(call: OperationCall) -> Dims:
+    """Rows of the first operand, rows of the second in the place of columns; features are read whole."""
+    count = len(call.shape)
+    first, second = (count - len(each.layout) for each in call.operands)
+    return [[*range(first, count - 1), None], [*range(second, count - 2), count - 1, None]]
+
+
+def _attended(call: OperationCall) -> Dims:
+    """Rows of the queries, each with all keys and values; a mask is aligned at its last dimension."""
+    *batch, rows, _ = range(len(call.shape))
+    masks = [[*range(rows + 2 - len(each.layout), rows + 1), None] for each in call.operands[3:]]
+    return [[*batch, rows, None], [*batch, None, None], [*batch, None, None], *masks]
+
+
+def _attend(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    (query, key, value, _, causal), options = call.bind(tensors)
+    mask, rows = options.get("attn_mask"), call.layouts[0][-2]
+    if causal and box[-2] != whole_dim(rows):
+        places = positions_of(rows, box[-2]).to(query.device)
+        later, causal = places[:, None] < torch.arange(key.shape[-2], device=query.device), False
+        mask = torch.zeros(later.shape, dtype=query.dtype, device=query.device).masked_fill(later, -torch.inf)
+    packet = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return packet(query, key, value, 0.0, causal, attn_mask=mask, scale=options.get("scale"))[output]
+
+
+# ---- matrix products -------------------------------------------------------------------------------------------------
+def _multiplied(call: OperationCall) -> Dims:
+    """Rows of the first matrix, columns of the second, and all that is summed over.
+
+    Where each position is compared with each other one, a tile has its own rows and all columns.
+    """
+    *batch, rows, columns = range(len(call.shape))
+    pair: Dims = [[*batch, rows, None], [*batch, None, columns]]
+    return pair if len(call.operands) == 2 else [_at_end(call)[0], *pair]
+
+
+def _is_summed(rows: Dim, columns: Dim, layout: Layout) -> bool:
+    """Whether what a product sums over is cut, and each tile can add its own part to the whole result."""
+    axes = {piece.axis for dim in (rows, columns) for piece in dim if piece.axis is not None}
+    same = rows == columns or not (is_cut(rows) and is_cut(columns))
+    return bool(axes) and same and axes.isdisjoint(piece.axis for dim in layout for piece in dim)
+
+
+def _reduce_product(call: OperationCall) -> Reduction | None:
+    """Sum a product over the positions of the whole; of weights that are no grid each tile takes its own part."""
+    added = None if len(call.operands) == 2 else 0
+    left, right = (0, 1) if added is None else (1, 2)
+    first, second, layout = call.operands[left].layout, call.operands[right].layout, call.layouts[0]
+    rows, columns = first[-1], second[-2]
+    # Both operands must be without the axis elsewhere: a tile has its own part alone there.
+    if not _is_summed(rows, columns, (*layout, *first[:-1], *second[:-2], second[-1])):
+        return None
+    operands = _order_operands(call, left, right)
+    # Where rows and columns run along one axis, a tile's rows meet all columns.
+    if operands is None or layout[-2:] != (first[-2], second[-1]):
+        return None
+    cut = rows if is_cut(rows) else columns
+    wanted = {left: (*layout[:-2], first[-2], cut), right: (*layout[:-2], cut, second[-1])}
+    # The product is known when the result is made.
+    read: Dims = [] if added is None else [_at_end(call)[added], (), ()]
+
+    def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
+        pairs = ((place, call.operands[place].layout, wanted[place]) for place in (left, right))
+        one, other = (_take_tile(tensors[place], own, each, core(each)) for place, own, each in pairs)
+        wide = torch.promote_types(one.dtype, torch.float32)
+        return (_sum_of_products(one.to(wide), other.to(wide)),)
+
+    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+        if added is None:
+            return parts[0].to(own.dtype)
+        bias = take_along(own, read, 0, box, tensors)[added]
+        return (own.kwargs["alpha"] * parts[0] + own.kwargs["beta"] * bias.double()).to(own.dtype)
+
+    reads = None if added is None else lambda own, box: boxes_along(own, read, 0, box)
+    return reduce_arrays(operands, layout, ADDED, summarize, finish, reads=reads)
+
+
+def _order_operands(call: OperationCall, left: int, right: int) -> tuple[int, int] | None:
+    """Return both operands, first the one that runs along all axes: a tile adds its own part of it. None without."""
+    axes = {place: set(axes_of(call.operands[place].layout)) for place in (left, right)}
+    if axes[left] >= axes[right]:
+        return left, right
+    return (right, left) if axes[right] > axes[left] else None
+
+
+def _take_tile(tensor: Tensor, own: Layout, wanted: Layout, box: Box) -> Tensor:
+    """Take a tile's part from dimensions that an operand has whole, because they have no label in it."""
+    for dim, (have, want) in enumerate(zip(own, wanted, strict=True)):
+        if have != want and length_of(have) == length_of(want):
+            tensor = take_spans(tensor, dim, want, box[dim])
+    return tensor
+
+
+# Positions of a product that are summed in float32 before the sums are added in float64.
+BLOCK = 4096
+
+
+def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
+    blocks = zip(one.split(BLOCK, -1), other.split(BLOCK, -2), strict=True)
+    return functools.reduce(torch.add, ((left @ right).double() for left, right in blocks))
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+# Pointwise operations that torch does not tag as such.
+UNTAGGED = """
+    _to_copy masked_fill.Scalar masked_fill.Tensor fill.Scalar fill.Tensor hardswish log_sigmoid_forward _prelu_kernel
+    rrelu_with_noise rsub.Tensor floor_divide complex polar _conj _neg_view isin.Tensor_Scalar
+    fake_quantize_per_tensor_affine_cachemask
+"""
+ALONG = """
+    cumsum cumprod cummax cummin logcumsumexp sort sort.stable topk gather scatter.value scatter.src scatter_add
+    scatter_reduce.two index_select index_add index_copy index_fill.int_Scalar glu linalg_cross
+    _fft_r2c _fft_c2c _fft_c2r
+"""
+MATRICES = """
+    linalg_matrix_exp _linalg_eigh _linalg_svd _linalg_det _linalg_slogdet linalg_inv_ex linalg_cholesky_ex linalg_qr
+"""
+POINTWISE = aligned(_at_end)
+
+ALIGNED_RULES: dict[str, Rule] = {
+    "permute": aligned(_permuted)._replace(run=lambda call, output, box, tensors: tensors[0].permute(call.args[1])),
+    "expand": aligned(_expanded)._replace(run=lambda call, output, box, tensors: tensors[0].expand(box_shape(box))),
+    "full": aligned(_at_end)._replace(
+        run=lambda call, output, box, tensors: torch.full(box_shape(box), call.args[0], dtype=call.dtype)
+    ),
+    **named(POINTWISE, UNTAGGED),
+    **named(_along(), ALONG),
+    **named(_along((-2, -1)), "triu tril"),
+    **named(_trailing(2), MATRICES),
+    **named(_trailing(1), "view_as_complex diag_embed"),
+    **named(_trailing(0), "view_as_real"),
+    **named(aligned(_off_diagonal), "diagonal"),
+    **named(aligned(_looked_up), "embedding"),
+    **named(aligned(_indexed), "index.Tensor"),
+    **named(aligned(_sampled), "grid_sampler_2d grid_sampler_3d"),
+    **named(aligned(_recurrent), "mkldnn_rnn_layer"),
+    **named(aligned(lambda call: [[0, None], [None]]), "mv"),
+    **named(aligned(_distances), "_euclidean_dist _cdist_forward"),
+    **named(aligned(_multiplied, gathers=True)._replace(reduce=_reduce_product), "mm bmm addmm baddbmm"),
+    **named(aligned(_attended, _attend, gathers=True), "_scaled_dot_product_flash_attention_for_cpu"),
+}
