@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn.network_copy import copied, share_parameters
-from farfield.streaming.geometry import cores
-from farfield.streaming.operations import Value, map_values, run_node, run_whole
+from farfield.streaming.graph import Value, map_values, run_node, run_whole
+from farfield.streaming.labels import GraphError
 from farfield.streaming.passes import Sums, TiledRun
-from farfield.streaming.plan import GraphPlan
+from farfield.streaming.plan import GraphPlan, Halo, find_stored, make_graph_plan
 from farfield.streaming.run import compute, count_bytes, find_regions, summarize_tile, summarized_boxes
+from farfield.streaming.scales import Recording
 from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, write_box
 from farfield.streaming.store import Store
 
@@ -34,24 +35,68 @@ ALLOWED = 4
 PLACES = (0.5, 0.25, 0.75, 0.0, 1.0)
 
 
+class TilesDifferError(ValueError):
+    """Tiles give another result than the network."""
+
+
 @dataclass
 class RegionCheck:
-    """A check on a region.
+    """A check on a region, which runs as if it were the volume.
 
     Attributes:
-        plan: The passes over the tiles of a region of this size, of which there are at least two.
-        macs: MACs of the check: of the network, twice, and of the tiles.
-        bytes: The most bytes that its values take at once.
+        plan: The passes over its tiles, of which there are at least two.
+        macs: MACs of the check: of the untiled network in two precisions, and of the tiles.
     """
 
     plan: GraphPlan
     macs: float
-    bytes: int
 
     @property
     def size(self) -> tuple[int, ...]:
         """Size of the region."""
         return self.plan.labelled.size
+
+
+def plan_check(
+    record: Callable[[tuple[int, ...]], Recording],
+    plan: GraphPlan,
+    strides: Sequence[int],
+    halo: Halo,
+    macs: float,
+    room: int,
+) -> RegionCheck | str:
+    """Plan the largest check that takes no more than `SHARE` of the planned MACs and `room` bytes; or tell why none.
+
+    Args:
+        record: Records the network on volumes of a size, before any reduction.
+        plan: The plan of the volume.
+        strides: Strides of the network.
+        halo: What its tiles read.
+        macs: The planned MACs.
+        room: The planned bytes of a tile.
+    """
+    if not plan.cut:
+        return "the volume is one tile"
+    labelled, size = plan.labelled, None
+    untiled, peak = sum(labelled.graph.nodes[index].macs for index in labelled.order), _untiled_bytes(plan)
+    for each in region_sizes(labelled.size, plan.cut, strides, tuple(map(max, *halo))):
+        # By positions, and tiles with their halos as twice the network; in float64 that takes twice the bytes.
+        share = math.prod(each) / math.prod(labelled.size)
+        if 4 * share * untiled <= SHARE * macs and 2 * share * peak <= room:
+            size = each
+    if size is None:
+        return f"a region of two strides takes more than {SHARE:.0%} of the work, or more memory than a tile"
+    try:
+        recorded = record(size).label(plan.cut)
+    except (GraphError, ValueError, TypeError) as error:
+        return f"the network does not run on a region of size {size} ({str(error).splitlines()[0]:.80})"
+    stored = find_stored(recorded)
+    if set(plan.stored) <= stored:
+        stored = {*recorded.gathered, *plan.stored}
+    own = make_graph_plan(recorded, _halve(size, plan.cut, strides), stored)
+    cost = 2.0 * sum(recorded.graph.nodes[index].macs for index in recorded.order)
+    cost += sum(own.cost(stage).macs for stage in range(len(own.stages)))
+    return RegionCheck(own, cost) if cost <= SHARE * macs else f"it takes more than {SHARE:.0%} of the work"
 
 
 def region_sizes(
@@ -75,31 +120,7 @@ def region_sizes(
             )
 
 
-def choose_region(plan: GraphPlan, strides: Sequence[int], reach: Sequence[int], macs: float) -> tuple[int, ...] | None:
-    """Return the largest size of a region whose check fits into `SHARE` of the planned MACs and the bytes of a tile.
-
-    MACs and bytes are taken to be those of the whole by positions; `fits` looks at them when the region is recorded.
-
-    Args:
-        plan: The plan of the volume.
-        strides: Strides of the network.
-        reach: What a tile reads beyond its own positions, for each axis.
-        macs: The planned MACs.
-    """
-    labelled = plan.labelled
-    graph, positions = labelled.graph, math.prod(labelled.size)
-    untiled, peak = sum(node.macs for node in graph.nodes), untiled_bytes(plan)
-    room = max(plan.cost(stage).bytes for stage in range(len(plan.stages)))
-    best = None
-    for size in region_sizes(labelled.size, plan.cut, strides, reach):
-        share = math.prod(size) / positions
-        # The network in float64 takes twice the bytes.
-        if 3 * share * untiled <= SHARE * macs and 2 * share * peak <= room:
-            best = size
-    return best
-
-
-def untiled_bytes(plan: GraphPlan) -> int:
+def _untiled_bytes(plan: GraphPlan) -> int:
     """Return the most bytes that the values of the untiled network take at once."""
     labelled = plan.labelled
     output, given = labelled.graph.output, labelled.graph.inputs
@@ -107,7 +128,7 @@ def untiled_bytes(plan: GraphPlan) -> int:
     return count_bytes(labelled, regions, given, [output])
 
 
-def halves(size: Sequence[int], cut: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+def _halve(size: Sequence[int], cut: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Return the size of tiles that cut a region into two along each axis that has at least two strides."""
     return tuple(
         -(-(length // strides[axis]) // 2) * strides[axis] if axis in cut and length >= 2 * strides[axis] else length
@@ -120,12 +141,15 @@ def halves(size: Sequence[int], cut: Sequence[int], strides: Sequence[int]) -> t
 ReadRegion = Callable[[int, tuple[Span, ...]], Tensor]
 
 
-class TilesDifferError(ValueError):
-    """Tiles give another result than the network."""
-
-
-def run_check(caller: str, check: RegionCheck, network: nn.Module, finish: Callable[[Any], Any], size: Sequence[int], read: ReadRegion) -> str:
-    """Compare tiles with the network on a region of the volume, and return what was found.
+def run_check(
+    caller: str,
+    check: RegionCheck,
+    network: nn.Module,
+    finish: Callable[[Any], Tensor],
+    size: Sequence[int],
+    read: ReadRegion,
+) -> str:
+    """Compare tiles with the network on a region of a volume of this size; return "" or why it was not checked.
 
     Args:
         caller: The function that errors name.
@@ -136,53 +160,59 @@ def run_check(caller: str, check: RegionCheck, network: nn.Module, finish: Calla
         read: Reads a region of a volume.
 
     Raises:
-        TilesDifferError: If they differ by more than is allowed, and an operation is found that does.
+        TilesDifferError: If they differ by more than is allowed, and so does an operation, or the recording.
     """
-    grids = read_varied(check, size, read)
+    grids = _read_varied(check, size, read)
+    if not all(bool(grid.isfinite().all()) for grid in grids):
+        return "the region that was read has numbers that are not finite"
     try:
-        want, wide = (run_copy(network, finish, grids, dtype) for dtype in (None, torch.float64))
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        return f"not checked: the network does not run on a region in float64 ({str(error).splitlines()[0]:.80})"
+        want, wide = (_run_copy(network, finish, grids, dtype) for dtype in (None, torch.float64))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        return f"the network does not run on a region in float64 ({str(error).splitlines()[0]:.80})"
+    if not want.isfinite().all():
+        return "the result on a region has numbers that are not finite"
     got = run_tiles(check.plan, grids)
     if agree(got, want, wide):
-        return "checked"
-    operation = first_difference(check.plan, grids)
-    if operation is None:
+        return ""
+    problem = find_difference(check.plan, grids)
+    if not problem:
         # Rounding that a condition made large, such as `x > x.mean()` near the mean, is no fault of tiles.
         if agree(run_whole(check.plan.labelled.graph, grids), want, wide):
-            return "checked"
-        operation = "what it computes is not what was recorded"
+            return ""
+        problem = "it computes something else than was recorded"
     raise TilesDifferError(
         f"{caller}: {type(network).__name__} has another result in tiles than untiled, on a region of size "
-        f"{check.size}: the largest difference is {float((got - want).abs().max()):.3g}; {operation}; fix: "
-        f"tile=({', '.join(['None'] * len(size))},), which runs the volume in one piece."
+        f"{check.size}: the largest difference is {float((got.double() - want.double()).abs().max()):.3g}; {problem}; "
+        f"fix: tile=({'None, ' * len(size)}), which runs the volume in one piece."
     )
 
 
-def read_varied(check: RegionCheck, size: Sequence[int], read: ReadRegion) -> list[Tensor]:
-    """Read a region of all volumes, one in which the first is not constant if such a one is found."""
+def _read_varied(check: RegionCheck, size: Sequence[int], read: ReadRegion) -> list[Tensor]:
+    """Read a region of all volumes, one in which the first is finite and not constant if such a one is found."""
     for place in PLACES:
         starts = [int(place * (length - own)) for length, own in zip(size, check.size, strict=True)]
         region = tuple((start, start + own) for start, own in zip(starts, check.size, strict=True))
         first = read(0, region)
-        if bool((first != first.flatten()[0]).any()):
+        if bool((first != first.flatten()[0]).any()) and bool(first.isfinite().all()):
             break
     return [first, *(read(number, region) for number in range(1, len(check.plan.labelled.graph.inputs)))]
 
 
-def run_copy(network: nn.Module, finish: Callable[[Any], Any], grids: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+def _run_copy(
+    network: nn.Module, finish: Callable[[Any], Tensor], grids: Sequence[Tensor], dtype: torch.dtype | None
+) -> Tensor:
     """Run a copy of the network, in another precision if one is given."""
 
     def convert(tensor: Tensor) -> Tensor:
         shared = share_parameters(tensor)
         return shared.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else shared
 
-    with copied(network, convert, discard=True) as own, without_fast_attention():
+    with copied(network, convert, discard=True) as own, _without_fast_attention():
         return finish(own(*(grid.clone() if dtype is None else grid.to(dtype) for grid in grids)))
 
 
 @contextmanager
-def without_fast_attention() -> Iterator[None]:
+def _without_fast_attention() -> Iterator[None]:
     """Run attention of torch by its operations, as it is recorded, and not by a kernel that rounds otherwise."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -226,8 +256,8 @@ def agree(got: Tensor, want: Tensor, wide: Tensor) -> bool:
 
 
 # ---- the first operation that differs --------------------------------------------------------------------------------
-def first_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str | None:
-    """Return what names the first operation that differs in tiles from itself untiled; None if none does.
+def find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
+    """Return what names the first operation that differs in tiles from itself untiled; nothing if none does.
 
     Each operation runs in tiles on untiled operands, so a difference is its own: it is one where it is more than half
     of the digits of its dtype.
@@ -245,17 +275,17 @@ def first_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str | None:
             for place, each in enumerate(outputs if isinstance(outputs, tuple | list) else (outputs,))
         )
         if index in labelled.calls:
-            got = run_operation(plan, index, known)
-            if not is_near(got, known[Value(index)]):
+            got = _run_operation(plan, index, known)
+            if not _is_near(got, known[Value(index)]):
                 return f"the first operation that differs is {node.op} in {node.path}"
         for value in set(node.inputs):
             users[value] -= 1
             if not users[value]:
                 del known[value]
-    return None
+    return ""
 
 
-def run_operation(plan: GraphPlan, index: int, known: dict[Value, Tensor]) -> Tensor:
+def _run_operation(plan: GraphPlan, index: int, known: dict[Value, Tensor]) -> Tensor:
     """Run the first output of one operation tile by tile, on operands that are known as a whole."""
     labelled, value = plan.labelled, Value(index)
     graph, result, sums = labelled.graph, torch.empty_like(known[value]).contiguous(), Sums(plan)
@@ -276,7 +306,7 @@ def run_operation(plan: GraphPlan, index: int, known: dict[Value, Tensor]) -> Te
     return result
 
 
-def is_near(got: Tensor, want: Tensor) -> bool:
+def _is_near(got: Tensor, want: Tensor) -> bool:
     """Whether numbers agree in half of their digits, relative to the largest."""
     if not want.is_floating_point():
         return torch.equal(got, want)
