@@ -31,6 +31,8 @@ from farfield.streaming.store import Store
 SHARE = 0.02
 # The distance from the untiled network that is allowed, in its own distance from float64.
 ALLOWED = 4
+# Positions along an axis of a region that are enough where halos are smaller.
+ENOUGH = 32
 # Where the volume is looked at for a region that is not constant: shares of the free room, the middle first.
 PLACES = (0.5, 0.25, 0.75, 0.0, 1.0)
 
@@ -102,11 +104,14 @@ def plan_check(
 def region_sizes(
     size: Sequence[int], cut: Sequence[int], strides: Sequence[int], reach: Sequence[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Iterate over sizes of regions, the smallest first, up to one in whose middle a halo ends within the region.
+    """Iterate over sizes of regions, the smallest first, up to ENOUGH, or one in whose middle a halo ends within it.
 
     Along axes that are cut a region has so many strides and what the volume has beyond those; at least two along one.
     """
-    most = {axis: min(size[axis] // strides[axis], 2 * -(-reach[axis] // strides[axis]) + 2) for axis in cut}
+    most = {}
+    for axis in cut:
+        halo, enough = -(-reach[axis] // strides[axis]), -(-ENOUGH // strides[axis])
+        most[axis] = min(size[axis] // strides[axis], max(2 * halo + 2, enough))
     for steps in range(1, max(most.values(), default=1) + 1):
         # Two strides along the last axis alone, then along one more, then three along all, and so on.
         for doubled in range(len(cut)) if steps == 1 else [len(cut)]:
