@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from farfield._fingerprint import fingerprint
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming.adapt import Reduction, name_volumes
+from farfield.streaming.adapt import Reduction, name_volumes, one_grid
 from farfield.streaming.arguments import Tiles, parse_tiles
+from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
 from farfield.streaming.planning import Planner
 from farfield.streaming.progress import Saved, Stream, compute_identity, saved_plan
-from farfield.streaming.spans import Box
+from farfield.streaming.spans import Box, Span
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.file_formats import OutputSpec
@@ -163,12 +164,16 @@ def predict_whole(
     tiled = {name: (source, planned.cores) for name, source in sources.items()}
     stream = Stream("predict_whole", output, identity, resumed, tiled, overwrite)
     folder = output.folder if isinstance(output, FileOutput) else None
-    with closing(Store("predict_whole", graph, planned.on_disk, folder, device)) as store, _outside_inference(device):
+    with (
+        closing(stream),
+        closing(Store("predict_whole", graph, planned.on_disk, folder, device)) as store,
+        _outside_inference(device),
+    ):
+        if (stream.stage, stream.tile) == (0, 0):
+            _check_region(planned, model, stream, quiet)
         run = TiledRun(graph, planned.patches, store, *_connect(stream, planned))
-        count = planned.samples * len(planned.passes)
-        result = stream.run(
-            [(len(planned.cores), partial(run.run_task, number)) for number in range(count)], run, quiet
-        )
+        tasks = [partial(run.run_task, number) for number in range(planned.samples * len(planned.passes))]
+        result = stream.run([(len(planned.cores), task) for task in tasks], run, quiet)
     split = planned.outputs.split
     return result if out is not None else split(result, int(planned.layout.batch), planned.layout.channels)
 
@@ -190,6 +195,24 @@ def _make_spec(known: ImageMetadata | None, plan: StreamingPlan, channels: int) 
     if plan.outputs.names:
         metadata = replace(metadata, channels=plan.outputs.channel_names())
     return OutputSpec(shape, numpy_dtype(output.dtype), output.written, metadata)
+
+
+def _check_region(plan: StreamingPlan, model: nn.Module, stream: Stream, quiet: bool) -> None:
+    """Compare tiles with the network on a region of the volume, if that is planned."""
+    if not isinstance(plan.check, RegionCheck):
+        return
+    sources, sample = [source for source, _ in stream.volumes.values()], 0 if plan.samples > 1 else None
+
+    def finish(output: Any) -> Tensor:
+        return one_grid("predict_whole", model, plan.size, output)[0]
+
+    def read(volume: int, region: tuple[Span, ...]) -> Tensor:
+        return sources[volume].read(region, sample)
+
+    with torch.no_grad():
+        problem = run_check("predict_whole", plan.check, model, finish, plan.size, read)
+    if problem and not quiet:
+        print(f"not checked: {problem}", file=sys.stderr)
 
 
 @contextmanager

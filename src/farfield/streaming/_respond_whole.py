@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ def respond_whole(
     output = output_for("respond_whole", out, spec, grid, None)
     identity = compute_identity(known_layer, given, (positions, _size_of(volumes[keys][1][0]), str(path)))
     stream = Stream("respond_whole", output, identity, Saved(positions), volumes, None)
-    return _Response(layer, keys, stream).run(quiet)
+    with closing(stream):
+        return _Response(layer, keys, stream).run(quiet)
 
 
 def _size_of(region: Region) -> tuple[int, ...]:

@@ -107,13 +107,10 @@ class Stream:
         or returns False if it cannot.
         """
         counts = [count for count, _ in passes]
-        with torch.no_grad(), contextlib.ExitStack() as stack:
-            stack.callback(self.output.let_go)
-            self._resume(summaries)
-            first = sum(counts[: self.stage]) + self.tile
-            bar = stack.enter_context(
-                tqdm(total=sum(counts), initial=first, unit="tile", disable=quiet, file=sys.stderr)
-            )
+        self._resume(summaries)
+        first = sum(counts[: self.stage]) + self.tile
+        shown = tqdm(total=sum(counts), initial=first, unit="tile", disable=quiet, file=sys.stderr)
+        with torch.no_grad(), shown as bar:
             while self.stage < len(passes):
                 count, function = passes[self.stage]
                 bar.set_description(f"pass {self.stage + 1} of {len(passes)}", refresh=self.tile == 0)
@@ -170,6 +167,10 @@ class Stream:
             spans = [list(span.indices(length)[:2]) for span, length in zip(index, spec.shape, strict=True)]
             own_sum = box_checksum(to_numpy(box).astype(spec.dtype, copy=False))
             self.written.append(Written(self.stage, self.tile, spans, own_sum))
+
+    def close(self) -> None:
+        """Unlock the output for other processes."""
+        self.output.let_go()
 
     def explained(self) -> AbstractContextManager[None]:
         """Explain errors of the disk to which a file is written; those of other arrays pass."""
@@ -263,8 +264,7 @@ def write_whole(caller: str, path: Path, array: np.ndarray, metadata: ImageMetad
     check_path(caller, path, overwrite)
     output = FileOutput(caller, path, OutputSpec(array.shape, array.dtype, array.shape, metadata), overwrite)
     stream = Stream(caller, output, {"model": "in one piece"}, Saved(array.shape), {}, overwrite)
-    with stream.explained(), contextlib.ExitStack() as stack:
-        stack.callback(output.let_go)
+    with stream.explained(), contextlib.closing(stream):
         output.write((slice(None),) * array.ndim, torch.from_numpy(array))
         return output.finish()
 
