@@ -20,6 +20,7 @@ from farfield.streaming.adapt import Reduction, name_volumes, one_grid
 from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
+from farfield.streaming.patches import run_patch
 from farfield.streaming.planning import Planner
 from farfield.streaming.progress import Saved, Stream, compute_identity, saved_plan
 from farfield.streaming.spans import Box, Span
@@ -171,7 +172,8 @@ def predict_whole(
     ):
         if (stream.stage, stream.tile) == (0, 0):
             _check_region(planned, model, stream, quiet)
-        run = TiledRun(graph, planned.patches, store, *_connect(stream, planned))
+        on_patch = None if planned.patches is None else partial(run_patch, planned.patches)
+        run = TiledRun(graph, on_patch, store, *_connect(stream, planned))
         tasks = [partial(run.run_task, number) for number in range(planned.samples * len(planned.passes))]
         result = stream.run([(len(planned.cores), task) for task in tasks], run, quiet)
     split = planned.outputs.split

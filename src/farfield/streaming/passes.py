@@ -12,7 +12,6 @@ from torch import Tensor
 
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
-from farfield.streaming.patches import PatchPlan, run_patch
 from farfield.streaming.plan import GraphPlan
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
@@ -24,6 +23,11 @@ Runs = list[tuple[int, Parts]]
 Merge = Callable[[Parts, Parts], Parts]
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
+# (pass, tile, (volume, box) -> its numbers, merged parts) -> the tile's parts, and its box of the output
+RunPatch = Callable[
+    [int, Sequence[Span], Callable[[int, Box], Tensor], Mapping[int, Parts]],
+    tuple[dict[int, Parts], tuple[Box, Tensor] | None],
+]
 # (sample, box, numbers) writes the output
 WriteOutput = Callable[[int, Box, Tensor], None]
 
@@ -125,18 +129,18 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
 class TiledRun:
     """Runs the tasks of a plan; samples that no layer mixes run one after the other, each through all passes.
 
-    `patches` is how it runs if norms and pooling see what a tile reads.
+    `run_patch` is how a pass runs on a tile if norms and pooling see what the tile reads.
     """
 
     def __init__(
         self,
         plan: GraphPlan,
-        patches: PatchPlan | None,
+        run_patch: RunPatch | None,
         store: Store,
         read_volume: ReadVolume,
         write_output: WriteOutput,
     ) -> None:
-        self.plan, self.patches, self.store = plan, patches, store
+        self.plan, self.run_patch, self.store = plan, run_patch, store
         self.read_volume, self.write_output = read_volume, write_output
         self.sums, self.sample = Sums(plan), 0
 
@@ -148,21 +152,20 @@ class TiledRun:
         if index == 0:
             # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
             self.store.end((stage - 1) % len(self.plan.stages))
-        if self.patches is not None:
-            self._run_patch(self.patches, stage, index)
+        if self.run_patch is not None:
+            self._run_patch(self.run_patch, stage, index)
         else:
             self._run_regions(stage, index)
         if index == len(self.plan.tiles) - 1 and self.plan.stages[stage].last:
             self.store.close()
 
-    def _run_patch(self, patches: PatchPlan, stage: int, index: int) -> None:
+    def _run_patch(self, run_patch: RunPatch, stage: int, index: int) -> None:
         tile = self.plan.tiles[index]
-        spans = [(span,) for span in patches.region(tile)]
-        volumes = []
-        for number, value in enumerate(patches.patch.inputs):
-            batch, channels = patches.patch.info(value).shape[:2]
-            volumes.append(self.read_volume(self.sample, number, index, (((0, batch),), ((0, channels),), *spans)))
-        summarized, output = run_patch(patches, stage, tile, volumes, self.sums)
+
+        def read(volume: int, box: Box) -> Tensor:
+            return self.read_volume(self.sample, volume, index, box)
+
+        summarized, output = run_patch(stage, tile, read, self.sums)
         for node, parts in summarized.items():
             self.sums.add(node, parts, tile)
         if output is not None:

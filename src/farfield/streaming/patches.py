@@ -22,6 +22,9 @@ from farfield.streaming.run import summarize_tile
 from farfield.streaming.scales import Recording, Scales, find_scales
 from farfield.streaming.spans import Box, Piece, Span, read_box, region_of
 
+# (volume, box) -> its numbers
+ReadVolume = Callable[[int, Box], Tensor]
+
 
 @dataclass
 class PatchPlan(GraphPlan):
@@ -124,7 +127,7 @@ def make_patch_plan(
 
 
 def run_patch(
-    plan: PatchPlan, stage: int, tile: Sequence[Span], volumes: Sequence[Tensor], parts: Mapping[int, Parts]
+    plan: PatchPlan, stage: int, tile: Sequence[Span], read_volume: ReadVolume, parts: Mapping[int, Parts]
 ) -> tuple[dict[int, Parts], tuple[Box, Tensor] | None]:
     """Run a pass on a patch.
 
@@ -132,7 +135,7 @@ def run_patch(
         plan: The plan.
         stage: The pass.
         tile: Own positions of the tile.
-        volumes: What the patch reads of each volume.
+        read_volume: Reads what the patch needs of a volume.
         parts: What earlier passes summarized.
 
     Returns:
@@ -144,6 +147,10 @@ def run_patch(
     order, ends, attention = plan.needed(stage), plan.ends(stage), plan.attention
     users = Counter(value for index in order for value in set(plan.patch.nodes[index].inputs))
     known: dict[Value, Tensor] = {}
+    volumes = []
+    for number, value in enumerate(plan.patch.inputs):
+        batch, channels = plan.patch.info(value).shape[:2]
+        volumes.append(read_volume(number, (((0, batch),), ((0, channels),), *((span,) for span in region))))
 
     def read(value: Value, box: Box) -> Tensor:
         return read_box(known[value], region_of(plan.part(value, region)), box)
