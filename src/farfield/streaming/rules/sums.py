@@ -1,4 +1,4 @@
-"""Rules of sums over dimensions: means, extremes, moments, norms of vectors, softmax.
+"""Rules of sums over dimensions: means, extremes, moments, norms, softmax.
 
 Over an axis that is cut, each tile gives parts, and all parts merge.
 """
@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.rule import (
     ADDED,
+    FIX,
+    PEAKS,
     Core,
     Dims,
     Merging,
@@ -21,15 +24,18 @@ from farfield.streaming.rules.rule import (
     Parts,
     Reduction,
     Rule,
+    RuleError,
     aligned,
     all_but,
+    boxes_along,
     each_by,
     given_dims,
     named,
-    positions_of,
     reduce_arrays,
+    take_along,
+    take_dims,
 )
-from farfield.streaming.spans import Box, Piece, box_shape, is_cut, length_of
+from farfield.streaming.spans import Box, Layout, Piece, box_shape, is_cut, length_of, positions_of
 
 # The largest mean, in deviations, whose square leaves the variance its digits in float32.
 FAR = 100
@@ -56,23 +62,12 @@ def _finite(peak: Tensor) -> Tensor:
     return peak.masked_fill(peak == -math.inf, 0.0)
 
 
-def _larger_peaks(first: Parts, second: Parts) -> Parts:
-    """Take the larger of two maxima and its position; of equal ones, or of two NaN, the first."""
-    (value, index), (other, other_index) = first, second
-    both = value.isnan() & other.isnan()
-    later = other_index < index
-    better = (other > value) | (other.isnan() & ~value.isnan()) | (((other == value) | both) & later)
-    return torch.where(better, other, value), torch.where(better, other_index, index)
-
-
 LARGEST, SMALLEST = Merging((-math.inf,), each_by(torch.maximum)), Merging((math.inf,), each_by(torch.minimum))
 MOMENTS, EXPONENTIALS = Merging((0.0,) * 3, merge_moments), Merging((-math.inf, 0.0), _merge_exponentials)
-# The largest number and its place.
-PEAKS = Merging((-math.inf, math.inf), _larger_peaks)
 
 
 # ---- what a tile gives -----------------------------------------------------------------------------------------------
-def moments(tensor: Tensor, dims: Sequence[int]) -> Parts:
+def _find_moments(tensor: Tensor, dims: Sequence[int]) -> Parts:
     """Return count, mean and sum of squared deviations."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     pair = _moments_of_rows(wide, dims) if wide.is_cpu and wide.dtype == torch.float32 and wide.numel() else None
@@ -166,15 +161,7 @@ def _sums_of_norm(call: OperationCall) -> _Summing:
     )
 
 
-SUM = _Summing(ADDED, _sum_up)
 COUNT = _Summing(ADDED, lambda x, dims: _sum_up(_holds(x), dims))
-ANY = _Summing(LARGEST, lambda x, dims: _find_largest(_holds(x), dims))
-ALL = _Summing(Merging((1.0,), each_by(torch.minimum)), lambda x, dims: _find_smallest(_holds(x), dims))
-EXTREMES = _Summing(
-    Merging((-math.inf,) * 2, each_by(torch.maximum)),
-    lambda x, dims: (-_find_smallest(x, dims)[0], _find_largest(x, dims)[0]),
-    lambda call, parts, count: (-parts[0], parts[1]),
-)
 
 
 def _reduce_dims(
@@ -185,31 +172,30 @@ def _reduce_dims(
     reads: Callable[[OperationCall, Box], list[Box]] | None = None,
 ) -> Reduction | None:
     """Return the reduction over dimensions, if one is cut: its parts have length 1 there, and labels elsewhere."""
-    (dims,), layout = _kept(call), call.operands[0].layout
-    if not any(place is None and is_cut(own) for own, place in zip(layout, dims, strict=True)):
+    (places,), layout = _kept(call), call.operands[0].layout
+    if not any(place is None and is_cut(own) for own, place in zip(layout, places, strict=True)):
         return None
-    kept = tuple((Piece(1),) if place is None else own for own, place in zip(layout, dims, strict=True))
-
-    def part_box(box: Box) -> Box:
-        return tuple(((0, 1),) if place is None else box[place] for place in dims)
+    kept = tuple((Piece(1),) if place is None else own for own, place in zip(layout, places, strict=True))
 
     def finish_box(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
         result = finish(own, tensors, parts)
         result = result[output] if isinstance(result, tuple) else result
         return result.to(own.infos[output].dtype).reshape(box_shape(box))
 
-    return reduce_arrays((0,), kept, merging, lambda core, x: summarize(core, x[0]), finish_box, part_box, reads)
+    return reduce_arrays(
+        (0,), kept, merging, lambda core, x: summarize(core, x[0]), finish_box, places=places, reads=reads
+    )
 
 
 def _kept(call: OperationCall) -> Dims:
     return [all_but(call, given_dims(call))]
 
 
-def _summed(find: Callable[[OperationCall], _Summing]) -> Rule:
+def _summed(find: _Summing | Callable[[OperationCall], _Summing]) -> Rule:
     """Return the rule of a reduction from how it sums."""
 
     def reduce(call: OperationCall) -> Reduction | None:
-        dims, summing = given_dims(call), find(call)
+        dims, summing = given_dims(call), find if isinstance(find, _Summing) else find(call)
         count = math.prod(length_of(call.operands[0].layout[dim]) for dim in dims)
         return _reduce_dims(
             call,
@@ -221,19 +207,14 @@ def _summed(find: Callable[[OperationCall], _Summing]) -> Rule:
     return aligned(_kept, gathers=True)._replace(reduce=reduce)
 
 
-def _always(summing: _Summing) -> Callable[[OperationCall], _Summing]:
-    return lambda call: summing
-
-
 def _reduce_peaks(call: OperationCall) -> Reduction | None:
     """Find the largest numbers and their places, of minima minus the smallest."""
     dims, layout, sign = given_dims(call), call.operands[0].layout, -1 if "min" in call.op else 1
 
     def summarize(core: Core, tensor: Tensor) -> Parts:
-        box, places = core(layout), torch.zeros(1, dtype=torch.long)
-        for dim in dims:
-            own = positions_of(layout[dim], box[dim])
-            places = (places[:, None] * length_of(layout[dim]) + own).flatten()
+        box = core(layout)
+        lengths = [piece.length for dim in dims for piece in layout[dim]]
+        places = positions_of(lengths, [span for dim in dims for span in box[dim]])
         rest = [dim for dim in range(tensor.dim()) if dim not in dims]
         moved = tensor.permute(*rest, *dims).flatten(len(rest)) if dims else tensor[..., None]
         best, at = (moved.max if sign > 0 else moved.min)(-1)
@@ -263,32 +244,140 @@ def _reduce_softmax(call: OperationCall) -> Reduction | None:
     )
 
 
+# ---- norms -----------------------------------------------------------------------------------------------------------
+class _NormArguments(NamedTuple):
+    # Reduced dimensions of the grid, with the channels split into groups.
+    dims: tuple[int, ...]
+    # Number of groups of channels; None where channels are not split.
+    groups: int | None
+    eps: float
+    # Which operands they are.
+    weight: int | None
+    bias: int | None
+
+
+def _norm_arguments(call: OperationCall) -> _NormArguments:
+    count, args, places = len(call.operands[0].layout), call.args, iter(range(1, len(call.operands)))
+    given = args[2:4] if "layer_norm" in call.op else args[1:3]
+    weight, bias = (None if each is None else next(places) for each in given)
+    if "group_norm" in call.op:
+        return _NormArguments(tuple(range(2, count + 1)), args[6], args[7], weight, bias)
+    if "layer_norm" in call.op:
+        return _NormArguments(tuple(range(count - len(args[1]), count)), None, args[4], weight, bias)
+    # Batch norm takes its running statistics where it is not in training.
+    return _NormArguments((0, *range(2, count)) if args[5] else (), None, args[-1], weight, bias)
+
+
+def _dims_of_norm(call: OperationCall) -> Dims:
+    """What runs together where the norm is over what is not cut: that is read whole, as weights of it are."""
+    given, count = _norm_arguments(call), len(call.operands[0].layout)
+    reduced = given.dims if given.groups is None else range(1, count)
+    weights = ([1] if "batch_norm" in call.op else [None] * len(each.layout) for each in call.operands[1:])
+    return [[None if dim in reduced else dim for dim in range(count)], *weights]
+
+
+def _dims_of_result(call: OperationCall) -> Dims:
+    """What runs together where the moments are known: all but channels in groups, and their weights."""
+    count = len(call.operands[0].layout)
+    if "layer_norm" in call.op:
+        return [range(count - len(each.layout), count) for each in call.operands]
+    channel = None if "group_norm" in call.op else 1
+    return [[0, channel, *range(2, count)], *[[channel]] * (len(call.operands) - 1)]
+
+
+def _label_norm(call: OperationCall) -> list[Layout]:
+    """The layout of the grid; statistics are not followed."""
+    return [call.operands[0].layout, *[()] * (len(call.infos) - 1)]
+
+
+def _run_norm(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    args, kwargs = call.bind(tensors)
+    if "group_norm" in call.op:
+        grid = args[0]
+        args = (*args[:3], grid.shape[0], grid.shape[1], math.prod(grid.shape[2:]), *args[6:])
+    return find_operation(call.op)(*args, **kwargs)[0]
+
+
+def _reduce_norm(call: OperationCall) -> Reduction | None:
+    given, layout = _norm_arguments(call), call.operands[0].layout
+    if not any(place is None and is_cut(dim) for dim, place in zip(layout, _dims_of_norm(call)[0], strict=True)):
+        return None
+    groups, split, places = given.groups, layout, [*range(len(layout))]
+    if groups is not None:
+        if is_cut(layout[1]):
+            raise RuleError(f"its groups of channels run along an axis that is cut; {FIX}")
+        split = (layout[0], (Piece(groups),), (Piece(length_of(layout[1]) // groups),), *layout[2:])
+        places = [0, None, *range(1, len(layout))]
+    kept = tuple((Piece(1),) if dim in given.dims else own for dim, own in enumerate(split))
+
+    def group(tensor: Tensor) -> Tensor:
+        return tensor if groups is None else tensor.unflatten(1, (groups, -1))
+
+    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+        tensors = take_along(own, _dims_of_result(own), 0, box, tensors)
+        weight, bias = (None if place is None else tensors[place] for place in (given.weight, given.bias))
+        count, mean, squares = parts
+        scale = (squares / count + given.eps).rsqrt()
+        shift = -mean * scale
+        grid = group(tensors[0].to(torch.promote_types(tensors[0].dtype, torch.float32)))
+        by_channel = "layer_norm" not in own.op
+        if by_channel:
+            shape = [1, *([-1] if groups is None else [groups, -1]), *[1] * (tensors[0].dim() - 2)]
+            scale = scale if weight is None else scale * weight.double().view(shape)
+            shift = -mean * scale if bias is None else bias.double().view(shape) - mean * scale
+        result = torch.addcmul(shift.to(grid), grid, scale.to(grid))
+        if not by_channel:
+            result = result if weight is None else result * weight
+            result = result if bias is None else result + bias
+        result = (result if groups is None else result.flatten(1, 2)).to(own.dtype)
+        return result if groups is None else take_dims(result, (1,), layout, box)
+
+    return reduce_arrays(
+        (0,),
+        kept,
+        MOMENTS,
+        lambda core, tensors: _find_moments(group(tensors[0]), given.dims),
+        finish,
+        places=[None if dim in given.dims else place for dim, place in enumerate(places)],
+        reads=lambda own, box: boxes_along(own, _dims_of_result(own), 0, box),
+    )
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
 # How operations sum.
-SUMS: dict[str, _Summing] = {
-    "sum.dim_IntList sum.default": SUM,
+_SUMS: dict[str, _Summing | Callable[[OperationCall], _Summing]] = {
+    "sum.dim_IntList sum.default": _Summing(ADDED, _sum_up),
     "nansum": _Summing(ADDED, lambda x, dims: _sum_up(x.nan_to_num(0.0, math.inf, -math.inf), dims)),
     "mean.dim mean.default": _Summing(ADDED, _sum_up, lambda call, parts, count: parts[0] / count),
     "prod.dim_int prod.default": _Summing(Merging((1.0,), each_by(torch.mul)), _multiply_up),
     "count_nonzero.dim_IntList count_nonzero.default": COUNT,
     "amax max": _Summing(LARGEST, _find_largest),
     "amin min": _Summing(SMALLEST, _find_smallest),
-    "aminmax": EXTREMES,
+    "aminmax": _Summing(
+        Merging((-math.inf,) * 2, each_by(torch.maximum)),
+        lambda x, dims: (-_find_smallest(x, dims)[0], _find_largest(x, dims)[0]),
+        lambda call, parts, count: (-parts[0], parts[1]),
+    ),
     "logsumexp": _Summing(EXPONENTIALS, _sum_exponentials, lambda call, parts, n: parts[0] + parts[1].log()),
     "var.correction std.correction var_mean.correction std_mean.correction": _Summing(
-        MOMENTS, moments, _finish_moments
+        MOMENTS, _find_moments, _finish_moments
     ),
-    "any.dims any.dim any.default": ANY,
-    "all.dims all.dim all.default": ALL,
+    "any.dims any.dim any.default": _Summing(LARGEST, lambda x, dims: _find_largest(_holds(x), dims)),
+    "all.dims all.dim all.default": _Summing(
+        Merging((1.0,), each_by(torch.minimum)), lambda x, dims: _find_smallest(_holds(x), dims)
+    ),
+    "linalg_vector_norm": _sums_of_norm,
 }
 SUM_RULES: dict[str, Rule] = {
-    name: rule for names, summing in SUMS.items() for name, rule in named(_summed(_always(summing)), names).items()
-}
-SUM_RULES |= {
-    **named(_summed(_sums_of_norm), "linalg_vector_norm"),
+    **{name: rule for names, find in _SUMS.items() for name, rule in named(_summed(find), names).items()},
     **named(aligned(_kept, gathers=True)._replace(reduce=_reduce_peaks), "argmax argmin max.dim min.dim"),
     **named(aligned(_kept), "median.dim nanmedian.dim mode kthvalue"),
     **named(
         aligned(_kept)._replace(label=lambda call: [call.operands[0].layout], reduce=_reduce_softmax),
         "_softmax _log_softmax _safe_softmax",
+    ),
+    **named(
+        aligned(_dims_of_norm, _run_norm)._replace(label=_label_norm, reduce=_reduce_norm),
+        "native_group_norm native_layer_norm native_batch_norm",
     ),
 }
