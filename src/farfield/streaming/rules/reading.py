@@ -13,10 +13,9 @@ from torch import Tensor
 
 from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.rule import (
-    SEVERAL_AXES,
     Dims,
+    Moved,
     OperationCall,
-    Readers,
     Rule,
     RuleError,
     aligned,
@@ -25,7 +24,6 @@ from farfield.streaming.rules.rule import (
     label_output,
     named,
     reading,
-    relabel,
     single,
     spatial_dims,
     take_along,
@@ -37,10 +35,8 @@ from farfield.streaming.spans import (
     Piece,
     Span,
     box_shape,
-    distinct,
     is_cut,
     join_pieces,
-    length_of,
     read_box,
     region_of,
     whole_dim,
@@ -141,55 +137,31 @@ def _run_view(call: OperationCall, output: int, box: Box, tensors: Sequence[Tens
 
 
 # ---- concatenations --------------------------------------------------------------------------------------------------
+class _Joined(NamedTuple):
+    """Positions of a concatenation from `start` on."""
+
+    start: int
+
+    def read(self, span: Span, length: int) -> Span:
+        """As of `Moved`."""
+        first, last = (min(max(place - self.start, 0), length) for place in span)
+        return first, last
+
+
 def _beside(call: OperationCall) -> Dims:
-    """All dimensions but that of the concatenation; torch skips empty vectors beside grids."""
-    count = len(call.shape)
-    kept = [None if dim == call.args[1] % count else dim for dim in range(count)]
-    return [kept if _is_joined(each.shape, count) else () for each in call.operands]
-
-
-def _is_joined(shape: Sequence[int], count: int) -> bool:
-    return len(shape) == count and all(shape)
-
-
-def _label_cat(call: OperationCall) -> list[Layout]:
-    """The labels of the operands; along the dimension itself, those of the longest."""
-    (layout,) = _OTHERS.label(call)
-    dim, length = call.args[1] % len(call.shape), call.shape[call.args[1]]
-    own = [each.layout[dim] for each in call.operands if _is_joined(each.shape, len(call.shape))]
-    joined = relabel(max(own, key=length_of), length) if any(map(is_cut, own)) else (Piece(length),)
-    return [distinct((*layout[:dim], joined, *layout[dim + 1 :]))]
-
-
-def _cat_spans(call: OperationCall, box: Box) -> tuple[list[Span], Dims]:
-    """Return the span of each operand, perhaps empty, and what runs together of those that have one."""
-    count = len(call.shape)
-    dim, start = call.args[1] % count, 0
-    first, last = single(box[dim])
-    spans = []
+    """All dimensions as they are, but that of the concatenation; torch skips empty vectors beside grids."""
+    count, start, dims = len(call.shape), 0, list[Sequence[int | Moved]]()
+    dim = call.args[1] % count
     for shape in (each.shape for each in call.operands):
-        length = shape[dim] if _is_joined(shape, count) else 0
-        spans.append((min(max(first - start, 0), length), min(max(last - start, 0), length)))
-        start += length
-    return spans, [own if start < stop else () for own, (start, stop) in zip(_beside(call), spans, strict=True)]
+        joined = len(shape) == count and all(shape)
+        dims.append([Moved(dim, _Joined(start)) if place == dim else place for place in range(count)] if joined else ())
+        start += shape[dim] if joined else 0
+    return dims
 
 
-def _needs_cat(call: OperationCall, output: int, box: Box) -> list[Box]:
-    dim, (spans, dims) = call.args[1] % len(call.shape), _cat_spans(call, box)
-    if any(own and len(each.layout[dim]) > 1 for each, own in zip(call.operands, dims, strict=True)):
-        raise RuleError(SEVERAL_AXES)
-    boxes = boxes_along(call, dims, output, box)
-    return [own and (*own[:dim], (span,), *own[dim + 1 :]) for own, span in zip(boxes, spans, strict=True)]
-
-
-def _run_cat(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    _, dims = _cat_spans(call, box)
-    fitted = take_along(call, dims, output, box, tensors)
-    present = [tensor for tensor, own in zip(fitted, dims, strict=True) if own]
+def _run_cat(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor | None]) -> Tensor:
+    present = [tensor for tensor in tensors if tensor is not None]
     return (present[0] if len(present) == 1 else torch.cat(present, call.args[1])).to(call.dtype)
-
-
-_OTHERS = aligned(_beside, gathers=True)
 
 
 # ---- positions that are read from others -----------------------------------------------------------------------------
@@ -201,7 +173,7 @@ class _Taps(NamedTuple):
     moves: bool = True
 
     def read(self, span: Span, length: int) -> Span:
-        """As of `Readers`."""
+        """As of `Moved`."""
         part = self.places[:, span[0] : span[1]]
         return int(part.min()), int(part.max()) + 1
 
@@ -256,7 +228,7 @@ def _padded_taps(op: str, length: int, before: int, result: int) -> _Taps:
     return _Taps(torch.minimum(place, period - place)[None])
 
 
-def _pad_taps(call: OperationCall) -> Readers:
+def _pad_taps(call: OperationCall) -> Mapping[int, _Taps]:
     count, pads = spatial_dims(call), call.args[1]
     each = zip(call.operands[0].shape[-count:], pads[-2::-2], call.shape[-count:], strict=True)
     return at_last(call, [_padded_taps(call.op, *axis) for axis in each])
@@ -308,7 +280,7 @@ def _cubic_weight(distance: Tensor) -> Tensor:
     return torch.where(distance <= 1, near, far)
 
 
-def _upsample_taps(call: OperationCall) -> Readers:
+def _upsample_taps(call: OperationCall) -> Mapping[int, _Taps]:
     nearest, cubic, count = "nearest" in call.op, "cubic" in call.op, spatial_dims(call)
     lengths, results = call.operands[0].shape[-count:], call.shape[-count:]
     # A factor for each dimension, or None where the size was given.
@@ -368,7 +340,7 @@ UPSAMPLES = """
 """
 READING_RULES: dict[str, Rule] = {
     "view": Rule(_label_view, _needs_view, _run_view),
-    "aten.cat.default": Rule(_label_cat, _needs_cat, _run_cat),
+    "aten.cat.default": aligned(_beside, _run_cat, gathers=True),
     "take": _tapped(lambda call: {call.args[1]: _known_taps(tuple(call.args[2]))}),
     **named(_tapped(_pad_taps), PADS),
     **named(_tapped(_upsample_taps), UPSAMPLES),

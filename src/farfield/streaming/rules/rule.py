@@ -262,9 +262,19 @@ def take_dims(tensor: Tensor, dims: Collection[int], layout: Layout, box: Box) -
 
 
 # ---- operands whose dimensions run with those of the output ----------------------------------------------------------
+class Moved(NamedTuple):
+    """A dimension of an operand that is read elsewhere than at the position of the output.
+
+    `reader.read(span, length)` are the positions that a span of the output reads, of so many; perhaps none.
+    """
+
+    place: int
+    reader: Any
+
+
 # For each operand, the dimension of the output that each of its own runs with; None: that is read whole. An operand
 # with dimensions for which there is nothing, (), is not read.
-Dims = Sequence[Sequence[int | None]]
+Dims = Sequence[Sequence[int | Moved | None]]
 
 
 def aligned(find: Callable[[OperationCall], Dims], compute: Run | None = None, *, gathers: bool = False) -> Rule:
@@ -295,7 +305,8 @@ def aligned(find: Callable[[OperationCall], Dims], compute: Run | None = None, *
         dims = find(call)
         tensors = take_along(call, dims, output, box, tensors)
         result = compute(call, output, box, tensors) if compute else call.run(output, tensors)
-        return take_dims(result, set(range(len(box))).difference(*dims), call.layouts[output], box)
+        along = {at.place if isinstance(at, Moved) else at for own in dims for at in own}
+        return take_dims(result, set(range(len(box))) - along, call.layouts[output], box)
 
     return Rule(label, needs, run)
 
@@ -305,6 +316,8 @@ def label_output(call: OperationCall, dims: Dims, shape: Sequence[int]) -> Layou
     labels = list(constant_layout(shape))
     for operand, own in zip(call.operands, dims, strict=True):
         for dim, place in zip(operand.layout, own, strict=False):
+            if isinstance(place, Moved):
+                dim, place = relabel(dim, shape[place.place]), place.place
             if place is None:
                 continue
             if place >= len(shape) or (is_cut(dim) and length_of(dim) != shape[place]):
@@ -323,13 +336,13 @@ def _same_pieces(one: Dim, other: Dim) -> bool:
 def boxes_along(call: OperationCall, dims: Dims, output: int, box: Box) -> list[Box]:
     """Return the box of each operand: all of dimensions that are repeated, or in other pieces than the output's."""
     layout = call.layouts[output]
-    return [
-        tuple(
-            whole_dim(dim) if place is None or not _same_pieces(dim, layout[place]) else box[place]
-            for dim, place in zip(operand.layout, own, strict=False)
-        )
-        for operand, own in zip(call.operands, dims, strict=True)
-    ]
+
+    def read(dim: Dim, at: int | Moved | None) -> tuple[Span, ...]:
+        if isinstance(at, Moved):
+            return (at.reader.read(single(box[at.place]), length_of(dim)),)
+        return whole_dim(dim) if at is None or not _same_pieces(dim, layout[at]) else box[at]
+
+    return [tuple(map(read, operand.layout, own)) for operand, own in zip(call.operands, dims, strict=True)]
 
 
 def take_along(call: OperationCall, dims: Dims, output: int, box: Box, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -339,53 +352,37 @@ def take_along(call: OperationCall, dims: Dims, output: int, box: Box, tensors: 
         parts = [(dim, whole_dim(dim)) for dim in operand.layout]
         others = []
         for dim, place in enumerate(own):
-            if place is None or _same_pieces(parts[dim][0], layout[place]):
+            if not isinstance(place, int) or _same_pieces(parts[dim][0], layout[place]):
                 continue
             if length_of(parts[dim][0]) == length_of(layout[place]):
                 parts[dim] = layout[place], box[place]
                 others.append(dim)
-        if others:
+        if others and taken[index] is not None:
             taken[index] = take_dims(taken[index], others, *zip(*parts, strict=True))
     return taken
 
 
-# ---- operands that are read elsewhere along dimensions ---------------------------------------------------------------
-# Dimension of the first operand -> how it is read: `moves`, whether a position reads another than itself, and
-# `read(span, length)`, the positions that a span of the result reads, of so many. Others are read as they are.
-Readers = Mapping[int, Any]
-
-
-def reading(find: Callable[[OperationCall], Readers], run: Run, *, mixes: bool = False) -> Rule:
-    """Return the rule of an operation whose result has the dimensions of its operands, read along some by `find`.
+def reading(
+    find: Callable[[OperationCall], Mapping[int, Any]], compute: Run | None = None, *, mixes: bool = False
+) -> Rule:
+    """Return the rule of an operation whose result has the dimensions of its operands, read along some elsewhere.
 
     Args:
-        find: `(call)` -> how dimensions are read. Each runs along the same axis in the result, with its length there.
-        run: As of `Rule`.
+        find: `(call)` -> the readers of dimensions, as of `Moved`, and `moves`: whether they read another position.
+        compute: As of `aligned`.
         mixes: Whether dimension 1, and all operands but the first, are read whole.
     """
 
-    def label(call: OperationCall) -> list[Layout]:
-        readers, labels = find(call), list(constant_layout(call.shape))
-        for dim, own in enumerate(call.operands[0].layout):
-            if len(own) > 1 and dim in readers and readers[dim].moves:
-                raise RuleError(SEVERAL_AXES)
-            if not (mixes and dim == 1):
-                labels[dim] = own if length_of(own) == call.shape[dim] else relabel(own, call.shape[dim])
-        return [tuple(labels)] * len(call.infos)
+    def along(call: OperationCall) -> Dims:
+        shape = call.operands[0].shape
+        dims: list[int | Moved | None] = [*range(len(shape))]
+        dims[1:2] = [None] if mixes else dims[1:2]
+        for dim, reader in find(call).items():
+            if reader.moves or shape[dim] != call.shape[dim]:
+                dims[dim] = Moved(dim, reader)
+        return [dims, *([None] * len(each.layout) if mixes else dims for each in call.operands[1:])]
 
-    def needs(call: OperationCall, output: int, box: Box) -> list[Box]:
-        readers, needed = find(call), []
-        for dim, own in enumerate(call.operands[0].layout):
-            if mixes and dim == 1:
-                needed.append(whole_dim(own))
-            elif dim in readers and readers[dim].moves:
-                needed.append((readers[dim].read(single(box[dim]), length_of(own)),))
-            else:
-                needed.append(box[dim])
-        others = call.operands[1:]
-        return [tuple(needed), *(whole_box(each.layout) if mixes else tuple(needed) for each in others)]
-
-    return Rule(label, needs, run)
+    return aligned(along, compute, gathers=True)
 
 
 def at_last(call: OperationCall, readers: Sequence[Any]) -> dict[int, Any]:

@@ -62,7 +62,7 @@ class Window(NamedTuple):
         return min(ends), max(ends) + self.dilation * (self.kernel - 1) + 1
 
     def read(self, span: Span, length: int) -> Span:
-        """As of `Readers`."""
+        """As of `Moved`."""
         if not self.transposed:
             return clip(self.reach(span), length)
         first, last = span[0] + self.padding, span[1] - 1 + self.padding
@@ -122,12 +122,6 @@ def _flipped(call: OperationCall) -> Windows:
     return {dim: Window(1, -1, 1 - call.shape[dim]) for dim in dims}
 
 
-def _run_unfold(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    _, dim, size, step = call.args
-    start, stop = single(box[-1])
-    return tensors[0].unfold(dim % (len(box) - 1), size, step)[..., start:stop]
-
-
 def _padded(call: OperationCall) -> Windows:
     """The padding of each dimension; torch names the last one first, and crops where it is negative."""
     pads = zip(call.args[1][-2::-2], call.args[1][::-2], strict=True)
@@ -176,11 +170,6 @@ def _find_written(call: OperationCall, windows: Windows, box: Box) -> tuple[list
     return starts, lengths
 
 
-def _take_channels(result: Tensor, box: Box) -> Tensor:
-    start, stop = single(box[1])
-    return result if stop - start == result.shape[1] else result.narrow(1, start, stop - start)
-
-
 # ---- convolutions ----------------------------------------------------------------------------------------------------
 def convolve(
     grid: Tensor,
@@ -207,13 +196,13 @@ def _run_convolution(call: OperationCall, output: int, box: Box, tensors: Sequen
     windows, shape = _find_windows(call), box_shape(box)[2:]
     if not transposed:
         grid, padding = _read_padded(call, windows, box, grid)
-        return _take_channels(convolve(grid, weight, bias, stride, padding, dilation, groups), box)
+        return convolve(grid, weight, bias, stride, padding, dilation, groups)
     starts, lengths = _find_written(call, windows, box)
     extra = [max(0, start + own - length) for start, own, length in zip(starts, shape, lengths, strict=True)]
     result = torch.convolution(grid, weight, bias, stride, [0] * len(extra), dilation, True, extra, groups)
     for axis, (start, length) in enumerate(zip(starts, shape, strict=True), start=2):
         result = result.narrow(axis, start, length)
-    return _take_channels(result, box)
+    return result
 
 
 def _scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
@@ -231,7 +220,7 @@ def _scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
 def _run_windows(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     grid, padding = _read_padded(call, _find_windows(call), box, tensors[0])
     result = F.unfold(grid, call.args[1], call.args[2], tuple(padding), call.args[4])
-    return _take_channels(result.view(*result.shape[:2], *box_shape(box)[2:]), box)
+    return result.view(*result.shape[:2], *box_shape(box)[2:])
 
 
 def _run_fold(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
@@ -242,7 +231,7 @@ def _run_fold(call: OperationCall, output: int, box: Box, tensors: Sequence[Tens
     pads: list[int] = []
     for start, own, length in zip(starts, box_shape(box)[2:], lengths, strict=True):
         pads[:0] = [-start, start + own - length]
-    return _take_channels(pad_constant(result, pads, 0.0), box)
+    return pad_constant(result, pads, 0.0)
 
 
 def _run_unpool(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
@@ -282,7 +271,7 @@ class _Bins(NamedTuple):
     moves: bool = True
 
     def read(self, span: Span, length: int) -> Span:
-        """As of `Readers`: from the first position of the first window to the last of the last."""
+        """As of `Moved`: from the first position of the first window to the last of the last."""
         chosen = self.spans[span[0] : span[1]]
         return chosen[0][0], max(last for _, last in chosen)
 
@@ -436,9 +425,9 @@ def _pooled(rule: Rule) -> Rule:
 WINDOW_RULES: dict[str, Rule] = {
     "slice": reading(lambda call: {call.args[1]: Window(1, call.args[3], -call.args[2])}, _run_slice),
     "aten.unfold.default": reading(
-        lambda call: {call.args[1] % len(call.operands[0].layout): Window(call.args[2], call.args[3], 0)}, _run_unfold
+        lambda call: {call.args[1] % len(call.operands[0].layout): Window(call.args[2], call.args[3], 0)}
     ),
-    "aten.flip.default": reading(_flipped, lambda call, output, box, tensors: tensors[0].flip(call.args[1])),
+    "aten.flip.default": reading(_flipped),
     "aten.constant_pad_nd.default": reading(_padded, _run_pad),
     "aten.convolution.default": reading(_find_windows, _run_convolution, mixes=True)._replace(
         scratch=_scratch_convolution
