@@ -30,53 +30,26 @@ from farfield.streaming.rules.rule import (
     single,
     spatial_dims,
 )
-from farfield.streaming.spans import Box, Layout, Piece, Span, box_shape, flat_index, is_cut, length_of, positions_of
+from farfield.streaming.spans import (
+    Box,
+    Layout,
+    Piece,
+    Span,
+    Window,
+    box_shape,
+    clip,
+    flat_index,
+    is_cut,
+    length_of,
+    positions_of,
+)
 
 # At most so many windows along an axis, of at least so many positions, are summed over the whole.
 FEW, LARGE = 16, 16
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
-class Window(NamedTuple):
-    """The window of a dimension: position i reads from `i * stride - padding` on, `kernel` positions.
-
-    Where it is transposed, position i of the operand is written there.
-    """
-
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int = 1
-    # Positions that are added behind.
-    extra: int = 0
-    transposed: bool = False
-
-    @property
-    def moves(self) -> bool:
-        """Whether a position reads another than itself."""
-        return (self.kernel, self.stride, self.padding, self.extra) != (1, 1, 0, 0)
-
-    def reach(self, span: Span) -> Span:
-        """Return where the windows of a span begin and end, padding included."""
-        ends = [place * self.stride - self.padding for place in (span[0], span[1] - 1)]
-        return min(ends), max(ends) + self.dilation * (self.kernel - 1) + 1
-
-    def read(self, span: Span, length: int) -> Span:
-        """As of `Moved`."""
-        if not self.transposed:
-            return clip(self.reach(span), length)
-        first, last = span[0] + self.padding, span[1] - 1 + self.padding
-        first = min(-(-(first - self.dilation * (self.kernel - 1)) // self.stride), first // self.stride)
-        return clip((first, last // self.stride + 1), length)
-
-
 Windows = Mapping[int, Window]
-
-
-def clip(span: Span, length: int) -> Span:
-    """Return the part of a span within an axis, at least one position."""
-    start = min(max(span[0], 0), length - 1)
-    return start, max(min(span[1], length), start + 1)
 
 
 def each_window(call: OperationCall, windows: Windows, box: Box) -> Iterator[tuple[Window, Span, int]]:
