@@ -245,35 +245,28 @@ def _reduce_softmax(call: OperationCall) -> Reduction | None:
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
-class _NormArguments(NamedTuple):
-    # Reduced dimensions of the grid, with the channels split into groups.
-    dims: tuple[int, ...]
-    # Number of groups of channels; None where channels are not split.
-    groups: int | None
+class _Norm(NamedTuple):
+    # Dimensions of the grid over which it runs; of channels, a group.
+    dims: Sequence[int]
+    # Channels of a group; None where channels are no groups.
+    group: int | None
     eps: float
-    # Which operands they are.
-    weight: int | None
-    bias: int | None
 
 
-def _norm_arguments(call: OperationCall) -> _NormArguments:
-    count, args, places = len(call.operands[0].layout), call.args, iter(range(1, len(call.operands)))
-    given = args[2:4] if "layer_norm" in call.op else args[1:3]
-    weight, bias = (None if each is None else next(places) for each in given)
+def _find_norm(call: OperationCall) -> _Norm:
+    count, args = len(call.operands[0].layout), call.args
     if "group_norm" in call.op:
-        return _NormArguments(tuple(range(2, count + 1)), args[6], args[7], weight, bias)
+        return _Norm(range(1, count), call.shape[1] // args[6], args[7])
     if "layer_norm" in call.op:
-        return _NormArguments(tuple(range(count - len(args[1]), count)), None, args[4], weight, bias)
+        return _Norm(range(count - len(args[1]), count), None, args[4])
     # Batch norm takes its running statistics where it is not in training.
-    return _NormArguments((0, *range(2, count)) if args[5] else (), None, args[-1], weight, bias)
+    return _Norm((0, *range(2, count)) if args[5] else (), 1, args[-1])
 
 
 def _dims_of_norm(call: OperationCall) -> Dims:
     """What runs together where the norm is over what is not cut: that is read whole, as weights of it are."""
-    given, count = _norm_arguments(call), len(call.operands[0].layout)
-    reduced = given.dims if given.groups is None else range(1, count)
-    weights = ([1] if "batch_norm" in call.op else [None] * len(each.layout) for each in call.operands[1:])
-    return [[None if dim in reduced else dim for dim in range(count)], *weights]
+    dims = [None if dim in _find_norm(call).dims else dim for dim in range(len(call.shape))]
+    return [dims, *([1] if "batch_norm" in call.op else [None] * len(each.layout) for each in call.operands[1:])]
 
 
 def _dims_of_result(call: OperationCall) -> Dims:
@@ -299,46 +292,46 @@ def _run_norm(call: OperationCall, output: int, box: Box, tensors: Sequence[Tens
 
 
 def _reduce_norm(call: OperationCall) -> Reduction | None:
-    given, layout = _norm_arguments(call), call.operands[0].layout
-    if not any(place is None and is_cut(dim) for dim, place in zip(layout, _dims_of_norm(call)[0], strict=True)):
+    norm, layout, split = _find_norm(call), call.operands[0].layout, call.operands[0].layout
+    if not any(is_cut(layout[dim]) for dim in norm.dims):
         return None
-    groups, split, places = given.groups, layout, [*range(len(layout))]
-    if groups is not None:
-        if is_cut(layout[1]):
+    dims, places = norm.dims, [*_dims_of_result(call)[0]]
+    if norm.group is not None:
+        if is_cut(layout[1]) and 1 in dims:
             raise RuleError(f"its groups of channels run along an axis that is cut; {FIX}")
-        split = (layout[0], (Piece(groups),), (Piece(length_of(layout[1]) // groups),), *layout[2:])
-        places = [0, None, *range(1, len(layout))]
-    kept = tuple((Piece(1),) if dim in given.dims else own for dim, own in enumerate(split))
+        groups = layout[1] if norm.group == 1 else (Piece(length_of(layout[1]) // norm.group),)
+        split, places = (layout[0], groups, (Piece(norm.group),), *layout[2:]), [*places[:2], None, *places[2:]]
+        dims = [dim + (dim > 0) for dim in dims]
+    kept = tuple((Piece(1),) if dim in dims else own for dim, own in enumerate(split))
 
-    def group(tensor: Tensor) -> Tensor:
-        return tensor if groups is None else tensor.unflatten(1, (groups, -1))
+    def regroup(tensor: Tensor) -> Tensor:
+        return tensor if norm.group is None else tensor.unflatten(1, (-1, norm.group))
 
     def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        tensors = take_along(own, _dims_of_result(own), 0, box, tensors)
-        weight, bias = (None if place is None else tensors[place] for place in (given.weight, given.bias))
+        along = _dims_of_result(own)
+        args, _ = own.bind(take_along(own, along, 0, box, tensors))
+        weight, bias = args[1:3] if norm.group is not None else args[2:4]
         count, mean, squares = parts
-        scale = (squares / count + given.eps).rsqrt()
-        shift = -mean * scale
-        grid = group(tensors[0].to(torch.promote_types(tensors[0].dtype, torch.float32)))
-        by_channel = "layer_norm" not in own.op
-        if by_channel:
-            shape = [1, *([-1] if groups is None else [groups, -1]), *[1] * (tensors[0].dim() - 2)]
-            scale = scale if weight is None else scale * weight.double().view(shape)
-            shift = -mean * scale if bias is None else bias.double().view(shape) - mean * scale
-        result = torch.addcmul(shift.to(grid), grid, scale.to(grid))
-        if not by_channel:
+        scale = (squares / count + norm.eps).rsqrt()
+        grid = regroup(args[0].to(torch.promote_types(args[0].dtype, torch.float32)))
+        if norm.group is None:
+            result = torch.addcmul((-mean * scale).to(grid), grid, scale.to(grid))
             result = result if weight is None else result * weight
             result = result if bias is None else result + bias
-        result = (result if groups is None else result.flatten(1, 2)).to(own.dtype)
-        return result if groups is None else take_dims(result, (1,), layout, box)
+        else:
+            shape = [1, -1, norm.group, *[1] * (args[0].dim() - 2)]
+            scale = scale if weight is None else scale * weight.double().view(shape)
+            shift = (0.0 if bias is None else bias.double().view(shape)) - mean * scale
+            result = torch.addcmul(shift.to(grid), grid, scale.to(grid)).flatten(1, 2)
+        return take_dims(result.to(own.dtype), [dim for dim, at in enumerate(along[0]) if at is None], layout, box)
 
     return reduce_arrays(
         (0,),
         kept,
         MOMENTS,
-        lambda core, tensors: _find_moments(group(tensors[0]), given.dims),
+        lambda core, tensors: _find_moments(regroup(tensors[0]), dims),
         finish,
-        places=[None if dim in given.dims else place for dim, place in enumerate(places)],
+        places=[None if dim in dims else place for dim, place in enumerate(places)],
         reads=lambda own, box: boxes_along(own, _dims_of_result(own), 0, box),
     )
 
