@@ -70,11 +70,7 @@ class LabelledGraph:
         """The values that do not depend on the volume, computed when they are first read."""
         constants: dict[Value, Tensor] = {}
         for index in sorted({value.node for value in self.known}):
-            node = self.graph.nodes[index]
-            args, kwargs = (map_values(part, Value, constants.__getitem__) for part in (node.args, node.kwargs))
-            outputs = run_node(self.graph, node, args, kwargs, [])
-            outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            constants.update((Value(index, output), each) for output, each in enumerate(outputs))
+            run_node(self.graph, index, constants)
         return constants
 
     def core(self, layout: Layout, tile: Sequence[Span]) -> Box:

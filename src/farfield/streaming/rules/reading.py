@@ -1,4 +1,4 @@
-"""Rules of operations that read positions elsewhere: views, concatenations, taken positions, resampling."""
+"""Rules of operations that read positions elsewhere: views, slices, concatenations, resampling."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from farfield.streaming.spans import (
     Layout,
     Piece,
     Span,
+    Window,
     box_shape,
     is_cut,
     join_pieces,
@@ -134,6 +135,17 @@ def _run_view(call: OperationCall, output: int, box: Box, tensors: Sequence[Tens
     tensor = read_box(tensors[0].reshape(box_shape(have)), region_of(have), want)
     whole, _ = _join_atoms(target, wanted, atoms)
     return read_box(tensor.reshape(box_shape(whole)), region_of(whole), box)
+
+
+# ---- slices and flips ------------------------------------------------------------------------------------------------
+def _run_slice(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    _, dim, _, step = call.args
+    return tensors[0] if step == 1 else tensors[0][(slice(None),) * dim + (slice(None, None, step),)]
+
+
+def _flipped(call: OperationCall) -> dict[int, Window]:
+    dims = [dim % len(call.shape) for dim in call.args[1]]
+    return {dim: Window(1, -1, 1 - call.shape[dim]) for dim in dims}
 
 
 # ---- concatenations --------------------------------------------------------------------------------------------------
@@ -340,6 +352,11 @@ UPSAMPLES = """
 """
 READING_RULES: dict[str, Rule] = {
     "view": Rule(_label_view, _needs_view, _run_view),
+    "slice": reading(lambda call: {call.args[1]: Window(1, call.args[3], -call.args[2])}, _run_slice),
+    "aten.unfold.default": reading(
+        lambda call: {call.args[1] % len(call.operands[0].layout): Window(call.args[2], call.args[3], 0)}
+    ),
+    "aten.flip.default": reading(_flipped),
     "aten.cat.default": aligned(_beside, _run_cat, gathers=True),
     "take": _tapped(lambda call: {call.args[1]: _known_taps(tuple(call.args[2]))}),
     **named(_tapped(_pad_taps), PADS),

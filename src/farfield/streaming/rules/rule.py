@@ -330,7 +330,7 @@ def label_output(call: OperationCall, dims: Dims, shape: Sequence[int]) -> Layou
 
 def _same_pieces(one: Dim, other: Dim) -> bool:
     """Whether spans of one dimension are spans of another."""
-    return [piece.length for piece in one] == [piece.length for piece in other]
+    return one == other or [piece.length for piece in one] == [piece.length for piece in other]
 
 
 def boxes_along(call: OperationCall, dims: Dims, output: int, box: Box) -> list[Box]:
@@ -374,11 +374,11 @@ def reading(
     """
 
     def along(call: OperationCall) -> Dims:
-        shape = call.operands[0].shape
-        dims: list[int | Moved | None] = [*range(len(shape))]
+        layout = call.operands[0].layout
+        dims: list[int | Moved | None] = [*range(len(layout))]
         dims[1:2] = [None] if mixes else dims[1:2]
         for dim, reader in find(call).items():
-            if reader.moves or shape[dim] != call.shape[dim]:
+            if reader.moves or length_of(layout[dim]) != call.shape[dim]:
                 dims[dim] = Moved(dim, reader)
         return [dims, *([None] * len(each.layout) if mixes else dims for each in call.operands[1:])]
 

@@ -1,4 +1,4 @@
-"""Rules of windows: slices, flips, padding, convolutions, unfolding, folding, pooling, unpooling.
+"""Rules of windows: constant padding, convolutions, unfolding, folding, pooling, unpooling.
 
 What they read follows from positions of the whole; pooling of few windows that cover the whole is a sum over it.
 """
@@ -84,17 +84,7 @@ def pad_constant(tensor: Tensor, pads: Sequence[int], value: float) -> Tensor:
     return F.pad(tensor, added, value=value)
 
 
-# ---- slices, flips, constant padding ---------------------------------------------------------------------------------
-def _run_slice(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    _, dim, _, step = call.args
-    return tensors[0] if step == 1 else tensors[0][(slice(None),) * dim + (slice(None, None, step),)]
-
-
-def _flipped(call: OperationCall) -> Windows:
-    dims = [dim % len(call.shape) for dim in call.args[1]]
-    return {dim: Window(1, -1, 1 - call.shape[dim]) for dim in dims}
-
-
+# ---- constant padding ------------------------------------------------------------------------------------------------
 def _padded(call: OperationCall) -> Windows:
     """The padding of each dimension; torch names the last one first, and crops where it is negative."""
     pads = zip(call.args[1][-2::-2], call.args[1][::-2], strict=True)
@@ -314,7 +304,7 @@ def _pool_bins(call: OperationCall, tensor: Tensor, bins: Sequence[Sequence[Span
     return tensor, index
 
 
-def _finish_bins(call: OperationCall, output: int, box: Box, parts: Parts) -> Tensor:
+def _finish_bins(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
     result = parts[output] if "max" in call.op else parts[0] / _divisors(call, box).to(parts[0])
     return result.to(call.infos[output].dtype)
 
@@ -351,7 +341,7 @@ def _run_adaptive(call: OperationCall, output: int, box: Box, tensors: Sequence[
     bins = _find_bins(call)
     chosen = [each.spans[slice(*single(own))] for each, own in zip(bins, box[-len(bins) :], strict=True)]
     spans = [(each[0][0], max(last for _, last in each)) for each in chosen]
-    return _finish_bins(call, output, box, _pool_bins(call, tensors[0], chosen, spans))
+    return _finish_bins(call, output, box, tensors, _pool_bins(call, tensors[0], chosen, spans))
 
 
 def _is_summed(call: OperationCall) -> bool:
@@ -376,10 +366,7 @@ def _reduce_pool(call: OperationCall) -> Reduction | None:
         grid = tensors[0] if maxima else tensors[0].double()
         return tuple(part.double() for part in _pool_bins(call, grid, bins, spans))
 
-    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        return _finish_bins(own, output, box, parts)
-
-    return reduce_arrays((0,), call.layouts[0], PEAKS if maxima else ADDED, summarize, finish)
+    return reduce_arrays((0,), call.layouts[0], PEAKS if maxima else ADDED, summarize, _finish_bins)
 
 
 def _pooled(rule: Rule) -> Rule:
@@ -396,11 +383,6 @@ def _pooled(rule: Rule) -> Rule:
 
 
 WINDOW_RULES: dict[str, Rule] = {
-    "slice": reading(lambda call: {call.args[1]: Window(1, call.args[3], -call.args[2])}, _run_slice),
-    "aten.unfold.default": reading(
-        lambda call: {call.args[1] % len(call.operands[0].layout): Window(call.args[2], call.args[3], 0)}
-    ),
-    "aten.flip.default": reading(_flipped),
     "aten.constant_pad_nd.default": reading(_padded, _run_pad),
     "aten.convolution.default": reading(_find_windows, _run_convolution, mixes=True)._replace(
         scratch=_scratch_convolution
