@@ -172,7 +172,7 @@ def _reduce_dims(
     reads: Callable[[OperationCall, Box], list[Box]] | None = None,
 ) -> Reduction | None:
     """Return the reduction over dimensions, if one is cut: its parts have length 1 there, and labels elsewhere."""
-    (places,), layout = _kept(call), call.operands[0].layout
+    places, layout = all_but(call, given_dims(call)), call.operands[0].layout
     if not any(place is None and is_cut(own) for own, place in zip(layout, places, strict=True)):
         return None
     kept = tuple((Piece(1),) if place is None else own for own, place in zip(layout, places, strict=True))
@@ -269,7 +269,7 @@ def _dims_of_norm(call: OperationCall) -> Dims:
     return [dims, *([1] if "batch_norm" in call.op else [None] * len(each.layout) for each in call.operands[1:])]
 
 
-def _dims_of_result(call: OperationCall) -> Dims:
+def _dims_of_result(call: OperationCall) -> list[Sequence[int | None]]:
     """What runs together where the moments are known: all but channels in groups, and their weights."""
     count = len(call.operands[0].layout)
     if "layer_norm" in call.op:
