@@ -179,6 +179,7 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
     "write": (write_index, AREA),
     "turned": (lambda grid: torch.rot90(grid, 1, (2, 3)).contiguous(), AREA),
     "flipped": (lambda grid: grid.flip(2, 3).expand(2, -1, -1, -1).clone(), AREA),
+    "part of copies": (lambda grid: (grid[:, :1] * 2).expand(-1, 4, -1, -1)[:, 2:3] * grid, AREA),
     "rolled": (lambda grid: grid.roll((5, -3), (2, 3)), AREA),
     "rolled flat": (lambda grid: grid[:, :, :, :16].roll(-1, 2).repeat(1, 1, 2, 1), AREA),
     "written": (lambda grid: torch.full_like(grid, 2.0).index_fill(1, torch.tensor([1]), 3.0) * grid, AREA),
