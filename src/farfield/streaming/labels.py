@@ -11,7 +11,8 @@ from torch import Tensor
 from farfield.streaming.graph import Graph, Node, Value, map_values, run_node
 from farfield.streaming.layers import LAYER
 from farfield.streaming.rules import Rule, find_rule
-from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError, local
+from farfield.streaming.rules.reading import local
+from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError
 from farfield.streaming.spans import (
     Box,
     Layout,
@@ -69,11 +70,7 @@ class LabelledGraph:
         """The values that do not depend on the volume, computed when they are first read."""
         constants: dict[Value, Tensor] = {}
         for index in sorted({value.node for value in self.known}):
-            node = self.graph.nodes[index]
-            args, kwargs = (map_values(part, Value, constants.__getitem__) for part in (node.args, node.kwargs))
-            outputs = run_node(self.graph, node, args, kwargs, [])
-            outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            constants.update((Value(index, output), each) for output, each in enumerate(outputs))
+            run_node(self.graph, index, constants)
         return constants
 
     def core(self, layout: Layout, tile: Sequence[Span]) -> Box:
@@ -139,8 +136,7 @@ def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
 
     args, kwargs = (map_values(part, Value, operand) for part in (node.args, node.kwargs))
     operands = tuple(operand(value) for value in node.inputs)
-    info = node.outputs[0]
-    call = OperationCall(node.op, args, kwargs, operands, (), info.dtype, info.shape, node.outputs)
+    call = OperationCall(node.op, args, kwargs, operands, (), node.outputs)
     rule = LAYER if node.op == "layer" else find_rule(node.op)
     if rule is None:
         rule = WHOLE

@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 from torch import Tensor
 
-from farfield.streaming.graph import Graph, Value, map_values, run_node
+from farfield.streaming.graph import Graph, Value, run_node
 from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.plan import GraphPlan, Halo, PlannedPass, make_graph_plan, round_up, summing_macs
 from farfield.streaming.rules.rule import Parts
@@ -156,19 +155,17 @@ def run_patch(
         return read_box(known[value], region_of(plan.part(value, region)), box)
 
     for index in order:
-        node: Any = plan.patch.nodes[index]
-        outputs: Any = ()
+        node = plan.patch.nodes[index]
         if index in plan.stages[stage].reductions:
             if index in boxes:
                 summarized[index] = summarize_tile(labelled, index, boxes[index], read, tile)
         elif index in attention:
             tensors, box = [known[value] for value in node.inputs], plan.part(Value(index), region)
-            outputs = labelled.reductions[index].finish(labelled.calls[index], 0, box, tensors, parts[index])
+            known[Value(index)] = labelled.reductions[index].finish(
+                labelled.calls[index], 0, box, tensors, parts[index]
+            )
         else:
-            args, kwargs = (map_values(part, Value, known.__getitem__) for part in (node.args, node.kwargs))
-            outputs = run_node(plan.patch, node, args, kwargs, volumes)
-        results = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        known.update((Value(index, place), result) for place, result in enumerate(results))
+            run_node(plan.patch, index, known, volumes)
         for value in set(node.inputs):
             users[value] -= 1
             if not users[value] and value not in ends:

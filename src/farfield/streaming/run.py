@@ -181,4 +181,4 @@ def summarize_tile(
 def summary_scratch(labelled: LabelledGraph, index: int, boxes: Mapping[Value, Box]) -> int:
     """Return the bytes that a reduction takes beside its operands while a tile is summarized."""
     sizes = [math.prod(box_shape(box)) * labelled.graph.info(value).dtype.itemsize for value, box in boxes.items()]
-    return labelled.reductions[index].copies * sum(sizes)
+    return sum(sizes)
