@@ -1,8 +1,8 @@
-"""Labels of a recorded graph: along which axes of the volume each value runs, and what sums over the whole."""
+"""Labels of a recorded graph: along which axes values run, what sums over the whole, and what a part needs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,13 +16,21 @@ from farfield.streaming.spans import (
     Box,
     Layout,
     Piece,
+    Region,
     Span,
+    add_box,
     axes_of,
+    boxes_of,
     constant_layout,
+    count_positions,
+    is_empty,
     read_box,
     region_of,
     whole_box,
 )
+
+# A box of a value -> the boxes of the operands that it is computed from.
+Needs = dict[tuple[Value, Box], list[tuple[Value, Box]]]
 
 
 class GraphError(ValueError):
@@ -70,17 +78,26 @@ class LabelledGraph:
         constants: dict[Value, Tensor] = {}
         for index in sorted({value.node for value in self.known}):
             node = self.graph.nodes[index]
-            args, kwargs = (map_values(part, Value, constants.__getitem__) for part in (node.args, node.kwargs))
+            args, kwargs = map_values((node.args, node.kwargs), Value, constants.__getitem__)
             outputs = run_node(self.graph, node, args, kwargs, [])
             outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
             constants.update((Value(index, output), each) for output, each in enumerate(outputs))
         return constants
 
+    def bytes_on(self, value: Value, region: Region) -> int:
+        """Return the bytes of a value on a region."""
+        return count_positions(region) * self.graph.info(value).dtype.itemsize
+
+    def owns(self, layout: Layout, tile: Sequence[Span]) -> bool:
+        """Whether a tile has its own part of a value: along axes that it does not run along, the first tile has."""
+        there = axes_of(layout)
+        return all(axis in there or tile[axis][0] == 0 for axis in self.cut)
+
     def core(self, layout: Layout, tile: Sequence[Span]) -> Box:
         """Return a tile's own part of a value: its share of each labelled piece, all of the others."""
-        return tuple(tuple(self.core_of(piece, tile) for piece in dim) for dim in layout)
+        return tuple(tuple(self._core_of(piece, tile) for piece in dim) for dim in layout)
 
-    def core_of(self, piece: Piece, tile: Sequence[Span]) -> Span:
+    def _core_of(self, piece: Piece, tile: Sequence[Span]) -> Span:
         """Return a tile's own span of a piece: the spans of all tiles are all its positions, each once.
 
         Tiles begin at multiples of the strides, and so do their spans, also where a piece ends earlier than the volume.
@@ -115,10 +132,8 @@ def label_graph(
         labelled.levels[index] = max((labelled.levels[value.node] for value in node.inputs), default=0)
         if node.op == "input":
             shape = node.outputs[0].shape
-            axes = [axis if axis in cut else None for axis in range(len(size))]
-            dims = ((Piece(*pair),) for pair in zip(shape[first:], axes, strict=True))
-            layout = (*constant_layout(shape[:first]), *dims)
-            labelled.layouts[Value(index)] = layout
+            dims = ((Piece(length, axis if axis in cut else None),) for axis, length in enumerate(shape[first:]))
+            labelled.layouts[Value(index)] = (*constant_layout(shape[:first]), *dims)
             continue
         if all(value in labelled.known for value in node.inputs):
             labelled.known.update(Value(index, output) for output in range(len(node.outputs)))
@@ -133,11 +148,10 @@ def label_graph(
 
 
 def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
-
     def operand(value: Value) -> Operand:
         return Operand(labelled.layouts[value], labelled.graph.info(value).dtype)
 
-    args, kwargs = (map_values(part, Value, operand) for part in (node.args, node.kwargs))
+    args, kwargs = map_values((node.args, node.kwargs), Value, operand)
     operands = tuple(operand(value) for value in node.inputs)
     info = node.outputs[0]
     call = OperationCall(node.op, args, kwargs, operands, (), info.dtype, info.shape, node.outputs)
@@ -148,10 +162,9 @@ def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
             if labelled.halo is None:
                 raise RuleError("there is no rule for it; fix: tile=Tiles(…, halo=positions) if it is local")
             rule = local(labelled.halo, labelled.size)
-    layouts = rule.label(call)
-    call = call._replace(layouts=tuple(layouts))
+    call = call._replace(layouts=tuple(rule.label(call)))
     labelled.calls[index], labelled.rules[index] = call, rule
-    labelled.layouts.update((Value(index, output), layout) for output, layout in enumerate(layouts))
+    labelled.layouts.update((Value(index, output), layout) for output, layout in enumerate(call.layouts))
     reduction = rule.reduce(call) if rule.reduce is not None else None
     if reduction is not None:
         labelled.reductions[index] = reduction
@@ -197,3 +210,96 @@ WHOLE = Rule(
     lambda call, output, box: [whole_box(operand.layout) for operand in call.operands],
     _run_whole,
 )
+
+
+# ---- what a part needs ----------------------------------------------------------------------------------------------
+def find_needs(labelled: LabelledGraph, index: int, output: int, box: Box) -> list[tuple[Value, Box]]:
+    """Return the boxes of values that a node needs for a box of one of its outputs; empty ones are not read."""
+    call, reduction = labelled.calls[index], labelled.reductions.get(index)
+    if reduction is None:
+        boxes = labelled.rules[index].needs(call, output, box)
+    elif reduction.reads is None:
+        return []
+    else:
+        boxes = reduction.reads(call, box)
+    return list(zip(labelled.graph.nodes[index].inputs, boxes, strict=True))
+
+
+def find_regions(labelled: LabelledGraph, wanted: Mapping[Value, Box], given: Collection[Value]) -> dict[Value, Region]:
+    """Return the region of each value that is computed, or read if it is `given`, for some boxes of values."""
+    return trace(labelled, wanted, given)[0]
+
+
+def trace(
+    labelled: LabelledGraph, wanted: Mapping[Value, Box], given: Collection[Value]
+) -> tuple[dict[Value, Region], Needs]:
+    """Return also what each box of these regions needs."""
+    regions, needs = {value: region_of(box) for value, box in wanted.items()}, Needs()
+    for index in reversed(labelled.order):
+        for output in range(len(labelled.graph.nodes[index].outputs)):
+            value = Value(index, output)
+            if value not in regions or value in given:
+                continue
+            for box in boxes_of(regions[value]):
+                own = needs[value, box] = find_needs(labelled, index, output, box)
+                for source, needed in own:
+                    if source not in labelled.known and is_read(labelled, source, needed):
+                        regions[source] = add_box(regions.get(source), needed)
+    return regions, needs
+
+
+def is_read(labelled: LabelledGraph, value: Value, box: Box) -> bool:
+    """Whether a box has a position; `()` is nothing of a value that has dimensions."""
+    return not is_empty(box) and (box != () or labelled.layouts[value] == ())
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+def summarized_boxes(labelled: LabelledGraph, index: int, tile: Sequence[Span]) -> dict[Value, Box]:
+    """Return the tile's own part of each operand that a reduction summarizes; nothing if it has none."""
+    reduction, inputs = labelled.reductions[index], labelled.graph.nodes[index].inputs
+    layouts = {inputs[each]: labelled.layouts[inputs[each]] for each in reduction.operands}
+    boxes = {value: reduction.whole_windows(each, labelled.core(each, tile)) for value, each in layouts.items()}
+    owns = labelled.owns(layouts[inputs[reduction.operands[0]]], tile)
+    return boxes if owns and not any(map(is_empty, boxes.values())) else {}
+
+
+def summary_scratch(labelled: LabelledGraph, index: int, boxes: Mapping[Value, Box]) -> int:
+    """Return the bytes that a reduction takes beside its operands while a tile is summarized."""
+    return labelled.reductions[index].copies * sum(
+        labelled.bytes_on(value, region_of(box)) for value, box in boxes.items()
+    )
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+def last_uses(
+    graph: Graph, values: Collection[Value], given: Collection[Value], wanted: Collection[Value]
+) -> dict[Value, set[Value]]:
+    """Return for each value that is computed those that nothing uses after it; `wanted` ones are used at the end."""
+    freed, later = dict[Value, set[Value]](), set(wanted)
+    for value in sorted(values, reverse=True):
+        if value not in given:
+            freed[value] = set(graph.nodes[value.node].inputs) - later
+            later |= freed[value]
+    return freed
+
+
+def count_bytes(
+    labelled: LabelledGraph, regions: Mapping[Value, Region], given: Collection[Value], wanted: Collection[Value]
+) -> int:
+    """Return the most bytes that values on their regions take at once while they are computed in order."""
+    freed = last_uses(labelled.graph, regions, given, wanted)
+    sizes = {value: labelled.bytes_on(value, region) for value, region in regions.items()}
+    live = peak = 0
+    for value in sorted(sizes):
+        live += sizes[value]
+        peak = max(peak, live + (0 if value in given else _count_scratch(labelled, value, regions[value])))
+        live -= sum(sizes.get(source, 0) for source in freed.get(value, ()))
+    return peak
+
+
+def _count_scratch(labelled: LabelledGraph, value: Value, region: Region) -> int:
+    if value.node in labelled.reductions or value.node not in labelled.rules:
+        return 0
+    rule, call = labelled.rules[value.node], labelled.calls[value.node]
+    numbers = max((rule.scratch(call, value.output, box) for box in boxes_of(region)), default=0)
+    return numbers * labelled.graph.info(value).dtype.itemsize

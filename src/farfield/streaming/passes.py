@@ -9,8 +9,8 @@ from torch import Tensor
 
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
-from farfield.streaming.patches import PatchPlan, run_patch
-from farfield.streaming.plan import GraphPlan
+from farfield.streaming.patches import compute_on_patch
+from farfield.streaming.plan import GraphPlan, PatchPlan
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of
@@ -101,27 +101,11 @@ class TiledRun:
         if index == 0:
             # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
             self.store.end((stage - 1) % len(self.plan.stages))
-        if self.patches is not None:
-            self._run_patch(self.patches, stage, index)
-        else:
-            self._run_regions(stage, index)
+        self._run_tile(stage, index)
         if index == len(self.plan.tiles) - 1 and self.plan.stages[stage].last:
             self.store.close()
 
-    def _run_patch(self, patches: PatchPlan, stage: int, index: int) -> None:
-        tile = self.plan.tiles[index]
-        spans = [(span,) for span in patches.region(tile)]
-        volumes = []
-        for number, value in enumerate(patches.patch.inputs):
-            batch, channels = patches.patch.info(value).shape[:2]
-            volumes.append(self.read_volume(self.sample, number, index, (((0, batch),), ((0, channels),), *spans)))
-        summarized, output = run_patch(patches, stage, tile, volumes, self.sums)
-        for node, parts in summarized.items():
-            self.sums.add(node, parts, tile)
-        if output is not None:
-            self.write_output(self.sample, *output)
-
-    def _run_regions(self, stage: int, index: int) -> None:
+    def _run_tile(self, stage: int, index: int) -> None:
         plan, labelled, tile = self.plan, self.plan.labelled, self.plan.tiles[index]
         summarized, wanted = plan.wanted(stage, tile)
         inputs, output = labelled.graph.inputs, labelled.graph.output
@@ -131,10 +115,13 @@ class TiledRun:
                 return self.read_volume(self.sample, inputs.index(value), index, box)
             return self.store[value].read(index, box)
 
-        known = compute(labelled, wanted, plan.given(stage), read, self.sums)
+        if self.patches is not None:
+            part = compute_on_patch(self.patches, tile, wanted, read, self.sums)
+        else:
+            known = compute(labelled, wanted, plan.given(stage), read, self.sums)
 
-        def part(value: Value, box: Box) -> Tensor:
-            return read_box(known[value], region_of(wanted[value]), box)
+            def part(value: Value, box: Box) -> Tensor:
+                return read_box(known[value], region_of(wanted[value]), box)
 
         for node, boxes in summarized.items():
             self.sums.add(node, summarize_tile(labelled, node, boxes, part, tile), tile)

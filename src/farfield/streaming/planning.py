@@ -30,9 +30,11 @@ from farfield.streaming.adapt import (
 )
 from farfield.streaming.arguments import (
     Tiles,
+    cut_axes,
     parse_tiles,
     refuse_axes,
     refuse_training,
+    round_up_tile,
     spatial_dims_of,
     split_padding,
 )
@@ -41,7 +43,7 @@ from farfield.streaming.graph import Info, RecordingError, Value
 from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.streaming.patches import make_patch_plan
-from farfield.streaming.plan import GraphPlan, cut_axes, find_stored, fit_stored, make_graph_plan, round_up_tile
+from farfield.streaming.plan import GraphPlan, PatchPlan, find_stored, fit_stored, make_graph_plan
 from farfield.streaming.record import record_network
 from farfield.streaming.resume import Saved
 from farfield.streaming.scales import Recording, Scales
@@ -253,7 +255,7 @@ class Planner:
                 raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
             raise
 
-    def _plan_patches(self, recording: Recording, plan: GraphPlan, batch: int) -> GraphPlan:
+    def _plan_patches(self, recording: Recording, plan: GraphPlan, batch: int) -> PatchPlan:
         """Plan how the network runs on patches, so that norms, means and pooling see what a tile reads."""
         try:
             patches = make_patch_plan(plan.labelled, plan.tile, recording.strides, partial(self._record, batch))
@@ -263,7 +265,7 @@ class Planner:
             raise ValueError(
                 f'{error}\n  fix: Tiles(…, statistics="whole"), as the network takes no patch of the volume.'
             ) from error
-        if patches.attention and isinstance(self.model, MeanOverFlips):
+        if patches.reductions and isinstance(self.model, MeanOverFlips):
             raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')
         return patches
 

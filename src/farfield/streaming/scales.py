@@ -9,8 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from farfield.streaming.graph import Graph, Value
-from farfield.streaming.labels import GraphError, LabelledGraph, box_at, label_graph
-from farfield.streaming.run import find_needs
+from farfield.streaming.labels import GraphError, LabelledGraph, box_at, find_needs, label_graph
 from farfield.streaming.spans import Box, Layout, Span
 
 # Positions whose distance is a multiple of this have the same phase of interpolation.

@@ -16,9 +16,8 @@ from farfield._checks import ShapeError
 from farfield._fingerprint import ADDRESS, fingerprint
 from farfield.streaming.adapt import Outputs, Reduction, parse_layouts
 from farfield.streaming.graph import Graph, RecordedLayer, Value
-from farfield.streaming.labels import label_graph
-from farfield.streaming.patches import PatchPlan
-from farfield.streaming.plan import GraphPlan, Halo, PlannedPass
+from farfield.streaming.labels import LabelledGraph, label_graph
+from farfield.streaming.plan import GraphPlan, Halo, PatchPlan, PlannedPass
 from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
@@ -126,7 +125,7 @@ class StreamingPlan:
     @property
     def patch_size(self) -> tuple[int, ...]:
         """The size of a patch, if there are any."""
-        return self.patches.patch_size if self.patches else ()
+        return self.patches.patch.size if self.patches else ()
 
     @property
     def macs(self) -> int:
@@ -231,16 +230,17 @@ def describe_structure(network: nn.Module) -> str:
 
 def _convert(plan: GraphPlan, function: Callable[[Graph], Graph], *, labels: bool) -> GraphPlan:
     """Return a plan whose graphs are those that a function returns, with labels or without, which follow from them."""
-    old = plan.labelled
-    graph = function(old.graph)
-    if labels:
+
+    def convert(old: LabelledGraph) -> LabelledGraph:
+        graph = function(old.graph)
+        if not labels:
+            return LabelledGraph(graph, old.size, old.cut, old.halo, levels=old.levels)
         # Levels are those of the plan: on patches, they are not those that follow from the labels.
-        labelled = replace(label_graph(graph, old.size, old.cut, halo=old.halo), levels=old.levels)
-    else:
-        labelled = type(old)(graph, old.size, old.cut, old.halo, levels=old.levels)
+        return replace(label_graph(graph, old.size, old.cut, halo=old.halo), levels=old.levels)
+
     if isinstance(plan, PatchPlan):
-        return replace(plan, labelled=labelled, patch=function(plan.patch))
-    return replace(plan, labelled=labelled)
+        return replace(plan, labelled=convert(plan.labelled), patch=convert(plan.patch))
+    return replace(plan, labelled=convert(plan.labelled))
 
 
 def _without_named(graph: Graph) -> Graph:
