@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from farfield._fingerprint import fingerprint
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming.adapt import Reduction, name_volumes
+from farfield.streaming.adapt import Reduction, name_volumes, one_grid
 from farfield.streaming.arguments import Tiles, parse_tiles
+from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.passes import TiledRun
 from farfield.streaming.plan import GraphPlan
 from farfield.streaming.planning import Planner
 from farfield.streaming.resume import Progress, compute_identity, saved_plan, warn
 from farfield.streaming.runner import Stream, TiledVolume, make_progress
-from farfield.streaming.spans import Box
+from farfield.streaming.spans import Box, Span
 from farfield.streaming.store import Store
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
@@ -161,6 +162,8 @@ def predict_whole(
     stream = Stream("predict_whole", output, progress, [], tiled)
     folder = output.folder if isinstance(output, FileOutput) else None
     with closing(Store("predict_whole", graph, planned.on_disk, folder, device)) as store, _outside_inference(device):
+        if (progress.stage, progress.tile) == (0, 0):
+            _check_region(planned, model, stream, quiet)
         result = _run_passes(planned, graph, store, stream, quiet)
     split = planned.outputs.split
     return result if out is not None else split(result, int(planned.layout.batch), planned.layout.channels)
@@ -206,6 +209,24 @@ def _open_progress(
         "version of torch": torch.__version__,
     }
     return make_progress("predict_whole", output, identity, plan.tile, overwrite, plan.stored, plan.on_disk)
+
+
+def _check_region(plan: StreamingPlan, model: nn.Module, stream: Stream, quiet: bool) -> None:
+    """Compare tiles with the network on a region of the volume, if that is planned."""
+    if not isinstance(plan.check, RegionCheck):
+        return
+    sources, sample = [each.source for each in stream.volumes.values()], 0 if plan.samples > 1 else None
+
+    def finish(output: Any) -> Tensor:
+        return one_grid("predict_whole", model, plan.size, output)[0]
+
+    def read(volume: int, region: tuple[Span, ...]) -> Tensor:
+        return sources[volume].read(region, sample)
+
+    with torch.no_grad():
+        problem = run_check("predict_whole", plan.check, model, finish, plan.size, read)
+    if problem and not quiet:
+        print(f"not checked: {problem}", file=sys.stderr)
 
 
 def _run_passes(plan: StreamingPlan, graph: GraphPlan, store: Store, stream: Stream, quiet: bool) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,21 @@ from farfield.streaming.arguments import (
     spatial_dims_of,
     split_padding,
 )
+from farfield.streaming.check import RegionCheck, plan_check
 from farfield.streaming.flips import MeanOverFlips, check_axes
 from farfield.streaming.graph import Info, RecordingError, Value
 from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.streaming.patches import make_patch_plan
-from farfield.streaming.plan import GraphPlan, PatchPlan, find_stored, fit_stored, make_graph_plan
+from farfield.streaming.plan import (
+    GraphPlan,
+    Halo,
+    PatchPlan,
+    PlannedPass,
+    find_stored,
+    fit_stored,
+    make_graph_plan,
+)
 from farfield.streaming.record import record_network
 from farfield.streaming.resume import Saved
 from farfield.streaming.scales import Recording, Scales
@@ -163,6 +172,7 @@ class Planner:
         self._refuse_large_summaries(plan.labelled)
         if self.tiles.statistics == "tile" and plan.cut:
             plan = self._plan_patches(recording, plan, batch)
+        passes = tuple(map(plan.cost, range(len(plan.stages))))
         scales = recording.scales.get(recording.graph.output, {})
         if probe is not None and self.pad:
             scales = scales | probe.scales.get(probe.graph.output, {})
@@ -172,12 +182,13 @@ class Planner:
             padding=padding,
             pad=self.pad,
             samples=samples,
-            passes=tuple(map(plan.cost, range(len(plan.stages)))),
+            passes=passes,
             output=self._plan_output(recording, plan, scales, padding, samples),
             outputs=self.outputs,
             on_disk=on_disk and bool(plan.stored),
             reduction=fingerprint(self.reduce),
             structure=describe_structure(self.model),
+            check=self._plan_check(recording, plan, passes, batch, samples),
             graph_plan=plan,
         )
 
@@ -206,15 +217,17 @@ class Planner:
             )
 
     # ---- recordings --------------------------------------------------------------------------------------------------
-    def _record(self, batch: int, size: tuple[int, ...]) -> Recording:
+    def _record(self, batch: int, size: tuple[int, ...], *, reduced: bool = True) -> Recording:
         """Record the network on volumes of this size; raise ValueError if it does not take them."""
-        if (batch, size) in self.recordings:
+        if reduced and (batch, size) in self.recordings:
             return self.recordings[batch, size]
         dtype = dtype_of(self.model)
         volumes = [Info((batch, own, *size), dtype) for own in self.channels]
 
         def finish(output: Any) -> Tensor:
-            grid, self.outputs = one_grid(self.caller, self.model, volumes[0].shape, output, self.reduce)
+            grid, self.outputs = one_grid(
+                self.caller, self.model, volumes[0].shape, output, self.reduce if reduced else None
+            )
             return grid
 
         try:
@@ -229,8 +242,10 @@ class Planner:
             raise ValueError(
                 f"{self.caller}: {type(self.model).__name__} does not take a grid of size {size}: {error}"
             ) from error
-        self.recordings[batch, size] = Recording(graph, size, self.halo)
-        return self.recordings[batch, size]
+        recording = Recording(graph, size, self.halo)
+        if reduced:
+            self.recordings[batch, size] = recording
+        return recording
 
     def _record_first(self, batch: int, sizes: Sequence[tuple[int, ...]]) -> Recording | None:
         """Record the network on the first of these sizes that it takes."""
@@ -268,6 +283,17 @@ class Planner:
         if patches.reductions and isinstance(self.model, MeanOverFlips):
             raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')
         return patches
+
+    def _plan_check(
+        self, recording: Recording, plan: GraphPlan, passes: Sequence[PlannedPass], batch: int, samples: int
+    ) -> RegionCheck | str:
+        """Plan the check on a region, before any reduction; or return why there is none."""
+        if isinstance(plan, PatchPlan):
+            return "norms and pooling see what a tile reads"
+        halo = reduce(Halo.join, (each.halo for each in passes))
+        macs, room = samples * sum(each.macs for each in passes), max(each.bytes for each in passes)
+        record = partial(self._record, batch, reduced=False)
+        return plan_check(record, plan, recording.strides, halo, macs, room)
 
     # ---- tiles -------------------------------------------------------------------------------------------------------
     def _given_tile(self, recording: Recording) -> tuple[int, ...] | None:

@@ -15,6 +15,7 @@ from torch import nn
 from farfield._checks import ShapeError
 from farfield._fingerprint import ADDRESS, fingerprint
 from farfield.streaming.adapt import Outputs, Reduction, parse_layouts
+from farfield.streaming.check import RegionCheck
 from farfield.streaming.graph import Graph, RecordedLayer, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
 from farfield.streaming.plan import GraphPlan, Halo, PatchPlan, PlannedPass
@@ -71,6 +72,7 @@ class StreamingPlan:
         on_disk: Whether values that passes store for later ones are in files; else they are in memory.
         reduction: The fingerprint of the argument `reduce`.
         structure: The fingerprint of the network's modules, without their numbers.
+        check: The check on a region of the volume before the first pass, or why there is none.
         graph_plan: How the recorded network runs on one sample, or on all where layers mix them.
     """
 
@@ -85,6 +87,7 @@ class StreamingPlan:
     on_disk: bool
     reduction: str
     structure: str
+    check: RegionCheck | str
     graph_plan: GraphPlan = field(repr=False)
 
     @property
@@ -159,7 +162,14 @@ class StreamingPlan:
 
     def __getstate__(self) -> dict[str, object]:
         """Save what describes the graph; its constants that are parameters or buffers come from the network again."""
-        return vars(self) | {"graph_plan": _convert(self.graph_plan, _without_named, labels=False)}
+        return vars(self) | self._converted(_without_named, labels=False)
+
+    def _converted(self, function: Callable[[Graph], Graph], *, labels: bool) -> dict[str, Any]:
+        """Return the plans of the volume and of the region that is checked, by field, with other graphs."""
+        check = self.check
+        if isinstance(check, RegionCheck):
+            check = replace(check, plan=_convert(check.plan, function, labels=labels))
+        return {"graph_plan": _convert(self.graph_plan, function, labels=labels), "check": check}
 
     def bind(self, caller: str, network: nn.Module) -> GraphPlan:
         """Return the plan of the graph with the parameters, buffers and layers of a network.
@@ -168,7 +178,7 @@ class StreamingPlan:
             ValueError: If the network is another one than was planned.
         """
         if not self.graph_plan.labelled.layouts:
-            self.graph_plan = _convert(self.graph_plan, lambda graph: _bind_graph(caller, graph, network), labels=True)
+            vars(self).update(self._converted(lambda graph: _bind_graph(caller, graph, network), labels=True))
             if describe_structure(network) != self.structure:
                 raise _other_network(caller, network, "other modules, or another forward, than were recorded")
         return self.graph_plan
@@ -202,6 +212,12 @@ class StreamingPlan:
             text.append(f"{count} stored {where} between passes, at most {self.stored_bytes:,} bytes at once")
         total = f"{self.macs / 1e9:,.1f} billion" if self.macs >= 1e9 else f"{self.macs / 1e6:,.3g} million"
         text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {total}")
+        if isinstance(self.check, RegionCheck):
+            region = " × ".join(map(str, self.check.size))
+            share = f"{self.check.macs / max(1, self.macs):.2g} times the network's MACs"
+            text.append(f"before, tiles are compared with the network on a region of {region} positions: {share}")
+        else:
+            text.append(f"not checked: {self.check}")
         if self.recomputed > WORK and self.patches is None:
             text.append("to do less work: tile=Tiles(…, disk=bytes) stores values inside the network between passes")
         return text

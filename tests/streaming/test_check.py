@@ -1,0 +1,269 @@
+"""The check on a region: it finds wrong rules, names the operation, and costs a small share."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from farfield.streaming import MeanOverFlips, Tiles, _predict_whole, check, plan_whole, predict_whole
+from farfield.streaming.labels import label_graph
+from farfield.streaming.plan import GraphPlan, find_stored, make_graph_plan
+from farfield.streaming.rules import RULES
+from helpers.recorded import record_network
+
+
+def plan_of(net: nn.Module, size: tuple[int, ...], tile: tuple[int, ...]) -> GraphPlan:
+    graph = record_network(net, (1, 1, *size))
+    labelled = label_graph(graph, size, [axis for axis, own in enumerate(tile) if own < size[axis]])
+    return make_graph_plan(labelled, tile, find_stored(labelled))
+
+
+def run(net: nn.Module, size: tuple[int, ...], tile: tuple[int, ...]) -> str:
+    checked = check.RegionCheck(plan_of(net, size, tile), 0.0)
+    volume = torch.randn(1, 1, *size)
+    with torch.no_grad():
+        return check.run_check("predict_whole", checked, net, lambda grid: grid, size, lambda number, region: volume)
+
+
+def network() -> nn.Module:
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.Conv2d(4, 4, 5, padding=2, stride=2)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(4, 2, 1)).eval()
+
+
+def lose_a_position(boxes):
+    """Return boxes that begin one position later along the last dimension, but for the first tile."""
+    first, *rest = boxes
+    ((start, stop),) = first[-1]
+    return [(*first[:-1], ((start + 1 if start else start, stop),)), *rest]
+
+
+@pytest.mark.parametrize("op", ["aten.convolution.default", "aten.upsample_bilinear2d.default"])
+def test_a_rule_that_reads_too_little_is_named(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    rule = RULES[op]
+
+    def run_padded(call, output, box, tensors):
+        # What is lost stands as a 0, so that only numbers are wrong.
+        wanted = rule.needs(call, output, box)[0][-1][0]
+        lost = wanted[1] - wanted[0] - tensors[0].shape[-1]
+        return rule.run(call, output, box, [nn.functional.pad(tensors[0], (lost, 0)), *tensors[1:]])
+
+    wrong = rule._replace(needs=lambda *given: lose_a_position(rule.needs(*given)), run=run_padded)
+    assert run(network(), (24, 24), (12, 12)) == ""
+    monkeypatch.setitem(RULES, op, wrong)
+    with pytest.raises(check.TilesDifferError, match=re.escape(op)):
+        run(network(), (24, 24), (12, 12))
+
+
+def test_a_reduction_that_merges_wrongly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = "aten.native_batch_norm.default"
+    rule = RULES[op]
+
+    def reduce(call):
+        given = rule.reduce(call)
+        return None if given is None else given._replace(merge=lambda first, second: first)
+
+    monkeypatch.setitem(RULES, op, rule._replace(reduce=reduce))
+    with pytest.raises(check.TilesDifferError, match=re.escape(op)):
+        run(network(), (24, 24), (12, 12))
+
+
+def test_rounding_that_a_condition_makes_large_is_no_fault() -> None:
+    class Gate(nn.Module):
+        def forward(self, grid: torch.Tensor) -> torch.Tensor:
+            # Half of the numbers are the mean, up to rounding.
+            mean = grid.mean((2, 3), keepdim=True)
+            centered = grid - mean + torch.where(grid > 0, mean, mean)
+            return (centered > grid.flatten(2).var(2)[..., None] - 1).float()
+
+    assert run(nn.Sequential(nn.Conv2d(1, 1, 1), Gate()).eval(), (24, 24), (12, 12)) == ""
+
+
+def test_what_the_recording_does_not_see_is_found() -> None:
+    class Stateful(nn.Module):
+        """Adds a number that is another in each call."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = [0.0]
+
+        def forward(self, grid: torch.Tensor) -> torch.Tensor:
+            return grid + self.calls[0]
+
+    net = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), Stateful()).eval()
+    planned = plan_of(net, (24, 24), (12, 12))
+    net[1].calls[0] = 1.0
+    volume = torch.randn(1, 1, 24, 24)
+    with torch.no_grad(), pytest.raises(check.TilesDifferError, match="recorded"):
+        check.run_check(
+            "predict_whole", check.RegionCheck(planned, 0.0), net, lambda grid: grid, (24, 24), lambda *_: volume
+        )
+    assert net[1].calls == [1.0]
+
+
+def test_a_network_without_float64_is_not_checked() -> None:
+    class Single(nn.Module):
+        def forward(self, grid: torch.Tensor) -> torch.Tensor:
+            if grid.dtype != torch.float32:
+                raise TypeError("float32 alone")
+            return grid
+
+    assert run(nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), Single()).eval(), (24, 24), (12, 12)) != ""
+
+
+def test_regions_grow_from_two_strides_to_the_halo() -> None:
+    sizes = list(check.region_sizes((100, 90, 33), (0, 1), (16, 16, 1), (20, 20, 0)))
+    assert sizes[0] == (20, 42, 33)
+    assert sizes[-1] == (16 * 6 + 4, 16 * 5 + 10, 33)
+    assert all(
+        (length - own) % stride == 0
+        for each in sizes
+        for length, own, stride in zip((100, 90, 33), each, (16, 16, 1), strict=True)
+    )
+
+
+def test_a_constant_part_of_the_volume_is_passed_over() -> None:
+    planned = plan_of(network(), (8, 8), (4, 8))
+    volume = torch.zeros(1, 1, 64, 64)
+    volume[..., :8] = torch.rand(64, 8)
+    seen = []
+
+    def read(number, region):
+        seen.append(region)
+        return volume[(..., *(slice(*span) for span in region))]
+
+    grids = check._read_varied(check.RegionCheck(planned, 0.0), (64, 64), read)
+    assert len(seen) == 4
+    assert grids[0].unique().numel() > 1
+
+
+# ---- in predict_whole ------------------------------------------------------------------------------------------------
+def test_a_plan_has_its_check_and_pickles_it() -> None:
+    net, volume = network(), torch.randn(1, 200, 180)
+    plan = plan_whole(net, volume.shape, tile=50)
+    assert isinstance(plan.check, check.RegionCheck)
+    assert 0 < plan.check.macs <= check.SHARE * sum(each.macs for each in plan.passes)
+    assert len(plan.check.plan.tiles) >= 2
+    assert any("region of " + " × ".join(map(str, plan.check.size)) in line for line in plan.lines())
+    restored = pickle.loads(pickle.dumps(plan))
+    assert not any(name in restored.check.plan.labelled.graph.constants for name, _ in net.named_parameters())
+    got = predict_whole(net, volume, plan=restored, quiet=True)
+    assert torch.allclose(got, net(volume[None])[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("net", "tile", "reason"),
+    [
+        (network(), (200, 180), "one tile"),
+        (network(), 8, "2%"),
+        (network(), Tiles(50, statistics="tile"), "norms and pooling"),
+    ],
+)
+def test_a_plan_tells_why_it_is_not_checked(net: nn.Module, tile: object, reason: str) -> None:
+    size = (16, 16) if tile == 8 else (200, 180)
+    assert any("not checked" in line and reason in line for line in plan_whole(net, size, tile=tile).lines())
+
+
+def test_predict_whole_finds_a_wrong_rule_before_the_first_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    op, net, volume = "aten.native_batch_norm.default", network(), torch.randn(1, 200, 180)
+    rule = RULES[op]
+
+    def reduce(call):
+        given = rule.reduce(call)
+        return None if given is None else given._replace(merge=lambda first, second: first)
+
+    monkeypatch.setitem(RULES, op, rule._replace(reduce=reduce))
+    with pytest.raises(check.TilesDifferError, match=rf"(?s)predict_whole: .*{re.escape(op)} in 1; fix: tile=\(None, "):
+        predict_whole(net, volume, tile=50, out=tmp_path / "out.npy", quiet=True)
+    assert not (tmp_path / "out.npy").exists()
+    # The fix that the error names.
+    got = predict_whole(net, volume, tile=(None, None), out=tmp_path / "other.npy", quiet=True)
+    assert np.allclose(got, net(volume[None])[0].detach(), atol=1e-5)
+
+
+def test_a_halo_that_is_too_small_is_found() -> None:
+    def run_with(halo: int) -> torch.Tensor:
+        net = nn.Sequential(nn.Conv2d(1, 1, 1), Shifted()).eval()
+        return predict_whole(net, torch.randn(1, 200, 180), tile=Tiles(50, halo=halo), quiet=True)
+
+    class Shifted(nn.Module):
+        """Positions that are 5 away, by an operation without a rule."""
+
+        def forward(self, grid: torch.Tensor) -> torch.Tensor:
+            return no_rule(grid)
+
+    assert run_with(5).shape == (1, 200, 180)
+    with pytest.raises(check.TilesDifferError, match="no_rule"):
+        run_with(2)
+
+
+@torch.library.custom_op("farfield_tests::no_rule", mutates_args=())
+def no_rule(grid: torch.Tensor) -> torch.Tensor:
+    """Return the sum of positions up to 5 away."""
+    return nn.functional.avg_pool2d(grid, 11, 1, 5) * 121
+
+
+@no_rule.register_fake
+def _(grid: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(grid)
+
+
+def test_flips_outputs_and_labels_are_checked_before_reduction() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(1, 3, 3, padding=1)
+
+        def forward(self, grid: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"one": self.first(grid), "other": grid}
+
+    volume = torch.randn(1, 200, 180)
+    for net, reduce in ((Two().eval(), None), (MeanOverFlips(network(), (0, 1)).eval(), "argmax")):
+        plan = plan_whole(net, volume.shape, tile=50, reduce=reduce)
+        assert isinstance(plan.check, check.RegionCheck)
+        graph = plan.check.plan.labelled.graph
+        assert graph.info(graph.output).dtype == torch.float32
+        predict_whole(net, volume, plan=plan, quiet=True)
+
+
+def test_a_prediction_that_resumes_is_not_checked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Residual(nn.Module):
+        """Its last pass reads the volume too."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def forward(self, grid: torch.Tensor) -> torch.Tensor:
+            return self.network(grid) + grid
+
+    net, volume, calls = Residual().eval(), torch.randn(1, 200, 180), []
+    monkeypatch.setattr(_predict_whole, "run_check", lambda *given: calls.append(1) or "")
+
+    class StoppedError(Exception):
+        """The process ends."""
+
+    class Reading:
+        """The volume; it can be read so many times."""
+
+        shape, dtype, left = volume.shape, np.dtype("float32"), 20
+
+        def __getitem__(self, index: object) -> np.ndarray:
+            self.left -= 1
+            if not self.left:
+                raise StoppedError
+            return volume[index].numpy()
+
+    reading = Reading()
+    with pytest.raises(StoppedError):
+        predict_whole(net, reading, tile=50, out=tmp_path / "out.npy", quiet=True)
+    got = predict_whole(net, reading, tile=50, out=tmp_path / "out.npy", quiet=True)
+    assert calls == [1]
+    assert np.allclose(got, net(volume[None])[0].detach(), atol=1e-5)
