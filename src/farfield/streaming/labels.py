@@ -286,20 +286,15 @@ def last_uses(
 def count_bytes(
     labelled: LabelledGraph, regions: Mapping[Value, Region], given: Collection[Value], wanted: Collection[Value]
 ) -> int:
-    """Return the most bytes that values on their regions take at once while they are computed in order."""
+    """Return the most bytes that values on their regions take at once while they are computed, scratch included."""
     freed = last_uses(labelled.graph, regions, given, wanted)
     sizes = {value: labelled.bytes_on(value, region) for value, region in regions.items()}
     live = peak = 0
-    for value in sorted(sizes):
-        live += sizes[value]
-        peak = max(peak, live + (0 if value in given else _count_scratch(labelled, value, regions[value])))
+    for value in sorted(regions):
+        live, scratch = live + sizes[value], 0
+        if value not in given and value.node in labelled.rules and value.node not in labelled.reductions:
+            rule, call = labelled.rules[value.node], labelled.calls[value.node]
+            scratch = max((rule.scratch(call, value.output, box) for box in boxes_of(regions[value])), default=0)
+        peak = max(peak, live + scratch * labelled.graph.info(value).dtype.itemsize)
         live -= sum(sizes.get(source, 0) for source in freed.get(value, ()))
     return peak
-
-
-def _count_scratch(labelled: LabelledGraph, value: Value, region: Region) -> int:
-    if value.node in labelled.reductions or value.node not in labelled.rules:
-        return 0
-    rule, call = labelled.rules[value.node], labelled.calls[value.node]
-    numbers = max((rule.scratch(call, value.output, box) for box in boxes_of(region)), default=0)
-    return numbers * labelled.graph.info(value).dtype.itemsize

@@ -31,16 +31,16 @@ def compute(
     freed = last_uses(labelled.graph, regions, given, wanted)
     known: dict[Value, Tensor] = {}
 
-    def fetch(value: Value, box: Box) -> Any:
-        if not is_read(labelled, value, box):
-            return None
-        if value in labelled.known:
-            return _read_constant(labelled, value, box)
-        return read_box(known[value], regions[value], box)
-
     def run(value: Value, box: Box) -> Tensor:
         call, reduction = labelled.calls[value.node], labelled.reductions.get(value.node)
-        tensors = [fetch(*pair) for pair in needs[value, box]]
+        tensors: list[Any] = []
+        for source, own in needs[value, box]:
+            if not is_read(labelled, source, own):
+                tensors.append(None)
+            elif source in labelled.known:
+                tensors.append(_read_constant(labelled, source, own))
+            else:
+                tensors.append(read_box(known[source], regions[source], own))
         if reduction is None:
             return labelled.rules[value.node].run(call, value.output, box, tensors)
         return reduction.finish(call, value.output, box, tensors, parts[value.node])
