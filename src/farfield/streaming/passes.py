@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,9 @@ from torch import Tensor
 
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
-from farfield.streaming.patches import compute_on_patch
 from farfield.streaming.plan import GraphPlan, PatchPlan
-from farfield.streaming.rules.rule import Parts
-from farfield.streaming.run import compute, summarize_tile
+from farfield.streaming.rules.rule import OperationCall, Parts, Reduction
+from farfield.streaming.run import Read, compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of
 from farfield.streaming.store import Store
 
@@ -116,7 +116,7 @@ class TiledRun:
             return self.store[value].read(index, box)
 
         if self.patches is not None:
-            part = compute_on_patch(self.patches, tile, wanted, read, self.sums)
+            part = _compute_on_patch(self.patches, tile, wanted, read, self.sums)
         else:
             known = compute(labelled, wanted, plan.given(stage), read, self.sums)
 
@@ -158,3 +158,30 @@ def _spreads(numbers: Tensor) -> bool:
 
 def _not_finite_in(path: str, tile: Sequence[Span]) -> ValueError:
     return not_finite(f"predict_whole: {path}", tuple(start for start, _ in tile))
+
+
+def _compute_on_patch(
+    plan: PatchPlan, tile: Sequence[Span], wanted: Mapping[Value, Box], read: Read, parts: Mapping[int, Parts]
+) -> Read:
+    """Run the patch of a tile; return the function that reads boxes of the wanted values, as those of the whole."""
+    labelled, region, inputs = plan.labelled, plan.region(tile), plan.patch.graph.inputs
+
+    def move(value: Value, box: Box) -> Box:
+        """Return where a box of a value on the patch lies in the whole; each dimension is one piece."""
+        return tuple(
+            ((first + start, first + stop),)
+            for ((first, _),), ((start, stop),) in zip(plan.part(value, region), box, strict=True)
+        )
+
+    def reduce(index: int) -> Reduction:
+        whole = labelled.reductions[index]
+
+        def finish(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], own: Parts) -> Any:
+            return whole.finish(labelled.calls[index], output, move(Value(index, output), box), tensors, own)
+
+        return whole._replace(finish=finish)
+
+    patch = copy.copy(plan.patch)
+    patch.reductions = {index: reduce(index) for index in plan.reductions}
+    known = compute(patch, plan.patch_boxes(wanted), inputs, lambda value, box: read(value, move(value, box)), parts)
+    return lambda value, box: read_box(known[value], region_of(plan.part(value, region)), box)

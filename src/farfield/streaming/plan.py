@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -26,17 +26,17 @@ class Halo(NamedTuple):
     before: tuple[int, ...]
     after: tuple[int, ...]
 
-    def join(self, other: Halo) -> Halo:
-        """Return the larger of two halos, per axis and direction."""
-        before, after = (tuple(map(max, *pair)) for pair in zip(self, other, strict=True))
-        return Halo(before, after)
-
     def around(self, core: Sequence[Span], whole: Sequence[int]) -> tuple[Span, ...]:
         """Return the region that a tile reads: its own positions and the halo, cut at the border of the volume."""
         return tuple(
             (max(0, start - before), min(length, stop + after))
             for (start, stop), before, after, length in zip(core, *self, whole, strict=True)
         )
+
+
+def join_halos(halos: Iterable[Halo]) -> Halo:
+    """Return the largest of some halos, per axis and direction."""
+    return Halo(*(tuple(map(max, zip(*sides, strict=True))) for sides in zip(*halos, strict=True)))
 
 
 def _halo_of(region: Region, tile: Sequence[Span]) -> Halo:
@@ -128,6 +128,11 @@ class GraphPlan:
             for stage in range(last + 1)
         ]
 
+    @cached_property
+    def passes(self) -> tuple[PlannedPass, ...]:
+        """The passes with their costs."""
+        return tuple(map(self._cost, range(len(self.stages))))
+
     def level_of(self, value: Value) -> int:
         """Return the first pass that can compute a value."""
         return self.labelled.levels[value.node]
@@ -165,20 +170,19 @@ class GraphPlan:
         box = self.labelled.core(layout, tile)
         return None if is_empty(box) or not self.labelled.owns(layout, tile) else box
 
-    def describe(self, stage: int, halo: Halo, macs: float, peak: int) -> PlannedPass:
-        """Return a pass by the names of layers, with what it costs."""
+    def _describe(self, stage: int, halo: Halo, macs: float, peak: int) -> PlannedPass:
         nodes, each = self.labelled.graph.nodes, self.stages[stage]
         summarizes = dict.fromkeys(nodes[index].path for index in each.reductions)
         stores = dict.fromkeys(nodes[value.node].path for value in each.writes)
         return PlannedPass(tuple(summarizes), tuple(stores), halo, macs, peak)
 
-    def cost(self, stage: int) -> PlannedPass:
+    def _cost(self, stage: int) -> PlannedPass:
         """Return a pass with its cost.
 
         What a tile reads along an axis follows from its place along that axis alone, so a diagonal of tiles tells all.
         """
         labelled, graph, given = self.labelled, self.labelled.graph, self.given(stage)
-        halo, peak = Halo(*[(0,) * len(self.tile)] * 2), 0
+        halos, peak = [Halo(*[(0,) * len(self.tile)] * 2)], 0
         # Of each value, how many positions run along each axis in all tiles, and along no axis, None.
         counts: dict[Value, Counter[int | None]] = {}
         for tile, weights in _diagonal(self.spans):
@@ -189,7 +193,7 @@ class GraphPlan:
             peak = max(peak, count_bytes(labelled, regions, given, wanted), left + max(scratch, default=0))
             for value, region in regions.items():
                 if value in graph.inputs:
-                    halo = halo.join(_halo_of(region, tile))
+                    halos.append(_halo_of(region, tile))
                 elif value not in given and _running_macs(labelled, value.node):
                     _add_positions(counts.setdefault(value, Counter()), labelled.layouts[value], region, weights)
         summing = sum(summing_macs(graph.nodes[index]) for index in self.stages[stage].reductions)
@@ -197,20 +201,15 @@ class GraphPlan:
             _running_macs(labelled, value.node) * math.prod(own.values()) / max(1, math.prod(graph.info(value).shape))
             for value, own in counts.items()
         )
-        return self.describe(stage, halo, summing + running, peak)
+        return self._describe(stage, join_halos(halos), summing + running, peak)
 
     @property
     def bytes_stored(self) -> int:
         """The most bytes of stored values at once."""
-        live = [
-            sum(
-                self.labelled.graph.info(value).bytes
-                for value, last in self.stored.items()
-                if self.level_of(value) <= stage <= last
-            )
-            for stage in range(len(self.stages))
-        ]
-        return max(live)
+        info = self.labelled.graph.info
+        stored = [(info(value).bytes, self.level_of(value), last) for value, last in self.stored.items()]
+        stages = range(len(self.stages))
+        return max(sum(size for size, first, last in stored if first <= stage <= last) for stage in stages)
 
 
 def summing_macs(node: Node) -> int:
@@ -239,15 +238,11 @@ def _diagonal(spans: Sequence[Sequence[Span]]) -> Iterator[tuple[tuple[Span, ...
 
 def _add_positions(counts: Counter[int | None], layout: Layout, region: Region, weights: Sequence[int]) -> None:
     """Add the positions of a region along each axis, so often; those along no axis, None, are the same in all tiles."""
-    extents, rest = [1] * len(weights), 1
+    extents: dict[int | None, int] = dict.fromkeys([*range(len(weights)), None], 1)
     for piece, spans in zip(itertools.chain(*layout), itertools.chain(*region), strict=True):
-        positions = sum(stop - start for start, stop in spans)
-        if piece.axis is None:
-            rest *= positions
-        else:
-            extents[piece.axis] *= positions
-    counts.setdefault(None, rest)
-    counts.update({axis: extent * weight for axis, (extent, weight) in enumerate(zip(extents, weights, strict=True))})
+        extents[piece.axis] *= sum(stop - start for start, stop in spans)
+    counts.setdefault(None, extents.pop(None))
+    counts.update({axis: extents[axis] * weight for axis, weight in enumerate(weights)})
 
 
 @dataclass
@@ -295,7 +290,7 @@ class PatchPlan(GraphPlan):
         """Return the whole boxes of values on a patch, of those that depend on the volume."""
         return {value: whole_box(self.patch.layouts[value]) for value in values if value not in self.patch.known}
 
-    def cost(self, stage: int) -> PlannedPass:
+    def _cost(self, stage: int) -> PlannedPass:
         """Return a pass with its cost, from the MACs and the bytes of one patch."""
         graph, reductions = self.patch.graph, self.stages[stage].reductions
         wanted = self.patch_boxes([*self.summarized(stage), *self.ends(stage)])
@@ -304,7 +299,25 @@ class PatchPlan(GraphPlan):
         for index in {value.node for value in regions}:
             macs += graph.nodes[index].macs - (summing_macs(graph.nodes[index]) if index in self.reductions else 0)
         peak = count_bytes(self.patch, regions, graph.inputs, wanted)
-        return self.describe(stage, self.halo, float(macs * len(self.tiles)), peak)
+        return self._describe(stage, self.halo, float(macs * len(self.tiles)), peak)
+
+
+@dataclass
+class RegionCheck:
+    """A check on a region, which runs as if it were the volume.
+
+    Attributes:
+        plan: The passes over its tiles, of which there are at least two.
+        macs: MACs of the check: of the untiled network in two precisions, and of the tiles.
+    """
+
+    plan: GraphPlan
+    macs: float
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Size of the region."""
+        return self.plan.labelled.size
 
 
 # ---- from a graph to its plan ----------------------------------------------------------------------------------------
