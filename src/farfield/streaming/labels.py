@@ -46,7 +46,7 @@ class LabelledGraph:
         size: The volume's size.
         cut: The axes along which it is cut.
         halo: How far operations without a rule reach, in positions of the volume; None if they are refused.
-        layouts: Value -> its pieces.
+        layouts: Value -> its pieces, in the order of nodes.
         calls: Node -> its call.
         rules: Node -> its rule.
         reductions: Node -> how it sums over the whole, of nodes that do.
@@ -123,8 +123,7 @@ def label_graph(
 ) -> LabelledGraph:
     """Find the labels of all values, and the operations that sum over the whole; dimensions from `first` on are axes.
 
-    Raises:
-        GraphError: If an operation has no rule, or cannot run on parts.
+    It raises GraphError if an operation has no rule, or cannot run on parts.
     """
     labelled = LabelledGraph(graph, tuple(size), tuple(cut), halo)
     for index in labelled.order:
@@ -213,16 +212,16 @@ WHOLE = Rule(
 
 
 # ---- what a part needs ----------------------------------------------------------------------------------------------
-def find_needs(labelled: LabelledGraph, index: int, output: int, box: Box) -> list[tuple[Value, Box]]:
-    """Return the boxes of values that a node needs for a box of one of its outputs; empty ones are not read."""
-    call, reduction = labelled.calls[index], labelled.reductions.get(index)
+def find_needs(labelled: LabelledGraph, value: Value, box: Box) -> list[tuple[Value, Box]]:
+    """Return the boxes of the operands from which a box of a value is computed; empty ones are not read."""
+    call, reduction = labelled.calls[value.node], labelled.reductions.get(value.node)
     if reduction is None:
-        boxes = labelled.rules[index].needs(call, output, box)
+        boxes = labelled.rules[value.node].needs(call, value.output, box)
     elif reduction.reads is None:
         return []
     else:
         boxes = reduction.reads(call, box)
-    return list(zip(labelled.graph.nodes[index].inputs, boxes, strict=True))
+    return list(zip(labelled.graph.nodes[value.node].inputs, boxes, strict=True))
 
 
 def find_regions(labelled: LabelledGraph, wanted: Mapping[Value, Box], given: Collection[Value]) -> dict[Value, Region]:
@@ -235,16 +234,14 @@ def trace(
 ) -> tuple[dict[Value, Region], Needs]:
     """Return also what each box of these regions needs."""
     regions, needs = {value: region_of(box) for value, box in wanted.items()}, Needs()
-    for index in reversed(labelled.order):
-        for output in range(len(labelled.graph.nodes[index].outputs)):
-            value = Value(index, output)
-            if value not in regions or value in given:
-                continue
-            for box in boxes_of(regions[value]):
-                own = needs[value, box] = find_needs(labelled, index, output, box)
-                for source, needed in own:
-                    if source not in labelled.known and is_read(labelled, source, needed):
-                        regions[source] = add_box(regions.get(source), needed)
+    for value in reversed(labelled.layouts):
+        if value not in regions or value in given:
+            continue
+        for box in boxes_of(regions[value]):
+            own = needs[value, box] = find_needs(labelled, value, box)
+            for source, needed in own:
+                if source not in labelled.known and is_read(labelled, source, needed):
+                    regions[source] = add_box(regions.get(source), needed)
     return regions, needs
 
 

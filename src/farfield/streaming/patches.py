@@ -25,11 +25,7 @@ ENOUGH = 32
 def make_patch_plan(
     labelled: LabelledGraph, tile: Sequence[int], strides: Sequence[int], record: Callable[[tuple[int, ...]], Recording]
 ) -> PatchPlan:
-    """Plan how a network, which `record` records on the size of a patch, runs on patches.
-
-    Raises:
-        GraphError: If it cannot.
-    """
+    """Plan how a network, which `record` records on the size of a patch, runs on patches; or raise GraphError."""
     nodes = labelled.graph.nodes
     if labelled.gathered:
         path = nodes[min(labelled.gathered).node].path
@@ -60,13 +56,9 @@ def plan_check(
     strides: Sequence[int],
     samples: int,
 ) -> RegionCheck | str:
-    """Plan the largest check that takes no more than `SHARE` of the planned MACs, and a tile's bytes; or tell why none.
+    """Plan the largest check that takes at most `SHARE` of the planned MACs, and a tile's bytes; or tell why none.
 
-    Args:
-        record: Records the network on volumes of a size, before any reduction.
-        plan: The plan of the volume.
-        strides: Strides of the network.
-        samples: Number of samples that the plan runs on.
+    `record` records the network on volumes of a size, before any reduction.
     """
     if isinstance(plan, PatchPlan):
         return "norms and pooling see what a tile reads"

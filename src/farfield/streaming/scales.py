@@ -97,7 +97,7 @@ class Recording:
 def find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
     """Return the scales of each value along the axes that it runs along, where it has even steps."""
     scales: dict[Value, Scales] = {}
-    for value, layout in sorted(labelled.layouts.items()):
+    for value, layout in labelled.layouts.items():
         along = {axis: _scale_along(labelled, scales, value, axis, end) for axis, (_, end) in _whole_of(layout).items()}
         scales[value] = {axis: scale for axis, scale in along.items() if scale is not None}
     return scales
@@ -120,7 +120,7 @@ def _scale_along(
     # In the middle, as windows end at borders.
     first = (length - 1 - distance) // 2
     boxes = [box_at(layouts[value], axis, place) for place in (first, first + distance)]
-    needs = [find_needs(labelled, value.node, value.output, box) for box in boxes]
+    needs = [find_needs(labelled, value, box) for box in boxes]
     for (source, one), (_, other) in zip(*needs, strict=True):
         before, after = (_spans_along(layouts[source], box).get(axis) for box in (one, other))
         if axis not in scales.get(source, {}) or before is None or after is None:

@@ -167,11 +167,7 @@ class StreamingPlan:
         return {"graph_plan": plan, "check": check}
 
     def bind(self, caller: str, network: nn.Module) -> GraphPlan:
-        """Return the plan of the graph with the parameters, buffers and layers of a network.
-
-        Raises:
-            ValueError: If the network is another one than was planned.
-        """
+        """Return the plan with the parameters, buffers and layers of a network; refuse another than was planned."""
         if not self.graph_plan.labelled.layouts:
             vars(self).update(self._convert(lambda labelled: _bind_graph(caller, labelled, network)))
             if describe_structure(network) != self.structure:
@@ -247,11 +243,7 @@ def _without_labels(labelled: LabelledGraph) -> LabelledGraph:
 
 
 def _bind_graph(caller: str, labelled: LabelledGraph, network: nn.Module) -> LabelledGraph:
-    """Return a graph with the parameters, buffers and layers of a network, and with its labels.
-
-    Raises:
-        ValueError: If the network has not what the graph names.
-    """
+    """Return a graph with its labels, and the parameters, buffers and layers of a network; refuse one without."""
     graph = labelled.graph
     named, modules = dict([*network.named_parameters(), *network.named_buffers()]), dict(network.named_modules())
     constants, nodes = dict(graph.constants), list(graph.nodes)
@@ -281,12 +273,7 @@ def _other_network(caller: str, network: nn.Module, why: str) -> ValueError:
 def check_plan(
     caller: str, plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None, reduce: Reduction
 ) -> StreamingPlan:
-    """Return a plan that is bound to no network; refuse one of other volumes, or beside what it has itself.
-
-    Raises:
-        TypeError: If it is no plan.
-        ValueError: If the shapes are others, `tile` or `pad` is given too, or another `reduce` than was planned.
-    """
+    """Return a plan that is bound to no network; refuse one of other volumes, or beside what it has itself."""
     if not isinstance(plan, StreamingPlan):
         raise TypeError(f"{caller}: plan must be what plan_whole returns, got {type(plan).__name__}; fix: plan=None.")
     if tile is not None or pad is not None:
