@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import nn
 
 from farfield._fingerprint import fingerprint
-from farfield.streaming import StreamingPlan, Tiles, planning, predict_whole, resume, store
+from farfield.streaming import StreamingPlan, Tiles, planning, predict_whole, progress, store
 from helpers import faults
 from helpers.streamed_nets import SoftmaxBetween, settled
 
@@ -84,7 +84,7 @@ def plans_made_once() -> Iterator[None]:
         return plans[key]
 
     # The progress is saved after each tile, not after some seconds, so that a program runs again as it ran.
-    with mock.patch.object(planning.Planner, "plan", cached), mock.patch.object(resume, "SHARE", 0):
+    with mock.patch.object(planning.Planner, "plan", cached), mock.patch.object(progress, "SHARE", 0):
         yield
 
 
@@ -93,7 +93,7 @@ def clock_going_back() -> Iterator[None]:
     """A clock that starts in 1970 and goes back by a minute each time that it is read."""
     seconds = iter(range(10**9, 0, -60))
     monotonic = SimpleNamespace(monotonic=lambda: next(seconds))
-    with mock.patch.object(resume, "time", monotonic), mock.patch.object(time, "time", return_value=0.0):
+    with mock.patch.object(progress, "time", monotonic), mock.patch.object(time, "time", return_value=0.0):
         yield
 
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from farfield.streaming import record
 from farfield.streaming.graph import Graph, Info, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
-from farfield.streaming.passes import TiledRun
+from farfield.streaming.passes import Store, TiledRun
 from farfield.streaming.plan import GraphPlan, find_stored, make_graph_plan
 from farfield.streaming.spans import Box, write_box
-from farfield.streaming.store import Store
 
 
 def record_network(net: nn.Module, *shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> Graph:

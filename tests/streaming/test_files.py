@@ -135,11 +135,11 @@ CHILD = """
     import numpy as np
     import torch
     torch.set_num_threads(1)
-    from farfield.streaming import predict_whole, respond_whole, resume
+    from farfield.streaming import predict_whole, progress, respond_whole
     from helpers.streamed_nets import Hourglass, attention, settled
 
     kill, out, how = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    taken, advance = 0, resume.Progress.advance
+    taken, advance = 0, progress.Stream.advance
 
     def counted(*arguments):
         global taken
@@ -148,7 +148,7 @@ CHILD = """
             os.kill(os.getpid(), how)
         return advance(*arguments)
 
-    resume.Progress.advance = counted
+    progress.Stream.advance = counted
     volume = np.load(Path(out).with_name("volume.npy"), mmap_mode="r")
     {call}
     print(taken)

@@ -56,7 +56,7 @@ def network() -> nn.Module:
 
 def killed(call: Callable[[], Any], tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a call that is killed when it has written so many tiles."""
-    write, count = streaming.runner.Stream.write, [0]
+    write, count = streaming.progress.Stream.write, [0]
 
     def counted(*arguments: Any) -> None:
         if count[0] == tiles:
@@ -65,8 +65,8 @@ def killed(call: Callable[[], Any], tiles: int, monkeypatch: pytest.MonkeyPatch)
         write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming.resume, "SHARE", 0)  # saved after every tile
-        patch.setattr(streaming.runner.Stream, "write", counted)
+        patch.setattr(streaming.progress, "SHARE", 0)  # saved after every tile
+        patch.setattr(streaming.progress.Stream, "write", counted)
         with pytest.raises(KilledError):
             call()
 
@@ -86,8 +86,8 @@ def test_another_number_in_an_attribute_is_another_network(
         call(2.0)
     with monkeypatch.context() as patch:
         seen: list[int] = []
-        read = streaming.runner.Stream.read
-        patch.setattr(streaming.runner.Stream, "read", lambda *given: seen.append(given[2]) or read(*given))
+        read = streaming.progress.Stream.read
+        patch.setattr(streaming.progress.Stream, "read", lambda *given: seen.append(given[2]) or read(*given))
         call(1.0)
     # The ten that were written are read to compare them, the other six to compute them.
     assert seen == [*range(10), *range(10, 16)]

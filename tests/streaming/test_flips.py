@@ -85,18 +85,18 @@ def test_means_are_reduced_and_not_their_parts() -> None:
 
 
 def test_a_file_holds_the_mean_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from farfield.streaming import resume, runner
+    from farfield.streaming import progress
 
     net, volume = MeanOverFlips(settled(Hourglass("siamese", 2)), (0, 1)).eval(), volume_of(20, 24)
     plain = predict_whole(net, volume, tile=8, quiet=True)
-    read, reads = runner.Stream.read, []
+    read, reads = progress.Stream.read, []
 
     def counted(*arguments: Any) -> Tensor:
         reads.append(arguments)
         return read(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.Stream, "read", counted)
+        patch.setattr(progress.Stream, "read", counted)
         predict_whole(net, volume, tile=8, quiet=True)
     last, count = len(reads) - 6, itertools.count()
 
@@ -106,8 +106,8 @@ def test_a_file_holds_the_mean_and_resumes(tmp_path: Path, monkeypatch: pytest.M
         return read(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(resume, "SHARE", 0)
-        patch.setattr(runner.Stream, "read", stopped)
+        patch.setattr(progress, "SHARE", 0)
+        patch.setattr(progress.Stream, "read", stopped)
         with pytest.raises(InterruptedError):
             predict_whole(net, volume, tile=8, out=tmp_path / "out.zarr", quiet=True)
     written = predict_whole(net, volume, tile=8, out=tmp_path / "out.zarr", quiet=True)

@@ -349,9 +349,9 @@ def test_a_layer_that_offers_no_overwriting_does_not_suggest_it(tmp_path: Path) 
 def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype, tmp_path: Path) -> None:
     layer, grid = settled(attention(row)).to(dtype), torch.randn(1, 6, 4, 5, dtype=dtype)
     parts = layers.summarize_attention(layer, grid, mask=None, origin=(0, 0), size=(4, 5))
-    state = {field: kind() for field, kind in streaming.resume.FIELDS.items()}
-    streaming.resume.write_state(tmp_path / "state", state | {"summaries": [{"parts": parts}]})
-    saved = streaming.resume.read_state(tmp_path / "state")["summaries"][0]["parts"]
+    state = {field: kind() for field, kind in streaming.progress.FIELDS.items()}
+    streaming.progress.write_state(tmp_path / "state", state | {"summaries": [{"parts": parts}]})
+    saved = streaming.progress.read_state(tmp_path / "state")["summaries"][0]["parts"]
     whole, again = (layers.finish_attention(each, grid.device, complete=True) for each in (parts, saved))
     for one, other in zip([*whole[0], *(whole[1] or ())], [*again[0], *(again[1] or ())], strict=True):
         if isinstance(one, torch.Tensor):
@@ -412,7 +412,7 @@ def test_a_full_disk_at_the_first_save_names_no_folder_that_is_gone(
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(streaming.resume, "write_state", full)
+    monkeypatch.setattr(streaming.progress, "write_state", full)
     with pytest.raises(OSError, match=r'predict_whole: the disk has no room for the progress of ".*out.npy"; fix:'):
         predict_whole(net, volume, tile=TILE, out=tmp_path / "out.npy", quiet=True)
     assert list(tmp_path.iterdir()) == []

@@ -98,6 +98,38 @@ def sample_constant(grid: Tensor) -> Tensor:
     return F.grid_sample(picture, grid[:, :2].movedim(1, -1).tanh(), align_corners=False)
 
 
+def attend_across(grid: Tensor) -> Tensor:
+    """Attend from the rows of one axis to those of the other, with a mask that runs along both."""
+    query, key, mask = grid[..., 0].mT[:, None], grid[:, :, 0].mT[:, None], grid[:, :1]
+    return F.scaled_dot_product_attention(query.contiguous(), key.contiguous(), key.contiguous() + 1, mask).mT
+
+
+def count_by_column(grid: Tensor) -> Tensor:
+    """Add up rows by computed places, which belong to no axis, in each column."""
+    place = (grid * 3).long() % 5
+    counts = torch.zeros(*grid.shape[:2], 5, grid.shape[3]).to(grid)
+    return counts.scatter_add(2, place, grid)
+
+
+def sample_along(grid: Tensor) -> Tensor:
+    """Sample a small fixed image at places whose coordinates are positions of an axis."""
+    picture = torch.arange(20.0).reshape(1, 1, 4, 5).to(grid)
+    return F.grid_sample(picture, grid[..., 5:7].tanh(), align_corners=False)
+
+
+def add_product(grid: Tensor) -> Tensor:
+    """Add a product that sums over one axis to a matrix that runs along the other."""
+    columns = torch.arange(69.0).reshape(23, 3).to(grid) / 99
+    product = torch.addmm(grid[0, :, 0, :3], grid[0, :, :, 0], columns, beta=0.5)
+    return grid + product.sum(1)[None, :, None, None]
+
+
+def add_product_of_rows(grid: Tensor) -> Tensor:
+    """Add a product that sums over one axis to a matrix whose rows run along the other."""
+    rows = torch.arange(391.0).reshape(17, 23).to(grid) / 999
+    return torch.addmm(grid[0, :, 0].mT, rows, grid[0, :, :, 0].mT, beta=0.5).mT[None, :, None]
+
+
 # Name -> what is run, of which shape.
 CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
     "convolution": (nn.Conv2d(4, 3, 5, 2, padding=2), AREA),
@@ -146,6 +178,7 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
     "write": (write_index, AREA),
     "turned": (lambda grid: torch.rot90(grid, 1, (2, 3)).contiguous(), AREA),
     "flipped": (lambda grid: grid.flip(2, 3).expand(2, -1, -1, -1).clone(), AREA),
+    "part of copies": (lambda grid: (grid[:, :1] * 2).expand(-1, 4, -1, -1)[:, 2:3] * grid, AREA),
     "rolled": (lambda grid: grid.roll((5, -3), (2, 3)), AREA),
     "rolled flat": (lambda grid: grid[:, :, :, :16].roll(-1, 2).repeat(1, 1, 2, 1), AREA),
     "written": (lambda grid: torch.full_like(grid, 2.0).index_fill(1, torch.tensor([1]), 3.0) * grid, AREA),
@@ -199,6 +232,14 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
     "city distances": (rows(lambda x: torch.cdist(x, torch.arange(12.0).reshape(1, 3, 4).to(x), p=1.0)), AREA),
     "attention": (rows(attend), AREA),
     "masked attention": (rows(lambda x: attend(x, mask=True)), AREA),
+    "attention over features that are cut": (lambda g: F.scaled_dot_product_attention(g, g * 2, g + 1), AREA),
+    "attention with a mask of both axes": (attend_across, AREA),
+    "vector that is cut": (lambda g: g + (torch.arange(123.0).reshape(3, 41).to(g) @ g[0, 0])[:, None] / 999, LINE),
+    "distances of features that are cut": (lambda g: torch.cdist(torch.ones(1, 1, 3, 17).to(g), g[:, :1]), AREA),
+    "histogram": (count_by_column, AREA),
+    "sampled at places of an axis": (sample_along, AREA),
+    "added product of an axis": (add_product, AREA),
+    "added product of rows": (add_product_of_rows, AREA),
     "causal attention": (rows(lambda x: attend(x, causal=True)), AREA),
     "cumulated": (
         lambda g: g.cumsum(1) + g.clamp(-1, 1).cumprod(1) + g.cummax(1)[0] + g.cummin(1)[0] + g.logcumsumexp(1),
@@ -510,6 +551,7 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "topk": lambda grid: grid.topk(3, 3)[0],
     "warping": lambda grid: F.grid_sample(grid, grid[:, :2].movedim(1, -1), align_corners=False),
     "deformable": lambda grid: grid.gather(2, grid.argsort(2)),
+    "fewer positions": lambda grid: grid.scatter(1, torch.zeros(1, 4, 3, 16, dtype=torch.long), 2.0),
     "triangle": lambda grid: grid.triu(),
     "diagonal": lambda grid: grid.diagonal(0, 2, 3)[..., None],
     "matrix": lambda grid: torch.linalg.svdvals(grid)[..., None],

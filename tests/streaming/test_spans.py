@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from farfield.streaming.graph import Info
 from farfield.streaming.rules.rule import (
     Operand,
     OperationCall,
     RuleError,
-    distinct,
     label_output,
-    positions_of,
     single,
 )
 from farfield.streaming.spans import (
@@ -29,11 +28,13 @@ from farfield.streaming.spans import (
     add_box,
     boxes_of,
     count_positions,
+    distinct,
     is_empty,
     join_boxes,
     join_pieces,
     join_spans,
     length_of,
+    positions_of,
     read_box,
     region_of,
     shape_of,
@@ -134,13 +135,13 @@ def test_pieces_have_one_form() -> None:
 @given(st.data(), LAYOUTS)
 def test_positions_of_spans_are_those_of_the_whole(data: st.DataObject, layout: Layout) -> None:
     for dim, own in zip(layout, data.draw(boxes(layout)), strict=True):
-        assert positions_of(dim, own).tolist() == by_slices((dim,), (own,)).long().tolist()
+        assert positions_of([piece.length for piece in dim], own).tolist() == by_slices((dim,), (own,)).long().tolist()
 
 
 def label(layouts: list[Layout], shape: tuple[int, ...]) -> Layout:
     """Return the labels of what is computed position by position from values of these layouts."""
     operands = tuple(Operand(layout, torch.float32) for layout in layouts)
-    call = OperationCall("", (), {}, operands, (), torch.float32, shape)
+    call = OperationCall("", (), {}, operands, (), (Info(shape, torch.float32),))
     return label_output(call, [range(len(layout)) for layout in layouts], shape)
 
 

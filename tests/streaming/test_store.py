@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
-from farfield.streaming import Tiles, plan_whole, predict_whole, resume
+from farfield.streaming import Tiles, _predict_whole, plan_whole, predict_whole, progress
+from farfield.streaming.passes import Store
 from farfield.streaming.plan import find_stored, make_graph_plan
-from farfield.streaming.store import Store, StoredInFile
+from farfield.streaming.store import StoredInFile
 from farfield.streaming.streaming_plan import StreamingPlan
 from farfield.volumes.sink import FileOutput
 from helpers import faults
@@ -115,6 +116,7 @@ class Watch:
             look()
             return finish(output)
 
+        patch.setattr(_predict_whole, "run_check", lambda *arguments: None)  # which has passes of its own
         patch.setattr(StoredInFile, "write", counted_write)
         patch.setattr(Store, "end", counted_end)
         patch.setattr(FileOutput, "finish", counted_finish)
@@ -284,7 +286,7 @@ def saved_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The progress is saved after each tile, so that a call writes as the one before."""
     if faults.problem() is not None:
         pytest.skip(faults.problem())
-    monkeypatch.setattr(resume, "SHARE", 0)
+    monkeypatch.setattr(progress, "SHARE", 0)
 
 
 @pytest.fixture(scope="module")
@@ -491,7 +493,8 @@ def test_a_killed_prediction_goes_on_with_the_keys_that_are_stored(
 ) -> None:
     net, out = settled(Middle()), tmp_path / "out.npy"
     plan = plan_whole(net, VOLUMES[2].shape, tile=Tiles(8, disk=DISK))
-    monkeypatch.setattr(resume, "SHARE", 0)
+    monkeypatch.setattr(progress, "SHARE", 0)
+    monkeypatch.setattr(_predict_whole, "run_check", lambda *arguments: None)  # which reads the volume too
     want = predict_whole(net, VOLUMES[2], plan=plan, quiet=True)
     with pytest.raises(InterruptedError):
         predict_whole(net, Stopping(reads), plan=plan, out=out, quiet=True)

@@ -19,18 +19,16 @@ from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduction, name_volumes, one_grid
 from farfield.streaming.arguments import Tiles, parse_tiles
 from farfield.streaming.check import RegionCheck, run_check
-from farfield.streaming.passes import TiledRun
-from farfield.streaming.plan import GraphPlan
+from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
+from farfield.streaming.patches import run_patch
 from farfield.streaming.planning import Planner
-from farfield.streaming.resume import Progress, compute_identity, saved_plan, warn
-from farfield.streaming.runner import Stream, TiledVolume, make_progress
+from farfield.streaming.progress import Saved, Stream, compute_identity, saved_plan
 from farfield.streaming.spans import Box, Span
-from farfield.streaming.store import Store
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
-from farfield.volumes.sink import ArrayOutput, FileOutput, check_path, numpy_dtype, output_for
+from farfield.volumes.sink import FileOutput, check_path, numpy_dtype, output_for
 from farfield.volumes.source import VolumeSource, parse_layout
 from farfield.volumes.volume import describe_output
 
@@ -140,11 +138,12 @@ def predict_whole(
     known, volumes = name_volumes("predict_whole", volume)
     refuse_aliasing("predict_whole", out, volumes)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles("predict_whole", tile)
+    known_model, saved = "", None
     if path is not None:
         check_path("predict_whole", path, overwrite)
-    # Of the network as it is given: a run may change what it holds.
-    known_model = "" if path is None else fingerprint(model)
-    saved = None if path is None else saved_plan("predict_whole", path, overwrite, known_model, volumes)
+        # Of the network as it is given: a run may change what it holds.
+        known_model = fingerprint(model)
+        saved = saved_plan("predict_whole", path, overwrite, known_model, volumes)
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
         planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved).plan()
@@ -156,31 +155,38 @@ def predict_whole(
     sources = _read_volumes(planned, model, volumes)
     spec = _make_spec(known, planned, next(iter(sources.values())).channels)
     output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
-    named = "" if path is None else str(out)
-    progress = _open_progress(planned, output, named, known_model, volumes, overwrite)
-    tiled = {name: TiledVolume(source, planned.cores) for name, source in sources.items()}
-    stream = Stream("predict_whole", output, progress, [], tiled)
+    settings = (planned.tile, planned.halo, planned.patch_size, planned.stored, planned.on_disk, str(path or ""))
+    identity = compute_identity(known_model, volumes, settings) | {
+        "pad or reduce": f"{planned.pad} {planned.padding} {planned.reduction}",
+        # Summaries and stored values are known by their node, and another version may record other nodes.
+        "version of torch": torch.__version__,
+    }
+    resumed = Saved(planned.tile, planned.stored, planned.on_disk)
+    tiled = {name: (source, planned.cores) for name, source in sources.items()}
+    stream = Stream("predict_whole", output, identity, resumed, tiled, overwrite)
     folder = output.folder if isinstance(output, FileOutput) else None
-    with closing(Store("predict_whole", graph, planned.on_disk, folder, device)) as store, _outside_inference(device):
-        if (progress.stage, progress.tile) == (0, 0):
+    with (
+        closing(stream),
+        closing(Store("predict_whole", graph, planned.on_disk, folder, device)) as store,
+        _outside_inference(device),
+    ):
+        if (stream.stage, stream.tile) == (0, 0):
             _check_region(planned, model, stream, quiet)
-        result = _run_passes(planned, graph, store, stream, quiet)
+        on_patch = None if planned.patches is None else partial(run_patch, planned.patches)
+        run = TiledRun(graph, on_patch, store, *_connect(stream, planned))
+        tasks = [partial(run.run_task, number) for number in range(planned.samples * len(planned.passes))]
+        result = stream.run([(len(planned.cores), task) for task in tasks], run, quiet)
     split = planned.outputs.split
     return result if out is not None else split(result, int(planned.layout.batch), planned.layout.channels)
 
 
 def _read_volumes(plan: StreamingPlan, model: nn.Module, volumes: Mapping[str, Any]) -> dict[str, VolumeSource]:
-    return {
-        name: VolumeSource(
-            array,
-            parse_layout("predict_whole", array.shape, plan.layout.spatial_dims),
-            device_of(model),
-            dtype_of(model),
-            padding=plan.padding,
-            mode=plan.pad or "reflect",
-        )
-        for name, array in volumes.items()
-    }
+    spatial_dims, padding, mode = plan.layout.spatial_dims, plan.padding, plan.pad or "reflect"
+    sources = {}
+    for name, array in volumes.items():
+        layout = parse_layout("predict_whole", array.shape, spatial_dims)
+        sources[name] = VolumeSource(array, layout, device_of(model), dtype_of(model), padding=padding, mode=mode)
+    return sources
 
 
 def _make_spec(known: ImageMetadata | None, plan: StreamingPlan, channels: int) -> OutputSpec:
@@ -193,29 +199,11 @@ def _make_spec(known: ImageMetadata | None, plan: StreamingPlan, channels: int) 
     return OutputSpec(shape, numpy_dtype(output.dtype), output.written, metadata)
 
 
-def _open_progress(
-    plan: StreamingPlan,
-    output: FileOutput | ArrayOutput,
-    path: str,
-    model: str,
-    volumes: Mapping[str, Any],
-    overwrite: bool,
-) -> Progress:
-    """Begin or resume the progress of a plan for a model with this fingerprint."""
-    settings = (plan.tile, plan.halo, plan.patch_size, plan.stored, plan.on_disk, path)
-    identity = compute_identity(model, volumes, settings) | {
-        "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",
-        # Summaries and stored values are known by their node, and another version may record other nodes.
-        "version of torch": torch.__version__,
-    }
-    return make_progress("predict_whole", output, identity, plan.tile, overwrite, plan.stored, plan.on_disk)
-
-
 def _check_region(plan: StreamingPlan, model: nn.Module, stream: Stream, quiet: bool) -> None:
     """Compare tiles with the network on a region of the volume, if that is planned."""
     if not isinstance(plan.check, RegionCheck):
         return
-    sources, sample = [each.source for each in stream.volumes.values()], 0 if plan.samples > 1 else None
+    sources, sample = [source for source, _ in stream.volumes.values()], 0 if plan.samples > 1 else None
 
     def finish(output: Any) -> Tensor:
         return one_grid("predict_whole", model, plan.size, output)[0]
@@ -229,28 +217,6 @@ def _check_region(plan: StreamingPlan, model: nn.Module, stream: Stream, quiet: 
         print(f"not checked: {problem}", file=sys.stderr)
 
 
-def _run_passes(plan: StreamingPlan, graph: GraphPlan, store: Store, stream: Stream, quiet: bool) -> Any:
-    names = list(stream.volumes)
-
-    def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-        region = tuple(spans[0] for spans in box[2:])
-        return stream.read(names[volume], index, region, sample if plan.samples > 1 else None)
-
-    run = TiledRun(graph, plan.patches, store, read, partial(_write_output, stream, plan))
-    progress = stream.progress
-    if progress.summaries and not run.holds(progress.summaries[-1], progress.stage, progress.tile):
-        warn(
-            f'predict_whole: "{progress.folder}" does not hold any more what passes stored for later ones; '
-            "all run again."
-        )
-        progress.restart()
-    stream.merged = [run]
-    tasks = [
-        lambda index, _, number=number: run.run_task(number, index) for number in range(plan.samples * len(plan.passes))
-    ]
-    return stream.run([(names[0], task) for task in tasks], quiet)
-
-
 @contextmanager
 def _outside_inference(device: torch.device) -> Iterator[None]:
     """Leave `torch.inference_mode`, whose tensors cannot be used in it and outside, and make tensors on a device."""
@@ -259,22 +225,27 @@ def _outside_inference(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _write_output(stream: Stream, plan: StreamingPlan, sample: int, box: Box, numbers: Tensor) -> None:
-    """Write a box of the output, without the positions that stand for padding alone."""
-    spans: Sequence[tuple[int, int]] = [spans[0] for spans in box[2:]]
-    kept = [low for low, _ in plan.output.kept]
-    both = [
-        (max(start, low), min(stop, high)) for (start, stop), (low, high) in zip(spans, plan.output.kept, strict=True)
-    ]
-    if any(start >= stop for start, stop in both):
-        return
-    inside, target = (
-        tuple(slice(start - first, stop - first) for (start, stop), first in zip(both, origin, strict=True))
-        for origin in ([start for start, _ in spans], kept)
-    )
-    part = numbers[(slice(None), slice(None), *inside)]
-    shape = plan.layout.shape(part.shape[0], part.shape[1], part.shape[2:])
-    leading: list[slice] = [slice(None)] * (len(shape) - len(target))
-    if plan.samples > 1:
-        leading[0] = slice(sample, sample + 1)
-    stream.write((*leading, *target), part.reshape(shape))
+def _connect(stream: Stream, plan: StreamingPlan) -> tuple[ReadVolume, WriteOutput]:
+    """Return how passes read boxes of the volumes, and write those of the output, without what stands for padding."""
+    names, kept, apart = list(stream.volumes), plan.output.kept, plan.samples > 1
+
+    def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
+        return stream.read(names[volume], index, tuple(spans[0] for spans in box[2:]), sample if apart else None)
+
+    def write(sample: int, box: Box, numbers: Tensor) -> None:
+        spans = [spans[0] for spans in box[2:]]
+        both = [(max(start, low), min(stop, high)) for (start, stop), (low, high) in zip(spans, kept, strict=True)]
+        if any(start >= stop for start, stop in both):
+            return
+        inside, target = (
+            tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(both, origin, strict=True))
+            for origin in (spans, kept)
+        )
+        part = numbers[(slice(None), slice(None), *inside)]
+        shape = plan.layout.shape(part.shape[0], part.shape[1], part.shape[2:])
+        leading = [slice(None)] * (len(shape) - len(target))
+        if apart:
+            leading[0] = slice(sample, sample + 1)
+        stream.write((*leading, *target), part.reshape(shape))
+
+    return read, write

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
 from farfield.streaming.arguments import cores, parse_positions, round_up_tile
-from farfield.streaming.passes import MergeTree
-from farfield.streaming.resume import compute_identity, saved_plan
-from farfield.streaming.runner import Stream, TiledVolume, make_progress
+from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
+from farfield.streaming.progress import Saved, Stream, compute_identity, saved_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
@@ -111,30 +111,29 @@ def respond_whole(
         known_layer = fingerprint(layer)
         saved = saved_plan("respond_whole", path, None, known_layer, given)
         tile = saved.tile if tile is None and saved is not None else tile
-    queries = _MaskedGrid("grid", layer, grid, mask, _find_layout(layer, grid, tile), tile)
-    keys = queries
+    layout = _find_layout(layer, grid, tile)
+    volumes, keys = _open_grid("grid", layer, grid, mask, layout, tile), "grid"
+    source, tiles = volumes["grid"]
     if context is not None:
-        layout = parse_layout(
-            "respond_whole", context.shape, len(context.shape) - (len(grid.shape) - queries.layout.spatial_dims)
-        )
-        keys = _MaskedGrid("context", layer, context, context_mask, layout, None)
-        if keys.source.batch != queries.source.batch:
-            raise shape_error(
-                "respond_whole",
-                "grid and context must have the same batch.",
-                "repeat the smaller one.",
-                grid=grid,
-                context=context,
-            )
+        keys, leading = "context", len(grid.shape) - layout.spatial_dims
+        keys_layout = parse_layout("respond_whole", context.shape, len(context.shape) - leading)
+        volumes |= _open_grid("context", layer, context, context_mask, keys_layout, None)
+        if volumes["context"][0].batch != source.batch:
+            problem, fix = "grid and context must have the same batch.", "repeat the smaller one."
+            raise shape_error("respond_whole", problem, fix, grid=grid, context=context)
     channels = layer.value_channels if layer.output is None else layer.channels
-    shape = queries.layout.shape(queries.source.batch, channels, queries.source.size)
-    metadata = describe_output(known, queries.layout, queries.source.channels, channels)
-    spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), queries.positions, metadata)
+    shape, positions = layout.shape(source.batch, channels, source.size), _size_of(tiles[0])
+    metadata = describe_output(known, layout, source.channels, channels)
+    spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), positions, metadata)
     output = output_for("respond_whole", out, spec, grid, None)
-    identity = compute_identity(known_layer, given, (queries.positions, keys.positions, str(path)))
-    progress = make_progress("respond_whole", output, identity, queries.positions, None)
-    stream = Stream("respond_whole", output, progress, [], {**queries.tiled_volumes(), **keys.tiled_volumes()})
-    return _Response(layer, queries, keys, stream).run(quiet)
+    identity = compute_identity(known_layer, given, (positions, _size_of(volumes[keys][1][0]), str(path)))
+    stream = Stream("respond_whole", output, identity, Saved(positions), volumes, None)
+    with closing(stream):
+        return _Response(layer, keys, stream).run(quiet)
+
+
+def _size_of(region: Region) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in region)
 
 
 def _check(layer: GridAttention, given: Mapping[str, Any]) -> None:
@@ -170,106 +169,98 @@ def _find_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
     )
 
 
-class _MaskedGrid:
-    """The "grid" or the "context", read in tiles, with its mask; `tile` is the argument of `respond_whole`."""
-
-    def __init__(
-        self,
-        name: str,
-        layer: GridAttention,
-        array: Any,
-        mask: Any,
-        layout: AxisLayout,
-        tile: int | Sequence[int | None] | None,
-    ) -> None:
-        self.layout, self.name = layout, name
-        self.source = VolumeSource(array, layout, device_of(layer), dtype_of(layer), caller="respond_whole")
-        if self.source.channels != layer.channels:
-            raise ShapeError(
-                f"respond_whole: {name} must have the layer's {layer.channels} channels, got {self.source.channels} in "
-                f"shape {tuple(array.shape)} with {layout.spatial_dims} spatial dims; fix: tile with one number per "
-                f"spatial dim of the grid, or a {name} of {layer.channels} channels."
-            )
-        self.mask = None if mask is None else self.make_mask(mask, (*array.shape[: layout.batch], *self.source.size))
-        self.positions = _tile_positions(layer, self.source, tile)
-        self.tiles = cores(self.source.size, self.positions)
-
-    def make_mask(self, mask: Any, expected: tuple[int, ...]) -> VolumeSource:
-        """Return what reads the mask, which must have the expected shape."""
-        dtype = str(getattr(mask, "dtype", ""))
-        if "float" in dtype:
-            raise TypeError(
-                f"respond_whole: the mask of {self.name} must be boolean, True where a position is valid, got {dtype}; "
-                f"fix: mask > 0, or mask == 0 if it is additive, 0 and -inf."
-            )
-        if tuple(mask.shape) != expected:
-            raise ShapeError(
-                f"respond_whole: the mask of {self.name} must have shape {expected}, got {tuple(mask.shape)}; "
-                f"fix: one value per position, without channels."
-            )
-        layout = AxisLayout(self.layout.batch, False, self.layout.spatial_dims)
-        return VolumeSource(mask, layout, self.source.device, torch.bool, caller="respond_whole")
-
-    def tiled_volumes(self) -> dict[str, TiledVolume]:
-        """Return the grid and its mask, by name."""
-        sources = {self.name: self.source, f"mask of the {self.name}": self.mask}
-        return {name: TiledVolume(source, self.tiles) for name, source in sources.items() if source is not None}
-
-    def read(self, stream: Stream, index: int, core: Region) -> tuple[Tensor, dict[str, Any]]:
-        """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""
-        mask = None if self.mask is None else stream.read(f"mask of the {self.name}", index, core)[:, 0]
-        place = {"mask": mask, "origin": tuple(start for start, _ in core), "size": self.source.size}
-        return stream.read(self.name, index, core), place
-
-
-def _tile_positions(
-    layer: GridAttention, source: VolumeSource, tile: int | Sequence[int | None] | None
-) -> tuple[int, ...]:
-    """Return the size of the tiles, rounded up to the windows of pooled keys.
+def _open_grid(
+    name: str,
+    layer: GridAttention,
+    array: Any,
+    mask: Any,
+    layout: AxisLayout,
+    tile: int | Sequence[int | None] | None,
+) -> dict[str, tuple[VolumeSource, list[Region]]]:
+    """Return a grid and its mask, by name, with their tiles, which are rounded up to the windows of pooled keys.
 
     By default tiles are slabs of the first axis; if a slab of one index is larger than TILE, the next axis is cut too.
     """
-    spatial_dims, pool = source.layout.spatial_dims, layer.operator.keys_from.gather
-    windows = pool.windows(spatial_dims) if isinstance(pool, Pool) else (1,) * spatial_dims
-    if tile is not None:
-        return round_up_tile(tile, source.size, windows)
-    positions, room = list(source.size), TILE // (source.batch * source.channels * source.dtype.itemsize)
-    for axis, length in enumerate(source.size):
-        positions[axis] = min(length, max(1, room // math.prod(positions[:axis] + positions[axis + 1 :])))
-    return round_up_tile(positions, source.size, windows)
+    device = device_of(layer)
+    source = VolumeSource(array, layout, device, dtype_of(layer), caller="respond_whole")
+    if source.channels != layer.channels:
+        raise ShapeError(
+            f"respond_whole: {name} must have the layer's {layer.channels} channels, got {source.channels} in "
+            f"shape {tuple(array.shape)} with {layout.spatial_dims} spatial dims; fix: tile with one number per "
+            f"spatial dim of the grid, or a {name} of {layer.channels} channels."
+        )
+    size, pool = source.size, layer.operator.keys_from.gather
+    if tile is None:
+        slab, room = list(size), TILE // (source.batch * source.channels * source.dtype.itemsize)
+        for axis, length in enumerate(size):
+            slab[axis] = min(length, max(1, room // math.prod(slab[:axis] + slab[axis + 1 :])))
+        tile = slab
+    windows = pool.windows(len(size)) if isinstance(pool, Pool) else (1,) * len(size)
+    tiles = cores(size, round_up_tile(tile, size, windows))
+    if mask is None:
+        return {name: (source, tiles)}
+    _check_mask(name, mask, (*array.shape[: layout.batch], *size))
+    masks = VolumeSource(mask, layout._replace(channels=False), device, torch.bool, caller="respond_whole")
+    return {name: (source, tiles), _mask_of(name): (masks, tiles)}
+
+
+def _mask_of(name: str) -> str:
+    return f"mask of the {name}"
+
+
+def _check_mask(name: str, mask: Any, expected: tuple[int, ...]) -> None:
+    dtype = str(getattr(mask, "dtype", ""))
+    if "float" in dtype:
+        raise TypeError(
+            f"respond_whole: the mask of {name} must be boolean, True where a position is valid, got {dtype}; "
+            f"fix: mask > 0, or mask == 0 if it is additive, 0 and -inf."
+        )
+    if tuple(mask.shape) != expected:
+        raise ShapeError(
+            f"respond_whole: the mask of {name} must have shape {expected}, got {tuple(mask.shape)}; "
+            f"fix: one value per position, without channels."
+        )
 
 
 class _Response:
-    """Passes over a grid and what keys and values come from, which is the grid itself if there is no context."""
+    """Passes over a grid and what keys and values come from: the "context", or the "grid" itself if there is none."""
 
-    def __init__(self, layer: GridAttention, queries: _MaskedGrid, keys: _MaskedGrid, stream: Stream) -> None:
-        self.attention, self.queries, self.keys, self.stream = layers.make_streamable(layer), queries, keys, stream
-        self.tree = MergeTree(layers.merge_attention)
+    def __init__(self, layer: GridAttention, keys: str, stream: Stream) -> None:
+        self.attention, self.keys, self.stream = layers.make_streamable(layer), keys, stream
+        self.runs: Runs = []
         self.whole: Any = None
 
     def run(self, quiet: bool) -> Any:
         """Run the passes: with a context, queries that come from sums of the grid get one of their own."""
-        together = self.keys is self.queries
-        passes = [(self.keys.name, partial(self.summarize, self.keys, True, together))]
-        if not together and not self.attention.operator.queries_from.side_by_side:
-            passes.append((self.queries.name, partial(self.summarize, self.queries, False, True)))
-        self.stream.merged = [self]
-        return self.stream.run([*passes, (self.queries.name, self.respond)], quiet)
+        summaries = [(self.keys, True, self.keys == "grid")]
+        if self.keys != "grid" and not self.attention.operator.queries_from.side_by_side:
+            summaries.append(("grid", False, True))
+        counts = {name: len(tiles) for name, (_, tiles) in self.stream.volumes.items()}
+        passes = [(counts[each[0]], partial(self.summarize, *each)) for each in summaries]
+        return self.stream.run([*passes, (counts["grid"], self.respond)], self, quiet)
 
-    def summarize(self, volume: _MaskedGrid, of_keys: bool, of_queries: bool, index: int, core: Region) -> None:
+    def read(self, name: str, index: int) -> tuple[Tensor, dict[str, Any]]:
+        """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""
+        source, tiles = self.stream.volumes[name]
+        is_masked, core = _mask_of(name) in self.stream.volumes, tiles[index]
+        mask = self.stream.read(_mask_of(name), index, core)[:, 0] if is_masked else None
+        place = {"mask": mask, "origin": tuple(start for start, _ in core), "size": source.size}
+        return self.stream.read(name, index, core), place
+
+    def summarize(self, name: str, of_keys: bool, of_queries: bool, index: int) -> None:
         """Merge a tile's keys and values, its query sums, or both."""
-        tile, place = volume.read(self.stream, index, core)
+        tile, place = self.read(name, index)
         parts = layers.summarize_attention(self.attention, tile, of_keys=of_keys, of_queries=of_queries, **place)
         if index == 0 and of_keys and layers.has_grid_summary(self.attention):
-            self.check_size(layers.summary_bytes(parts[0]) * len(volume.tiles))
+            self.check_size(layers.summary_bytes(parts[0]) * len(self.stream.volumes[name][1]), tile.device)
         if not layers.are_numbers(parts):
-            fix = f"a {'mask' if volume is self.queries else 'context_mask'} that is False there"
-            raise layers.not_finite("respond_whole", place["origin"], volume.name, fix)
-        self.tree.add(parts)
+            fix = f"a {'mask' if name == 'grid' else 'context_mask'} that is False there"
+            raise layers.not_finite("respond_whole", place["origin"], name, fix)
+        add_parts(self.runs, parts, layers.merge_attention)
 
-    def check_size(self, size: int) -> None:
+    def check_size(self, size: int, device: torch.device) -> None:
         """Refuse a summary with a slot for each key that takes more than its share of the free memory."""
-        free = free_bytes(self.queries.source.device)
+        free = free_bytes(device)
         if size > layers.SUMMARY_SHARE * free:
             raise ValueError(
                 f"respond_whole: the summary of {self.attention.operator_name} is its grid, about {size:,} bytes, and "
@@ -277,20 +268,23 @@ class _Response:
                 "factorized_gaussian."
             )
 
-    def respond(self, index: int, core: Region) -> None:
+    def respond(self, index: int) -> None:
         """Compute and write the response of a tile."""
-        tile, place = self.queries.read(self.stream, index, core)
+        tile, place = self.read("grid", index)
         if self.whole is None:
-            self.whole = layers.finish_attention(self.tree.whole(), tile.device, complete=self.keys.mask is None)
+            parts, is_masked = merge_runs(self.runs, layers.merge_attention), _mask_of(self.keys) in self.stream.volumes
+            self.whole = layers.finish_attention(parts, tile.device, complete=not is_masked)
         summary, sums = self.whole
         response = self.attention.respond(tile, summary, **place, query_sums=sums)
-        shape = self.queries.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
-        self.stream.write(box_index(shape, core), response.reshape(shape))
+        source, tiles = self.stream.volumes["grid"]
+        shape = source.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
+        self.stream.write(box_index(shape, tiles[index]), response.reshape(shape))
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""
-        return {"runs": list(self.tree.runs)}
+        return {"runs": list(self.runs)}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state."""
-        self.tree.runs = [(height, tuple(parts)) for height, parts in state["runs"]]
+    def load(self, state: Mapping[str, Any], stage: int, tile: int) -> bool:
+        """Go on from a saved state."""
+        self.runs = load_runs(state["runs"])
+        return True

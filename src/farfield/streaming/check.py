@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn.network_copy import copied, share_parameters
-from farfield.streaming.graph import Value, map_values, run_node, run_whole
+from farfield.streaming.graph import Value, run_node, run_whole
 from farfield.streaming.labels import summarized_boxes
-from farfield.streaming.passes import Sums, TiledRun
+from farfield.streaming.passes import Store, Sums, TiledRun
 from farfield.streaming.plan import GraphPlan, RegionCheck
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, write_box
-from farfield.streaming.store import Store
 
 # The distance from the untiled network that is allowed, in its own distance from float64.
 ALLOWED = 4
@@ -167,12 +166,7 @@ def find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
     known: dict[Value, Tensor] = {}
     for index in labelled.order:
         node = graph.nodes[index]
-        args, kwargs = (map_values(part, Value, known.__getitem__) for part in (node.args, node.kwargs))
-        outputs = run_node(graph, node, args, kwargs, grids)
-        known.update(
-            (Value(index, place), each)
-            for place, each in enumerate(outputs if isinstance(outputs, tuple | list) else (outputs,))
-        )
+        run_node(graph, index, known, grids)
         if index in labelled.calls:
             got = _run_operation(plan, index, known)
             if not _is_near(got, known[Value(index)]):

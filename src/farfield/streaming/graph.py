@@ -152,26 +152,27 @@ def run_whole(graph: Graph, inputs: Sequence[Tensor], output: Value | None = Non
     known: dict[Value, Tensor] = {}
     wanted = output or graph.output
     for index in graph.needed(wanted):
-        node = graph.nodes[index]
-        args, kwargs = (map_values(part, Value, known.__getitem__) for part in (node.args, node.kwargs))
-        outputs = run_node(graph, node, args, kwargs, inputs)
-        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        known.update((Value(index, place), each) for place, each in enumerate(outputs))
+        run_node(graph, index, known, inputs)
     return known[wanted]
 
 
-def run_node(graph: Graph, node: Node, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> Any:
-    """Run one operation on whole values."""
+def run_node(graph: Graph, index: int, known: dict[Value, Tensor], inputs: Sequence[Tensor] = ()) -> None:
+    """Run one operation on whole values that are known, and add its outputs to them."""
+    node = graph.nodes[index]
+    args, kwargs = map_values((node.args, node.kwargs), Value, known.__getitem__)
     if node.op == "input":
-        return inputs[args[0]]
-    if node.op == "constant":
-        return graph.constants[args[0]]
-    if node.op == "layer":
+        outputs = inputs[args[0]]
+    elif node.op == "constant":
+        outputs = graph.constants[args[0]]
+    elif node.op == "layer":
         mask = {"mask": args[2]} if len(args) > 2 else {}
-        return args[0].module(args[1], **mask)
-    if node.op in OWN:
-        return OWN[node.op](node.outputs[0], *args)
-    return find_operation(node.op)(*args, **kwargs)
+        outputs = args[0].module(args[1], **mask)
+    elif node.op in OWN:
+        outputs = OWN[node.op](node.outputs[0], *args)
+    else:
+        outputs = find_operation(node.op)(*args, **kwargs)
+    outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    known.update((Value(index, place), each) for place, each in enumerate(outputs))
 
 
 def _take_slice(info: Info, value: Tensor, dim: int, start: int, step: int) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 from farfield.streaming.graph import Graph, Node, Value, map_values, run_node
 from farfield.streaming.layers import LAYER
 from farfield.streaming.rules import Rule, find_rule
-from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError, local
+from farfield.streaming.rules.reading import local
+from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError
 from farfield.streaming.spans import (
     Box,
     Layout,
@@ -77,11 +78,7 @@ class LabelledGraph:
         """The values that do not depend on the volume, computed when they are first read."""
         constants: dict[Value, Tensor] = {}
         for index in sorted({value.node for value in self.known}):
-            node = self.graph.nodes[index]
-            args, kwargs = map_values((node.args, node.kwargs), Value, constants.__getitem__)
-            outputs = run_node(self.graph, node, args, kwargs, [])
-            outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            constants.update((Value(index, output), each) for output, each in enumerate(outputs))
+            run_node(self.graph, index, constants)
         return constants
 
     def bytes_on(self, value: Value, region: Region) -> int:
@@ -152,8 +149,7 @@ def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
 
     args, kwargs = map_values((node.args, node.kwargs), Value, operand)
     operands = tuple(operand(value) for value in node.inputs)
-    info = node.outputs[0]
-    call = OperationCall(node.op, args, kwargs, operands, (), info.dtype, info.shape, node.outputs)
+    call = OperationCall(node.op, args, kwargs, operands, (), node.outputs)
     rule = LAYER if node.op == "layer" else find_rule(node.op)
     if rule is None:
         rule = WHOLE
@@ -258,13 +254,6 @@ def summarized_boxes(labelled: LabelledGraph, index: int, tile: Sequence[Span]) 
     boxes = {value: reduction.whole_windows(each, labelled.core(each, tile)) for value, each in layouts.items()}
     owns = labelled.owns(layouts[inputs[reduction.operands[0]]], tile)
     return boxes if owns and not any(map(is_empty, boxes.values())) else {}
-
-
-def summary_scratch(labelled: LabelledGraph, index: int, boxes: Mapping[Value, Box]) -> int:
-    """Return the bytes that a reduction takes beside its operands while a tile is summarized."""
-    return labelled.reductions[index].copies * sum(
-        labelled.bytes_on(value, region_of(box)) for value, box in boxes.items()
-    )
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

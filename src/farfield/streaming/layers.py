@@ -54,12 +54,8 @@ def summarize_attention(
 ) -> Parts:
     """Return the summary of a tile's keys and values, and the sums that queries come from, if they do.
 
-    Args:
-        attention: The attention, made streamable.
-        grid: The tile's own positions.
-        of_keys: Whether keys and values come from this grid.
-        of_queries: Whether queries come from it.
-        **place: The tile's mask, its origin, and the size of the whole.
+    `of_keys` and `of_queries`: whether they come from this grid, which is the tile's own positions; `place` has its
+    mask, its origin, and the size of the whole. The attention is made streamable.
     """
     summary, sums = None, None
     dtypes: tuple[torch.dtype, ...] = ()
@@ -117,11 +113,8 @@ def _reads(call: OperationCall, box: Box) -> list[Box]:
 
 def _run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     """Run the layer on samples that are there as a whole, and take the box."""
-    return take_dims(call.args[0].module(tensors[0], **_mask(tensors)), range(1, len(box)), call.layouts[0], box)
-
-
-def _mask(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {"mask": tensors[1]} if len(tensors) > 1 else {}
+    mask = {"mask": tensors[1]} if len(tensors) > 1 else {}
+    return take_dims(call.args[0].module(tensors[0], **mask), range(1, len(box)), call.layouts[0], box)
 
 
 def _reduce(call: OperationCall) -> Reduction | None:
@@ -139,7 +132,8 @@ def _reduce_attention(call: OperationCall, module: GridAttention) -> Reduction:
     layout, size, attention = call.operands[0].layout, call.shape[2:], make_streamable(module)
 
     def place(box: Box, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        return {**_mask(tensors), "origin": tuple(spans[0][0] for spans in box[2:]), "size": size}
+        mask = tensors[1] if len(tensors) > 1 else None
+        return {"mask": mask, "origin": tuple(spans[0][0] for spans in box[2:]), "size": size}
 
     def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
         return summarize_attention(attention, tensors[0], **place(core(layout), tensors))

@@ -2,47 +2,55 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
-from farfield.streaming.plan import GraphPlan, PatchPlan
-from farfield.streaming.rules.rule import OperationCall, Parts, Reduction
-from farfield.streaming.run import Read, compute, summarize_tile
+from farfield.streaming.plan import GraphPlan
+from farfield.streaming.rules.rule import Parts
+from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of
-from farfield.streaming.store import Store
+from farfield.streaming.store import SUFFIX, StoredInFile, StoredInMemory
 
+# (number of merges above a tile, parts) of runs of tiles in order: at most one of each height
+Runs = list[tuple[int, Parts]]
+Merge = Callable[[Parts, Parts], Parts]
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
+# (pass, tile, (volume, box) -> its numbers, merged parts) -> the tile's parts, and its box of the output
+RunPatch = Callable[
+    [int, Sequence[Span], Callable[[int, Box], Tensor], Mapping[int, Parts]],
+    tuple[dict[int, Parts], tuple[Box, Tensor] | None],
+]
 # (sample, box, numbers) writes the output
 WriteOutput = Callable[[int, Box, Tensor], None]
 
 
-class MergeTree:
-    """Merges the parts of tiles in a binary tree over their number, so that the result follows from the tiles alone."""
+def add_parts(runs: Runs, parts: Parts, merge: Merge) -> None:
+    """Add the parts of the next tile to those of the tiles before.
 
-    def __init__(self, merge: Callable[[Parts, Parts], Parts]) -> None:
-        self.merge = merge
-        # (number of merges above a tile, parts) of runs of tiles in order: at most one of each height.
-        self.runs: list[tuple[int, Parts]] = []
+    They merge in a binary tree over the number of the tile, so that the result follows from the tiles alone.
+    """
+    height = 0
+    while runs and runs[-1][0] == height:
+        parts, height = merge(runs.pop()[1], parts), height + 1
+    runs.append((height, parts))
 
-    def add(self, parts: Parts) -> None:
-        """Add the parts of the next tile."""
-        height = 0
-        while self.runs and self.runs[-1][0] == height:
-            parts, height = self.merge(self.runs.pop()[1], parts), height + 1
-        self.runs.append((height, parts))
 
-    def whole(self) -> Parts:
-        """Return the parts of all tiles."""
-        *earlier, (_, parts) = self.runs
-        for _, each in reversed(earlier):
-            parts = self.merge(each, parts)
-        return parts
+def merge_runs(runs: Runs, merge: Merge) -> Parts:
+    """Return the parts of all tiles."""
+    return functools.reduce(lambda parts, earlier: merge(earlier, parts), [parts for _, parts in reversed(runs)])
+
+
+def load_runs(saved: Sequence[Any]) -> Runs:
+    """Return the parts of tiles from a saved state, in which they are lists."""
+    return [(height, tuple(parts)) for height, parts in saved]
 
 
 class Sums(dict[int, Parts]):
@@ -50,46 +58,89 @@ class Sums(dict[int, Parts]):
 
     def __init__(self, plan: GraphPlan) -> None:
         self.reductions, self.nodes = plan.labelled.reductions, plan.labelled.graph.nodes
-        self.trees: dict[int, MergeTree] = {}
+        self.runs: dict[int, Runs] = {}
 
     def __missing__(self, index: int) -> Parts:
-        self[index] = self.trees[index].whole()
+        self[index] = merge_runs(self.runs[index], self.reductions[index].merge)
         return self[index]
 
     def add(self, index: int, parts: Parts, tile: Sequence[Span]) -> None:
         """Add the parts of the next tile to those of a reduction; refuse NaN, which would spread to every position."""
         if not are_numbers(parts):
             raise _not_finite_in(self.nodes[index].path, tile)
-        self.trees.setdefault(index, MergeTree(self.reductions[index].merge)).add(parts)
+        add_parts(self.runs.setdefault(index, []), parts, self.reductions[index].merge)
         self.pop(index, None)
 
-    def state(self) -> dict[str, Any]:
-        """Return the state that `load` resumes from."""
-        return {str(index): list(tree.runs) for index, tree in self.trees.items()}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state."""
-        self.clear()
-        self.trees = {int(name): MergeTree(self.reductions[int(name)].merge) for name in state}
-        for name, runs in state.items():
-            self.trees[int(name)].runs = [(height, tuple(parts)) for height, parts in runs]
+class Store(dict[Value, StoredInMemory | StoredInFile]):
+    """The values that are stored between the passes of a plan, each from its own pass to the last that reads it.
+
+    They are in memory, in files of a folder, or in temporary files; and are read to the device.
+    """
+
+    def __init__(self, caller: str, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device) -> None:
+        self.plan = plan
+        for value in plan.stored:
+            info, layout = plan.labelled.graph.info(value), plan.labelled.layouts[value]
+            if not on_disk:
+                self[value] = StoredInMemory(info, layout, device)
+                continue
+            path = None if folder is None else folder / f"{_name(value)}{SUFFIX}"
+            boxes = [plan.own_box(value, tile) for tile in plan.tiles]
+            name = f'"{plan.labelled.graph.nodes[value.node].path}"'
+            self[value] = StoredInFile(caller, path, name, info, boxes, device)
+
+    def end(self, stage: int) -> None:
+        """Remove what no pass after this one reads."""
+        for value, last in self.plan.stored.items():
+            if last <= stage:
+                self[value].remove()
+
+    def close(self) -> None:
+        """Let go of memory and opened files; what is in files with a name stays there."""
+        for each in self.values():
+            each.close()
+
+    def state(self) -> dict[str, Any]:
+        """Return the checksums of all blocks that are in files."""
+        return {
+            _name(value): {str(index): own for index, own in each.checksums.items()}
+            for value, each in self.items()
+            if isinstance(each, StoredInFile)
+        }
+
+    def holds(self, state: Mapping[str, Mapping[str, int]], stage: int, index: int) -> bool:
+        """Whether all is there that a pass needs to go on with a tile, by the `state` that was saved.
+
+        It needs what it reads, and what it stored of the tiles before.
+        """
+        for value, each in self.items():
+            level, needed = self.plan.level_of(value), 0
+            if level < stage <= self.plan.stored[value]:
+                needed = len(self.plan.tiles)
+            elif level == stage:
+                needed = index
+            if not each.holds(state.get(_name(value), {}), range(needed)):
+                self.end(len(self.plan.stages))
+                return False
+        return True
 
 
 class TiledRun:
     """Runs the tasks of a plan; samples that no layer mixes run one after the other, each through all passes.
 
-    `patches` is how it runs if norms and pooling see what a tile reads.
+    `run_patch` is how a pass runs on a tile if norms and pooling see what the tile reads.
     """
 
     def __init__(
         self,
         plan: GraphPlan,
-        patches: PatchPlan | None,
+        run_patch: RunPatch | None,
         store: Store,
         read_volume: ReadVolume,
         write_output: WriteOutput,
     ) -> None:
-        self.plan, self.patches, self.store = plan, patches, store
+        self.plan, self.run_patch, self.store = plan, run_patch, store
         self.read_volume, self.write_output = read_volume, write_output
         self.sums, self.sample = Sums(plan), 0
 
@@ -101,11 +152,26 @@ class TiledRun:
         if index == 0:
             # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
             self.store.end((stage - 1) % len(self.plan.stages))
-        self._run_tile(stage, index)
+        if self.run_patch is not None:
+            self._run_patch(self.run_patch, stage, index)
+        else:
+            self._run_regions(stage, index)
         if index == len(self.plan.tiles) - 1 and self.plan.stages[stage].last:
             self.store.close()
 
-    def _run_tile(self, stage: int, index: int) -> None:
+    def _run_patch(self, run_patch: RunPatch, stage: int, index: int) -> None:
+        tile = self.plan.tiles[index]
+
+        def read(volume: int, box: Box) -> Tensor:
+            return self.read_volume(self.sample, volume, index, box)
+
+        summarized, output = run_patch(stage, tile, read, self.sums)
+        for node, parts in summarized.items():
+            self.sums.add(node, parts, tile)
+        if output is not None:
+            self.write_output(self.sample, *output)
+
+    def _run_regions(self, stage: int, index: int) -> None:
         plan, labelled, tile = self.plan, self.plan.labelled, self.plan.tiles[index]
         summarized, wanted = plan.wanted(stage, tile)
         inputs, output = labelled.graph.inputs, labelled.graph.output
@@ -115,13 +181,10 @@ class TiledRun:
                 return self.read_volume(self.sample, inputs.index(value), index, box)
             return self.store[value].read(index, box)
 
-        if self.patches is not None:
-            part = _compute_on_patch(self.patches, tile, wanted, read, self.sums)
-        else:
-            known = compute(labelled, wanted, plan.given(stage), read, self.sums)
+        known = compute(labelled, wanted, plan.given(stage), read, self.sums)
 
-            def part(value: Value, box: Box) -> Tensor:
-                return read_box(known[value], region_of(wanted[value]), box)
+        def part(value: Value, box: Box) -> Tensor:
+            return read_box(known[value], region_of(wanted[value]), box)
 
         for node, boxes in summarized.items():
             self.sums.add(node, summarize_tile(labelled, node, boxes, part, tile), tile)
@@ -136,19 +199,24 @@ class TiledRun:
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` resumes from."""
-        return {"sample": self.sample, "sums": self.sums.state(), "stored": self.store.state()}
+        sums = {str(index): list(runs) for index, runs in self.sums.runs.items()}
+        return {"sample": self.sample, "sums": sums, "stored": self.store.state()}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state."""
-        self.sample = state["sample"]
-        self.sums.load(state["sums"])
+    def load(self, state: Mapping[str, Any], number: int, index: int) -> bool:
+        """Go on from a saved state with a pass and a tile.
 
-    def holds(self, state: Mapping[str, Any], number: int, index: int) -> bool:
-        """Whether a pass can go on with a tile: the state has the sums of its sample, and files what was stored."""
+        Returns:
+            False if that cannot be done: the state has no sums of the sample, or files not what was stored.
+        """
         sample, stage = divmod(number, len(self.plan.stages))
-        if state["sample"] != sample:  # right only where the pass is the first of the next sample, or none is left
-            return (state["sample"], stage, index) == (sample - 1, 0, 0)
-        return self.store.holds(state["stored"], stage, index)
+        if state["sample"] == sample:
+            holds = self.store.holds(state["stored"], stage, index)
+        else:  # right only where the pass is the first of the next sample, or none is left
+            holds = (state["sample"], stage, index) == (sample - 1, 0, 0)
+        if holds:
+            self.sample = state["sample"]
+            self.sums.runs = {int(name): load_runs(runs) for name, runs in state["sums"].items()}
+        return holds
 
 
 def _spreads(numbers: Tensor) -> bool:
@@ -160,28 +228,5 @@ def _not_finite_in(path: str, tile: Sequence[Span]) -> ValueError:
     return not_finite(f"predict_whole: {path}", tuple(start for start, _ in tile))
 
 
-def _compute_on_patch(
-    plan: PatchPlan, tile: Sequence[Span], wanted: Mapping[Value, Box], read: Read, parts: Mapping[int, Parts]
-) -> Read:
-    """Run the patch of a tile; return the function that reads boxes of the wanted values, as those of the whole."""
-    labelled, region, inputs = plan.labelled, plan.region(tile), plan.patch.graph.inputs
-
-    def move(value: Value, box: Box) -> Box:
-        """Return where a box of a value on the patch lies in the whole; each dimension is one piece."""
-        return tuple(
-            ((first + start, first + stop),)
-            for ((first, _),), ((start, stop),) in zip(plan.part(value, region), box, strict=True)
-        )
-
-    def reduce(index: int) -> Reduction:
-        whole = labelled.reductions[index]
-
-        def finish(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], own: Parts) -> Any:
-            return whole.finish(labelled.calls[index], output, move(Value(index, output), box), tensors, own)
-
-        return whole._replace(finish=finish)
-
-    patch = copy.copy(plan.patch)
-    patch.reductions = {index: reduce(index) for index in plan.reductions}
-    known = compute(patch, plan.patch_boxes(wanted), inputs, lambda value, box: read(value, move(value, box)), parts)
-    return lambda value, box: read_box(known[value], region_of(plan.part(value, region)), box)
+def _name(value: Value) -> str:
+    return f"{value.node}-{value.output}"

@@ -6,15 +6,24 @@ where attention stands in the whole; that of one patch runs.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from farfield.streaming.arguments import round_up
+from farfield.streaming.graph import Value
 from farfield.streaming.labels import GraphError, LabelledGraph, count_bytes, find_regions
 from farfield.streaming.plan import GraphPlan, Halo, PatchPlan, RegionCheck, find_stored, join_halos, make_graph_plan
+from farfield.streaming.rules.rule import OperationCall, Parts, Reduction
+from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.scales import Recording, find_scales
-from farfield.streaming.spans import whole_box
+from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box
+
+# (volume, box) -> its numbers
+ReadVolume = Callable[[int, Box], Tensor]
 
 # The share of the planned MACs that a check may take.
 SHARE = 0.02
@@ -47,6 +56,48 @@ def make_patch_plan(
     if [node.op for node in nodes] != [node.op for node in patch.graph.nodes]:
         raise GraphError("it runs other operations on a patch than on the whole volume")
     return PatchPlan(whole.labelled, whole.tile, {}, patch, halo, find_scales(labelled))
+
+
+def run_patch(
+    plan: PatchPlan, stage: int, tile: Sequence[Span], read_volume: ReadVolume, parts: Mapping[int, Parts]
+) -> tuple[dict[int, Parts], tuple[Box, Tensor] | None]:
+    """Run a pass on the patch of a tile, of which `read_volume` reads boxes of volumes, with what passes summarized.
+
+    Returns:
+        The tile's parts of each attention that the pass summarizes; and, in the last pass, the tile's own box of the
+        output, with its numbers.
+    """
+    labelled, region, graph = plan.labelled, plan.region(tile), plan.patch.graph
+    summarized, wanted = plan.wanted(stage, tile)
+
+    def move(value: Value, box: Box) -> Box:
+        """Return where a box of a value on the patch lies in the whole; each dimension is one piece."""
+        return tuple(
+            ((first + start, first + stop),)
+            for ((first, _),), ((start, stop),) in zip(plan.part(value, region), box, strict=True)
+        )
+
+    def reduce(index: int) -> Reduction:
+        whole = labelled.reductions[index]
+
+        def finish(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], own: Parts) -> Tensor:
+            return whole.finish(labelled.calls[index], output, move(Value(index, output), box), tensors, own)
+
+        return whole._replace(finish=finish)
+
+    def read(value: Value, box: Box) -> Tensor:
+        return read_volume(graph.inputs.index(value), move(value, box))
+
+    patch = copy.copy(plan.patch)
+    patch.reductions = {index: reduce(index) for index in plan.reductions}
+    known = compute(patch, plan.patch_boxes(wanted), graph.inputs, read, parts)
+
+    def part(value: Value, box: Box) -> Tensor:
+        return read_box(known[value], region_of(plan.part(value, region)), box)
+
+    own = {index: summarize_tile(labelled, index, boxes, part, tile) for index, boxes in summarized.items()}
+    box = plan.own_box(graph.output, tile) if plan.stages[stage].last else None
+    return own, None if box is None else (box, part(graph.output, box))
 
 
 # ---- the region of a check -------------------------------------------------------------------------------------------

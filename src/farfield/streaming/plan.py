@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from farfield.streaming.arguments import axis_spans, cut_axes
 from farfield.streaming.graph import Node, Value
-from farfield.streaming.labels import LabelledGraph, count_bytes, find_regions, summarized_boxes, summary_scratch
-from farfield.streaming.spans import Box, Layout, Piece, Region, Span, hull, is_empty, whole_box
+from farfield.streaming.labels import LabelledGraph, count_bytes, find_regions, summarized_boxes
+from farfield.streaming.spans import Box, Layout, Piece, Region, Span, hull, is_empty, region_of, whole_box
 
 # Tiles at each end of an axis whose cost is counted one by one.
 ENDS = 2
@@ -189,8 +189,12 @@ class GraphPlan:
             summarized, wanted = self.wanted(stage, tile)
             regions = find_regions(labelled, wanted, given)
             left = sum(labelled.bytes_on(value, regions[value]) for value in wanted)
-            scratch = (summary_scratch(labelled, index, boxes) for index, boxes in summarized.items())
-            peak = max(peak, count_bytes(labelled, regions, given, wanted), left + max(scratch, default=0))
+            # Beside what was computed, a summary takes as much as its operands.
+            copies = [
+                sum(labelled.bytes_on(value, region_of(box)) for value, box in boxes.items())
+                for boxes in summarized.values()
+            ]
+            peak = max(peak, count_bytes(labelled, regions, given, wanted), left + max(copies, default=0))
             for value, region in regions.items():
                 if value in graph.inputs:
                     halos.append(_halo_of(region, tile))

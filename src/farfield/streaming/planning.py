@@ -45,8 +45,8 @@ from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.streaming.patches import make_patch_plan, plan_check
 from farfield.streaming.plan import GraphPlan, PatchPlan, find_stored, fit_stored, make_graph_plan
+from farfield.streaming.progress import Saved
 from farfield.streaming.record import record_network
-from farfield.streaming.resume import Saved
 from farfield.streaming.scales import Recording, Scales
 from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import AxisScale, PlannedOutput, StreamingPlan, describe_structure

@@ -64,10 +64,6 @@ class _Recorder(TorchDispatchMode):
     def write(self) -> Writer:
         return self.running[-1]
 
-    @property
-    def path(self) -> str:
-        return self.running[-1].path
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record it."""
         if function is aten._local_scalar_dense.default:
@@ -92,7 +88,7 @@ class _Recorder(TorchDispatchMode):
         infos = [_info(each) for each in (outputs if several else (outputs,))]
         result = None if rewrite is None else rewrite(self.write, infos if several else infos[0], *args)
         if result is None:
-            node = self.graph.add(str(function), args, kwargs, infos, path=self.path, macs=macs).node
+            node = self.graph.add(str(function), args, kwargs, infos, path=self.write.path, macs=macs).node
             result = [Value(node, output) for output in range(len(infos))]
         self.note(outputs, [result] if isinstance(result, Value) else result)
 
@@ -111,7 +107,7 @@ class _Recorder(TorchDispatchMode):
             result = forward(grid, **given)
         layer = _with_summary(layer, forward.args[0], grid, given)
         result = grid.new_empty(result.shape, dtype=result.dtype)
-        node = self.graph.add("layer", (layer, *values), {}, [_info(result)], path=self.path, macs=counter.macs)
+        node = self.graph.add("layer", (layer, *values), {}, [_info(result)], path=self.write.path, macs=counter.macs)
         self.note(result, [node])
         return result
 
@@ -120,9 +116,9 @@ class _Recorder(TorchDispatchMode):
         named = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
         still = any(named.get(name, self) == number for name, number in _STILL.items())
         if torch.Tag.nondeterministic_seeded in function.tags and not still:
-            raise RecordingError(f"{self.path} draws random numbers, {function.overloadpacket}")
+            raise RecordingError(f"{self.write.path} draws random numbers, {function.overloadpacket}")
         if function.overloadpacket in _BATCH_NORMS and named["training"] and named["running_mean"] is not None:
-            raise RecordingError(f"{self.path} updates its running statistics: it is in training mode")
+            raise RecordingError(f"{self.write.path} updates its running statistics: it is in training mode")
         return still
 
     def without_writing(self, function: Any, tensor: Tensor) -> Any:
@@ -135,12 +131,12 @@ class _Recorder(TorchDispatchMode):
         others = [each for _, each in self.known.values() if each is not tensor]
         if id(tensor) in self.constants or id(tensor) not in self.known:
             name, _ = self.constants.get(id(tensor), ("a tensor of the network", None))
-            raise RecordingError(f"{self.path} writes to {name}, {function}")
+            raise RecordingError(f"{self.write.path} writes to {name}, {function}")
         if any(each.untyped_storage()._cdata == storage for each in others):
-            raise RecordingError(f"{self.path} writes to a view of a tensor, {function}")
+            raise RecordingError(f"{self.write.path} writes to a view of a tensor, {function}")
         packet = getattr(aten, function.overloadpacket.__name__.rstrip("_"), None)
         if packet is None or function._overloadname not in packet.overloads():
-            raise RecordingError(f"{self.path} writes in place, {function}")
+            raise RecordingError(f"{self.write.path} writes in place, {function}")
         return getattr(packet, function._overloadname)
 
     def value_of(self, tensor: Tensor) -> Value:
@@ -150,7 +146,7 @@ class _Recorder(TorchDispatchMode):
         name, real = self.constants.get(id(tensor), (None, getattr(tensor, "constant", None)))
         real = tensor if real is None else real
         if name is None and type(real) not in (Tensor, nn.Parameter):
-            raise RecordingError(f"{self.path} uses a {type(tensor).__name__} whose origin is unknown")
+            raise RecordingError(f"{self.write.path} uses a {type(tensor).__name__} whose origin is unknown")
         value = self.write.constant(real, name)
         self.known[id(tensor)] = value, tensor
         return value
@@ -159,7 +155,7 @@ class _Recorder(TorchDispatchMode):
         """Return a number that the network reads from a tensor."""
         value = self.value_of(tensor)
         if not self.write.is_known(value):
-            raise RecordingError(f"{self.path} reads a computed number in Python (item, float, if)")
+            raise RecordingError(f"{self.write.path} reads a computed number in Python (item, float, if)")
         with with_numbers():
             return run_whole(self.graph, [], value).item()
 
@@ -265,13 +261,13 @@ def _record(
         with torch.no_grad(), recorder, _NetworkFunctions():
             graph.output = recorder.value_of(functionalize(lambda *given: finish(fake(*given)))(*inputs))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise RecordingError(f"{recorder.path} computes a shape from numbers, {error.func}") from error
+        raise RecordingError(f"{recorder.write.path} computes a shape from numbers, {error.func}") from error
     except UnsupportedOperatorException as error:
-        raise RecordingError(f"{recorder.path} runs {error.func}, whose shapes are unknown to torch") from error
+        raise RecordingError(f"{recorder.write.path} runs {error.func}, whose shapes are unknown to torch") from error
     except RuntimeError as error:
         if "mutating a non-functional tensor" not in str(error):
             raise
-        raise RecordingError(f"{recorder.path} writes to a tensor of the network") from error
+        raise RecordingError(f"{recorder.write.path} writes to a tensor of the network") from error
     return graph
 
 

@@ -74,6 +74,17 @@ def is_cut(dim: Dim) -> bool:
     return any(piece.axis is not None for piece in dim)
 
 
+def distinct(layout: Sequence[Dim]) -> Layout:
+    """Return a layout in which no axis stands twice: a tile has its own part of the first, and all of the others."""
+    seen: set[int | None] = set()
+    result = []
+    for dim in layout:
+        axes = axes_of((dim,))
+        result.append(dim if seen.isdisjoint(axes) else (Piece(length_of(dim)),))
+        seen.update(axes)
+    return tuple(result)
+
+
 def axes_of(layout: Layout) -> list[int]:
     """Return the axes of all labelled pieces, in order."""
     return [piece.axis for dim in layout for piece in dim if piece.axis is not None]
@@ -105,6 +116,59 @@ def hull(one: Box, other: Box) -> Box:
         tuple((min(start, first), max(stop, last)) for (start, stop), (first, last) in zip(*spans, strict=True))
         for spans in zip(one, other, strict=True)
     )
+
+
+def positions_of(lengths: Sequence[int], spans: Sequence[Span]) -> Tensor:
+    """Return the positions in a flattened whole, of pieces of these lengths, of those in some spans."""
+    return flat_index(lengths, [torch.arange(start, stop) for start, stop in spans])
+
+
+def flat_index(lengths: Sequence[int], places: Sequence[Tensor]) -> Tensor:
+    """Return the positions in a flattened whole of these lengths from those along each axis, the last fastest."""
+    index = torch.zeros(1, dtype=torch.long)
+    for length, own in zip(lengths, places, strict=True):
+        index = (index[:, None] * length + own).flatten()
+    return index
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+class Window(NamedTuple):
+    """The window of a dimension: position i reads from `i * stride - padding` on, `kernel` positions.
+
+    Where it is transposed, position i of the operand is written there.
+    """
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int = 1
+    # Positions that are added behind.
+    extra: int = 0
+    transposed: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether a position reads another than itself."""
+        return (self.kernel, self.stride, self.padding, self.extra) != (1, 1, 0, 0)
+
+    def reach(self, span: Span) -> Span:
+        """Return where the windows of a span begin and end, padding included."""
+        ends = [place * self.stride - self.padding for place in (span[0], span[1] - 1)]
+        return min(ends), max(ends) + self.dilation * (self.kernel - 1) + 1
+
+    def read(self, span: Span, length: int) -> Span:
+        """Return the positions, of so many, that a span of the result reads."""
+        if not self.transposed:
+            return clip(self.reach(span), length)
+        first, last = span[0] + self.padding, span[1] - 1 + self.padding
+        first = min(-(-(first - self.dilation * (self.kernel - 1)) // self.stride), first // self.stride)
+        return clip((first, last // self.stride + 1), length)
+
+
+def clip(span: Span, length: int) -> Span:
+    """Return the part of a span within an axis, at least one position."""
+    start = min(max(span[0], 0), length - 1)
+    return start, max(min(span[1], length), start + 1)
 
 
 # ---- regions ---------------------------------------------------------------------------------------------------------
@@ -159,16 +223,16 @@ def read_box(tensor: Tensor, region: Region, box: Box) -> Tensor:
         if all(known == (span,) for known, span in zip(dim, spans, strict=True)):
             continue
         if len(dim) == 1:
-            tensor = narrow_to(tensor, axis, dim[0], spans[0])
+            tensor = _narrow_to(tensor, axis, dim[0], spans[0])
             continue
         tensor = tensor.unflatten(axis, [sum(stop - start for start, stop in known) for known in dim])
         for piece, (known, span) in enumerate(zip(dim, spans, strict=True)):
-            tensor = narrow_to(tensor, axis + piece, known, span)
+            tensor = _narrow_to(tensor, axis + piece, known, span)
         tensor = tensor.flatten(axis, axis + len(dim) - 1)
     return tensor
 
 
-def narrow_to(tensor: Tensor, axis: int, known: tuple[Span, ...], span: Span) -> Tensor:
+def _narrow_to(tensor: Tensor, axis: int, known: tuple[Span, ...], span: Span) -> Tensor:
     """Return a span along an axis of which `known` spans are there."""
     first = 0
     for start, stop in known:
@@ -182,20 +246,15 @@ def join_boxes(tensors: Sequence[Tensor], region: Region) -> Tensor:
     """Return the value on a region from the values on its boxes, in the order of `boxes_of`."""
     if len(tensors) == 1:
         return tensors[0]
-    if any(len(dim) > 1 for dim in region):
-        split = [
-            each.reshape([stop - start for spans in box for start, stop in spans])
-            for each, box in zip(tensors, boxes_of(region), strict=True)
-        ]
-        flat = tuple((spans,) for dim in region for spans in dim)
-        sizes = [math.prod(sum(stop - start for start, stop in spans) for spans in dim) for dim in region]
-        return join_boxes(split, flat).reshape(sizes)
-    rest = list(tensors)
-    for axis in reversed(range(len(region))):
-        count = len(region[axis][0])
-        if count > 1:
-            rest = [torch.cat(rest[index : index + count], axis) for index in range(0, len(rest), count)]
-    return rest[0]
+    rest = [
+        each.reshape([stop - start for spans in box for start, stop in spans])
+        for each, box in zip(tensors, boxes_of(region), strict=True)
+    ]
+    counts = [len(spans) for dim in region for spans in dim]
+    for axis in reversed(range(len(counts))):
+        if counts[axis] > 1:
+            rest = [torch.cat(rest[at : at + counts[axis]], axis) for at in range(0, len(rest), counts[axis])]
+    return rest[0].reshape([count_positions((dim,)) for dim in region])
 
 
 def write_box(tensor: Tensor, layout: Layout, box: Box, value: Tensor) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest as checksum
 
-from farfield.streaming.graph import Info, Value
-from farfield.streaming.plan import GraphPlan
+from farfield.streaming.graph import Info
 from farfield.streaming.spans import Box, Layout, Span, box_shape, read_box, region_of, whole_box, write_box
 from farfield.volumes.source import release
 from farfield.volumes.unfinished import FULL_DISK, REASONS
@@ -31,6 +30,7 @@ class StoredInMemory:
 
     def __init__(self, info: Info, layout: Layout, device: torch.device) -> None:
         self.info, self.layout, self.device = info, layout, device
+        self.checksums: dict[int, int] = {}  # memory ends with its process
         self.whole: Tensor | None = None
 
     def write(self, index: int, box: Box, block: Tensor) -> None:
@@ -47,7 +47,7 @@ class StoredInMemory:
         return read_box(self.whole, region_of(whole_box(self.layout)), box).contiguous()
 
     def holds(self, checksums: Mapping[str, int], tiles: Sequence[int]) -> bool:
-        """Whether nothing of these tiles is needed: memory ends with its process."""
+        """Whether nothing of these tiles is needed."""
         return not tiles
 
     def remove(self) -> None:
@@ -85,7 +85,7 @@ class StoredInFile:
             self._make()
         content = block.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         self.checksums[index] = checksum(content)
-        with self._explained("make room"):
+        with self._explained():
             file = self._opened()
             file.seek(self.offsets[index])
             while len(content):
@@ -93,7 +93,7 @@ class StoredInFile:
 
     def _make(self) -> None:
         self.remove()
-        with self._explained(f"make room for its {self.offsets[-1]:,} bytes"):
+        with self._explained():
             # Open until the last pass that reads it has run.
             self.file = (
                 tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
@@ -109,14 +109,12 @@ class StoredInFile:
         if index in self.checksums and checksum(self._block(array, index).data) != self.checksums[index]:
             raise self._changed(f"in tile {index}")
         spans = [span for dim in box for span in dim]
-        result = torch.empty([stop - start for start, stop in spans], dtype=self.info.dtype, device="cpu")
+        result = torch.empty(_lengths(spans), dtype=self.info.dtype, device="cpu")
         for place, part in enumerate(self.parts):
-            both = None if part is None else _overlap(spans, part)
-            if part is None or both is None:
+            if part is None or (both := _overlap(spans, part)) is None:
                 continue
             block = torch.from_numpy(self._block(array, place)).view(self.info.dtype)
-            block = block.view([stop - start for start, stop in part])
-            result[_within(both, spans)] = block[_within(both, part)]
+            result[_within(both, spans)] = block.view(_lengths(part))[_within(both, part)]
             release(array)  # after each block, or all neighbors of a tile would be resident at once
         return result.reshape(box_shape(box)).to(self.device)
 
@@ -145,7 +143,7 @@ class StoredInFile:
         if os.fstat(file.fileno()).st_size < self.offsets[-1]:
             raise self._changed("and is shorter")
         if self.array is None:
-            with self._explained("make room"):
+            with self._explained():
                 self.array = np.memmap(file, np.uint8, "r+", shape=(self.offsets[-1],))
         return self.array
 
@@ -153,7 +151,7 @@ class StoredInFile:
         if self.file is None:
             if self.path is None:
                 raise self._changed("and is gone")
-            with self._explained("make room"):
+            with self._explained():
                 self.file = self.path.open("r+b", buffering=0)
         return self.file
 
@@ -169,19 +167,19 @@ class StoredInFile:
         self.close()
         self.checksums = {}
         if self.path is not None:
-            with self._explained("make room"):
+            with self._explained():
                 self.path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _explained(self, room: str) -> Iterator[None]:
-        """Replace an error of the disk by one that names the caller, the file and the fix: `room` on a full disk."""
+    def _explained(self) -> Iterator[None]:
+        """Replace an error of the disk by one that names the caller, the file and the fix."""
         try:
             yield
         except OSError as error:
             if f"{self.caller}: " in str(error):  # explained within
                 raise
             reason, fix = REASONS.get(error.errno or 0, (os.strerror(error.errno or 0).lower(), "check the disk"))
-            fix = room if error.errno in FULL_DISK else fix
+            fix = f"make room for its {self.offsets[-1]:,} bytes" if error.errno in FULL_DISK else fix
             problem = f"cannot write {self._described}, which stores {self.name} between passes: {reason}"
             raise OSError(error.errno, f"{self.caller}: {problem}; fix: {fix}, and repeat the call.") from error
 
@@ -192,10 +190,14 @@ class StoredInFile:
         )
 
 
+def _lengths(spans: Sequence[Span]) -> list[int]:
+    return [stop - start for start, stop in spans]
+
+
 def _overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span] | None:
     both = []
     for (start, stop), (first, last) in zip(one, other, strict=True):
-        if start >= last or first >= stop:
+        if start >= last or first >= stop:  # most tiles, along the first axis
             return None
         both.append((max(start, first), min(stop, last)))
     return both
@@ -203,61 +205,3 @@ def _overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span] | None:
 
 def _within(spans: Sequence[Span], outer: Sequence[Span]) -> tuple[slice, ...]:
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(spans, outer, strict=True))
-
-
-class Store(dict[Value, StoredInMemory | StoredInFile]):
-    """The values that are stored between the passes of a plan, each from its own pass to the last that reads it.
-
-    They are in memory, in files of a folder, or in temporary files; and are read to the device.
-    """
-
-    def __init__(self, caller: str, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device) -> None:
-        self.plan = plan
-        for value in plan.stored:
-            info, layout = plan.labelled.graph.info(value), plan.labelled.layouts[value]
-            if not on_disk:
-                self[value] = StoredInMemory(info, layout, device)
-                continue
-            path = None if folder is None else folder / f"{_name(value)}{SUFFIX}"
-            boxes = [plan.own_box(value, tile) for tile in plan.tiles]
-            name = f'"{plan.labelled.graph.nodes[value.node].path}"'
-            self[value] = StoredInFile(caller, path, name, info, boxes, device)
-
-    def end(self, stage: int) -> None:
-        """Remove what no pass after this one reads."""
-        for value, last in self.plan.stored.items():
-            if last <= stage:
-                self[value].remove()
-
-    def close(self) -> None:
-        """Let go of memory and opened files; what is in files with a name stays there."""
-        for each in self.values():
-            each.close()
-
-    def state(self) -> dict[str, Any]:
-        """Return the checksums of all blocks that are in files."""
-        return {
-            _name(value): {str(index): own for index, own in each.checksums.items()}
-            for value, each in self.items()
-            if isinstance(each, StoredInFile)
-        }
-
-    def holds(self, state: Mapping[str, Mapping[str, int]], stage: int, index: int) -> bool:
-        """Whether all is there that a pass needs to go on with a tile, by the `state` that was saved.
-
-        It needs what it reads, and what it stored of the tiles before.
-        """
-        for value, each in self.items():
-            level, needed = self.plan.level_of(value), 0
-            if level < stage <= self.plan.stored[value]:
-                needed = len(self.plan.tiles)
-            elif level == stage:
-                needed = index
-            if not each.holds(state.get(_name(value), {}), range(needed)):
-                self.end(len(self.plan.stages))
-                return False
-        return True
-
-
-def _name(value: Value) -> str:
-    return f"{value.node}-{value.output}"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from farfield.streaming import predict_whole
-from farfield.streaming.runner import write_whole
+from farfield.streaming.progress import write_whole
 from farfield.volumes import ImageMetadata
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.axes_view import AxesView

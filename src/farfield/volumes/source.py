@@ -7,7 +7,7 @@ import mmap
 import warnings
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,14 +68,6 @@ def parse_layout(caller: str, shape: Sequence[int], spatial_dims: int) -> AxisLa
     if 0 in shape:
         raise ShapeError(f"{caller}: the volume has an empty axis, shape {tuple(shape)}; fix: leave that volume out.")
     return AxisLayout(leading == 2, leading >= 1, spatial_dims)
-
-
-class Readable(Protocol):
-    """A volume that is read region by region."""
-
-    def read(self, region: Region, sample: int | None = None) -> Tensor:
-        """Read a region of one sample, or of all, as a grid `(batch, channels, *size)`."""
-        ...
 
 
 class VolumeSource:

@@ -6,20 +6,16 @@ import torch
 
 from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
-from farfield.streaming.rules.norms import NORM_RULES
 from farfield.streaming.rules.reading import READING_RULES
-from farfield.streaming.rules.reshaping import VIEW_RULES
 from farfield.streaming.rules.rule import Rule
 from farfield.streaming.rules.sums import SUM_RULES
 from farfield.streaming.rules.windows import WINDOW_RULES
 
 RULES: dict[str, Rule] = {
-    **VIEW_RULES,
     **ALIGNED_RULES,
     **READING_RULES,
     **WINDOW_RULES,
     **SUM_RULES,
-    **NORM_RULES,
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from farfield.streaming.rules.rule import (
     ADDED,
+    FIX,
     Core,
     Dims,
     OperationCall,
@@ -22,12 +23,11 @@ from farfield.streaming.rules.rule import (
     boxes_along,
     given_dims,
     named,
-    positions_of,
     reduce_arrays,
     take_along,
-    take_spans,
+    take_dims,
 )
-from farfield.streaming.spans import Box, Dim, Layout, axes_of, box_shape, is_cut, length_of, whole_dim
+from farfield.streaming.spans import Box, Dim, Layout, axes_of, box_shape, is_cut, length_of, positions_of, whole_dim
 
 
 # ---- which dimensions run together -----------------------------------------------------------------------------------
@@ -41,8 +41,13 @@ def _along(dims: Sequence[int] | None = None) -> Rule:
     """Return the rule of an operation along dimensions, by default those it is given; other ranks are read whole."""
 
     def find(call: OperationCall) -> Dims:
-        count = len(call.shape)
+        count, layout = len(call.shape), call.operands[0].layout
         kept = all_but(call, given_dims(call) if dims is None else [dim % count for dim in dims])
+        for dim, place in enumerate(kept):
+            others = (each.shape[dim] for each in call.operands if len(each.layout) == count)
+            # Indices may have fewer positions, which are the first ones of the whole.
+            if place is not None and is_cut(layout[dim]) and any(length != length_of(layout[dim]) for length in others):
+                raise RuleError(f"its operands have other lengths along an axis that is cut; {FIX}")
         return [kept if len(each.layout) == count else [None] * len(each.layout) for each in call.operands]
 
     return aligned(find)
@@ -126,7 +131,7 @@ def _attend(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor
     (query, key, value, _, causal), options = call.bind(tensors)
     mask, rows = options.get("attn_mask"), call.layouts[0][-2]
     if causal and box[-2] != whole_dim(rows):
-        places = positions_of(rows, box[-2]).to(query.device)
+        places = positions_of([piece.length for piece in rows], box[-2]).to(query.device)
         later, causal = places[:, None] < torch.arange(key.shape[-2], device=query.device), False
         mask = torch.zeros(later.shape, dtype=query.dtype, device=query.device).masked_fill(later, -torch.inf)
     packet = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -195,10 +200,9 @@ def _order_operands(call: OperationCall, left: int, right: int) -> tuple[int, in
 
 def _take_tile(tensor: Tensor, own: Layout, wanted: Layout, box: Box) -> Tensor:
     """Take a tile's part from dimensions that an operand has whole, because they have no label in it."""
-    for dim, (have, want) in enumerate(zip(own, wanted, strict=True)):
-        if have != want and length_of(have) == length_of(want):
-            tensor = take_spans(tensor, dim, want, box[dim])
-    return tensor
+    pairs = enumerate(zip(own, wanted, strict=True))
+    whole = [dim for dim, (have, want) in pairs if have != want and length_of(have) == length_of(want)]
+    return take_dims(tensor, whole, wanted, box)
 
 
 # Positions of a product that are summed in float32 before the sums are added in float64.

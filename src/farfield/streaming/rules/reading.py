@@ -1,168 +1,179 @@
-"""Rules of operations that read other positions along a dimension: slices, flips, padding, resampling."""
+"""Rules of operations that read positions elsewhere: views, slices, concatenations, resampling."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.streaming.graph import find_operation
-from farfield.streaming.rules.rule import SEVERAL_AXES, OperationCall, Rule, RuleError, Run, named, relabel, single
-from farfield.streaming.spans import Box, Layout, Span, box_shape, constant_layout, length_of, whole_box, whole_dim
+from farfield.streaming.rules.rule import (
+    Dims,
+    Moved,
+    OperationCall,
+    Rule,
+    RuleError,
+    aligned,
+    at_last,
+    boxes_along,
+    label_output,
+    named,
+    reading,
+    single,
+    spatial_dims,
+    take_along,
+)
+from farfield.streaming.spans import (
+    Box,
+    Dim,
+    Layout,
+    Piece,
+    Span,
+    Window,
+    box_shape,
+    is_cut,
+    join_pieces,
+    read_box,
+    region_of,
+    whole_dim,
+)
 
-# Dimension of the first operand -> how it is read: `moves`, whether a position reads another than itself, and
-# `read(span, length)`, the positions that a span of the result reads, of so many. Others are read as they are.
-Readers = Mapping[int, Any]
 
+# ---- views -----------------------------------------------------------------------------------------------------------
+@functools.lru_cache(4096)
+def _find_atoms(layout: Layout, shape: tuple[int, ...]) -> list[Piece]:
+    """Split the pieces of a value so that each belongs to one dimension of the view too.
 
-def reading(find: Callable[[OperationCall], Readers], run: Run, *, mixes: bool = False) -> Rule:
-    """Return the rule of an operation whose result has the dimensions of its operands, read along some by `find`.
-
-    Args:
-        find: `(call)` -> how dimensions are read. Each runs along the same axis in the result, with its length there.
-        run: As of `Rule`.
-        mixes: Whether dimension 1, and all operands but the first, are read whole.
+    Raises:
+        RuleError: If a piece cannot be split there.
     """
-
-    def label(call: OperationCall) -> list[Layout]:
-        readers, labels = find(call), list(constant_layout(call.shape))
-        for dim, own in enumerate(call.operands[0].layout):
-            if len(own) > 1 and dim in readers and readers[dim].moves:
-                raise RuleError(SEVERAL_AXES)
-            if not (mixes and dim == 1):
-                labels[dim] = own if length_of(own) == call.shape[dim] else relabel(own, call.shape[dim])
-        return [tuple(labels)] * len(call.infos)
-
-    def needs(call: OperationCall, output: int, box: Box) -> list[Box]:
-        readers, needed = find(call), []
-        for dim, own in enumerate(call.operands[0].layout):
-            if mixes and dim == 1:
-                needed.append(whole_dim(own))
-            elif dim in readers and readers[dim].moves:
-                needed.append((readers[dim].read(single(box[dim]), length_of(own)),))
-            else:
-                needed.append(box[dim])
-        others = call.operands[1:]
-        return [tuple(needed), *(whole_box(each.layout) if mixes else tuple(needed) for each in others)]
-
-    return Rule(label, needs, run)
+    targets, left = (length for length in shape if length != 1), 1
+    atoms: list[Piece] = []
+    for length, axis in itertools.chain(*layout):
+        while length > 1:
+            left = next(targets) if left == 1 else left
+            # The last part of a piece or of a dimension varies fastest: what is taken first is the coarser one.
+            take = min(length, left)
+            if left % take or length % take:
+                kind = "multiple" if take == left else "factor"
+                raise RuleError(f"its view splits {length} positions as no {kind} of {left}")
+            atoms.append(Piece(take, axis))
+            # What follows is within a position of the coarser part.
+            axis = axis if take == length else None
+            length, left = length // take, left // take
+    return atoms
 
 
-def at_last(call: OperationCall, readers: Sequence[Any]) -> dict[int, Any]:
-    """Return readers of the last dimensions of the first operand by dimension."""
-    return dict(enumerate(readers, len(call.operands[0].layout) - len(readers)))
+def _label_view(call: OperationCall) -> list[Layout]:
+    atoms = iter(_find_atoms(call.operands[0].layout, call.shape))
+    return [tuple(join_pieces([*_take_atoms(atoms, length)]) for length in call.shape)]
 
 
-def spatial_dims(call: OperationCall) -> int:
-    """The number of spatial dimensions in the name of an operation."""
-    return int(next(letter for letter in call.op if letter.isdigit()))
+def _take_atoms(atoms: Iterator[Piece], length: int) -> Iterator[Piece]:
+    """Iterate over the next atoms, whose product is a length."""
+    while length > 1:
+        atom = next(atoms)
+        length //= atom.length
+        yield atom
 
 
-# ---- windows ---------------------------------------------------------------------------------------------------------
-class Window(NamedTuple):
-    """The window of a dimension: position i reads from `i * stride - padding` on, `kernel` positions.
-
-    Where it is transposed, position i of the operand is written there.
-    """
-
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int = 1
-    # Positions that are added behind.
-    extra: int = 0
-    transposed: bool = False
-
-    @property
-    def moves(self) -> bool:
-        """Whether a position reads another than itself."""
-        return (self.kernel, self.stride, self.padding, self.extra) != (1, 1, 0, 0)
-
-    def reach(self, span: Span) -> Span:
-        """Return where the windows of a span begin and end, padding included."""
-        ends = [place * self.stride - self.padding for place in (span[0], span[1] - 1)]
-        return min(ends), max(ends) + self.dilation * (self.kernel - 1) + 1
-
-    def read(self, span: Span, length: int) -> Span:
-        """As of `Readers`."""
-        if not self.transposed:
-            return clip(self.reach(span), length)
-        first, last = span[0] + self.padding, span[1] - 1 + self.padding
-        first = min(-(-(first - self.dilation * (self.kernel - 1)) // self.stride), first // self.stride)
-        return clip((first, last // self.stride + 1), length)
+def _split_spans(layout: Layout, box: Box, atoms: Sequence[Piece]) -> list[Span]:
+    """Return the spans of atoms that contain a box of the pieces which consist of them."""
+    result: list[Span] = []
+    rest = iter(atoms)
+    for piece, (start, stop) in zip(itertools.chain(*layout), itertools.chain(*box), strict=True):
+        left = piece.length
+        for length, _ in _take_atoms(rest, left):
+            left //= length
+            first, last = (start // left, (stop - 1) // left) if start < stop else (0, -1)
+            result.append((first, last + 1))
+            start, stop = (start - first * left, stop - first * left) if first >= last else (0, left)
+    return result
 
 
-Windows = Mapping[int, Window]
+def _join_atoms(layout: Layout, spans: Sequence[Span], atoms: Sequence[Piece]) -> tuple[Box, list[Span]]:
+    """Return the box of pieces that contains spans of their atoms, and the spans of atoms that it is."""
+    box, result = [], list[Span]()
+    rest, own = iter(atoms), iter(spans)
+    for dim in layout:
+        joined = []
+        for piece in dim:
+            left, start, stop, several = piece.length, 0, 0, False
+            for length, _ in _take_atoms(rest, left):
+                first, last = next(own)
+                left //= length
+                # Behind an atom of which several positions are read, all are.
+                first, last = (0, length) if several else (first, last)
+                several = several or last - first > 1
+                start, stop = start + first * left, stop + (last - 1) * left
+                result.append((first, last))
+            joined.append((start, stop + 1))
+        box.append(tuple(joined))
+    return tuple(box), result
 
 
-def clip(span: Span, length: int) -> Span:
-    """Return the part of a span within an axis, at least one position."""
-    start = min(max(span[0], 0), length - 1)
-    return start, max(min(span[1], length), start + 1)
+def _needs_view(call: OperationCall, output: int, box: Box) -> list[Box]:
+    source = call.operands[0].layout
+    atoms = _find_atoms(source, call.shape)
+    return [_join_atoms(source, _split_spans(call.layouts[0], box, atoms), atoms)[0]]
 
 
-def each_window(call: OperationCall, windows: Windows, box: Box) -> Iterator[tuple[Window, Span, int]]:
-    """Iterate over windows, spans of the box, and lengths of the operand; of windows that do not move, all in one."""
-    for dim, window in windows.items():
-        span = single(box[dim]) if window.moves else (0, math.prod(stop - start for start, stop in box[dim]))
-        yield window, span, length_of(call.operands[0].layout[dim])
+def _run_view(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    """View what was read by its atoms, take those that are wanted, and view them in their new dimensions."""
+    (source,), (target,) = (each.layout for each in call.operands), call.layouts
+    atoms, shape = _find_atoms(source, call.shape), box_shape(box)
+    wanted = _split_spans(target, box, atoms)
+    _, read = _join_atoms(source, wanted, atoms)
+    if wanted == read and math.prod(shape) == tensors[0].numel():
+        return tensors[0].reshape(shape)
+    have, want = (tuple((span,) for span in spans) for spans in (read, wanted))
+    tensor = read_box(tensors[0].reshape(box_shape(have)), region_of(have), want)
+    whole, _ = _join_atoms(target, wanted, atoms)
+    return read_box(tensor.reshape(box_shape(whole)), region_of(whole), box)
 
 
-def find_padding(call: OperationCall, windows: Windows, box: Box) -> list[int]:
-    """Return how many positions windows reach beyond the whole before and behind it, of the last dimension first."""
-    pads: list[int] = []
-    for window, span, length in each_window(call, windows, box):
-        wanted = window.reach(span)
-        have = clip(wanted, length)
-        pads[:0] = [have[0] - wanted[0], wanted[1] - have[1]]
-    return pads
-
-
-def pad_constant(tensor: Tensor, pads: Sequence[int], value: float) -> Tensor:
-    """Pad or crop the last dimensions; where more is cropped than is there, torch's own padding fails."""
-    if not any(pads):
-        return tensor
-    added: list[int] = []
-    for place in range(len(pads) // 2):
-        dim, (before, after) = tensor.dim() - 1 - place, pads[2 * place : 2 * place + 2]
-        length = tensor.shape[dim]
-        start, stop = max(-before, 0), min(length + after, length)
-        nothing = start >= stop
-        tensor = tensor.narrow(dim, 0, 0) if nothing else tensor.narrow(dim, start, stop - start)
-        added += [length + before + after, 0] if nothing else [max(before, 0), max(after, 0)]
-    return F.pad(tensor, added, value=value)
-
-
-# ---- slices, flips, constant padding ---------------------------------------------------------------------------------
+# ---- slices and flips ------------------------------------------------------------------------------------------------
 def _run_slice(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     _, dim, _, step = call.args
     return tensors[0] if step == 1 else tensors[0][(slice(None),) * dim + (slice(None, None, step),)]
 
 
-def _flipped(call: OperationCall) -> Windows:
+def _flipped(call: OperationCall) -> dict[int, Window]:
     dims = [dim % len(call.shape) for dim in call.args[1]]
     return {dim: Window(1, -1, 1 - call.shape[dim]) for dim in dims}
 
 
-def _run_unfold(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    _, dim, size, step = call.args
-    start, stop = single(box[-1])
-    return tensors[0].unfold(dim % (len(box) - 1), size, step)[..., start:stop]
+# ---- concatenations --------------------------------------------------------------------------------------------------
+class _Joined(NamedTuple):
+    """Positions of a concatenation from `start` on."""
+
+    start: int
+
+    def read(self, span: Span, length: int) -> Span:
+        """As of `Moved`."""
+        first, last = (min(max(place - self.start, 0), length) for place in span)
+        return first, last
 
 
-def _padded(call: OperationCall) -> Windows:
-    """The padding of each dimension; torch names the last one first, and crops where it is negative."""
-    pads = zip(call.args[1][-2::-2], call.args[1][::-2], strict=True)
-    return at_last(call, [Window(1, 1, before, extra=after) for before, after in pads])
+def _beside(call: OperationCall) -> Dims:
+    """All dimensions as they are, but that of the concatenation; torch skips empty vectors beside grids."""
+    count, start, dims = len(call.shape), 0, list[Sequence[int | Moved]]()
+    dim = call.args[1] % count
+    for shape in (each.shape for each in call.operands):
+        joined = len(shape) == count and all(shape)
+        dims.append([Moved(dim, _Joined(start)) if place == dim else place for place in range(count)] if joined else ())
+        start += shape[dim] if joined else 0
+    return dims
 
 
-def _run_pad(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    return pad_constant(tensors[0], find_padding(call, _padded(call), box), call.args[2])
+def _run_cat(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor | None]) -> Tensor:
+    present = [tensor for tensor in tensors if tensor is not None]
+    return (present[0] if len(present) == 1 else torch.cat(present, call.args[1])).to(call.dtype)
 
 
 # ---- positions that are read from others -----------------------------------------------------------------------------
@@ -174,7 +185,7 @@ class _Taps(NamedTuple):
     moves: bool = True
 
     def read(self, span: Span, length: int) -> Span:
-        """As of `Readers`."""
+        """As of `Moved`."""
         part = self.places[:, span[0] : span[1]]
         return int(part.min()), int(part.max()) + 1
 
@@ -229,7 +240,7 @@ def _padded_taps(op: str, length: int, before: int, result: int) -> _Taps:
     return _Taps(torch.minimum(place, period - place)[None])
 
 
-def _pad_taps(call: OperationCall) -> Readers:
+def _pad_taps(call: OperationCall) -> Mapping[int, _Taps]:
     count, pads = spatial_dims(call), call.args[1]
     each = zip(call.operands[0].shape[-count:], pads[-2::-2], call.shape[-count:], strict=True)
     return at_last(call, [_padded_taps(call.op, *axis) for axis in each])
@@ -281,7 +292,7 @@ def _cubic_weight(distance: Tensor) -> Tensor:
     return torch.where(distance <= 1, near, far)
 
 
-def _upsample_taps(call: OperationCall) -> Readers:
+def _upsample_taps(call: OperationCall) -> Mapping[int, _Taps]:
     nearest, cubic, count = "nearest" in call.op, "cubic" in call.op, spatial_dims(call)
     lengths, results = call.operands[0].shape[-count:], call.shape[-count:]
     # A factor for each dimension, or None where the size was given.
@@ -294,6 +305,43 @@ def _upsample_taps(call: OperationCall) -> Readers:
     return at_last(call, [_weighted_taps(cubic, axis, bool(call.args[2])) for axis in axes])
 
 
+# ---- operations without a rule ---------------------------------------------------------------------------------------
+def local(halo: Sequence[int], size: Sequence[int]) -> Rule:
+    """Return the rule of an operation of which the user states how far it reaches.
+
+    Args:
+        halo: Positions of the volume before and after its own that a position depends on, for each axis.
+        size: The volume's size.
+    """
+
+    def find(call: OperationCall, output: int) -> Dims:
+        shape = dict(enumerate(call.infos[output].shape))
+        return [
+            [dim if shape.get(dim) == length else None for dim, length in enumerate(each.shape)]
+            for each in call.operands
+        ]
+
+    def label(call: OperationCall) -> list[Layout]:
+        return [label_output(call, find(call, output), info.shape) for output, info in enumerate(call.infos)]
+
+    def grow(dim: Dim, spans: Sequence[Span]) -> tuple[Span, ...]:
+        grown = []
+        for piece, (start, stop) in zip(dim, spans, strict=True):
+            reach = piece.length if piece.axis is None else -(-halo[piece.axis] * piece.length // size[piece.axis])
+            grown.append((max(0, start - reach), min(piece.length, stop + reach)))
+        return tuple(grown) if is_cut(dim) else whole_dim(dim)
+
+    def needs(call: OperationCall, output: int, box: Box) -> list[Box]:
+        return boxes_along(call, find(call, output), output, tuple(map(grow, call.layouts[output], box)))
+
+    def run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+        grown = tuple(map(grow, call.layouts[output], box))
+        tensors = take_along(call, find(call, output), output, grown, tensors)
+        return read_box(call.run(output, tensors), region_of(grown), box)
+
+    return Rule(label, needs, run)
+
+
 PADS = """
     reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
 """
@@ -303,13 +351,14 @@ UPSAMPLES = """
     upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
 """
 READING_RULES: dict[str, Rule] = {
+    "view": Rule(_label_view, _needs_view, _run_view),
     "slice": reading(lambda call: {call.args[1]: Window(1, call.args[3], -call.args[2])}, _run_slice),
-    "take": _tapped(lambda call: {call.args[1]: _known_taps(tuple(call.args[2]))}),
     "aten.unfold.default": reading(
-        lambda call: {call.args[1] % len(call.operands[0].layout): Window(call.args[2], call.args[3], 0)}, _run_unfold
+        lambda call: {call.args[1] % len(call.operands[0].layout): Window(call.args[2], call.args[3], 0)}
     ),
-    "aten.flip.default": reading(_flipped, lambda call, output, box, tensors: tensors[0].flip(call.args[1])),
-    "aten.constant_pad_nd.default": reading(_padded, _run_pad),
+    "aten.flip.default": reading(_flipped),
+    "aten.cat.default": aligned(_beside, _run_cat, gathers=True),
+    "take": _tapped(lambda call: {call.args[1]: _known_taps(tuple(call.args[2]))}),
     **named(_tapped(_pad_taps), PADS),
     **named(_tapped(_upsample_taps), UPSAMPLES),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from farfield.streaming.spans import (
     Span,
     axes_of,
     constant_layout,
+    distinct,
     is_cut,
     join_pieces,
     length_of,
@@ -59,8 +61,6 @@ class OperationCall(NamedTuple):
         kwargs: Its named arguments.
         operands: The tensors among them, in order.
         layouts: The pieces of each output; of one that no rule can compute, none.
-        dtype: The dtype of the first output.
-        shape: The shape of the first output.
         infos: Shape and dtype of each output.
     """
 
@@ -69,9 +69,17 @@ class OperationCall(NamedTuple):
     kwargs: dict[str, Any]
     operands: tuple[Operand, ...]
     layouts: tuple[Layout, ...]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    infos: tuple[Info, ...] = ()
+    infos: tuple[Info, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the first output."""
+        return self.infos[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first output."""
+        return self.infos[0].dtype
 
     def bind(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with tensors in the place of operands."""
@@ -103,7 +111,6 @@ class Reduction(NamedTuple):
         merge: `(parts, parts)` -> the parts of both.
         finish: `(call, output, box, tensors, parts)` -> the output on a box.
         reads: `(call, box)` -> the box of each operand that `finish` needs; None if it needs the parts alone.
-        copies: How many copies of its operands `summarize` makes.
         windows: Lengths of the windows of operands that tiles must not cut, along the last dimensions.
     """
 
@@ -112,7 +119,6 @@ class Reduction(NamedTuple):
     merge: Callable[[Parts, Parts], Parts]
     finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor]
     reads: Callable[[OperationCall, Box], list[Box]] | None
-    copies: int = 1
     windows: tuple[int, ...] = ()
 
     def whole_windows(self, layout: Layout, box: Box) -> Box:
@@ -140,7 +146,18 @@ def each_by(combine: Callable[[Any, Any], Any]) -> Callable[[Parts, Parts], Part
     return lambda first, second: tuple(map(combine, first, second))
 
 
+def _larger_peaks(first: Parts, second: Parts) -> Parts:
+    """Take the larger of two maxima and its position; of equal ones, or of two NaN, the first."""
+    (value, index), (other, other_index) = first, second
+    both = value.isnan() & other.isnan()
+    later = other_index < index
+    better = (other > value) | (other.isnan() & ~value.isnan()) | (((other == value) | both) & later)
+    return torch.where(better, other, value), torch.where(better, other_index, index)
+
+
 ADDED = Merging((0.0,), each_by(torch.add))
+# The largest number and its place.
+PEAKS = Merging((-math.inf, math.inf), _larger_peaks)
 
 
 def reduce_arrays(
@@ -149,13 +166,14 @@ def reduce_arrays(
     merging: Merging,
     summarize: Callable[[Core, Sequence[Tensor]], Parts],
     finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor],
-    part_box: Callable[[Box], Box] = lambda box: box,
+    *,
+    places: Sequence[int | None] | None = None,
     reads: Callable[[OperationCall, Box], list[Box]] | None = None,
 ) -> Reduction:
     """Return a reduction whose parts are arrays of one layout that merge number by number.
 
-    Where the layout runs along a cut axis, `summarize` gives a tile's own part of it; `finish` gets what `part_box`
-    takes of the parts for a box of the output.
+    Where the layout runs along a cut axis, `summarize` gives a tile's own part of it. `places` are the dimensions of
+    the output that those of the parts run with, by default the same: `finish` gets the box of these, all of the others.
     """
     whole = region_of(whole_box(layout))
 
@@ -170,8 +188,9 @@ def reduce_arrays(
         return tuple(placed)
 
     def take(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        needed = part_box(box)
-        return finish(call, output, box, tensors, tuple(read_box(part, whole, needed) for part in parts))
+        own = range(len(box)) if places is None else places
+        part = tuple(whole_dim(dim) if at is None else box[at] for dim, at in zip(layout, own, strict=True))
+        return finish(call, output, box, tensors, tuple(read_box(each, whole, part) for each in parts))
 
     return Reduction(operands, place, merging.merge, take, reads)
 
@@ -236,45 +255,26 @@ def single(spans: Sequence[Span]) -> Span:
     return spans[0]
 
 
-def distinct(layout: Sequence[Dim]) -> Layout:
-    """Return a layout in which no axis stands twice: a tile has its own part of the first, and all of the others."""
-    seen: set[int | None] = set()
-    result = []
-    for dim in layout:
-        axes = [piece.axis for piece in dim if piece.axis is not None]
-        result.append(dim if seen.isdisjoint(axes) else (Piece(length_of(dim)),))
-        seen.update(axes)
-    return tuple(result)
-
-
-def positions_of(dim: Dim, spans: Sequence[Span]) -> Tensor:
-    """Return the positions in the whole of those of some spans of a dimension."""
-    places = torch.zeros(1, dtype=torch.long)
-    for piece, (start, stop) in zip(dim, spans, strict=True):
-        places = (places[:, None] * piece.length + torch.arange(start, stop)).flatten()
-    return places
-
-
 def take_dims(tensor: Tensor, dims: Collection[int], layout: Layout, box: Box) -> Tensor:
     """Take the box from a result that is whole along some dimensions."""
-    for dim in dims:
-        tensor = take_spans(tensor, dim, layout[dim], box[dim])
-    return tensor
-
-
-def take_spans(tensor: Tensor, dim: int, pieces: Dim, spans: Sequence[Span]) -> Tensor:
-    """Take spans of the pieces of one dimension, of which all is there."""
-    if tuple(spans) == whole_dim(pieces):
-        return tensor
-    known = [whole_dim(pieces) if axis == dim else ((0, length),) for axis, length in enumerate(tensor.shape)]
-    wanted = [tuple(spans) if axis == dim else each for axis, each in enumerate(known)]
-    return read_box(tensor, region_of(tuple(known)), tuple(wanted))
+    known = (whole_dim(dim) if place in dims else box[place] for place, dim in enumerate(layout))
+    return read_box(tensor, region_of(tuple(known)), box) if dims else tensor
 
 
 # ---- operands whose dimensions run with those of the output ----------------------------------------------------------
+class Moved(NamedTuple):
+    """A dimension of an operand that is read elsewhere than at the position of the output.
+
+    `reader.read(span, length)` are the positions that a span of the output reads, of so many; perhaps none.
+    """
+
+    place: int
+    reader: Any
+
+
 # For each operand, the dimension of the output that each of its own runs with; None: that is read whole. An operand
 # with dimensions for which there is nothing, (), is not read.
-Dims = Sequence[Sequence[int | None]]
+Dims = Sequence[Sequence[int | Moved | None]]
 
 
 def aligned(find: Callable[[OperationCall], Dims], compute: Run | None = None, *, gathers: bool = False) -> Rule:
@@ -305,7 +305,8 @@ def aligned(find: Callable[[OperationCall], Dims], compute: Run | None = None, *
         dims = find(call)
         tensors = take_along(call, dims, output, box, tensors)
         result = compute(call, output, box, tensors) if compute else call.run(output, tensors)
-        return take_dims(result, set(range(len(box))).difference(*dims), call.layouts[output], box)
+        along = {at.place if isinstance(at, Moved) else at for own in dims for at in own}
+        return take_dims(result, set(range(len(box))) - along, call.layouts[output], box)
 
     return Rule(label, needs, run)
 
@@ -315,6 +316,8 @@ def label_output(call: OperationCall, dims: Dims, shape: Sequence[int]) -> Layou
     labels = list(constant_layout(shape))
     for operand, own in zip(call.operands, dims, strict=True):
         for dim, place in zip(operand.layout, own, strict=False):
+            if isinstance(place, Moved):
+                dim, place = relabel(dim, shape[place.place]), place.place
             if place is None:
                 continue
             if place >= len(shape) or (is_cut(dim) and length_of(dim) != shape[place]):
@@ -327,70 +330,66 @@ def label_output(call: OperationCall, dims: Dims, shape: Sequence[int]) -> Layou
 
 def _same_pieces(one: Dim, other: Dim) -> bool:
     """Whether spans of one dimension are spans of another."""
-    return [piece.length for piece in one] == [piece.length for piece in other]
+    return one == other or [piece.length for piece in one] == [piece.length for piece in other]
 
 
 def boxes_along(call: OperationCall, dims: Dims, output: int, box: Box) -> list[Box]:
     """Return the box of each operand: all of dimensions that are repeated, or in other pieces than the output's."""
     layout = call.layouts[output]
-    return [
-        tuple(
-            whole_dim(dim) if place is None or not _same_pieces(dim, layout[place]) else box[place]
-            for dim, place in zip(operand.layout, own, strict=False)
-        )
-        for operand, own in zip(call.operands, dims, strict=True)
-    ]
+
+    def read(dim: Dim, at: int | Moved | None) -> tuple[Span, ...]:
+        if isinstance(at, Moved):
+            return (at.reader.read(single(box[at.place]), length_of(dim)),)
+        return whole_dim(dim) if at is None or not _same_pieces(dim, layout[at]) else box[at]
+
+    return [tuple(map(read, operand.layout, own)) for operand, own in zip(call.operands, dims, strict=True)]
 
 
 def take_along(call: OperationCall, dims: Dims, output: int, box: Box, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Take the box from what `boxes_along` reads: from dimensions of the same length that are in other pieces."""
     layout, taken = call.layouts[output], list(tensors)
     for index, (operand, own) in enumerate(zip(call.operands, dims, strict=True)):
-        for axis, (dim, place) in enumerate(zip(operand.layout, own, strict=False)):
-            if place is None or _same_pieces(dim, layout[place]) or length_of(dim) != length_of(layout[place]):
+        parts = [(dim, whole_dim(dim)) for dim in operand.layout]
+        others = []
+        for dim, place in enumerate(own):
+            if not isinstance(place, int) or _same_pieces(parts[dim][0], layout[place]):
                 continue
-            taken[index] = take_spans(taken[index], axis, layout[place], box[place])
+            if length_of(parts[dim][0]) == length_of(layout[place]):
+                parts[dim] = layout[place], box[place]
+                others.append(dim)
+        if others and taken[index] is not None:
+            taken[index] = take_dims(taken[index], others, *zip(*parts, strict=True))
     return taken
 
 
-# ---- operations without a rule ---------------------------------------------------------------------------------------
-def local(halo: Sequence[int], size: Sequence[int]) -> Rule:
-    """Return the rule of an operation of which the user states how far it reaches.
+def reading(
+    find: Callable[[OperationCall], Mapping[int, Any]], compute: Run | None = None, *, mixes: bool = False
+) -> Rule:
+    """Return the rule of an operation whose result has the dimensions of its operands, read along some elsewhere.
 
     Args:
-        halo: Positions of the volume before and after its own that a position depends on, for each axis.
-        size: The volume's size.
+        find: `(call)` -> the readers of dimensions, as of `Moved`, and `moves`: whether they read another position.
+        compute: As of `aligned`.
+        mixes: Whether dimension 1, and all operands but the first, are read whole.
     """
 
-    def label(call: OperationCall) -> list[Layout]:
-        own = call.operands[0].layout
-        return [
-            tuple(
-                own[place] if place < len(own) and length_of(own[place]) == length else (Piece(length),)
-                for place, length in enumerate(info.shape)
-            )
-            for info in call.infos
-        ]
+    def along(call: OperationCall) -> Dims:
+        layout = call.operands[0].layout
+        dims: list[int | Moved | None] = [*range(len(layout))]
+        dims[1:2] = [None] if mixes else dims[1:2]
+        for dim, reader in find(call).items():
+            if reader.moves or length_of(layout[dim]) != call.shape[dim]:
+                dims[dim] = Moved(dim, reader)
+        return [dims, *([None] * len(each.layout) if mixes else dims for each in call.operands[1:])]
 
-    def grow(dim: Dim, spans: Sequence[Span]) -> tuple[Span, ...]:
-        grown = []
-        for piece, (start, stop) in zip(dim, spans, strict=True):
-            reach = piece.length if piece.axis is None else -(-halo[piece.axis] * piece.length // size[piece.axis])
-            grown.append((max(0, start - reach), min(piece.length, stop + reach)))
-        return tuple(grown) if is_cut(dim) else whole_dim(dim)
+    return aligned(along, compute, gathers=True)
 
-    def needs(call: OperationCall, output: int, box: Box) -> list[Box]:
-        known = dict(enumerate(zip(call.layouts[output], box, strict=True)))
-        return [
-            tuple(
-                grow(dim, known[place][1]) if place in known and dim == known[place][0] else whole_dim(dim)
-                for place, dim in enumerate(operand.layout)
-            )
-            for operand in call.operands
-        ]
 
-    def run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-        grown = tuple(map(grow, call.layouts[output], box))
-        return read_box(call.run(output, tensors), region_of(grown), box)
+def at_last(call: OperationCall, readers: Sequence[Any]) -> dict[int, Any]:
+    """Return readers of the last dimensions of the first operand by dimension."""
+    return dict(enumerate(readers, len(call.operands[0].layout) - len(readers)))
 
-    return Rule(label, needs, run)
+
+def spatial_dims(call: OperationCall) -> int:
+    """The number of spatial dimensions in the name of an operation."""
+    return int(next(letter for letter in call.op if letter.isdigit()))

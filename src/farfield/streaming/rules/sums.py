@@ -1,4 +1,4 @@
-"""Rules of sums over dimensions: means, extremes, moments, norms of vectors, softmax.
+"""Rules of sums over dimensions: means, extremes, moments, norms, softmax.
 
 Over an axis that is cut, each tile gives parts, and all parts merge.
 """
@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.rule import (
     ADDED,
+    FIX,
+    PEAKS,
     Core,
     Dims,
     Merging,
@@ -21,15 +24,18 @@ from farfield.streaming.rules.rule import (
     Parts,
     Reduction,
     Rule,
+    RuleError,
     aligned,
     all_but,
+    boxes_along,
     each_by,
     given_dims,
     named,
-    positions_of,
     reduce_arrays,
+    take_along,
+    take_dims,
 )
-from farfield.streaming.spans import Box, Piece, box_shape, is_cut, length_of
+from farfield.streaming.spans import Box, Layout, Piece, box_shape, is_cut, length_of, positions_of
 
 # The largest mean, in deviations, whose square leaves the variance its digits in float32.
 FAR = 100
@@ -56,23 +62,12 @@ def _finite(peak: Tensor) -> Tensor:
     return peak.masked_fill(peak == -math.inf, 0.0)
 
 
-def _larger_peaks(first: Parts, second: Parts) -> Parts:
-    """Take the larger of two maxima and its position; of equal ones, or of two NaN, the first."""
-    (value, index), (other, other_index) = first, second
-    both = value.isnan() & other.isnan()
-    later = other_index < index
-    better = (other > value) | (other.isnan() & ~value.isnan()) | (((other == value) | both) & later)
-    return torch.where(better, other, value), torch.where(better, other_index, index)
-
-
 LARGEST, SMALLEST = Merging((-math.inf,), each_by(torch.maximum)), Merging((math.inf,), each_by(torch.minimum))
 MOMENTS, EXPONENTIALS = Merging((0.0,) * 3, merge_moments), Merging((-math.inf, 0.0), _merge_exponentials)
-# The largest number and its place.
-PEAKS = Merging((-math.inf, math.inf), _larger_peaks)
 
 
 # ---- what a tile gives -----------------------------------------------------------------------------------------------
-def moments(tensor: Tensor, dims: Sequence[int]) -> Parts:
+def _find_moments(tensor: Tensor, dims: Sequence[int]) -> Parts:
     """Return count, mean and sum of squared deviations."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     pair = _moments_of_rows(wide, dims) if wide.is_cpu and wide.dtype == torch.float32 and wide.numel() else None
@@ -166,15 +161,7 @@ def _sums_of_norm(call: OperationCall) -> _Summing:
     )
 
 
-SUM = _Summing(ADDED, _sum_up)
 COUNT = _Summing(ADDED, lambda x, dims: _sum_up(_holds(x), dims))
-ANY = _Summing(LARGEST, lambda x, dims: _find_largest(_holds(x), dims))
-ALL = _Summing(Merging((1.0,), each_by(torch.minimum)), lambda x, dims: _find_smallest(_holds(x), dims))
-EXTREMES = _Summing(
-    Merging((-math.inf,) * 2, each_by(torch.maximum)),
-    lambda x, dims: (-_find_smallest(x, dims)[0], _find_largest(x, dims)[0]),
-    lambda call, parts, count: (-parts[0], parts[1]),
-)
 
 
 def _reduce_dims(
@@ -185,31 +172,30 @@ def _reduce_dims(
     reads: Callable[[OperationCall, Box], list[Box]] | None = None,
 ) -> Reduction | None:
     """Return the reduction over dimensions, if one is cut: its parts have length 1 there, and labels elsewhere."""
-    (dims,), layout = _kept(call), call.operands[0].layout
-    if not any(place is None and is_cut(own) for own, place in zip(layout, dims, strict=True)):
+    places, layout = all_but(call, given_dims(call)), call.operands[0].layout
+    if not any(place is None and is_cut(own) for own, place in zip(layout, places, strict=True)):
         return None
-    kept = tuple((Piece(1),) if place is None else own for own, place in zip(layout, dims, strict=True))
-
-    def part_box(box: Box) -> Box:
-        return tuple(((0, 1),) if place is None else box[place] for place in dims)
+    kept = tuple((Piece(1),) if place is None else own for own, place in zip(layout, places, strict=True))
 
     def finish_box(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
         result = finish(own, tensors, parts)
         result = result[output] if isinstance(result, tuple) else result
         return result.to(own.infos[output].dtype).reshape(box_shape(box))
 
-    return reduce_arrays((0,), kept, merging, lambda core, x: summarize(core, x[0]), finish_box, part_box, reads)
+    return reduce_arrays(
+        (0,), kept, merging, lambda core, x: summarize(core, x[0]), finish_box, places=places, reads=reads
+    )
 
 
 def _kept(call: OperationCall) -> Dims:
     return [all_but(call, given_dims(call))]
 
 
-def _summed(find: Callable[[OperationCall], _Summing]) -> Rule:
+def _summed(find: _Summing | Callable[[OperationCall], _Summing]) -> Rule:
     """Return the rule of a reduction from how it sums."""
 
     def reduce(call: OperationCall) -> Reduction | None:
-        dims, summing = given_dims(call), find(call)
+        dims, summing = given_dims(call), find if isinstance(find, _Summing) else find(call)
         count = math.prod(length_of(call.operands[0].layout[dim]) for dim in dims)
         return _reduce_dims(
             call,
@@ -221,19 +207,14 @@ def _summed(find: Callable[[OperationCall], _Summing]) -> Rule:
     return aligned(_kept, gathers=True)._replace(reduce=reduce)
 
 
-def _always(summing: _Summing) -> Callable[[OperationCall], _Summing]:
-    return lambda call: summing
-
-
 def _reduce_peaks(call: OperationCall) -> Reduction | None:
     """Find the largest numbers and their places, of minima minus the smallest."""
     dims, layout, sign = given_dims(call), call.operands[0].layout, -1 if "min" in call.op else 1
 
     def summarize(core: Core, tensor: Tensor) -> Parts:
-        box, places = core(layout), torch.zeros(1, dtype=torch.long)
-        for dim in dims:
-            own = positions_of(layout[dim], box[dim])
-            places = (places[:, None] * length_of(layout[dim]) + own).flatten()
+        box = core(layout)
+        lengths = [piece.length for dim in dims for piece in layout[dim]]
+        places = positions_of(lengths, [span for dim in dims for span in box[dim]])
         rest = [dim for dim in range(tensor.dim()) if dim not in dims]
         moved = tensor.permute(*rest, *dims).flatten(len(rest)) if dims else tensor[..., None]
         best, at = (moved.max if sign > 0 else moved.min)(-1)
@@ -263,32 +244,133 @@ def _reduce_softmax(call: OperationCall) -> Reduction | None:
     )
 
 
+# ---- norms -----------------------------------------------------------------------------------------------------------
+class _Norm(NamedTuple):
+    # Dimensions of the grid over which it runs; of channels, a group.
+    dims: Sequence[int]
+    # Channels of a group; None where channels are no groups.
+    group: int | None
+    eps: float
+
+
+def _find_norm(call: OperationCall) -> _Norm:
+    count, args = len(call.operands[0].layout), call.args
+    if "group_norm" in call.op:
+        return _Norm(range(1, count), call.shape[1] // args[6], args[7])
+    if "layer_norm" in call.op:
+        return _Norm(range(count - len(args[1]), count), None, args[4])
+    # Batch norm takes its running statistics where it is not in training.
+    return _Norm((0, *range(2, count)) if args[5] else (), 1, args[-1])
+
+
+def _dims_of_norm(call: OperationCall) -> Dims:
+    """What runs together where the norm is over what is not cut: that is read whole, as weights of it are."""
+    dims = [None if dim in _find_norm(call).dims else dim for dim in range(len(call.shape))]
+    return [dims, *([1] if "batch_norm" in call.op else [None] * len(each.layout) for each in call.operands[1:])]
+
+
+def _dims_of_result(call: OperationCall) -> list[Sequence[int | None]]:
+    """What runs together where the moments are known: all but channels in groups, and their weights."""
+    count = len(call.operands[0].layout)
+    if "layer_norm" in call.op:
+        return [range(count - len(each.layout), count) for each in call.operands]
+    channel = None if "group_norm" in call.op else 1
+    return [[0, channel, *range(2, count)], *[[channel]] * (len(call.operands) - 1)]
+
+
+def _label_norm(call: OperationCall) -> list[Layout]:
+    """The layout of the grid; statistics are not followed."""
+    return [call.operands[0].layout, *[()] * (len(call.infos) - 1)]
+
+
+def _run_norm(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    args, kwargs = call.bind(tensors)
+    if "group_norm" in call.op:
+        grid = args[0]
+        args = (*args[:3], grid.shape[0], grid.shape[1], math.prod(grid.shape[2:]), *args[6:])
+    return find_operation(call.op)(*args, **kwargs)[0]
+
+
+def _reduce_norm(call: OperationCall) -> Reduction | None:
+    norm, layout, split = _find_norm(call), call.operands[0].layout, call.operands[0].layout
+    if not any(is_cut(layout[dim]) for dim in norm.dims):
+        return None
+    dims, places = norm.dims, [*_dims_of_result(call)[0]]
+    if norm.group is not None:
+        if is_cut(layout[1]) and 1 in dims:
+            raise RuleError(f"its groups of channels run along an axis that is cut; {FIX}")
+        groups = layout[1] if norm.group == 1 else (Piece(length_of(layout[1]) // norm.group),)
+        split, places = (layout[0], groups, (Piece(norm.group),), *layout[2:]), [*places[:2], None, *places[2:]]
+        dims = [dim + (dim > 0) for dim in dims]
+    kept = tuple((Piece(1),) if dim in dims else own for dim, own in enumerate(split))
+
+    def regroup(tensor: Tensor) -> Tensor:
+        return tensor if norm.group is None else tensor.unflatten(1, (-1, norm.group))
+
+    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+        along = _dims_of_result(own)
+        args, _ = own.bind(take_along(own, along, 0, box, tensors))
+        weight, bias = args[1:3] if norm.group is not None else args[2:4]
+        count, mean, squares = parts
+        scale = (squares / count + norm.eps).rsqrt()
+        grid = regroup(args[0].to(torch.promote_types(args[0].dtype, torch.float32)))
+        if norm.group is None:
+            result = torch.addcmul((-mean * scale).to(grid), grid, scale.to(grid))
+            result = result if weight is None else result * weight
+            result = result if bias is None else result + bias
+        else:
+            shape = [1, -1, norm.group, *[1] * (args[0].dim() - 2)]
+            scale = scale if weight is None else scale * weight.double().view(shape)
+            shift = (0.0 if bias is None else bias.double().view(shape)) - mean * scale
+            result = torch.addcmul(shift.to(grid), grid, scale.to(grid)).flatten(1, 2)
+        return take_dims(result.to(own.dtype), [dim for dim, at in enumerate(along[0]) if at is None], layout, box)
+
+    return reduce_arrays(
+        (0,),
+        kept,
+        MOMENTS,
+        lambda core, tensors: _find_moments(regroup(tensors[0]), dims),
+        finish,
+        places=[None if dim in dims else place for dim, place in enumerate(places)],
+        reads=lambda own, box: boxes_along(own, _dims_of_result(own), 0, box),
+    )
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
 # How operations sum.
-SUMS: dict[str, _Summing] = {
-    "sum.dim_IntList sum.default": SUM,
+_SUMS: dict[str, _Summing | Callable[[OperationCall], _Summing]] = {
+    "sum.dim_IntList sum.default": _Summing(ADDED, _sum_up),
     "nansum": _Summing(ADDED, lambda x, dims: _sum_up(x.nan_to_num(0.0, math.inf, -math.inf), dims)),
     "mean.dim mean.default": _Summing(ADDED, _sum_up, lambda call, parts, count: parts[0] / count),
     "prod.dim_int prod.default": _Summing(Merging((1.0,), each_by(torch.mul)), _multiply_up),
     "count_nonzero.dim_IntList count_nonzero.default": COUNT,
     "amax max": _Summing(LARGEST, _find_largest),
     "amin min": _Summing(SMALLEST, _find_smallest),
-    "aminmax": EXTREMES,
+    "aminmax": _Summing(
+        Merging((-math.inf,) * 2, each_by(torch.maximum)),
+        lambda x, dims: (-_find_smallest(x, dims)[0], _find_largest(x, dims)[0]),
+        lambda call, parts, count: (-parts[0], parts[1]),
+    ),
     "logsumexp": _Summing(EXPONENTIALS, _sum_exponentials, lambda call, parts, n: parts[0] + parts[1].log()),
     "var.correction std.correction var_mean.correction std_mean.correction": _Summing(
-        MOMENTS, moments, _finish_moments
+        MOMENTS, _find_moments, _finish_moments
     ),
-    "any.dims any.dim any.default": ANY,
-    "all.dims all.dim all.default": ALL,
+    "any.dims any.dim any.default": _Summing(LARGEST, lambda x, dims: _find_largest(_holds(x), dims)),
+    "all.dims all.dim all.default": _Summing(
+        Merging((1.0,), each_by(torch.minimum)), lambda x, dims: _find_smallest(_holds(x), dims)
+    ),
+    "linalg_vector_norm": _sums_of_norm,
 }
 SUM_RULES: dict[str, Rule] = {
-    name: rule for names, summing in SUMS.items() for name, rule in named(_summed(_always(summing)), names).items()
-}
-SUM_RULES |= {
-    **named(_summed(_sums_of_norm), "linalg_vector_norm"),
+    **{name: rule for names, find in _SUMS.items() for name, rule in named(_summed(find), names).items()},
     **named(aligned(_kept, gathers=True)._replace(reduce=_reduce_peaks), "argmax argmin max.dim min.dim"),
     **named(aligned(_kept), "median.dim nanmedian.dim mode kthvalue"),
     **named(
         aligned(_kept)._replace(label=lambda call: [call.operands[0].layout], reduce=_reduce_softmax),
         "_softmax _log_softmax _safe_softmax",
+    ),
+    **named(
+        aligned(_dims_of_norm, _run_norm)._replace(label=_label_norm, reduce=_reduce_norm),
+        "native_group_norm native_layer_norm native_batch_norm",
     ),
 }

@@ -1,4 +1,4 @@
-"""Rules of windows: convolutions, unfolding, folding, pooling, unpooling.
+"""Rules of windows: constant padding, convolutions, unfolding, folding, pooling, unpooling.
 
 What they read follows from positions of the whole; pooling of few windows that cover the whole is a sum over it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,35 +15,87 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.streaming.graph import find_operation
-from farfield.streaming.rules.reading import (
-    Window,
-    Windows,
-    at_last,
-    clip,
-    each_window,
-    find_padding,
-    pad_constant,
-    reading,
-    spatial_dims,
-)
 from farfield.streaming.rules.rule import (
     ADDED,
+    PEAKS,
     Core,
     OperationCall,
     Parts,
     Reduction,
     Rule,
+    at_last,
     named,
+    reading,
     reduce_arrays,
     single,
+    spatial_dims,
 )
-from farfield.streaming.rules.sums import PEAKS
-from farfield.streaming.spans import Box, Layout, Piece, Span, box_shape, is_cut, length_of
+from farfield.streaming.spans import (
+    Box,
+    Layout,
+    Piece,
+    Span,
+    Window,
+    box_shape,
+    clip,
+    flat_index,
+    is_cut,
+    length_of,
+    positions_of,
+)
 
 # At most so many windows along an axis, of at least so many positions, are summed over the whole.
 FEW, LARGE = 16, 16
 
 
+# ---- windows ---------------------------------------------------------------------------------------------------------
+Windows = Mapping[int, Window]
+
+
+def each_window(call: OperationCall, windows: Windows, box: Box) -> Iterator[tuple[Window, Span, int]]:
+    """Iterate over windows, spans of the box, and lengths of the operand; of windows that do not move, all in one."""
+    for dim, window in windows.items():
+        span = single(box[dim]) if window.moves else (0, math.prod(stop - start for start, stop in box[dim]))
+        yield window, span, length_of(call.operands[0].layout[dim])
+
+
+def find_padding(call: OperationCall, windows: Windows, box: Box) -> list[int]:
+    """Return how many positions windows reach beyond the whole before and behind it, of the last dimension first."""
+    pads: list[int] = []
+    for window, span, length in each_window(call, windows, box):
+        wanted = window.reach(span)
+        have = clip(wanted, length)
+        pads[:0] = [have[0] - wanted[0], wanted[1] - have[1]]
+    return pads
+
+
+def pad_constant(tensor: Tensor, pads: Sequence[int], value: float) -> Tensor:
+    """Pad or crop the last dimensions; where more is cropped than is there, torch's own padding fails."""
+    if not any(pads):
+        return tensor
+    added: list[int] = []
+    for place in range(len(pads) // 2):
+        dim, (before, after) = tensor.dim() - 1 - place, pads[2 * place : 2 * place + 2]
+        length = tensor.shape[dim]
+        start, stop = max(-before, 0), min(length + after, length)
+        nothing = start >= stop
+        tensor = tensor.narrow(dim, 0, 0) if nothing else tensor.narrow(dim, start, stop - start)
+        added += [length + before + after, 0] if nothing else [max(before, 0), max(after, 0)]
+    return F.pad(tensor, added, value=value)
+
+
+# ---- constant padding ------------------------------------------------------------------------------------------------
+def _padded(call: OperationCall) -> Windows:
+    """The padding of each dimension; torch names the last one first, and crops where it is negative."""
+    pads = zip(call.args[1][-2::-2], call.args[1][::-2], strict=True)
+    return at_last(call, [Window(1, 1, before, extra=after) for before, after in pads])
+
+
+def _run_pad(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    return pad_constant(tensors[0], find_padding(call, _padded(call), box), call.args[2])
+
+
+# ---- windows of operations -------------------------------------------------------------------------------------------
 def _find_windows(call: OperationCall) -> Windows:
     extra, transposed = 0, call.op != "windows"
     if call.op == "aten.convolution.default":
@@ -81,11 +133,6 @@ def _find_written(call: OperationCall, windows: Windows, box: Box) -> tuple[list
     return starts, lengths
 
 
-def _take_channels(result: Tensor, box: Box) -> Tensor:
-    start, stop = single(box[1])
-    return result if stop - start == result.shape[1] else result.narrow(1, start, stop - start)
-
-
 # ---- convolutions ----------------------------------------------------------------------------------------------------
 def convolve(
     grid: Tensor,
@@ -112,13 +159,13 @@ def _run_convolution(call: OperationCall, output: int, box: Box, tensors: Sequen
     windows, shape = _find_windows(call), box_shape(box)[2:]
     if not transposed:
         grid, padding = _read_padded(call, windows, box, grid)
-        return _take_channels(convolve(grid, weight, bias, stride, padding, dilation, groups), box)
+        return convolve(grid, weight, bias, stride, padding, dilation, groups)
     starts, lengths = _find_written(call, windows, box)
     extra = [max(0, start + own - length) for start, own, length in zip(starts, shape, lengths, strict=True)]
     result = torch.convolution(grid, weight, bias, stride, [0] * len(extra), dilation, True, extra, groups)
     for axis, (start, length) in enumerate(zip(starts, shape, strict=True), start=2):
         result = result.narrow(axis, start, length)
-    return _take_channels(result, box)
+    return result
 
 
 def _scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
@@ -136,7 +183,7 @@ def _scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
 def _run_windows(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     grid, padding = _read_padded(call, _find_windows(call), box, tensors[0])
     result = F.unfold(grid, call.args[1], call.args[2], tuple(padding), call.args[4])
-    return _take_channels(result.view(*result.shape[:2], *box_shape(box)[2:]), box)
+    return result.view(*result.shape[:2], *box_shape(box)[2:])
 
 
 def _run_fold(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
@@ -147,7 +194,7 @@ def _run_fold(call: OperationCall, output: int, box: Box, tensors: Sequence[Tens
     pads: list[int] = []
     for start, own, length in zip(starts, box_shape(box)[2:], lengths, strict=True):
         pads[:0] = [-start, start + own - length]
-    return _take_channels(pad_constant(result, pads, 0.0), box)
+    return pad_constant(result, pads, 0.0)
 
 
 def _run_unpool(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
@@ -187,7 +234,7 @@ class _Bins(NamedTuple):
     moves: bool = True
 
     def read(self, span: Span, length: int) -> Span:
-        """As of `Readers`: from the first position of the first window to the last of the last."""
+        """As of `Moved`: from the first position of the first window to the last of the last."""
         chosen = self.spans[span[0] : span[1]]
         return chosen[0][0], max(last for _, last in chosen)
 
@@ -210,11 +257,6 @@ def _find_bins(call: OperationCall, *, padded: bool = False) -> list[_Bins]:
     return [_bins_of(*each, padded) for each in zip(windows, lengths, results, strict=True)]
 
 
-def _chosen_bins(call: OperationCall, box: Box) -> list[tuple[Span, ...]]:
-    bins = _find_bins(call)
-    return [each.spans[slice(*single(spans))] for each, spans in zip(bins, box[-len(bins) :], strict=True)]
-
-
 def _divisors(call: OperationCall, box: Box) -> Tensor:
     """Return by how many positions each window of an average is divided."""
     adaptive = "adaptive" in call.op
@@ -234,25 +276,19 @@ def _part_of(tensor: Tensor, dim: int, span: Span, first: int) -> Tensor:
     return tensor.narrow(dim, start, stop - start)
 
 
-def _add_bins(tensor: Tensor, bins: Sequence[Sequence[Span]], firsts: Sequence[int]) -> Tensor:
-    """Sum over the part of each window that is there, along the last dimensions."""
-    for axis, (spans, first) in enumerate(zip(bins, firsts, strict=True)):
-        dim = axis - len(bins)
-        tensor = torch.stack([_part_of(tensor, dim, each, first).sum(dim) for each in spans], dim)
-    return tensor
+def _pool_bins(call: OperationCall, tensor: Tensor, bins: Sequence[Sequence[Span]], spans: Sequence[Span]) -> Parts:
+    """Return the sum of each window in the part of the whole that is there, or its maximum and its place in the whole.
 
-
-def _pool_peaks(
-    tensor: Tensor, bins: Sequence[Sequence[Span]], spans: Sequence[Span], lengths: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Return the maximum of each window in the part of the whole that is there, and its place in the flattened whole.
-
-    Where nothing of a window is there, these are -inf and a position behind all.
+    Where nothing of a window is there, the maximum is -inf at a position behind all.
     """
-    places = torch.zeros(1, dtype=torch.float64)
-    for (start, stop), length in zip(spans, lengths, strict=True):
-        places = (places[:, None] * length + torch.arange(start, stop, dtype=torch.float64)).flatten()
-    index = places.view([stop - start for start, stop in spans]).to(tensor.device).expand(tensor.shape)
+    if "max" not in call.op:
+        for dim in range(-len(bins), 0):
+            sums = [_part_of(tensor, dim, each, spans[dim][0]).sum(dim) for each in bins[dim]]
+            tensor = torch.stack(sums, dim)
+        return (tensor,)
+    lengths = _input_lengths(call)
+    index = positions_of(lengths, spans).view([stop - start for start, stop in spans])
+    index = index.to(tensor.device).expand(tensor.shape)
     # The last dimension first, so that of equal ones the first in the flattened whole is taken.
     for dim in range(-1, -len(bins) - 1, -1):
         best: list[tuple[Tensor, Tensor]] = []
@@ -268,6 +304,11 @@ def _pool_peaks(
     return tensor, index
 
 
+def _finish_bins(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    result = parts[output] if "max" in call.op else parts[0] / _divisors(call, box).to(parts[0])
+    return result.to(call.infos[output].dtype)
+
+
 def _run_max_pool(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     """Take maxima; indices are those in the whole."""
     windows, shape = _pool_windows(call), call.operands[0].shape
@@ -278,13 +319,13 @@ def _run_max_pool(call: OperationCall, output: int, box: Box, tensors: Sequence[
     if output == 0:
         return values
     # Indices are in the flattened part that was read.
-    whole, factor = torch.zeros_like(index), 1
-    for dim, window in reversed(list(windows.items())):
-        place = index % grid.shape[dim] + window.reach(single(box[dim]))[0]
+    places = []
+    for dim, window in windows.items():
+        start = window.reach(single(box[dim]))[0]
+        place = torch.arange(start, start + grid.shape[dim])
         # A window of which all is -inf has the index of its first position that is no padding.
-        place = torch.where(place < 0, place % window.dilation, place)
-        whole, index, factor = whole + place * factor, index // grid.shape[dim], factor * shape[dim]
-    return whole
+        places.append(torch.where(place < 0, place % window.dilation, place))
+    return flat_index([shape[dim] for dim in windows], places).to(index.device)[index]
 
 
 def _run_average_pool(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
@@ -296,16 +337,11 @@ def _run_average_pool(call: OperationCall, output: int, box: Box, tensors: Seque
     return total / _divisors(call, box).to(total)
 
 
-def _run_adaptive_average(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    chosen = _chosen_bins(call, box)
-    return _add_bins(tensors[0], chosen, [each[0][0] for each in chosen]) / _divisors(call, box).to(tensors[0])
-
-
-def _run_adaptive_max(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    chosen = _chosen_bins(call, box)
+def _run_adaptive(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    bins = _find_bins(call)
+    chosen = [each.spans[slice(*single(own))] for each, own in zip(bins, box[-len(bins) :], strict=True)]
     spans = [(each[0][0], max(last for _, last in each)) for each in chosen]
-    peaks = _pool_peaks(tensors[0], chosen, spans, _input_lengths(call))
-    return peaks[0] if output == 0 else peaks[1].long()
+    return _finish_bins(call, output, box, tensors, _pool_bins(call, tensors[0], chosen, spans))
 
 
 def _is_summed(call: OperationCall) -> bool:
@@ -323,21 +359,14 @@ def _reduce_pool(call: OperationCall) -> Reduction | None:
     """Sum, or take maxima, of the part of each window that a tile has."""
     if not _is_summed(call):
         return None
-    layout, lengths, maxima = call.operands[0].layout, _input_lengths(call), "max" in call.op
-    bins = [each.spans for each in _find_bins(call)]
+    layout, bins, maxima = call.operands[0].layout, [each.spans for each in _find_bins(call)], "max" in call.op
 
     def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
         spans = [single(each) for each in core(layout)[-len(bins) :]]
-        if not maxima:
-            return (_add_bins(tensors[0].double(), bins, [first for first, _ in spans]),)
-        value, place = _pool_peaks(tensors[0], bins, spans, lengths)
-        return value.double(), place
+        grid = tensors[0] if maxima else tensors[0].double()
+        return tuple(part.double() for part in _pool_bins(call, grid, bins, spans))
 
-    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        result = parts[output] if maxima else parts[0] / _divisors(own, box).to(parts[0])
-        return result.to(own.infos[output].dtype)
-
-    return reduce_arrays((0,), call.layouts[0], PEAKS if maxima else ADDED, summarize, finish)
+    return reduce_arrays((0,), call.layouts[0], PEAKS if maxima else ADDED, summarize, _finish_bins)
 
 
 def _pooled(rule: Rule) -> Rule:
@@ -353,11 +382,8 @@ def _pooled(rule: Rule) -> Rule:
     return rule._replace(label=label, reduce=_reduce_pool)
 
 
-def _adapted(call: OperationCall) -> dict[int, _Bins]:
-    return at_last(call, _find_bins(call))
-
-
 WINDOW_RULES: dict[str, Rule] = {
+    "aten.constant_pad_nd.default": reading(_padded, _run_pad),
     "aten.convolution.default": reading(_find_windows, _run_convolution, mixes=True)._replace(
         scratch=_scratch_convolution
     ),
@@ -366,6 +392,8 @@ WINDOW_RULES: dict[str, Rule] = {
     "unpool": reading(_find_windows, _run_unpool),
     **named(_pooled(reading(_pool_windows, _run_max_pool)), "max_pool2d_with_indices max_pool3d_with_indices"),
     **named(_pooled(reading(_pool_windows, _run_average_pool)), "avg_pool2d avg_pool3d"),
-    **named(_pooled(reading(_adapted, _run_adaptive_average)), "_adaptive_avg_pool2d _adaptive_avg_pool3d"),
-    **named(_pooled(reading(_adapted, _run_adaptive_max)), "adaptive_max_pool2d adaptive_max_pool3d"),
+    **named(
+        _pooled(reading(lambda call: at_last(call, _find_bins(call)), _run_adaptive)),
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d",
+    ),
 }
