@@ -190,10 +190,7 @@ class GraphPlan:
             regions = find_regions(labelled, wanted, given)
             left = sum(labelled.bytes_on(value, regions[value]) for value in wanted)
             # Beside what was computed, a summary takes as much as its operands.
-            copies = [
-                sum(labelled.bytes_on(value, region_of(box)) for value, box in boxes.items())
-                for boxes in summarized.values()
-            ]
+            copies = [sum(map(labelled.bytes_on, own, map(region_of, own.values()))) for own in summarized.values()]
             peak = max(peak, count_bytes(labelled, regions, given, wanted), left + max(copies, default=0))
             for value, region in regions.items():
                 if value in graph.inputs:
