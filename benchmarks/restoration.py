@@ -13,7 +13,6 @@ on stacks that were held out of training. Finished runs are not run again; a kil
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import statistics
@@ -195,11 +194,11 @@ def sliding(network: Any, stack: np.ndarray, plan: Any) -> np.ndarray:
     """Restore a stack tile by tile, each tile with the halo of a plan, independent of the other tiles."""
     import torch
 
-    from farfield.streaming.plan import Halo
+    from farfield.streaming.plan import join_halos
 
     grid = torch.from_numpy(np.pad(stack, plan.padding, mode="reflect"))[None, None]
     restored = torch.empty_like(grid)
-    halo = functools.reduce(Halo.join, (each.halo for each in plan.passes))
+    halo = join_halos(each.halo for each in plan.passes)
     # The strides divide the tile and the padded stack.
     multiples = list(map(math.gcd, plan.tile, plan.size))
     with torch.inference_mode():

@@ -12,7 +12,6 @@ to those of the network on the whole volume: small volumes have large halos.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from farfield.nn import GridAttention
 from farfield.streaming import StreamingPlan, plan_whole, predict_whole
-from farfield.streaming.plan import Halo
+from farfield.streaming.plan import join_halos
 
 
 class Setting(NamedTuple):
@@ -214,7 +213,7 @@ def volume(shape: tuple[int, ...]) -> Tensor:
 def slide(net: nn.Module, grid: Tensor, plan: StreamingPlan) -> Tensor:
     """Run a network on each tile with the halo of the plan, and keep the tile's own positions."""
     result = torch.empty(plan.output.shape[1:])
-    halo = functools.reduce(Halo.join, (each.halo for each in plan.passes))
+    halo = join_halos(each.halo for each in plan.passes)
     ratios = [float(scale.ratio) for scale in plan.output.scales if scale is not None]
     # The strides divide the tile and the volume.
     multiples = list(map(math.gcd, plan.tile, plan.size))

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from farfield.streaming import predict_whole
-from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
+from farfield.streaming.labels import GraphError, LabelledGraph, find_regions, label_graph
 from farfield.streaming.rules import RULES, find_rule
-from farfield.streaming.run import find_regions
 from farfield.streaming.spans import Box, boxes_of, is_empty, read_box, region_of, whole_box
 from helpers.drawn_networks import CONVOLUTIONS, LINEAR, TRANSPOSED, Layer
 from helpers.recorded import record_network, run_in_tiles

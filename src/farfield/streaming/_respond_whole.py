@@ -18,9 +18,8 @@ from farfield.nn import GridAttention
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
-from farfield.streaming.arguments import parse_positions
+from farfield.streaming.arguments import cores, parse_positions, round_up_tile
 from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
-from farfield.streaming.plan import cores, round_up_tile
 from farfield.streaming.progress import Saved, Stream, compute_identity, saved_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.checks import check_volume

@@ -97,12 +97,9 @@ class Outputs:
         )
 
     def split(self, result: Any, axis: int, keep_axis: bool) -> Any:
-        """Return the outputs of a joined result, as the network returns them; of a network of one, the result.
+        """Return the outputs of a result joined along `axis`, as the network returns them; of one, the result.
 
-        Args:
-            result: The joined outputs, an array or a tensor.
-            axis: Their axis of channels.
-            keep_axis: Whether an output of one channel keeps that axis.
+        `keep_axis`: whether an output of one channel keeps that axis.
         """
         if not self.names:
             return result
@@ -119,11 +116,7 @@ class Outputs:
 def one_grid(
     caller: str, network: nn.Module, shape: Sequence[int], output: Any, reduce: Reduction = None
 ) -> tuple[Tensor, Outputs]:
-    """Make one grid of what a network returns for an input of a shape: several are joined, and scores are reduced.
-
-    Raises:
-        TypeError: If it is no grid, and not several of one batch, size and dtype, or several would be reduced.
-    """
+    """Make one grid of what a network returns for an input of a shape: several are joined, and scores are reduced."""
     named, name = _name_outputs(output), type(network).__name__
     if named and all(isinstance(part, Tensor) and part.dim() > 2 for part in named.values()):
         _refuse_outputs(caller, name, shape, named, isinstance(output, Mapping), reduce)

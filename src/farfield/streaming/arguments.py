@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,6 +115,38 @@ def split_padding(length: int, multiple: int, pad: str | None) -> Span:
     """Return how many positions to pad before and after an axis to make it a multiple: half on each end, as in CARE."""
     missing = -length % multiple if pad is not None else 0
     return missing // 2, missing - missing // 2
+
+
+def axis_spans(size: Sequence[int], tile: Sequence[int]) -> list[list[Span]]:
+    """Return for each axis the own positions of the tiles along it."""
+    return [
+        [(start, min(start + positions, length)) for start in range(0, length, positions)]
+        for length, positions in zip(size, tile, strict=True)
+    ]
+
+
+def cores(size: Sequence[int], tile: Sequence[int]) -> list[tuple[Span, ...]]:
+    """Return the own positions of each tile, the last axis fastest; every position of the volume is in one tile."""
+    return list(itertools.product(*axis_spans(size, tile)))
+
+
+def cut_axes(size: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
+    """Return the axes along which tiles are shorter than the volume."""
+    return tuple(axis for axis, (length, own) in enumerate(zip(size, tile, strict=True)) if own < length)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Round a number up to the next multiple of `multiple`."""
+    return -(-number // multiple) * multiple
+
+
+def round_up_tile(tile: int | Sequence[int | None], size: Sequence[int], multiples: Sequence[int]) -> tuple[int, ...]:
+    """Return the size of requested tiles, rounded up to multiples; axes of which none is requested are not cut."""
+    requested = (tile,) * len(size) if isinstance(tile, int) else tile
+    return tuple(
+        length if own is None else min(length, round_up(own, multiple))
+        for own, length, multiple in zip(requested, size, multiples, strict=True)
+    )
 
 
 def spatial_dims_of(caller: str, model: nn.Module, tile: object) -> int:

@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,125 +18,20 @@ from torch import Tensor, nn
 
 from farfield.nn.network_copy import copied, share_parameters
 from farfield.streaming.graph import Value, run_node, run_whole
-from farfield.streaming.labels import GraphError
+from farfield.streaming.labels import summarized_boxes
 from farfield.streaming.passes import Store, Sums, TiledRun
-from farfield.streaming.plan import GraphPlan, Halo, find_stored, make_graph_plan
-from farfield.streaming.run import compute, count_bytes, find_regions, summarize_tile, summarized_boxes
-from farfield.streaming.scales import Recording
+from farfield.streaming.plan import GraphPlan, RegionCheck
+from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, write_box
 
-# The share of the planned MACs that a check may take.
-SHARE = 0.02
 # The distance from the untiled network that is allowed, in its own distance from float64.
 ALLOWED = 4
-# Positions along an axis of a region that are enough where halos are smaller.
-ENOUGH = 32
 # Where the volume is looked at for a region that is not constant: shares of the free room, the middle first.
 PLACES = (0.5, 0.25, 0.75, 0.0, 1.0)
 
 
 class TilesDifferError(ValueError):
     """Tiles give another result than the network."""
-
-
-@dataclass
-class RegionCheck:
-    """A check on a region, which runs as if it were the volume.
-
-    Attributes:
-        plan: The passes over its tiles, of which there are at least two.
-        macs: MACs of the check: of the untiled network in two precisions, and of the tiles.
-    """
-
-    plan: GraphPlan
-    macs: float
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Size of the region."""
-        return self.plan.labelled.size
-
-
-def plan_check(
-    record: Callable[[tuple[int, ...]], Recording],
-    plan: GraphPlan,
-    strides: Sequence[int],
-    halo: Halo,
-    macs: float,
-    room: int,
-) -> RegionCheck | str:
-    """Plan the largest check that takes no more than `SHARE` of the planned MACs and `room` bytes; or tell why none.
-
-    Args:
-        record: Records the network on volumes of a size, before any reduction.
-        plan: The plan of the volume.
-        strides: Strides of the network.
-        halo: What its tiles read.
-        macs: The planned MACs.
-        room: The planned bytes of a tile.
-    """
-    if not plan.cut:
-        return "the volume is one tile"
-    labelled, size = plan.labelled, None
-    untiled, peak = sum(labelled.graph.nodes[index].macs for index in labelled.order), _untiled_bytes(plan)
-    for each in region_sizes(labelled.size, plan.cut, strides, tuple(map(max, *halo))):
-        # By positions, and tiles with their halos as twice the network; in float64 that takes twice the bytes.
-        share = math.prod(each) / math.prod(labelled.size)
-        if 4 * share * untiled <= SHARE * macs and 2 * share * peak <= room:
-            size = each
-    if size is None:
-        return f"a region of two strides takes more than {SHARE:.0%} of the work, or more memory than a tile"
-    try:
-        recorded = record(size).label(plan.cut)
-    except (GraphError, ValueError, TypeError) as error:
-        return f"the network does not run on a region of size {size} ({str(error).splitlines()[0]:.80})"
-    stored = find_stored(recorded)
-    if set(plan.stored) <= stored:
-        stored = {*recorded.gathered, *plan.stored}
-    own = make_graph_plan(recorded, _halve(size, plan.cut, strides), stored)
-    cost = 2.0 * sum(recorded.graph.nodes[index].macs for index in recorded.order)
-    cost += sum(own.cost(stage).macs for stage in range(len(own.stages)))
-    return RegionCheck(own, cost) if cost <= SHARE * macs else f"it takes more than {SHARE:.0%} of the work"
-
-
-def region_sizes(
-    size: Sequence[int], cut: Sequence[int], strides: Sequence[int], reach: Sequence[int]
-) -> Iterator[tuple[int, ...]]:
-    """Iterate over sizes of regions, the smallest first, up to ENOUGH, or one in whose middle a halo ends within it.
-
-    Along axes that are cut a region has so many strides and what the volume has beyond those; at least two along one.
-    """
-    most = {}
-    for axis in cut:
-        halo, enough = -(-reach[axis] // strides[axis]), -(-ENOUGH // strides[axis])
-        most[axis] = min(size[axis] // strides[axis], max(2 * halo + 2, enough))
-    for steps in range(1, max(most.values(), default=1) + 1):
-        # Two strides along the last axis alone, then along one more, then three along all, and so on.
-        for doubled in range(len(cut)) if steps == 1 else [len(cut)]:
-            counts = {
-                axis: min(most[axis], max(steps, 2 if place <= doubled else 1))
-                for place, axis in enumerate(reversed(cut))
-            }
-            yield tuple(
-                counts[axis] * strides[axis] + length % strides[axis] if axis in counts else length
-                for axis, length in enumerate(size)
-            )
-
-
-def _untiled_bytes(plan: GraphPlan) -> int:
-    """Return the most bytes that the values of the untiled network take at once."""
-    labelled = plan.labelled
-    output, given = labelled.graph.output, labelled.graph.inputs
-    regions = find_regions(labelled, {output: whole_box(labelled.layouts[output])}, given)
-    return count_bytes(labelled, regions, given, [output])
-
-
-def _halve(size: Sequence[int], cut: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of tiles that cut a region into two along each axis that has at least two strides."""
-    return tuple(
-        -(-(length // strides[axis]) // 2) * strides[axis] if axis in cut and length >= 2 * strides[axis] else length
-        for axis, length in enumerate(size)
-    )
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -294,7 +188,7 @@ def _run_operation(plan: GraphPlan, index: int, known: dict[Value, Tensor]) -> T
 
     if index in labelled.reductions:
         for tile in plan.tiles:
-            boxes = summarized_boxes(labelled, index, tile, plan.cut)
+            boxes = summarized_boxes(labelled, index, tile)
             if boxes:
                 sums.add(index, summarize_tile(labelled, index, boxes, read, tile), tile)
     for tile in plan.tiles:

@@ -1,8 +1,8 @@
-"""Labels of a recorded graph: along which axes of the volume each value runs, and what sums over the whole."""
+"""Labels of a recorded graph: along which axes values run, what sums over the whole, and what a part needs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,13 +17,21 @@ from farfield.streaming.spans import (
     Box,
     Layout,
     Piece,
+    Region,
     Span,
+    add_box,
     axes_of,
+    boxes_of,
     constant_layout,
+    count_positions,
+    is_empty,
     read_box,
     region_of,
     whole_box,
 )
+
+# A box of a value -> the boxes of the operands that it is computed from.
+Needs = dict[tuple[Value, Box], list[tuple[Value, Box]]]
 
 
 class GraphError(ValueError):
@@ -39,7 +47,7 @@ class LabelledGraph:
         size: The volume's size.
         cut: The axes along which it is cut.
         halo: How far operations without a rule reach, in positions of the volume; None if they are refused.
-        layouts: Value -> its pieces.
+        layouts: Value -> its pieces, in the order of nodes.
         calls: Node -> its call.
         rules: Node -> its rule.
         reductions: Node -> how it sums over the whole, of nodes that do.
@@ -73,11 +81,20 @@ class LabelledGraph:
             run_node(self.graph, index, constants)
         return constants
 
+    def bytes_on(self, value: Value, region: Region) -> int:
+        """Return the bytes of a value on a region."""
+        return count_positions(region) * self.graph.info(value).dtype.itemsize
+
+    def owns(self, layout: Layout, tile: Sequence[Span]) -> bool:
+        """Whether a tile has its own part of a value: along axes that it does not run along, the first tile has."""
+        there = axes_of(layout)
+        return all(axis in there or tile[axis][0] == 0 for axis in self.cut)
+
     def core(self, layout: Layout, tile: Sequence[Span]) -> Box:
         """Return a tile's own part of a value: its share of each labelled piece, all of the others."""
-        return tuple(tuple(self.core_of(piece, tile) for piece in dim) for dim in layout)
+        return tuple(tuple(self._core_of(piece, tile) for piece in dim) for dim in layout)
 
-    def core_of(self, piece: Piece, tile: Sequence[Span]) -> Span:
+    def _core_of(self, piece: Piece, tile: Sequence[Span]) -> Span:
         """Return a tile's own span of a piece: the spans of all tiles are all its positions, each once.
 
         Tiles begin at multiples of the strides, and so do their spans, also where a piece ends earlier than the volume.
@@ -103,8 +120,7 @@ def label_graph(
 ) -> LabelledGraph:
     """Find the labels of all values, and the operations that sum over the whole; dimensions from `first` on are axes.
 
-    Raises:
-        GraphError: If an operation has no rule, or cannot run on parts.
+    It raises GraphError if an operation has no rule, or cannot run on parts.
     """
     labelled = LabelledGraph(graph, tuple(size), tuple(cut), halo)
     for index in labelled.order:
@@ -112,10 +128,8 @@ def label_graph(
         labelled.levels[index] = max((labelled.levels[value.node] for value in node.inputs), default=0)
         if node.op == "input":
             shape = node.outputs[0].shape
-            axes = [axis if axis in cut else None for axis in range(len(size))]
-            dims = ((Piece(*pair),) for pair in zip(shape[first:], axes, strict=True))
-            layout = (*constant_layout(shape[:first]), *dims)
-            labelled.layouts[Value(index)] = layout
+            dims = ((Piece(length, axis if axis in cut else None),) for axis, length in enumerate(shape[first:]))
+            labelled.layouts[Value(index)] = (*constant_layout(shape[:first]), *dims)
             continue
         if all(value in labelled.known for value in node.inputs):
             labelled.known.update(Value(index, output) for output in range(len(node.outputs)))
@@ -130,11 +144,10 @@ def label_graph(
 
 
 def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
-
     def operand(value: Value) -> Operand:
         return Operand(labelled.layouts[value], labelled.graph.info(value).dtype)
 
-    args, kwargs = (map_values(part, Value, operand) for part in (node.args, node.kwargs))
+    args, kwargs = map_values((node.args, node.kwargs), Value, operand)
     operands = tuple(operand(value) for value in node.inputs)
     call = OperationCall(node.op, args, kwargs, operands, (), node.outputs)
     rule = LAYER if node.op == "layer" else find_rule(node.op)
@@ -144,10 +157,9 @@ def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
             if labelled.halo is None:
                 raise RuleError("there is no rule for it; fix: tile=Tiles(…, halo=positions) if it is local")
             rule = local(labelled.halo, labelled.size)
-    layouts = rule.label(call)
-    call = call._replace(layouts=tuple(layouts))
+    call = call._replace(layouts=tuple(rule.label(call)))
     labelled.calls[index], labelled.rules[index] = call, rule
-    labelled.layouts.update((Value(index, output), layout) for output, layout in enumerate(layouts))
+    labelled.layouts.update((Value(index, output), layout) for output, layout in enumerate(call.layouts))
     reduction = rule.reduce(call) if rule.reduce is not None else None
     if reduction is not None:
         labelled.reductions[index] = reduction
@@ -193,3 +205,82 @@ WHOLE = Rule(
     lambda call, output, box: [whole_box(operand.layout) for operand in call.operands],
     _run_whole,
 )
+
+
+# ---- what a part needs ----------------------------------------------------------------------------------------------
+def find_needs(labelled: LabelledGraph, value: Value, box: Box) -> list[tuple[Value, Box]]:
+    """Return the boxes of the operands from which a box of a value is computed; empty ones are not read."""
+    call, reduction = labelled.calls[value.node], labelled.reductions.get(value.node)
+    if reduction is None:
+        boxes = labelled.rules[value.node].needs(call, value.output, box)
+    elif reduction.reads is None:
+        return []
+    else:
+        boxes = reduction.reads(call, box)
+    return list(zip(labelled.graph.nodes[value.node].inputs, boxes, strict=True))
+
+
+def find_regions(labelled: LabelledGraph, wanted: Mapping[Value, Box], given: Collection[Value]) -> dict[Value, Region]:
+    """Return the region of each value that is computed, or read if it is `given`, for some boxes of values."""
+    return trace(labelled, wanted, given)[0]
+
+
+def trace(
+    labelled: LabelledGraph, wanted: Mapping[Value, Box], given: Collection[Value]
+) -> tuple[dict[Value, Region], Needs]:
+    """Return also what each box of these regions needs."""
+    regions, needs = {value: region_of(box) for value, box in wanted.items()}, Needs()
+    for value in reversed(labelled.layouts):
+        if value not in regions or value in given:
+            continue
+        for box in boxes_of(regions[value]):
+            own = needs[value, box] = find_needs(labelled, value, box)
+            for source, needed in own:
+                if source not in labelled.known and is_read(labelled, source, needed):
+                    regions[source] = add_box(regions.get(source), needed)
+    return regions, needs
+
+
+def is_read(labelled: LabelledGraph, value: Value, box: Box) -> bool:
+    """Whether a box has a position; `()` is nothing of a value that has dimensions."""
+    return not is_empty(box) and (box != () or labelled.layouts[value] == ())
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+def summarized_boxes(labelled: LabelledGraph, index: int, tile: Sequence[Span]) -> dict[Value, Box]:
+    """Return the tile's own part of each operand that a reduction summarizes; nothing if it has none."""
+    reduction, inputs = labelled.reductions[index], labelled.graph.nodes[index].inputs
+    layouts = {inputs[each]: labelled.layouts[inputs[each]] for each in reduction.operands}
+    boxes = {value: reduction.whole_windows(each, labelled.core(each, tile)) for value, each in layouts.items()}
+    owns = labelled.owns(layouts[inputs[reduction.operands[0]]], tile)
+    return boxes if owns and not any(map(is_empty, boxes.values())) else {}
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+def last_uses(
+    graph: Graph, values: Collection[Value], given: Collection[Value], wanted: Collection[Value]
+) -> dict[Value, set[Value]]:
+    """Return for each value that is computed those that nothing uses after it; `wanted` ones are used at the end."""
+    freed, later = dict[Value, set[Value]](), set(wanted)
+    for value in sorted(values, reverse=True):
+        if value not in given:
+            freed[value] = set(graph.nodes[value.node].inputs) - later
+            later |= freed[value]
+    return freed
+
+
+def count_bytes(
+    labelled: LabelledGraph, regions: Mapping[Value, Region], given: Collection[Value], wanted: Collection[Value]
+) -> int:
+    """Return the most bytes that values on their regions take at once while they are computed, scratch included."""
+    freed = last_uses(labelled.graph, regions, given, wanted)
+    sizes = {value: labelled.bytes_on(value, region) for value, region in regions.items()}
+    live = peak = 0
+    for value in sorted(regions):
+        live, scratch = live + sizes[value], 0
+        if value not in given and value.node in labelled.rules and value.node not in labelled.reductions:
+            rule, call = labelled.rules[value.node], labelled.calls[value.node]
+            scratch = max((rule.scratch(call, value.output, box) for box in boxes_of(regions[value])), default=0)
+        peak = max(peak, live + scratch * labelled.graph.info(value).dtype.itemsize)
+        live -= sum(sizes.get(source, 0) for source in freed.get(value, ()))
+    return peak

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
+from farfield.streaming.arguments import axis_spans, cut_axes
 from farfield.streaming.graph import Node, Value
-from farfield.streaming.labels import LabelledGraph
-from farfield.streaming.run import count_bytes, find_regions, owns, summarized_boxes, summary_scratch
-from farfield.streaming.spans import Box, Layout, Region, Span, count_positions, hull, is_empty
+from farfield.streaming.labels import LabelledGraph, count_bytes, find_regions, summarized_boxes
+from farfield.streaming.spans import Box, Layout, Piece, Region, Span, hull, is_empty, region_of, whole_box
 
 # Tiles at each end of an axis whose cost is counted one by one.
 ENDS = 2
 
 
-# ---- tiles -----------------------------------------------------------------------------------------------------------
 class Halo(NamedTuple):
     """Positions that a tile reads before and after its own positions, one number per spatial dim each."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
-
-    def join(self, other: Halo) -> Halo:
-        """Return the larger of two halos, per axis and direction."""
-        before, after = (tuple(map(max, *pair)) for pair in zip(self, other, strict=True))
-        return Halo(before, after)
 
     def around(self, core: Sequence[Span], whole: Sequence[int]) -> tuple[Span, ...]:
         """Return the region that a tile reads: its own positions and the halo, cut at the border of the volume."""
@@ -38,35 +34,17 @@ class Halo(NamedTuple):
         )
 
 
-def axis_spans(size: Sequence[int], tile: Sequence[int]) -> list[list[Span]]:
-    """Return for each axis the own positions of the tiles along it."""
-    return [
-        [(start, min(start + positions, length)) for start in range(0, length, positions)]
-        for length, positions in zip(size, tile, strict=True)
-    ]
+def join_halos(halos: Iterable[Halo]) -> Halo:
+    """Return the largest of some halos, per axis and direction."""
+    return Halo(*(tuple(map(max, zip(*sides, strict=True))) for sides in zip(*halos, strict=True)))
 
 
-def cores(size: Sequence[int], tile: Sequence[int]) -> list[tuple[Span, ...]]:
-    """Return the own positions of each tile, the last axis fastest; every position of the volume is in one tile."""
-    return list(itertools.product(*axis_spans(size, tile)))
-
-
-def cut_axes(size: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
-    """Return the axes along which tiles are shorter than the volume."""
-    return tuple(axis for axis, (length, own) in enumerate(zip(size, tile, strict=True)) if own < length)
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Round a number up to the next multiple of `multiple`."""
-    return -(-number // multiple) * multiple
-
-
-def round_up_tile(tile: int | Sequence[int | None], size: Sequence[int], multiples: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of requested tiles, rounded up to multiples; axes of which none is requested are not cut."""
-    requested = (tile,) * len(size) if isinstance(tile, int) else tile
-    return tuple(
-        length if own is None else min(length, round_up(own, multiple))
-        for own, length, multiple in zip(requested, size, multiples, strict=True)
+def _halo_of(region: Region, tile: Sequence[Span]) -> Halo:
+    """Return the halo with which a tile reads a region of the volume."""
+    pairs = list(zip(tile, (dim[0] for dim in region[-len(tile) :]), strict=True))
+    return Halo(
+        tuple(max(0, start - spans[0][0]) for (start, _), spans in pairs),
+        tuple(max(0, spans[-1][1] - stop) for (_, stop), spans in pairs),
     )
 
 
@@ -110,13 +88,11 @@ class GraphPlan:
     Attributes:
         labelled: The graph.
         tile: Size of the tiles.
-        stages: The passes.
         stored: Stored value -> the last pass that reads it.
     """
 
     labelled: LabelledGraph
     tile: tuple[int, ...]
-    stages: list[GraphPass]
     stored: dict[Value, int]
 
     @cached_property
@@ -127,97 +103,114 @@ class GraphPlan:
     @cached_property
     def tiles(self) -> list[tuple[Span, ...]]:
         """Own positions of each tile, the last axis fastest."""
-        return cores(self.labelled.size, self.tile)
+        return list(itertools.product(*self.spans))
 
-    @cached_property
+    @property
     def cut(self) -> tuple[int, ...]:
         """The axes that are cut."""
         return cut_axes(self.labelled.size, self.tile)
 
-    def given(self, stage: int) -> set[Value]:
-        """Return the values that a pass reads: volumes, and what earlier passes stored."""
-        return {*self.labelled.graph.inputs, *(value for value in self.stored if self.level_of(value) < stage)}
+    @property
+    def reductions(self) -> Collection[int]:
+        """The nodes that passes summarize."""
+        return self.labelled.reductions
+
+    @cached_property
+    def stages(self) -> list[GraphPass]:
+        """The passes."""
+        levels, last = self.labelled.levels, self.level_of(self.labelled.graph.output)
+        return [
+            GraphPass(
+                tuple(index for index in self.reductions if levels[index] == stage + 1),
+                tuple(value for value in self.stored if levels[value.node] == stage),
+                stage == last,
+            )
+            for stage in range(last + 1)
+        ]
+
+    @cached_property
+    def passes(self) -> tuple[PlannedPass, ...]:
+        """The passes with their costs."""
+        return tuple(map(self._cost, range(len(self.stages))))
 
     def level_of(self, value: Value) -> int:
         """Return the first pass that can compute a value."""
         return self.labelled.levels[value.node]
 
+    def given(self, stage: int) -> set[Value]:
+        """Return the values that a pass reads: volumes, and what earlier passes stored."""
+        return {*self.labelled.graph.inputs, *(value for value in self.stored if self.level_of(value) < stage)}
+
     def ends(self, stage: int) -> list[Value]:
-        """Return the values that a pass computes beside what it summarizes."""
+        """Return the values that a pass computes to store and write them."""
         each = self.stages[stage]
         return [*each.writes, *([self.labelled.graph.output] if each.last else [])]
 
+    def summarized(self, stage: int) -> list[Value]:
+        """Return the values that a pass summarizes."""
+        nodes, reductions = self.labelled.graph.nodes, self.labelled.reductions
+        return [
+            nodes[index].inputs[each] for index in self.stages[stage].reductions for each in reductions[index].operands
+        ]
+
     def wanted(self, stage: int, tile: Sequence[Span]) -> tuple[dict[int, dict[Value, Box]], dict[Value, Box]]:
         """Return what a pass summarizes of a tile, for each reduction, and all boxes that it computes."""
-        labelled = self.labelled
-        summarized = {
-            index: summarized_boxes(labelled, index, tile, self.cut) for index in self.stages[stage].reductions
-        }
+        every = {index: summarized_boxes(self.labelled, index, tile) for index in self.stages[stage].reductions}
+        summarized = {index: boxes for index, boxes in every.items() if boxes}
+        pairs = [pair for boxes in summarized.values() for pair in boxes.items() if pair[0] not in self.labelled.known]
+        pairs += [(value, box) for value in self.ends(stage) if (box := self.own_box(value, tile)) is not None]
         wanted: dict[Value, Box] = {}
-        read = [pair for boxes in summarized.values() for pair in boxes.items()]
-        pairs = [(value, box) for value, box in read if value not in labelled.known]
-        boxes_of_ends = [(value, self.own_box(value, tile)) for value in self.ends(stage)]
-        for value, box in [*pairs, *((value, box) for value, box in boxes_of_ends if box is not None)]:
+        for value, box in pairs:
             wanted[value] = hull(wanted.get(value, box), box)
-        return {index: boxes for index, boxes in summarized.items() if boxes}, wanted
+        return summarized, wanted
 
     def own_box(self, value: Value, tile: Sequence[Span]) -> Box | None:
         """Return a tile's own part of a value; None if it has none."""
         layout = self.labelled.layouts[value]
         box = self.labelled.core(layout, tile)
-        return None if is_empty(box) or not owns(layout, tile, self.cut) else box
+        return None if is_empty(box) or not self.labelled.owns(layout, tile) else box
 
-    def describe(self, stage: int, halo: Halo, macs: float, peak: int) -> PlannedPass:
-        """Return a pass by the names of layers, with what it costs."""
+    def _describe(self, stage: int, halo: Halo, macs: float, peak: int) -> PlannedPass:
         nodes, each = self.labelled.graph.nodes, self.stages[stage]
         summarizes = dict.fromkeys(nodes[index].path for index in each.reductions)
         stores = dict.fromkeys(nodes[value.node].path for value in each.writes)
         return PlannedPass(tuple(summarizes), tuple(stores), halo, macs, peak)
 
-    def cost(self, stage: int) -> PlannedPass:
+    def _cost(self, stage: int) -> PlannedPass:
         """Return a pass with its cost.
 
         What a tile reads along an axis follows from its place along that axis alone, so a diagonal of tiles tells all.
         """
-        labelled, graph = self.labelled, self.labelled.graph
-        places = [_sample_places(spans) for spans in self.spans]
-        given, peak, before, after = self.given(stage), 0, [0] * len(places), [0] * len(places)
-        # Of each value how many positions of it run, along each axis in all tiles, and along all others together.
-        counts: dict[Value, list[float]] = {}
-        for step in range(max(map(len, places))):
-            chosen = [own[min(step, len(own) - 1)] for own in places]
-            tile = tuple(spans[place] for spans, (place, _) in zip(self.spans, chosen, strict=True))
+        labelled, graph, given = self.labelled, self.labelled.graph, self.given(stage)
+        halos, peak = [Halo(*[(0,) * len(self.tile)] * 2)], 0
+        # Of each value, how many positions run along each axis in all tiles, and along no axis, None.
+        counts: dict[Value, Counter[int | None]] = {}
+        for tile, weights in _diagonal(self.spans):
             summarized, wanted = self.wanted(stage, tile)
             regions = find_regions(labelled, wanted, given)
-            left = sum(count_positions(regions[value]) * graph.info(value).dtype.itemsize for value in wanted)
-            scratch = (summary_scratch(labelled, index, boxes) for index, boxes in summarized.items())
-            peak = max(peak, count_bytes(labelled, regions, given, wanted), left + max(scratch, default=0))
+            left = sum(labelled.bytes_on(value, regions[value]) for value in wanted)
+            # Beside what was computed, a summary takes as much as its operands.
+            copies = [sum(map(labelled.bytes_on, own, map(region_of, own.values()))) for own in summarized.values()]
+            peak = max(peak, count_bytes(labelled, regions, given, wanted), left + max(copies, default=0))
             for value, region in regions.items():
                 if value in graph.inputs:
-                    _widen_halo(before, after, labelled.layouts[value], region, tile)
-                if value in given or not _running_macs(labelled, value.node):
-                    continue
-                extents = _extents_of(labelled.layouts[value], region, len(places))
-                own_counts = counts.setdefault(value, [0.0] * len(places) + extents[-1:])
-                for axis, (each, (_, weight)) in enumerate(zip(places, chosen, strict=True)):
-                    if step < len(each):
-                        own_counts[axis] += weight * extents[axis]
+                    halos.append(_halo_of(region, tile))
+                elif value not in given and _running_macs(labelled, value.node):
+                    _add_positions(counts.setdefault(value, Counter()), labelled.layouts[value], region, weights)
         summing = sum(summing_macs(graph.nodes[index]) for index in self.stages[stage].reductions)
         running = sum(
-            _running_macs(labelled, value.node) * math.prod(own_counts) / max(1, math.prod(graph.info(value).shape))
-            for value, own_counts in counts.items()
+            _running_macs(labelled, value.node) * math.prod(own.values()) / max(1, math.prod(graph.info(value).shape))
+            for value, own in counts.items()
         )
-        return self.describe(stage, Halo(tuple(before), tuple(after)), summing + running, peak)
+        return self._describe(stage, join_halos(halos), summing + running, peak)
 
     @property
     def bytes_stored(self) -> int:
         """The most bytes of stored values at once."""
         info = self.labelled.graph.info
-        live = (
-            sum(info(value).bytes for value, last in self.stored.items() if self.level_of(value) <= stage <= last)
-            for stage in range(len(self.stages))
-        )
-        return max(live, default=0)
+        stored = [(info(value).bytes, self.level_of(value), last) for value, last in self.stored.items()]
+        stages = range(len(self.stages))
+        return max(sum(size for size, first, last in stored if first <= stage <= last) for stage in stages)
 
 
 def summing_macs(node: Node) -> int:
@@ -231,57 +224,114 @@ def _running_macs(labelled: LabelledGraph, index: int) -> int:
     return node.macs - summing_macs(node) if index in labelled.reductions else node.macs
 
 
-def _sample_places(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Return the places of some tiles along an axis, and of how many each has the cost: those at both ends differ."""
-    count = len(spans)
-    if count <= 2 * ENDS + 1:
-        return [(place, 1) for place in range(count)]
-    ends = [(place, 1) for place in range(ENDS)]
-    return [*ends, (count // 2, count - 2 * ENDS), *((count - 1 - place, 1) for place, _ in reversed(ends))]
+def _diagonal(spans: Sequence[Sequence[Span]]) -> Iterator[tuple[tuple[Span, ...], list[int]]]:
+    """Iterate over tiles that stand for all, and along each axis for how many: those at both ends of an axis differ."""
+    axes = [[(span, 1) for span in own] for own in spans]
+    for own in axes:
+        count = len(own)
+        if count > 2 * ENDS:
+            own[ENDS:-ENDS] = [(own[count // 2][0], count - 2 * ENDS)]
+    for step in range(max(map(len, axes))):
+        # An axis of fewer tiles stays at its last, which is counted already.
+        pairs = [own[step] if step < len(own) else (own[-1][0], 0) for own in axes]
+        yield tuple(span for span, _ in pairs), [weight for _, weight in pairs]
 
 
-def _extents_of(layout: Layout, region: Region, axes: int) -> list[float]:
-    """Return the number of positions of a region along each axis of the volume, and along all others together."""
-    extents = [1.0] * (axes + 1)
-    for dim, spans in zip(layout, region, strict=True):
-        for piece, own in zip(dim, spans, strict=True):
-            extents[axes if piece.axis is None else piece.axis] *= sum(stop - start for start, stop in own)
-    return extents
+def _add_positions(counts: Counter[int | None], layout: Layout, region: Region, weights: Sequence[int]) -> None:
+    """Add the positions of a region along each axis, so often; those along no axis, None, are the same in all tiles."""
+    extents: dict[int | None, int] = dict.fromkeys([*range(len(weights)), None], 1)
+    for piece, spans in zip(itertools.chain(*layout), itertools.chain(*region), strict=True):
+        extents[piece.axis] *= sum(stop - start for start, stop in spans)
+    counts.setdefault(None, extents.pop(None))
+    counts.update({axis: extents[axis] * weight for axis, weight in enumerate(weights)})
 
 
-def _widen_halo(before: list[int], after: list[int], layout: Layout, region: Region, tile: Sequence[Span]) -> None:
-    """Widen a halo so that a tile reads a region of the volume."""
-    for (piece, *_), (spans, *_) in zip(layout, region, strict=True):
-        if piece.axis is not None and spans:
-            start, stop = tile[piece.axis]
-            before[piece.axis] = max(before[piece.axis], start - spans[0][0])
-            after[piece.axis] = max(after[piece.axis], spans[-1][1] - stop)
+@dataclass
+class PatchPlan(GraphPlan):
+    """How a graph runs on patches; its passes summarize attention alone, and store nothing.
+
+    Attributes:
+        patch: The graph of one patch, with the same nodes.
+        halo: What a tile reads before and after its own positions, where the volume does not end.
+        scales: How values scale with the volume.
+    """
+
+    patch: LabelledGraph
+    halo: Halo
+    scales: dict[Value, dict[int, Fraction]]
+
+    @property
+    def reductions(self) -> list[int]:
+        """The nodes that see the whole: attention."""
+        return [index for index in self.labelled.reductions if self.labelled.graph.nodes[index].op == "layer"]
+
+    def region(self, tile: Sequence[Span]) -> tuple[Span, ...]:
+        """Return the patch of a tile: all have the same size, also at the border of the volume."""
+        size, region = self.labelled.size, []
+        for (start, stop), positions, length in zip(self.halo.around(tile, size), self.patch.size, size, strict=True):
+            last = max(stop, min(length, start + positions))
+            region.append((min(start, max(0, last - positions)), last))
+        return tuple(region)
+
+    def part(self, value: Value, region: Sequence[Span]) -> Box:
+        """Return where a region of the volume lies in a value; the end of the volume is the end of the value."""
+        size, scales = self.labelled.size, self.scales[value]
+
+        def span(piece: Piece) -> Span:
+            if piece.axis is None:
+                return 0, piece.length
+            (start, stop), length = region[piece.axis], piece.length
+            scale = scales.get(piece.axis, Fraction(size[piece.axis], length))
+            first, end = min(int(start / scale), length), min(int(stop / scale), length)
+            return first, length if stop == size[piece.axis] else end
+
+        return tuple(tuple(map(span, dim)) for dim in self.labelled.layouts[value])
+
+    def patch_boxes(self, values: Collection[Value]) -> dict[Value, Box]:
+        """Return the whole boxes of values on a patch, of those that depend on the volume."""
+        return {value: whole_box(self.patch.layouts[value]) for value in values if value not in self.patch.known}
+
+    def _cost(self, stage: int) -> PlannedPass:
+        """Return a pass with its cost, from the MACs and the bytes of one patch."""
+        graph, reductions = self.patch.graph, self.stages[stage].reductions
+        wanted = self.patch_boxes([*self.summarized(stage), *self.ends(stage)])
+        regions = find_regions(self.patch, wanted, graph.inputs)
+        macs = sum(summing_macs(graph.nodes[index]) for index in reductions)
+        for index in {value.node for value in regions}:
+            macs += graph.nodes[index].macs - (summing_macs(graph.nodes[index]) if index in self.reductions else 0)
+        peak = count_bytes(self.patch, regions, graph.inputs, wanted)
+        return self._describe(stage, self.halo, float(macs * len(self.tiles)), peak)
 
 
+@dataclass
+class RegionCheck:
+    """A check on a region, which runs as if it were the volume.
+
+    Attributes:
+        plan: The passes over its tiles, of which there are at least two.
+        macs: MACs of the check: of the untiled network in two precisions, and of the tiles.
+    """
+
+    plan: GraphPlan
+    macs: float
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Size of the region."""
+        return self.plan.labelled.size
+
+
+# ---- from a graph to its plan ----------------------------------------------------------------------------------------
 def make_graph_plan(labelled: LabelledGraph, tile: Sequence[int], chosen: Collection[Value]) -> GraphPlan:
     """Plan the passes of a graph; of the chosen values those are stored that a later pass reads."""
-    levels, last = labelled.levels, labelled.levels[labelled.graph.output.node]
-    stages = [
-        GraphPass(
-            tuple(index for index in labelled.reductions if levels[index] == stage + 1),
-            tuple(sorted(value for value in chosen if levels[value.node] == stage)),
-            stage == last,
-        )
-        for stage in range(last + 1)
-    ]
-    plan = GraphPlan(labelled, tuple(map(min, tile, labelled.size)), stages, dict.fromkeys(chosen, last))
-    read = {value: stage for stage in range(last + 1) for value in _find_read(plan, stage)}
-    used = [each._replace(writes=tuple(value for value in each.writes if value in read)) for each in stages]
-    return replace(plan, stages=used, stored={value: read[value] for value in sorted(read)})
-
-
-def _find_read(plan: GraphPlan, stage: int) -> set[Value]:
-    """Return the stored values that a pass may read, whatever the tile: all that what it computes depends on."""
-    nodes, ends = plan.labelled.graph.nodes, plan.ends(stage)
-    for index in plan.stages[stage].reductions:
-        ends += [nodes[index].inputs[place] for place in plan.labelled.reductions[index].operands]
-    given = plan.given(stage)
-    return _reach(plan.labelled, ends, given) & given & plan.stored.keys()
+    last = labelled.levels[labelled.graph.output.node]
+    plan = GraphPlan(labelled, tuple(map(min, tile, labelled.size)), dict.fromkeys(sorted(chosen), last))
+    read: dict[Value, int] = {}
+    for stage in range(len(plan.stages)):
+        given = plan.given(stage)
+        reached = _reach(labelled, [*plan.summarized(stage), *plan.ends(stage)], given)
+        read |= dict.fromkeys(reached & given & plan.stored.keys(), stage)
+    return replace(plan, stored=dict(sorted(read.items())))
 
 
 def _reach(labelled: LabelledGraph, ends: Sequence[Value], given: Collection[Value]) -> set[Value]:

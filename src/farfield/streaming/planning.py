@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import shutil
+from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +31,20 @@ from farfield.streaming.adapt import (
 )
 from farfield.streaming.arguments import (
     Tiles,
+    cut_axes,
     parse_tiles,
     refuse_axes,
     refuse_training,
+    round_up_tile,
     spatial_dims_of,
     split_padding,
 )
-from farfield.streaming.check import RegionCheck, plan_check
 from farfield.streaming.flips import MeanOverFlips, check_axes
 from farfield.streaming.graph import Info, RecordingError, Value
 from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.layers import SUMMARY_SHARE
-from farfield.streaming.patches import PatchPlan, make_patch_plan
-from farfield.streaming.plan import (
-    GraphPlan,
-    Halo,
-    PlannedPass,
-    cut_axes,
-    find_stored,
-    fit_stored,
-    make_graph_plan,
-    round_up_tile,
-)
+from farfield.streaming.patches import make_patch_plan, plan_check
+from farfield.streaming.plan import GraphPlan, PatchPlan, find_stored, fit_stored, make_graph_plan
 from farfield.streaming.progress import Saved
 from farfield.streaming.record import record_network
 from farfield.streaming.scales import Recording, Scales
@@ -129,7 +122,7 @@ class Planner:
         path: The path of the output, if it has one.
         saved: What an unfinished prediction at the path was planned with.
         outputs: What is known of several outputs, once the network is recorded.
-        recordings: Number of samples and size -> the network on volumes of these.
+        recordings: Number of samples, size, and whether it is reduced -> the network on volumes of these.
     """
 
     caller: str
@@ -141,7 +134,7 @@ class Planner:
     path: Path | None = None
     saved: Saved | None = None
     outputs: Outputs = field(default_factory=Outputs, init=False)
-    recordings: dict[tuple[int, tuple[int, ...]], Recording] = field(default_factory=dict, init=False)
+    recordings: dict[tuple[int, tuple[int, ...], bool], Recording] = field(default_factory=dict, init=False)
 
     def plan(self) -> StreamingPlan:
         """Make the plan."""
@@ -171,7 +164,6 @@ class Planner:
         self._refuse_large_summaries(plan.labelled)
         if self.tiles.statistics == "tile" and plan.cut:
             plan = self._plan_patches(recording, plan, batch)
-        passes = tuple(map(plan.cost, range(len(plan.stages))))
         scales = recording.scales.get(recording.graph.output, {})
         if probe is not None and self.pad:
             scales = scales | probe.scales.get(probe.graph.output, {})
@@ -181,13 +173,13 @@ class Planner:
             padding=padding,
             pad=self.pad,
             samples=samples,
-            passes=passes,
+            passes=plan.passes,
             output=self._plan_output(recording, plan, scales, padding, samples),
             outputs=self.outputs,
             on_disk=on_disk and bool(plan.stored),
             reduction=fingerprint(self.reduce),
             structure=describe_structure(self.model),
-            check=self._plan_check(recording, plan, passes, batch, samples),
+            check=plan_check(partial(self._record, batch, reduced=False), plan, recording.strides, samples),
             graph_plan=plan,
         )
 
@@ -218,15 +210,15 @@ class Planner:
     # ---- recordings --------------------------------------------------------------------------------------------------
     def _record(self, batch: int, size: tuple[int, ...], *, reduced: bool = True) -> Recording:
         """Record the network on volumes of this size; raise ValueError if it does not take them."""
-        if reduced and (batch, size) in self.recordings:
-            return self.recordings[batch, size]
+        key = batch, size, reduced
+        if key in self.recordings:
+            return self.recordings[key]
         dtype = dtype_of(self.model)
         volumes = [Info((batch, own, *size), dtype) for own in self.channels]
 
         def finish(output: Any) -> Tensor:
-            grid, self.outputs = one_grid(
-                self.caller, self.model, volumes[0].shape, output, self.reduce if reduced else None
-            )
+            reduce = self.reduce if reduced else None
+            grid, self.outputs = one_grid(self.caller, self.model, volumes[0].shape, output, reduce)
             return grid
 
         try:
@@ -241,10 +233,8 @@ class Planner:
             raise ValueError(
                 f"{self.caller}: {type(self.model).__name__} does not take a grid of size {size}: {error}"
             ) from error
-        recording = Recording(graph, size, self.halo)
-        if reduced:
-            self.recordings[batch, size] = recording
-        return recording
+        self.recordings[key] = Recording(graph, size, self.halo)
+        return self.recordings[key]
 
     def _record_first(self, batch: int, sizes: Sequence[tuple[int, ...]]) -> Recording | None:
         """Record the network on the first of these sizes that it takes."""
@@ -269,7 +259,7 @@ class Planner:
                 raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
             raise
 
-    def _plan_patches(self, recording: Recording, plan: GraphPlan, batch: int) -> GraphPlan:
+    def _plan_patches(self, recording: Recording, plan: GraphPlan, batch: int) -> PatchPlan:
         """Plan how the network runs on patches, so that norms, means and pooling see what a tile reads."""
         try:
             patches = make_patch_plan(plan.labelled, plan.tile, recording.strides, partial(self._record, batch))
@@ -279,20 +269,9 @@ class Planner:
             raise ValueError(
                 f'{error}\n  fix: Tiles(…, statistics="whole"), as the network takes no patch of the volume.'
             ) from error
-        if patches.attention and isinstance(self.model, MeanOverFlips):
+        if patches.reductions and isinstance(self.model, MeanOverFlips):
             raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')
         return patches
-
-    def _plan_check(
-        self, recording: Recording, plan: GraphPlan, passes: Sequence[PlannedPass], batch: int, samples: int
-    ) -> RegionCheck | str:
-        """Plan the check on a region, before any reduction; or return why there is none."""
-        if isinstance(plan, PatchPlan):
-            return "norms and pooling see what a tile reads"
-        halo = reduce(Halo.join, (each.halo for each in passes))
-        macs, room = samples * sum(each.macs for each in passes), max(each.bytes for each in passes)
-        record = partial(self._record, batch, reduced=False)
-        return plan_check(record, plan, recording.strides, halo, macs, room)
 
     # ---- tiles -------------------------------------------------------------------------------------------------------
     def _given_tile(self, recording: Recording) -> tuple[int, ...] | None:
@@ -325,7 +304,7 @@ class Planner:
         memory = int(MEMORY_SHARE * free) if self.tiles.memory is None else self.tiles.memory
         if given is None:
             whole = make_graph_plan(recording.label([]), size, [])
-            if whole.cost(0).bytes <= memory:
+            if whole.passes[0].bytes <= memory:
                 return whole, False
         axes = recording.cuttable if given is None else cut_axes(size, given)
         labelled = recording.label(axes)
@@ -334,17 +313,17 @@ class Planner:
         if given is not None:
             return make_graph_plan(labelled, given, stored), on_disk
         multiple = math.lcm(*(recording.strides[axis] for axis in axes))
-        few, many = 1, max(-(-size[axis] // multiple) for axis in axes) if axes else 1
-        best = None
-        while few <= many:
-            middle = (few + many) // 2
-            edges = tuple(middle * multiple if axis in axes else length for axis, length in enumerate(size))
-            plan = make_graph_plan(labelled, edges, stored)
-            if max(plan.cost(stage).bytes for stage in range(len(plan.stages))) <= of_tile:
-                best, few = plan, middle + 1
-            else:
-                smallest, many = plan, middle - 1
-        return best or smallest, on_disk
+        most = max((-(-size[axis] // multiple) for axis in axes), default=1)
+
+        def plan_tiles(count: int) -> GraphPlan:
+            edges = tuple(count * multiple if axis in axes else length for axis, length in enumerate(size))
+            return make_graph_plan(labelled, edges, stored)
+
+        def is_large(count: int) -> bool:
+            return max(each.bytes for each in plan_tiles(count).passes) > of_tile
+
+        # The largest number of multiples that fits; one where none does.
+        return plan_tiles(max(1, bisect(range(1, most + 1), False, key=is_large))), on_disk
 
     def _choose_budget(self, labelled: LabelledGraph, memory: int) -> tuple[int, int, bool]:
         """Return the bytes of a tile and of stored values, and whether these are on disk: where it has enough room."""
@@ -396,7 +375,8 @@ class Planner:
         own = {dim[0].axis: place for place, dim in enumerate(layout) if dim[0].axis is not None}
         there = recording.output_axes | own
         along: list[AxisScale | None] = []
-        for axis, length in enumerate(size):
+        kept = [(0, length) for length in info.shape[2:]]
+        for axis, (length, (before, after)) in enumerate(zip(size, padding, strict=True)):
             # Labels do not tell an axis along which the network cannot be cut, nor one of a single position.
             known = axis not in labelled.cut or axis in scales
             same = known and len(layout) == len(size) + 2 and axis + 2 not in there.values()
@@ -406,11 +386,7 @@ class Planner:
                 continue
             ratio = 1 / scales[axis] if axis in scales else Fraction(info.shape[place], length).limit_denominator(64)
             along.append(AxisScale(place, ratio))
-        kept = [(0, length) for length in info.shape[2:]]
-        for scale, (before, after) in zip(along, padding, strict=True):
-            if scale is not None:
-                length = info.shape[scale.axis]
-                kept[scale.axis - 2] = int(before * scale.ratio), length - int(after * scale.ratio)
+            kept[place - 2] = int(before * ratio), info.shape[place] - int(after * ratio)
         if any(start >= stop for start, stop in kept):
             raise ShapeError(
                 f"{self.caller}: the network returns {info.shape[2:]} for size {size}, nothing of which is left "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,8 @@ from fractions import Fraction
 from functools import cached_property
 
 from farfield.streaming.graph import Graph, Value
-from farfield.streaming.labels import GraphError, LabelledGraph, box_at, label_graph
-from farfield.streaming.run import find_needs
-from farfield.streaming.spans import Box, Layout, Span
+from farfield.streaming.labels import GraphError, LabelledGraph, box_at, find_needs, label_graph
+from farfield.streaming.spans import Box, Layout, Span, whole_box
 
 # Positions whose distance is a multiple of this have the same phase of interpolation.
 PHASES = (5040, 240, 24, 4, 2, 1)
@@ -39,33 +39,29 @@ class Recording:
     _labelled: dict[tuple[int, ...], LabelledGraph] = field(default_factory=dict)
 
     def label(self, axes: Sequence[int]) -> LabelledGraph:
-        """Return the graph with its labels for a volume that is cut along these axes.
-
-        Raises:
-            GraphError: If it cannot be.
-        """
+        """Return the graph with its labels for a volume that is cut along these axes; raise GraphError if it cannot."""
         chosen = tuple(axes)
         if chosen not in self._labelled:
             self._labelled[chosen] = label_graph(self.graph, self.size, chosen, halo=self.halo)
         return self._labelled[chosen]
 
-    def _can_cut(self, axes: Sequence[int]) -> bool:
+    def _try_label(self, axes: Sequence[int]) -> LabelledGraph | None:
         try:
-            self.label(axes)
+            return self.label(axes)
         except GraphError:
-            return False
-        return True
+            return None
 
     @cached_property
     def cuttable(self) -> tuple[int, ...]:
         """The axes along which it can be cut: all together, or else each by itself."""
         axes = tuple(range(len(self.size)))
-        return axes if self._can_cut(axes) else tuple(axis for axis in axes if self._can_cut([axis]))
+        return axes if self._try_label(axes) else tuple(axis for axis in axes if self._try_label([axis]))
 
     @cached_property
     def scales(self) -> dict[Value, Scales]:
         """The scales of each value along all these axes, where it has even steps."""
-        return find_scales(self.label(self.cuttable)) if self._can_cut(self.cuttable) else {}
+        labelled = self._try_label(self.cuttable)
+        return find_scales(labelled) if labelled else {}
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -73,19 +69,18 @@ class Recording:
         strides: list[set[int]] = [{1} for _ in self.size]
         for value, own in self.scales.items():
             node = self.graph.nodes[value.node]
-            read = [self.scales.get(source, {}) for source in node.inputs]
+            if node.op == "view":  # which takes windows apart: it computes nothing, and has no stride
+                continue
             for axis, scale in own.items():
-                # A view that takes windows apart computes nothing, and has no stride.
-                if node.op != "view" and any(each.get(axis, scale) != scale for each in read):
+                if any(self.scales.get(source, {}).get(axis, scale) != scale for source in node.inputs):
                     strides[axis].add(scale.numerator)
         return tuple(math.lcm(*own) for own in strides)
 
     @property
     def output_axes(self) -> dict[int, int]:
         """Axis of the volume -> the dimension of the output that runs along it."""
-        if not self._can_cut(self.cuttable):
-            return {}
-        layout = self.label(self.cuttable).layouts[self.graph.output]
+        labelled = self._try_label(self.cuttable)
+        layout = labelled.layouts[self.graph.output] if labelled else ()
         return {dim[0].axis: place for place, dim in enumerate(layout) if len(dim) == 1 and dim[0].axis is not None}
 
     @property
@@ -101,16 +96,10 @@ class Recording:
 
 def find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
     """Return the scales of each value along the axes that it runs along, where it has even steps."""
-    scales: dict[Value, Scales] = {value: {} for value in labelled.layouts}
-    for index in labelled.order:
-        for output in range(len(labelled.graph.nodes[index].outputs)):
-            value = Value(index, output)
-            for piece in (piece for dim in labelled.layouts[value] for piece in dim):
-                if piece.axis is None:
-                    continue
-                scale = _scale_along(labelled, scales, value, piece.axis, piece.length)
-                if scale is not None:
-                    scales[value][piece.axis] = scale
+    scales: dict[Value, Scales] = {}
+    for value, layout in labelled.layouts.items():
+        along = {axis: _scale_along(labelled, scales, value, axis, end) for axis, (_, end) in _whole_of(layout).items()}
+        scales[value] = {axis: scale for axis, scale in along.items() if scale is not None}
     return scales
 
 
@@ -121,46 +110,42 @@ def _scale_along(
 
     None if it has no even steps: it is one position, or reads windows of the volume.
     """
-    if labelled.graph.nodes[value.node].op == "input":
+    node, layouts = labelled.graph.nodes[value.node], labelled.layouts
+    if node.op == "input":
         return Fraction(1)
     if length < 2:
         return None
+    there = (_whole_of(layouts[source]).get(axis) for source in node.inputs)
+    distance = _find_distance(length, next((span[1] for span in there if span is not None), length))
     # In the middle, as windows end at borders.
-    distance = _find_distance(labelled, value, axis, length)
     first = (length - 1 - distance) // 2
-    boxes = [box_at(labelled.layouts[value], axis, place) for place in (first, first + distance)]
-    needs = [find_needs(labelled, value.node, value.output, box) for box in boxes]
+    boxes = [box_at(layouts[value], axis, place) for place in (first, first + distance)]
+    needs = [find_needs(labelled, value, box) for box in boxes]
     for (source, one), (_, other) in zip(*needs, strict=True):
-        first_span, last_span = (_span_along(labelled.layouts[source], box, axis) for box in (one, other))
-        if axis not in scales.get(source, {}) or first_span is None or last_span is None:
+        before, after = (_spans_along(layouts[source], box).get(axis) for box in (one, other))
+        if axis not in scales.get(source, {}) or before is None or after is None:
             continue
-        moved = max(abs(after - before) for before, after in zip(first_span, last_span, strict=True))
+        moved = max(abs(after[0] - before[0]), abs(after[1] - before[1]))
         scale = scales[source][axis] * Fraction(moved, distance)
         if moved and scale.denominator <= FINEST:
             return scale
     return None
 
 
-def _find_distance(labelled: LabelledGraph, value: Value, axis: int, length: int) -> int:
-    """Return the largest distance of two positions of the same phase along an axis, at most half of it."""
-    lengths = [
-        piece.length
-        for source in labelled.graph.nodes[value.node].inputs
-        for dim in labelled.layouts[source]
-        for piece in dim
-        if piece.axis == axis
-    ]
+def _find_distance(length: int, read: int) -> int:
+    """Return the largest distance of two positions of one phase, at most half of a length; `read` is the operand's."""
     # The phases of a transposed convolution are as many as its stride, which is the ratio of the lengths.
-    period = Fraction(lengths[0], length).denominator if lengths else 1
+    period = Fraction(read, length).denominator
     period = period if period <= length // 2 else 1
     distance = period * next(each for each in PHASES if each * period <= length // 2)
     return length // 2 // distance * distance
 
 
-def _span_along(layout: Layout, box: Box, axis: int) -> Span | None:
-    """Return the span of a box along an axis, None if the value does not run along it, or nothing is read."""
-    for dim, spans in zip(layout, box, strict=False):
-        for piece, span in zip(dim, spans, strict=True):
-            if piece.axis == axis:
-                return span
-    return None
+def _spans_along(layout: Layout, box: Box) -> dict[int, Span]:
+    """Return the span of a box along each axis that a value runs along; none if nothing is read, `()`."""
+    spans = zip(itertools.chain(*layout), itertools.chain(*box), strict=False)
+    return {piece.axis: span for piece, span in spans if piece.axis is not None}
+
+
+def _whole_of(layout: Layout) -> dict[int, Span]:
+    return _spans_along(layout, whole_box(layout))

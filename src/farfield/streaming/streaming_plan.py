@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -15,11 +14,9 @@ from torch import nn
 from farfield._checks import ShapeError
 from farfield._fingerprint import ADDRESS, fingerprint
 from farfield.streaming.adapt import Outputs, Reduction, parse_layouts
-from farfield.streaming.check import RegionCheck
 from farfield.streaming.graph import Graph, RecordedLayer, Value
-from farfield.streaming.labels import label_graph
-from farfield.streaming.patches import PatchPlan
-from farfield.streaming.plan import GraphPlan, Halo, PlannedPass
+from farfield.streaming.labels import LabelledGraph, label_graph
+from farfield.streaming.plan import GraphPlan, PatchPlan, PlannedPass, RegionCheck, join_halos
 from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
@@ -102,11 +99,6 @@ class StreamingPlan:
         return self.graph_plan.labelled.size
 
     @property
-    def unpadded(self) -> tuple[int, ...]:
-        """Size of the volume."""
-        return tuple(length - before - after for length, (before, after) in zip(self.size, self.padding, strict=True))
-
-    @property
     def tile(self) -> tuple[int, ...]:
         """Size of the tiles that are written."""
         return self.graph_plan.tile
@@ -129,7 +121,7 @@ class StreamingPlan:
     @property
     def patch_size(self) -> tuple[int, ...]:
         """The size of a patch, if there are any."""
-        return self.patches.patch_size if self.patches else ()
+        return self.patches.patch.size if self.patches else ()
 
     @property
     def macs(self) -> int:
@@ -163,23 +155,21 @@ class StreamingPlan:
 
     def __getstate__(self) -> dict[str, object]:
         """Save what describes the graph; its constants that are parameters or buffers come from the network again."""
-        return vars(self) | self._converted(_without_named, labels=False)
+        return vars(self) | self._convert(_without_labels)
 
-    def _converted(self, function: Callable[[Graph], Graph], *, labels: bool) -> dict[str, Any]:
+    def _convert(self, function: Callable[[LabelledGraph], LabelledGraph]) -> dict[str, Any]:
         """Return the plans of the volume and of the region that is checked, by field, with other graphs."""
-        check = self.check
+        plan, check = self.graph_plan, self.check
+        changed: dict[str, Any] = {"patch": function(plan.patch)} if isinstance(plan, PatchPlan) else {}
+        plan = replace(plan, labelled=function(plan.labelled), **changed)
         if isinstance(check, RegionCheck):
-            check = replace(check, plan=_convert(check.plan, function, labels=labels))
-        return {"graph_plan": _convert(self.graph_plan, function, labels=labels), "check": check}
+            check = replace(check, plan=replace(check.plan, labelled=function(check.plan.labelled)))
+        return {"graph_plan": plan, "check": check}
 
     def bind(self, caller: str, network: nn.Module) -> GraphPlan:
-        """Return the plan of the graph with the parameters, buffers and layers of a network.
-
-        Raises:
-            ValueError: If the network is another one than was planned.
-        """
+        """Return the plan with the parameters, buffers and layers of a network; refuse another than was planned."""
         if not self.graph_plan.labelled.layouts:
-            vars(self).update(self._converted(lambda graph: _bind_graph(caller, graph, network), labels=True))
+            vars(self).update(self._convert(lambda labelled: _bind_graph(caller, labelled, network)))
             if describe_structure(network) != self.structure:
                 raise _other_network(caller, network, "other modules, or another forward, than were recorded")
         return self.graph_plan
@@ -190,7 +180,7 @@ class StreamingPlan:
 
     def lines(self) -> list[str]:
         """Return the lines of text that `predict_whole` prints."""
-        largest = functools.reduce(Halo.join, (each.halo for each in self.passes))
+        largest = join_halos(each.halo for each in self.passes)
         size, tile = (" × ".join(map(str, each)) for each in (self.size, self.tile))
         halo = " × ".join(f"{before}+{after}" for before, after in zip(*largest, strict=True))
         text = [f"volume {size} positions" + (" (padded)" if any(map(any, self.padding)) else "")]
@@ -245,34 +235,18 @@ def describe_structure(network: nn.Module) -> str:
     return fingerprint(modules)
 
 
-def _convert(plan: GraphPlan, function: Callable[[Graph], Graph], *, labels: bool) -> GraphPlan:
-    """Return a plan whose graphs are those that a function returns, with labels or without, which follow from them."""
-    old = plan.labelled
-    graph = function(old.graph)
-    if labels:
-        # Levels are those of the plan: on patches, they are not those that follow from the labels.
-        labelled = replace(label_graph(graph, old.size, old.cut, halo=old.halo), levels=old.levels)
-    else:
-        labelled = type(old)(graph, old.size, old.cut, old.halo, levels=old.levels)
-    if isinstance(plan, PatchPlan):
-        return replace(plan, labelled=labelled, patch=function(plan.patch))
-    return replace(plan, labelled=labelled)
+def _without_labels(labelled: LabelledGraph) -> LabelledGraph:
+    """Return a graph without labels, which follow from it, and without parameters and buffers of its network."""
+    constants = {name: each for name, each in labelled.graph.constants.items() if name.startswith(UNNAMED)}
+    graph = replace(labelled.graph, constants=constants)
+    return LabelledGraph(graph, labelled.size, labelled.cut, labelled.halo, levels=labelled.levels)
 
 
-def _without_named(graph: Graph) -> Graph:
-    """Return a graph without the constants that are parameters or buffers of its network."""
-    own = {name: tensor for name, tensor in graph.constants.items() if name.startswith(UNNAMED)}
-    return replace(graph, constants=own)
-
-
-def _bind_graph(caller: str, graph: Graph, network: nn.Module) -> Graph:
-    """Return a graph with the parameters, buffers and layers of a network.
-
-    Raises:
-        ValueError: If the network has not what the graph names.
-    """
+def _bind_graph(caller: str, labelled: LabelledGraph, network: nn.Module) -> LabelledGraph:
+    """Return a graph with its labels, and the parameters, buffers and layers of a network; refuse one without."""
+    graph = labelled.graph
     named, modules = dict([*network.named_parameters(), *network.named_buffers()]), dict(network.named_modules())
-    constants, nodes = dict(_without_named(graph).constants), list(graph.nodes)
+    constants, nodes = dict(graph.constants), list(graph.nodes)
     for index in graph.needed():
         node = nodes[index]
         name: Any = node.args[0] if node.args else None
@@ -285,7 +259,9 @@ def _bind_graph(caller: str, graph: Graph, network: nn.Module) -> Graph:
             if name.path not in modules:
                 raise _other_network(caller, network, f'no "{name.path}"')
             nodes[index] = node._replace(args=(replace(name, module=modules[name.path]), *node.args[1:]))
-    return replace(graph, constants=constants, nodes=nodes)
+    bound = replace(graph, constants=constants, nodes=nodes)
+    # Levels are those of the plan: on patches, they are not those that follow from the labels.
+    return replace(label_graph(bound, labelled.size, labelled.cut, halo=labelled.halo), levels=labelled.levels)
 
 
 def _other_network(caller: str, network: nn.Module, why: str) -> ValueError:
@@ -297,12 +273,7 @@ def _other_network(caller: str, network: nn.Module, why: str) -> ValueError:
 def check_plan(
     caller: str, plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None, reduce: Reduction
 ) -> StreamingPlan:
-    """Return a plan that is bound to no network; refuse one of other volumes, or beside what it has itself.
-
-    Raises:
-        TypeError: If it is no plan.
-        ValueError: If the shapes are others, `tile` or `pad` is given too, or another `reduce` than was planned.
-    """
+    """Return a plan that is bound to no network; refuse one of other volumes, or beside what it has itself."""
     if not isinstance(plan, StreamingPlan):
         raise TypeError(f"{caller}: plan must be what plan_whole returns, got {type(plan).__name__}; fix: plan=None.")
     if tile is not None or pad is not None:
@@ -310,12 +281,11 @@ def check_plan(
     if reduce is not None and fingerprint(reduce) != plan.reduction:
         raise ValueError(f"{caller}: got another reduce than plan was made with; fix: give it to plan_whole.")
     layouts = parse_layouts(caller, [each.shape for each in volumes.values()], plan.layout.spatial_dims)
-    planned = plan.layout.shape(plan.output.shape[0], plan.channels[0], plan.unpadded)
+    size = [length - sum(positions) for length, positions in zip(plan.size, plan.padding, strict=True)]
+    planned = plan.layout.shape(plan.output.shape[0], plan.channels[0], size)
     first = tuple(next(iter(volumes.values())).shape)
-    channels = tuple(
-        layout.batch_and_channels(each.shape)[1] for layout, each in zip(layouts, volumes.values(), strict=True)
-    )
-    if first != planned or channels != plan.channels:
+    pairs = zip(layouts, volumes.values(), strict=True)
+    if first != planned or tuple(own.batch_and_channels(each.shape)[1] for own, each in pairs) != plan.channels:
         raise ShapeError(
             f"{caller}: plan is of volumes of another shape.\n  planned  {planned}\n  got      {first}\n"
             "  fix: plan_whole(model, volume.shape)."
