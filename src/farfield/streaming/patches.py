@@ -29,6 +29,8 @@ ReadVolume = Callable[[int, Box], Tensor]
 SHARE = 0.02
 # Positions along an axis of a region that are enough where halos are smaller.
 ENOUGH = 32
+# Tiles of a volume above which a region is cut along all axes, and not along the last alone.
+MANY = 64
 
 
 def make_patch_plan(
@@ -133,7 +135,9 @@ def plan_check(
     stored = find_stored(recorded)
     if set(plan.stored) <= stored:
         stored = {*recorded.gathered, *plan.stored}
-    own = make_graph_plan(recorded, _halve(size, plan.cut, strides), stored)
+    # Tiles of a region take their time however few positions they have: two where the volume has few.
+    halved = plan.cut if len(plan.tiles) > MANY else plan.cut[-1:]
+    own = make_graph_plan(recorded, _halve(size, halved, strides), stored)
     cost = 2.0 * sum(recorded.graph.nodes[index].macs for index in recorded.order)
     cost += sum(each.macs for each in own.passes)
     return RegionCheck(own, cost) if cost <= SHARE * macs else f"it takes more than {SHARE:.0%} of the work"
@@ -171,9 +175,9 @@ def _untiled_bytes(plan: GraphPlan) -> int:
     return count_bytes(labelled, regions, given, [output])
 
 
-def _halve(size: Sequence[int], cut: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of tiles that cut a region into two along each axis that has at least two strides."""
+def _halve(size: Sequence[int], axes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the size of tiles that cut a region into two along each of some axes that has at least two strides."""
     return tuple(
-        -(-(length // strides[axis]) // 2) * strides[axis] if axis in cut and length >= 2 * strides[axis] else length
+        -(-(length // strides[axis]) // 2) * strides[axis] if axis in axes and length >= 2 * strides[axis] else length
         for axis, length in enumerate(size)
     )

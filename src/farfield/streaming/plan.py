@@ -36,7 +36,7 @@ class Halo(NamedTuple):
 
 def join_halos(halos: Iterable[Halo]) -> Halo:
     """Return the largest of some halos, per axis and direction."""
-    return Halo(*(tuple(map(max, zip(*sides, strict=True))) for sides in zip(*halos, strict=True)))
+    return Halo(*(tuple(map(max, zip(*ends, strict=True))) for ends in zip(*halos, strict=True)))
 
 
 def _halo_of(region: Region, tile: Sequence[Span]) -> Halo:

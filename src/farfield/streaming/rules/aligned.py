@@ -108,8 +108,8 @@ def _sampled(call: OperationCall) -> Dims:
 
 def _recurrent(call: OperationCall) -> Dims:
     """The samples of steps and of states, which stand behind the weights."""
-    _, *weights, hidden, cell = (len(each.layout) for each in call.operands)
-    states = ([*[None] * (count - 2), 1, None] for count in (hidden, cell))
+    _, *weights, first, second = (len(each.layout) for each in call.operands)
+    states = ([*[None] * (count - 2), 1, None] for count in (first, second))
     return [[None, 1, None], *([None] * each for each in weights), *states]
 
 
