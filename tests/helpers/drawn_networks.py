@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farfield.streaming.check import without_fast_attention
 from farfield.streaming.graph import RecordingError, run_whole
 from farfield.streaming.labels import GraphError
 from farfield.streaming.rules.rule import RuleError
-from helpers.recorded import plain_attention, run_in_tiles
+from helpers.recorded import run_in_tiles
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -933,7 +934,7 @@ def compare(
     """
     net, shape, _ = draw_network(seed, kinds)
     volume, stored = draw_values(seed, shape, values), stored or STORED[seed % 2]
-    with torch.no_grad(), plain_attention():
+    with torch.no_grad(), without_fast_attention():
         want, wide = net(volume), copy.deepcopy(net).double()(volume.double())
     try:
         tile = draw_tile(seed, shape[2:])
@@ -956,7 +957,7 @@ def compare(
 
     own, distance = distance_of(want), max(map(distance_of, (whole, tiled.output)))
     if not distance <= 4 * own + ONE_ROUNDING:
-        with torch.no_grad(), plain_attention():
+        with torch.no_grad(), without_fast_attention():
             others = [distance_of(net(each)) for each in change_last_bits(volume)]
         own = max([own, *(each for each in others if each.isfinite())])
     allowed = 4 * own + ONE_ROUNDING

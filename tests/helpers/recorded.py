@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,14 +75,3 @@ def run_in_tiles(
     plan = make_graph_plan(labelled, tile, find_stored(labelled) if store else labelled.gathered)
     with torch.no_grad():
         return Tiled(execute(plan, read, on_disk), labelled)
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Run attention of torch by its operations, as it is recorded, to compare bits."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -84,6 +84,22 @@ def test_rounding_that_a_condition_makes_large_is_no_fault() -> None:
     assert run(nn.Sequential(nn.Conv2d(1, 1, 1), Gate()).eval(), (24, 24), (12, 12)) == ""
 
 
+def test_a_difference_that_is_of_no_operation_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = check.run_tiles
+
+    def flipped(plan: GraphPlan, grids: list[torch.Tensor]) -> torch.Tensor:
+        # As where rounding takes one position to the other side of a condition.
+        result = tiles(plan, grids)
+        result[..., 3, 3] += 1
+        return result
+
+    monkeypatch.setattr(check, "run_tiles", flipped)
+    assert run(network(), (24, 24), (12, 12)) == ""
+    monkeypatch.setattr(check, "run_whole", lambda graph, grids: torch.zeros(1, 2, 24, 24))
+    with pytest.raises(check.TilesDifferError, match="recorded"):
+        run(network(), (24, 24), (12, 12))
+
+
 def test_what_the_recording_does_not_see_is_found() -> None:
     class Stateful(nn.Module):
         """Adds a number that is another in each call."""

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farfield.streaming.check import without_fast_attention
 from farfield.streaming.graph import OWN, RecordingError, run_whole
 from helpers.drawn_networks import KINDS, Layer, draw_network, draw_values
-from helpers.recorded import plain_attention, record_network
+from helpers.recorded import record_network
 from helpers.streamed_nets import Blocks, Branches, Hourglass, NormUNet, SoftmaxBetween, settled
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -41,7 +42,7 @@ def test_the_graph_on_the_whole_gives_the_bits_of_the_network(name: str) -> None
 def test_each_kind_of_layer_gives_its_own_bits(kind: str) -> None:
     net, shape, _ = draw_network(5, [kind])
     volume = draw_values(5, shape)
-    with torch.no_grad(), plain_attention():
+    with torch.no_grad(), without_fast_attention():
         want, got = net(volume), run_whole(record_network(net, shape), [volume])
     assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
 

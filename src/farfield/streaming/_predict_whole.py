@@ -89,7 +89,9 @@ def predict_whole(
 
     Raises:
         ValueError: If the model is in training mode or does not take the volume's size; if an operation does not run in
-            tiles (`farfield.streaming.labels.GraphError`); if what is summarized is not finite; if the summary of an
+            tiles (`farfield.streaming.labels.GraphError`); if tiles differ from the network on the region of the volume
+            that is checked before the first pass (`farfield.streaming.check.TilesDifferError`);
+            if what is summarized is not finite; if the summary of an
             attention, or its keys and values, take too much memory; if shapes do not fit (`ShapeError`); if the volume
             changes meanwhile; if `reduce` is over channels and there is one channel, or it changes the size of a grid;
             if `plan` is of another network or shape, or beside arguments that it has itself;

@@ -29,9 +29,9 @@ class Tiles:
             are not cut; rounded up to multiples of the strides; by default the largest that memory allows, which is
             the whole volume where its values fit.
         halo: Positions of the volume that operations without a rule read before and after their own: one number, or
-            one per spatial dim. By default a network with such an operation is refused. A plan cannot know whether
-            they are enough; too many cost time alone. All other halos follow from the rules of operations, whatever is
-            given here.
+            one per spatial dim. By default a network with such an operation is refused. Too many
+            cost time alone; too few are noticed where a region is checked before the first pass. All other halos follow
+            from the rules of operations, whatever is given here.
         memory: Bytes for the values of a tile and, half of them, for values that are stored in memory between passes;
             by default a quarter of the free memory. A size that is given is kept, whatever its values take. Workspace
             of kernels, the network and the libraries come on top.

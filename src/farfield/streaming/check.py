@@ -64,16 +64,17 @@ def run_check(
     if not all(bool(grid.isfinite().all()) for grid in grids):
         return "the region that was read has numbers that are not finite"
     graph = check.plan.labelled.graph
+    want = _run_copy(network, finish, grids, None)
+    if not want.isfinite().all():
+        return "the result on a region has numbers that are not finite"
+    got = run_tiles(check.plan, grids)
+    # Each operation in series rounds at least once: nearer, no run in float64 is needed, which is slow.
+    if distance(got, want) <= _eps(want) * _count_in_series(graph):
+        return ""
     try:
-        want = _run_copy(network, finish, grids, None)
-        if not want.isfinite().all():
-            return "the result on a region has numbers that are not finite"
-        got = run_tiles(check.plan, grids)
-        # Each operation in series rounds at least once: nearer, no run in float64 is needed, which is slow.
-        if distance(got, want) <= _eps(want) * _count_in_series(graph):
-            return ""
         wide = _run_copy(network, finish, grids, torch.float64)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        # A network of the user may take one precision alone, and refuse others by any of these.
         return f"the network does not run on a region in float64 ({str(error).splitlines()[0]:.80})"
     allowed = ALLOWED * (distance(want, wide) + _eps(want))
     if distance(got, want) <= allowed:
@@ -111,12 +112,12 @@ def _run_copy(
         shared = share_parameters(tensor)
         return shared.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else shared
 
-    with copied(network, convert, discard=True) as own, _without_fast_attention():
+    with copied(network, convert, discard=True) as own, without_fast_attention():
         return finish(own(*(grid.clone() if dtype is None else grid.to(dtype) for grid in grids)))
 
 
 @contextmanager
-def _without_fast_attention() -> Iterator[None]:
+def without_fast_attention() -> Iterator[None]:
     """Run attention of torch by its operations, as it is recorded, and not by a kernel that rounds otherwise."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

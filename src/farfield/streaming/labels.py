@@ -52,7 +52,6 @@ class LabelledGraph:
         rules: Node -> its rule.
         reductions: Node -> how it sums over the whole, of nodes that do.
         levels: Node -> the number of reductions before it in series, itself included.
-        known: Values that do not depend on the volume.
         gathered: Values of which one position needs all along a cut axis: they are stored before.
     """
 
@@ -65,13 +64,17 @@ class LabelledGraph:
     rules: dict[int, Rule] = field(default_factory=dict)
     reductions: dict[int, Reduction] = field(default_factory=dict)
     levels: dict[int, int] = field(default_factory=dict)
-    known: set[Value] = field(default_factory=set)
     gathered: set[Value] = field(default_factory=set)
 
     @cached_property
     def order(self) -> list[int]:
         """The nodes that the output depends on."""
         return self.graph.needed()
+
+    @cached_property
+    def known(self) -> set[Value]:
+        """The values that do not depend on the volume."""
+        return {value for value in self.layouts if self.graph.nodes[value.node].known}
 
     @cached_property
     def constants(self) -> dict[Value, Tensor]:
@@ -131,8 +134,6 @@ def label_graph(
             dims = ((Piece(length, axis if axis in cut else None),) for axis, length in enumerate(shape[first:]))
             labelled.layouts[Value(index)] = (*constant_layout(shape[:first]), *dims)
             continue
-        if all(value in labelled.known for value in node.inputs):
-            labelled.known.update(Value(index, output) for output in range(len(node.outputs)))
         if node.op == "constant":
             labelled.layouts[Value(index)] = constant_layout(node.outputs[0].shape)
             continue
