@@ -13,23 +13,22 @@ import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError, shape_error
-from farfield._fingerprint import fingerprint
 from farfield.nn import GridAttention
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
 from farfield.streaming.arguments import cores, parse_positions, round_up_tile
 from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
-from farfield.streaming.progress import Saved, Stream, compute_identity, saved_plan
+from farfield.streaming.progress import Saved, Stream, find_unfinished
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
-from farfield.volumes.sink import box_index, check_path, numpy_dtype, output_for
+from farfield.volumes.sink import box_index, numpy_dtype, output_for
 from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
 from farfield.volumes.volume import describe_output, split_volume
 
 # Bytes of a tile by default; computing its response takes a few times as much memory.
-TILE = 2**24
+_TILE = 2**24
 
 
 def respond_whole(
@@ -105,12 +104,9 @@ def respond_whole(
     if tile is not None:
         tile = parse_positions("respond_whole", "tile", tile, 1, optional=True)
     refuse_aliasing("respond_whole", out, inputs)
-    path, known_layer = Path(out) if isinstance(out, str | Path) else None, ""
-    if path is not None:
-        check_path("respond_whole", path, None)
-        known_layer = fingerprint(layer)
-        saved = saved_plan("respond_whole", path, None, known_layer, given)
-        tile = saved.tile if tile is None and saved is not None else tile
+    path = Path(out) if isinstance(out, str | Path) else None
+    identity, saved = find_unfinished("respond_whole", path, None, layer, given)
+    tile = saved.tile if tile is None and saved is not None else tile
     layout = _find_layout(layer, grid, tile)
     volumes, keys = _open_grid("grid", layer, grid, mask, layout, tile), "grid"
     source, tiles = volumes["grid"]
@@ -126,8 +122,8 @@ def respond_whole(
     metadata = describe_output(known, layout, source.channels, channels)
     spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), positions, metadata)
     output = output_for("respond_whole", out, spec, grid, None)
-    identity = compute_identity(known_layer, given, (positions, _size_of(volumes[keys][1][0]), str(path)))
-    stream = Stream("respond_whole", output, identity, Saved(positions), volumes, None)
+    identity["tile or halo"] = repr((positions, _size_of(volumes[keys][1][0]), str(path)))
+    stream = Stream(output, identity, Saved(positions), volumes)
     with closing(stream):
         return _Response(layer, keys, stream).run(quiet)
 
@@ -179,7 +175,7 @@ def _open_grid(
 ) -> dict[str, tuple[VolumeSource, list[Region]]]:
     """Return a grid and its mask, by name, with their tiles, which are rounded up to the windows of pooled keys.
 
-    By default tiles are slabs of the first axis; if a slab of one index is larger than TILE, the next axis is cut too.
+    By default they are slabs of the first axis; if a slab of one index is larger than `_TILE`, the next is cut too.
     """
     device = device_of(layer)
     source = VolumeSource(array, layout, device, dtype_of(layer), caller="respond_whole")
@@ -191,7 +187,7 @@ def _open_grid(
         )
     size, pool = source.size, layer.operator.keys_from.gather
     if tile is None:
-        slab, room = list(size), TILE // (source.batch * source.channels * source.dtype.itemsize)
+        slab, room = list(size), _TILE // (source.batch * source.channels * source.dtype.itemsize)
         for axis, length in enumerate(size):
             slab[axis] = min(length, max(1, room // math.prod(slab[:axis] + slab[axis + 1 :])))
         tile = slab

@@ -88,17 +88,8 @@ def _split(write: Writer, outputs: Sequence[Info], value: Value, _: Any, dim: in
     return parts
 
 
-def _take(write: Writer, value: Value, dim: int, index: Value) -> Value:
-    with with_numbers():
-        positions = run_whole(write.graph, [], index).reshape(-1) % write.shape(value)[dim]
-        return write.take(value, dim, positions.tolist())
-
-
 def _index_select(write: Writer, output: Info, value: Value, dim: int, index: Value) -> Value | None:
-    """Positions that are known, of a tensor that is not."""
-    if not output.shape or not write.is_known(index) or write.is_known(value):
-        return None
-    return _take(write, value, dim % len(output.shape), index)
+    return _index(write, output, value, [*[None] * (dim % len(output.shape)), index]) if output.shape else None
 
 
 def _index(write: Writer, output: Info, value: Value, indices: Sequence[Value | None]) -> Value | None:
@@ -113,7 +104,9 @@ def _index(write: Writer, output: Info, value: Value, indices: Sequence[Value | 
     if len(given) != last + 1 - first or together != sorted(set(together)):
         return None
     for dim, each in given:
-        value = _take(write, value, dim, each)
+        with with_numbers():
+            positions = run_whole(write.graph, [], each).reshape(-1) % write.shape(value)[dim]
+            value = write.take(value, dim, positions.tolist())
     return write.view(value, output.shape)
 
 

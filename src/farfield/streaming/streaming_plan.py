@@ -13,44 +13,36 @@ from torch import nn
 
 from farfield._checks import ShapeError
 from farfield._fingerprint import ADDRESS, fingerprint
-from farfield.streaming.adapt import Outputs, Reduction, parse_layouts
-from farfield.streaming.graph import Graph, RecordedLayer, Value
+from farfield.streaming.adapt import Outputs, Reduction
+from farfield.streaming.arguments import parse_layouts
+from farfield.streaming.graph import RecordedLayer, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
 from farfield.streaming.plan import GraphPlan, PatchPlan, PlannedPass, RegionCheck, join_halos
 from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
-WORK = 4
+_WORK = 4
+# Names of constants that are no parameters or buffers begin with this.
+_UNNAMED = "tensor "
 
 
 class AxisScale(NamedTuple):
-    """How an axis of the output scales with a spatial axis of the volume.
-
-    Attributes:
-        axis: Index of the output's axis.
-        ratio: Positions of the output per position of the volume: 1/4 after two strides of 2.
-    """
+    """The axis of the output that runs along one of the volume, and its positions per position: 1/4 after 2 strides."""
 
     axis: int
     ratio: Fraction
 
 
 class PlannedOutput(NamedTuple):
-    """The network's output.
-
-    Attributes:
-        shape: Its shape, of all samples.
-        dtype: Its dtype.
-        scales: For each spatial axis of the volume: the axis of the output that runs along it, and positions of the
-            output per position of the volume; None if none does.
-        kept: The spatial region that does not stand for padding alone.
-        written: Size of the part that the first tile writes.
-    """
+    """The network's output, of all samples."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # For each spatial axis of the volume; None if none of the output runs along it.
     scales: tuple[AxisScale | None, ...]
+    # The spatial region that does not stand for padding alone.
     kept: Region
+    # Size of the part that the first tile writes.
     written: tuple[int, ...]
 
 
@@ -89,11 +81,6 @@ class StreamingPlan:
     graph_plan: GraphPlan = field(repr=False)
 
     @property
-    def graph(self) -> Graph:
-        """The recorded network."""
-        return self.graph_plan.labelled.graph
-
-    @property
     def size(self) -> tuple[int, ...]:
         """Size of the volume, padded."""
         return self.graph_plan.labelled.size
@@ -109,24 +96,15 @@ class StreamingPlan:
         return self.graph_plan.tiles
 
     @property
-    def halo(self) -> Sequence[int] | None:
-        """Positions of the volume that operations without a rule reach; None if there are none of those."""
-        return self.graph_plan.labelled.halo
-
-    @property
-    def patches(self) -> PatchPlan | None:
-        """How the network runs on patches, if norms, means and pooling see what a tile reads: statistics="tile"."""
-        return self.graph_plan if isinstance(self.graph_plan, PatchPlan) else None
-
-    @property
     def patch_size(self) -> tuple[int, ...]:
-        """The size of a patch, if there are any."""
-        return self.patches.patch.size if self.patches else ()
+        """The size of a patch, if norms, means and pooling see what a tile reads: statistics="tile"."""
+        return self.graph_plan.patch.size if isinstance(self.graph_plan, PatchPlan) else ()
 
     @property
     def macs(self) -> int:
         """MACs of the untiled network on all samples."""
-        return self.samples * sum(self.graph.nodes[index].macs for index in self.graph_plan.labelled.order)
+        labelled = self.graph_plan.labelled
+        return self.samples * sum(labelled.graph.nodes[index].macs for index in labelled.order)
 
     @property
     def recomputed(self) -> float:
@@ -187,7 +165,7 @@ class StreamingPlan:
         count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
         memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
         text.append(f"{count} of {tile} positions with a halo of {halo}, {memory}")
-        if self.patches is not None:
+        if self.patch_size:
             patch = " × ".join(map(str, self.patch_size))
             text.append(f'norms and pooling see the {patch} positions that a tile reads: statistics="tile"')
         if self.samples > 1:
@@ -209,7 +187,7 @@ class StreamingPlan:
             text.append(f"before, tiles are compared with the network on a region of {region} positions: {share}")
         else:
             text.append(f"not checked: {self.check}")
-        if self.recomputed > WORK and self.patches is None:
+        if self.recomputed > _WORK and not self.patch_size:
             text.append("to do less work: tile=Tiles(…, disk=bytes) stores values inside the network between passes")
         return text
 
@@ -220,10 +198,6 @@ def _list_names(names: Sequence[str], most: int = 4) -> str:
 
 
 # ---- the network of a plan -------------------------------------------------------------------------------------------
-# Names of constants that are no parameters or buffers begin with this.
-UNNAMED = "tensor "
-
-
 def describe_structure(network: nn.Module) -> str:
     """Return a fingerprint of a network's modules and their code, without numbers."""
     modules = []
@@ -237,7 +211,7 @@ def describe_structure(network: nn.Module) -> str:
 
 def _without_labels(labelled: LabelledGraph) -> LabelledGraph:
     """Return a graph without labels, which follow from it, and without parameters and buffers of its network."""
-    constants = {name: each for name, each in labelled.graph.constants.items() if name.startswith(UNNAMED)}
+    constants = {name: each for name, each in labelled.graph.constants.items() if name.startswith(_UNNAMED)}
     graph = replace(labelled.graph, constants=constants)
     return LabelledGraph(graph, labelled.size, labelled.cut, labelled.halo, levels=labelled.levels)
 
