@@ -17,7 +17,7 @@ from farfield.nn import GridAttention
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
-from farfield.streaming.arguments import cores, parse_positions, round_up_tile
+from farfield.streaming.arguments import cores, parse_positions, refuse_large_summary, round_up_tile
 from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
 from farfield.streaming.progress import Saved, Stream, find_unfinished
 from farfield.volumes.aliasing import refuse_aliasing
@@ -248,21 +248,13 @@ class _Response:
         tile, place = self.read(name, index)
         parts = layers.summarize_attention(self.attention, tile, of_keys=of_keys, of_queries=of_queries, **place)
         if index == 0 and of_keys and layers.has_grid_summary(self.attention):
-            self.check_size(layers.summary_bytes(parts[0]) * len(self.stream.volumes[name][1]), tile.device)
+            size = layers.summary_bytes(parts[0]) * len(self.stream.volumes[name][1])
+            operator = f"respond_whole: the summary of {self.attention.operator_name}"
+            refuse_large_summary(operator, size, free_bytes(tile.device))
         if not layers.are_numbers(parts):
             fix = f"a {'mask' if name == 'grid' else 'context_mask'} that is False there"
             raise layers.not_finite("respond_whole", place["origin"], name, fix)
         add_parts(self.runs, parts, layers.merge_attention)
-
-    def check_size(self, size: int, device: torch.device) -> None:
-        """Refuse a summary with a slot for each key that takes more than its share of the free memory."""
-        free = free_bytes(device)
-        if size > layers.SUMMARY_SHARE * free:
-            raise ValueError(
-                f"respond_whole: the summary of {self.attention.operator_name} is its grid, about {size:,} bytes, and "
-                f"may take half of the {free:,} bytes that are free; fix: an operator that compresses, such as "
-                "factorized_gaussian."
-            )
 
     def respond(self, index: int) -> None:
         """Compute and write the response of a tile."""

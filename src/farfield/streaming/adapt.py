@@ -93,10 +93,6 @@ def _refuse_outputs(
         )
 
 
-def _argmax(grid: Tensor) -> Tensor:
-    return grid.argmax(1, keepdim=True).to(label_dtype(grid.shape[1]))
-
-
 def label_dtype(classes: int) -> torch.dtype:
     """Return the smallest dtype that holds the labels of this many classes.
 
@@ -107,7 +103,10 @@ def label_dtype(classes: int) -> torch.dtype:
     return next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if torch.iinfo(dtype).max >= classes - 1)
 
 
-_NAMED: dict[str, Callable[[Tensor], Tensor]] = {"argmax": _argmax, "softmax": lambda grid: grid.softmax(1)}
+_NAMED: dict[str, Callable[[Tensor], Tensor]] = {
+    "argmax": lambda grid: grid.argmax(1, keepdim=True).to(label_dtype(grid.shape[1])),
+    "softmax": lambda grid: grid.softmax(1),
+}
 
 
 class ReductionError(ShapeError):
@@ -148,7 +147,6 @@ def _reduce_grid(caller: str, reduce: Reduction, grid: Tensor) -> Tensor:
     return reduced
 
 
-# ---- flips -----------------------------------------------------------------------------------------------------------
 class MeanOverFlips(nn.Module):
     """A network whose output is its mean over all flips of the grid, each flipped back: test-time mirroring.
 

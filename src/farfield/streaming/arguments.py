@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
+from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.volumes.checks import check_volume
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.source import AxisLayout, Span, parse_layout
@@ -77,7 +78,7 @@ def parse_tiles(caller: str, tile: Any) -> Tiles:
 
 
 def _parse_bytes(caller: str, name: str, given: Any) -> int | None:
-    """Parse a number of bytes, of any type whose value is a whole number, such as 2e9; or None."""
+    """Parse a number of any type whose value is a whole number, such as 2e9; or None."""
     if given is None:
         return None
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
@@ -95,8 +96,11 @@ def parse_positions(
     is_sequence = isinstance(given, Sequence | np.ndarray | Tensor) and not isinstance(given, str | bytes)
     is_sequence = is_sequence and getattr(given, "ndim", 1) == 1
     try:
-        values = given if is_sequence else [given]
-        numbers = [None if optional and each is None else _parse_integer(each) for each in values]
+        values = list(given) if is_sequence else [given]
+        if any(isinstance(each, bool | np.bool_) for each in values):
+            raise TypeError
+        # Of any integer type; of floats, even whole ones, a TypeError.
+        numbers = [None if optional and each is None else operator.index(each) for each in values]
     except TypeError:
         expected = "an integer, or one per spatial dim" + (", None for those that are not cut" if optional else "")
         raise TypeError(f"{caller}: {name} must be {expected}, got {given!r}; fix: {name}=64, for example.") from None
@@ -105,14 +109,6 @@ def parse_positions(
     return tuple(numbers) if is_sequence else numbers[0] or 0
 
 
-def _parse_integer(given: Any) -> int:
-    """Return an int for any integer type; raise TypeError for booleans and for floats, even whole ones."""
-    if isinstance(given, bool | np.bool_):
-        raise TypeError
-    return operator.index(given)
-
-
-# ---- where tiles lie -------------------------------------------------------------------------------------------------
 def axis_spans(size: Sequence[int], tile: Sequence[int]) -> list[list[Span]]:
     """Return for each axis the own positions of the tiles along it."""
     return [
@@ -145,7 +141,6 @@ def round_up_tile(tile: int | Sequence[int | None], size: Sequence[int], multipl
     )
 
 
-# ---- volumes and the network -----------------------------------------------------------------------------------------
 def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[str, Any]]:
     """Return the metadata of the first volume, or None, and the arrays with names that errors give them."""
     if isinstance(volume, Mapping | list) or (isinstance(volume, tuple) and not volume):
@@ -240,6 +235,15 @@ def refuse_axes(
     else:
         return
     raise ValueError(text) from error
+
+
+def refuse_large_summary(name: str, size: int, free: int) -> None:
+    """Refuse a summary with a slot for each key, whose name is given, if it takes too much of the free memory."""
+    if size > SUMMARY_SHARE * free:
+        raise ValueError(
+            f"{name} is its grid, about {size:,} bytes, and may take half of the {free:,} bytes that are free; fix: an "
+            "operator that compresses, such as factorized_gaussian."
+        )
 
 
 def refuse_training(caller: str, model: nn.Module) -> None:

@@ -158,7 +158,6 @@ def _count_in_series(graph: Graph) -> int:
     return counts[graph.output.node]
 
 
-# ---- the first operation that differs --------------------------------------------------------------------------------
 def _find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
     """Return what names the first operation that differs in tiles from itself untiled; nothing if none does."""
     # Operands are untiled, so a difference is the operation's own: it is one from half of the digits of its dtype on.

@@ -123,7 +123,6 @@ def find_operation(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-# ---- running on whole values -----------------------------------------------------------------------------------------
 def run_whole(graph: Graph, inputs: Sequence[Tensor], output: Value | None = None) -> Tensor:
     """Run a graph on whole volumes, operation by operation, and return a value, by default the output."""
     known: dict[Value, Tensor] = {}
@@ -187,7 +186,6 @@ OWN: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# ---- adding operations -----------------------------------------------------------------------------------------------
 class Writer(NamedTuple):
     """Appends operations on values to a graph, as those of the module at `path`."""
 

@@ -40,7 +40,6 @@ def _halo_of(region: Region, tile: Sequence[Span]) -> Halo:
     )
 
 
-# ---- passes ----------------------------------------------------------------------------------------------------------
 class PlannedPass(NamedTuple):
     """A pass over all tiles.
 
@@ -59,7 +58,7 @@ class PlannedPass(NamedTuple):
     bytes: int
 
 
-class GraphPass(NamedTuple):
+class _GraphPass(NamedTuple):
     """What one pass over all tiles summarizes, by node, and stores; the last one writes the output."""
 
     reductions: tuple[int, ...]
@@ -92,11 +91,11 @@ class GraphPlan:
         return self.labelled.reductions
 
     @cached_property
-    def stages(self) -> list[GraphPass]:
+    def stages(self) -> list[_GraphPass]:
         """The passes."""
         levels, last = self.labelled.levels, self.level_of(self.labelled.graph.output)
         return [
-            GraphPass(
+            _GraphPass(
                 tuple(index for index in self.reductions if levels[index] == stage + 1),
                 tuple(value for value in self.stored if levels[value.node] == stage),
                 stage == last,
@@ -292,7 +291,6 @@ class RegionCheck:
         return self.plan.labelled.size
 
 
-# ---- from a graph to its plan ----------------------------------------------------------------------------------------
 def make_graph_plan(labelled: LabelledGraph, tile: Sequence[int], chosen: Collection[Value]) -> GraphPlan:
     """Plan the passes of a graph; of the chosen values those are stored that a later pass reads."""
     last = labelled.levels[labelled.graph.output.node]
@@ -319,7 +317,6 @@ def _reach(labelled: LabelledGraph, ends: Sequence[Value], given: Collection[Val
     return reached
 
 
-# ---- what is stored --------------------------------------------------------------------------------------------------
 def find_stored(labelled: LabelledGraph) -> set[Value]:
     """Return the values to store so that each operation with MACs runs in one pass alone."""
     levels, graph = labelled.levels, labelled.graph

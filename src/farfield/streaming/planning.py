@@ -28,13 +28,13 @@ from farfield.streaming.arguments import (
     parse_layouts,
     parse_tiles,
     refuse_axes,
+    refuse_large_summary,
     refuse_training,
     round_up_tile,
     spatial_dims_of,
 )
 from farfield.streaming.graph import Info, RecordingError, Value
 from farfield.streaming.labels import GraphError, LabelledGraph
-from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.streaming.plan import GraphPlan, PatchPlan, find_stored, fit_stored, make_graph_plan
 from farfield.streaming.progress import Saved
 from farfield.streaming.record import record_network
@@ -149,7 +149,8 @@ class Planner:
         mixed = few > 1 and (probe is None or probe.mixes_samples)
         batch, samples = (self.batch, 1) if mixed else (1, self.batch)
         recording = self._record_whole(batch, size, probe)
-        plan, on_disk = self._plan_saved(recording) or self._choose_tiles(recording)
+        tile = None if self.tiles.size is None else round_up_tile(self.tiles.size, size, recording.strides)
+        plan, on_disk = self._plan_saved(recording, tile) or self._choose_tiles(recording, tile)
         self._refuse_large_summaries(plan.labelled)
         if self.tiles.statistics == "tile" and plan.cut:
             plan = self._plan_patches(recording, plan, batch)
@@ -193,7 +194,6 @@ class Planner:
                 f"halo={max(self.halo, default=0)}."
             )
 
-    # ---- recordings --------------------------------------------------------------------------------------------------
     def _record(self, batch: int, size: tuple[int, ...], *, reduced: bool = True) -> Recording:
         """Record the network on volumes of this size; raise ValueError if it does not take them."""
         key = batch, size, reduced
@@ -259,20 +259,14 @@ class Planner:
             raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')
         return patches
 
-    # ---- tiles -------------------------------------------------------------------------------------------------------
-    def _given_tile(self, recording: Recording) -> tuple[int, ...] | None:
-        """Return the size of the requested tiles, rounded up to multiples of the strides; None if none is requested."""
-        tile = self.tiles.size
-        return None if tile is None else round_up_tile(tile, recording.size, recording.strides)
-
-    def _plan_saved(self, recording: Recording) -> tuple[GraphPlan, bool] | None:
+    def _plan_saved(self, recording: Recording, given: tuple[int, ...] | None) -> tuple[GraphPlan, bool] | None:
         """Return the plan of an unfinished prediction, if the call is for it, whatever memory and disk are free."""
         saved, tiles = self.saved, self.tiles
         if saved is None or len(saved.tile) != len(recording.size):
             return None
         # An explicit number of bytes on disk determines by itself what is stored.
         is_explicit = tiles.disk is not None and (saved.on_disk or tiles.disk > 0)
-        if is_explicit or (self._given_tile(recording) or saved.tile) != saved.tile:
+        if is_explicit or (given or saved.tile) != saved.tile:
             return None
         try:
             labelled = recording.label(cut_axes(recording.size, saved.tile))
@@ -283,11 +277,11 @@ class Planner:
             return None
         return make_graph_plan(labelled, saved.tile, stored), saved.on_disk
 
-    def _choose_tiles(self, recording: Recording) -> tuple[GraphPlan, bool]:
+    def _choose_tiles(self, recording: Recording, given: tuple[int, ...] | None) -> tuple[GraphPlan, bool]:
         """Choose the size of tiles and the values that are stored; return the plan, and whether they are on disk."""
-        size, given = recording.size, self._given_tile(recording)
-        free = free_bytes(device_of(self.network))
-        memory = int(_MEMORY_SHARE * free) if self.tiles.memory is None else self.tiles.memory
+        size, memory = recording.size, self.tiles.memory
+        if memory is None:
+            memory = int(_MEMORY_SHARE * free_bytes(device_of(self.network)))
         if given is None:
             whole = make_graph_plan(recording.label([]), size, [])
             if whole.passes[0].bytes <= memory:
@@ -333,18 +327,12 @@ class Planner:
         return memory if on_disk else memory - of_stored, of_stored, on_disk
 
     def _refuse_large_summaries(self, labelled: LabelledGraph) -> None:
-        """Refuse an attention whose summary has a slot for each key, if that takes too much of the free memory."""
         free = free_bytes(device_of(self.network))
         for node in (labelled.graph.nodes[index] for index in labelled.reductions):
-            if node.op == "layer" and node.args[0].summary_bytes > SUMMARY_SHARE * free:
-                layer = node.args[0]
-                raise ValueError(
-                    f"{self.caller}: the summary of {layer.module.operator_name} at {node.path} is its grid, "
-                    f"{layer.summary_bytes:,} bytes, and may take half of the {free:,} bytes that are free; fix: an "
-                    "operator that compresses, such as factorized_gaussian."
-                )
+            if node.op == "layer" and node.args[0].summary_bytes:
+                name = f"{self.caller}: the summary of {node.args[0].module.operator_name} at {node.path}"
+                refuse_large_summary(name, node.args[0].summary_bytes, free)
 
-    # ---- the output --------------------------------------------------------------------------------------------------
     def _plan_output(
         self,
         recording: Recording,

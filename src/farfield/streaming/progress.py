@@ -96,7 +96,6 @@ class Stream:
             with self.explained():
                 self._open(output)
 
-    # ---- passes ------------------------------------------------------------------------------------------------------
     def run(self, passes: Sequence[tuple[int, Callable[[int], None]]], summaries: Any, quiet: bool) -> Any:
         """Run what remains of passes, each a number of tiles and what it does with one; return the finished output.
 
@@ -175,7 +174,6 @@ class Stream:
             return explain_disk_errors(self.caller, self.output.path)
         return contextlib.nullcontext()
 
-    # ---- the progress ------------------------------------------------------------------------------------------------
     def _save(self, output: FileOutput) -> None:
         write_state(output.folder / STATE, {field: getattr(self, field) for field in FIELDS})
 
@@ -274,7 +272,6 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-# ---- the file --------------------------------------------------------------------------------------------------------
 def find_unfinished(
     caller: str, path: Path | None, overwrite: bool | None, model: nn.Module, volumes: Mapping[str, Any]
 ) -> tuple[dict[str, str], Saved | None]:

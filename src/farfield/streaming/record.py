@@ -96,11 +96,16 @@ class _Recorder(TorchDispatchMode):
     def run_layer(self, number: int, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Record a layer as one node, and return a new tensor of its result's shape."""
         layer, forward = self.layers[number]
-        given = {} if mask is None else {"mask": mask}
+        module = forward.args[0]
+        given: dict[str, Any] = {} if mask is None else {"mask": mask}
         values = [self.value_of(each) for each in (grid, *given.values())]
+        attention = isinstance(module, GridAttention)
+        with MacCounter() as counter:
+            summary = (make_streamable(module) if attention else module).summarize(grid, **given)
+        kept = summary_bytes(summary) if attention and has_grid_summary(module) else 0
+        layer = replace(layer, summing=counter.macs, summary_bytes=kept)
         with MacCounter() as counter:
             result = forward(grid, **given)
-        layer = _with_summary(layer, forward.args[0], grid, given)
         result = grid.new_empty(result.shape, dtype=result.dtype)
         node = self.graph.add("layer", (layer, *values), {}, [_info(result)], path=self.write.path, macs=counter.macs)
         self.note(result, [node])
@@ -155,15 +160,6 @@ class _Recorder(TorchDispatchMode):
             return run_whole(self.graph, [], value).item()
 
 
-def _with_summary(layer: RecordedLayer, module: Any, grid: Tensor, given: dict[str, Any]) -> RecordedLayer:
-    """Return a layer that knows the MACs of its summary, and its bytes if it has a slot for each key."""
-    attention = isinstance(module, GridAttention)
-    with MacCounter() as counter:
-        summary = (make_streamable(module) if attention else module).summarize(grid, **given)
-    kept = summary_bytes(summary) if attention and has_grid_summary(module) else 0
-    return replace(layer, summing=counter.macs, summary_bytes=kept)
-
-
 def _info(output: Any) -> Info:
     return Info(tuple(output.shape), output.dtype) if isinstance(output, Tensor) else Info((), torch.bool)
 
@@ -209,7 +205,6 @@ def _pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
     return grid.contiguous()
 
 
-# ---- the network -----------------------------------------------------------------------------------------------------
 def record_network(
     network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any] = lambda output: output
 ) -> Graph:

@@ -80,7 +80,7 @@ class Recording:
     def scales(self) -> dict[Value, Scales]:
         """The scales of each value along all these axes, where it has even steps."""
         labelled = self._try_label(self.cuttable)
-        return find_scales(labelled) if labelled else {}
+        return _find_scales(labelled) if labelled else {}
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -113,8 +113,7 @@ class Recording:
         return bool(labelled.reductions or labelled.gathered) or [piece.axis for piece in kept] != [0]
 
 
-def find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
-    """Return the scales of each value along the axes that it runs along, where it has even steps."""
+def _find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
     scales: dict[Value, Scales] = {}
     for value, layout in labelled.layouts.items():
         along = {axis: _scale_along(labelled, scales, value, axis, end) for axis, (_, end) in _whole_of(layout).items()}
@@ -167,7 +166,6 @@ def _whole_of(layout: Layout) -> dict[int, Span]:
     return _spans_along(layout, whole_box(layout))
 
 
-# ---- patches ---------------------------------------------------------------------------------------------------------
 def make_patch_plan(
     labelled: LabelledGraph, tile: Sequence[int], strides: Sequence[int], record: Callable[[tuple[int, ...]], Recording]
 ) -> PatchPlan:
@@ -192,7 +190,7 @@ def make_patch_plan(
     patch = record(size).label([])
     if [node.op for node in nodes] != [node.op for node in patch.graph.nodes]:
         raise GraphError("it runs other operations on a patch than on the whole volume")
-    return PatchPlan(whole.labelled, whole.tile, {}, patch, halo, find_scales(labelled))
+    return PatchPlan(whole.labelled, whole.tile, {}, patch, halo, _find_scales(labelled))
 
 
 def run_patch(
@@ -236,7 +234,6 @@ def run_patch(
     return own, None if box is None else (box, part(graph.output, box))
 
 
-# ---- the region of a check -------------------------------------------------------------------------------------------
 def plan_check(
     record: Callable[[tuple[int, ...]], Recording], plan: GraphPlan, strides: Sequence[int], samples: int
 ) -> RegionCheck | str:

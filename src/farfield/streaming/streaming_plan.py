@@ -197,7 +197,6 @@ def _list_names(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + rest
 
 
-# ---- the network of a plan -------------------------------------------------------------------------------------------
 def describe_structure(network: nn.Module) -> str:
     """Return a fingerprint of a network's modules and their code, without numbers."""
     modules = []

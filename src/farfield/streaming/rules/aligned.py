@@ -30,7 +30,6 @@ from farfield.streaming.rules.rule import (
 from farfield.streaming.spans import Box, Dim, Layout, axes_of, box_shape, is_cut, length_of, positions_of, whole_dim
 
 
-# ---- which dimensions run together -----------------------------------------------------------------------------------
 def _at_end(call: OperationCall) -> Dims:
     """Each position is computed from the same position of the operands, which are aligned at the last dimension."""
     count = len(call.shape)
@@ -138,7 +137,6 @@ def _attend(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor
     return packet(query, key, value, 0.0, causal, attn_mask=mask, scale=options.get("scale"))[output]
 
 
-# ---- matrix products -------------------------------------------------------------------------------------------------
 def _multiplied(call: OperationCall) -> Dims:
     """Rows of the first matrix, columns of the second, and all that is summed over.
 
@@ -214,7 +212,6 @@ def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
     return functools.reduce(torch.add, ((left @ right).double() for left, right in blocks))
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
 # Pointwise operations that torch does not tag as such.
 UNTAGGED = """
     _to_copy masked_fill.Scalar masked_fill.Tensor fill.Scalar fill.Tensor hardswish log_sigmoid_forward _prelu_kernel

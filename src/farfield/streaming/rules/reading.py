@@ -44,7 +44,6 @@ from farfield.streaming.spans import (
 )
 
 
-# ---- views -----------------------------------------------------------------------------------------------------------
 @functools.lru_cache(4096)
 def _find_atoms(layout: Layout, shape: tuple[int, ...]) -> list[Piece]:
     """Split the pieces of a value so that each belongs to one dimension of the view too.
@@ -137,7 +136,6 @@ def _run_view(call: OperationCall, output: int, box: Box, tensors: Sequence[Tens
     return read_box(tensor.reshape(box_shape(whole)), region_of(whole), box)
 
 
-# ---- slices and flips ------------------------------------------------------------------------------------------------
 def _run_slice(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     _, dim, _, step = call.args
     return tensors[0] if step == 1 else tensors[0][(slice(None),) * dim + (slice(None, None, step),)]
@@ -148,7 +146,6 @@ def _flipped(call: OperationCall) -> dict[int, Window]:
     return {dim: Window(1, -1, 1 - call.shape[dim]) for dim in dims}
 
 
-# ---- concatenations --------------------------------------------------------------------------------------------------
 class _Joined(NamedTuple):
     """Positions of a concatenation from `start` on."""
 
@@ -176,7 +173,6 @@ def _run_cat(call: OperationCall, output: int, box: Box, tensors: Sequence[Tenso
     return (present[0] if len(present) == 1 else torch.cat(present, call.args[1])).to(call.dtype)
 
 
-# ---- positions that are read from others -----------------------------------------------------------------------------
 class _Taps(NamedTuple):
     """How positions along a dimension are read from others: result[i] = Σ_t weights[t, i] · value[places[t, i]]."""
 
@@ -246,7 +242,6 @@ def _pad_taps(call: OperationCall) -> Mapping[int, _Taps]:
     return at_last(call, [_padded_taps(call.op, *axis) for axis in each])
 
 
-# ---- resampling ------------------------------------------------------------------------------------------------------
 # An axis that is resampled: its length, its new length, the factor that was given, None where the size was, and the
 # dtype in which torch computes places: float64 for volumes in it, float32 for others.
 _Axis = tuple[int, int, float | None, torch.dtype]
@@ -254,11 +249,9 @@ _Axis = tuple[int, int, float | None, torch.dtype]
 
 @functools.lru_cache(256)
 def _nearest_taps(op: str, axis: _Axis, dims: int, wide: bool) -> _Taps:
-    """Return where torch reads the nearest position: a ramp through the operation itself.
-
-    Where a place lies between two positions, torch's kernels round to different ones, and which runs depends on whether
-    height and width together are more than 128 (`wide`).
-    """
+    """Return where torch reads the nearest position: a ramp through the operation itself."""
+    # Where a place lies between two positions, torch's kernels round to different ones, and which runs depends on
+    # whether height and width together are more than 128.
     length, result, scale, dtype = axis
     ramp = torch.arange(length, dtype=dtype).view(1, 1, *[1] * (dims - 1), length)
     places = find_operation(op)(ramp, [*[129 if wide else 1] * (dims - 1), result], *[None] * (dims - 1), scale)
@@ -305,14 +298,8 @@ def _upsample_taps(call: OperationCall) -> Mapping[int, _Taps]:
     return at_last(call, [_weighted_taps(cubic, axis, bool(call.args[2])) for axis in axes])
 
 
-# ---- operations without a rule ---------------------------------------------------------------------------------------
 def local(halo: Sequence[int], size: Sequence[int]) -> Rule:
-    """Return the rule of an operation of which the user states how far it reaches.
-
-    Args:
-        halo: Positions of the volume before and after its own that a position depends on, for each axis.
-        size: The volume's size.
-    """
+    """Return the rule of an operation of which the user states how far it reaches, in positions of the volume."""
 
     def find(call: OperationCall, output: int) -> Dims:
         shape = dict(enumerate(call.infos[output].shape))
