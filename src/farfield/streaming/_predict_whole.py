@@ -145,10 +145,10 @@ def predict_whole(
         shapes = [each.shape for each in volumes.values()]
         planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved).plan()
     else:
-        planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce)
+        planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce).bind("predict_whole", model)
     if not quiet:
         print(planned, file=sys.stderr)
-    graph, device = planned.bind("predict_whole", model), device_of(model)
+    graph, device = planned.graph_plan, device_of(model)
     sources = _read_volumes(planned, model, volumes)
     spec = _make_spec(known, planned, next(iter(sources.values())).channels)
     output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)

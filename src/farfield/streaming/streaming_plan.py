@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -22,8 +21,8 @@ from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
 _WORK = 4
-# Names of constants that are no parameters or buffers begin with this.
-_UNNAMED = "tensor "
+# Names of constants that are no parameters or buffers begin with these.
+_UNNAMED = ("tensor ", "constant ")
 
 
 class AxisScale(NamedTuple):
@@ -144,13 +143,12 @@ class StreamingPlan:
             check = replace(check, plan=replace(check.plan, labelled=function(check.plan.labelled)))
         return {"graph_plan": plan, "check": check}
 
-    def bind(self, caller: str, network: nn.Module) -> GraphPlan:
+    def bind(self, caller: str, network: nn.Module) -> StreamingPlan:
         """Return the plan with the parameters, buffers and layers of a network; refuse another than was planned."""
-        if not self.graph_plan.labelled.layouts:
-            vars(self).update(self._convert(lambda labelled: _bind_graph(caller, labelled, network)))
-            if describe_structure(network) != self.structure:
-                raise _other_network(caller, network, "other modules, or another forward, than were recorded")
-        return self.graph_plan
+        bound = replace(self, **self._convert(lambda labelled: _bind_graph(caller, labelled, network)))
+        if describe_structure(network) != self.structure:
+            raise _other_network(caller, network, "other modules, or another forward, than were recorded")
+        return bound
 
     def __str__(self) -> str:
         """Return the text that `predict_whole` prints."""
@@ -223,7 +221,7 @@ def _bind_graph(caller: str, labelled: LabelledGraph, network: nn.Module) -> Lab
     for index in graph.needed():
         node = nodes[index]
         name: Any = node.args[0] if node.args else None
-        if node.op == "constant" and name not in constants:
+        if node.op == "constant" and not name.startswith(_UNNAMED):
             tensor = named.get(name)
             if tensor is None or (tuple(tensor.shape), tensor.dtype) != tuple(node.outputs[0]):
                 raise _other_network(caller, network, f'no "{name}" of shape {node.outputs[0].shape}')
@@ -246,7 +244,7 @@ def _other_network(caller: str, network: nn.Module, why: str) -> ValueError:
 def check_plan(
     caller: str, plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None, reduce: Reduction
 ) -> StreamingPlan:
-    """Return a plan that is bound to no network; refuse one of other volumes, or beside what it has itself."""
+    """Return a plan that was given; refuse one of other volumes, or beside what it has itself."""
     if not isinstance(plan, StreamingPlan):
         raise TypeError(f"{caller}: plan must be what plan_whole returns, got {type(plan).__name__}; fix: plan=None.")
     if tile is not None or pad is not None:
@@ -263,5 +261,4 @@ def check_plan(
             f"{caller}: plan is of volumes of another shape.\n  planned  {planned}\n  got      {first}\n"
             "  fix: plan_whole(model, volume.shape)."
         )
-    # As a saved plan: without the parameters of the network that it was made for, or ran last.
-    return copy.copy(plan)
+    return plan

@@ -20,13 +20,10 @@ from farfield.streaming.rules.rule import (
     RuleError,
     aligned,
     at_last,
-    boxes_along,
-    label_output,
     named,
     reading,
     single,
     spatial_dims,
-    take_along,
 )
 from farfield.streaming.spans import (
     Box,
@@ -301,32 +298,28 @@ def _upsample_taps(call: OperationCall) -> Mapping[int, _Taps]:
 def local(halo: Sequence[int], size: Sequence[int]) -> Rule:
     """Return the rule of an operation of which the user states how far it reaches, in positions of the volume."""
 
-    def find(call: OperationCall, output: int) -> Dims:
-        shape = dict(enumerate(call.infos[output].shape))
+    def find(call: OperationCall) -> Dims:
+        lengths = dict(enumerate(call.shape))
         return [
-            [dim if shape.get(dim) == length else None for dim, length in enumerate(each.shape)]
-            for each in call.operands
+            [dim if lengths.get(dim) == own else None for dim, own in enumerate(each.shape)] for each in call.operands
         ]
 
-    def label(call: OperationCall) -> list[Layout]:
-        return [label_output(call, find(call, output), info.shape) for output, info in enumerate(call.infos)]
-
-    def grow(dim: Dim, spans: Sequence[Span]) -> tuple[Span, ...]:
+    def grow_dim(dim: Dim, spans: Sequence[Span]) -> tuple[Span, ...]:
         grown = []
         for piece, (start, stop) in zip(dim, spans, strict=True):
             reach = piece.length if piece.axis is None else -(-halo[piece.axis] * piece.length // size[piece.axis])
             grown.append((max(0, start - reach), min(piece.length, stop + reach)))
         return tuple(grown) if is_cut(dim) else whole_dim(dim)
 
-    def needs(call: OperationCall, output: int, box: Box) -> list[Box]:
-        return boxes_along(call, find(call, output), output, tuple(map(grow, call.layouts[output], box)))
+    def grow(call: OperationCall, output: int, box: Box) -> Box:
+        return tuple(map(grow_dim, call.layouts[output], box))
 
     def run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-        grown = tuple(map(grow, call.layouts[output], box))
-        tensors = take_along(call, find(call, output), output, grown, tensors)
-        return read_box(call.run(output, tensors), region_of(grown), box)
+        grown = grow(call, output, box)
+        return read_box(rule.run(call, output, grown, tensors), region_of(grown), box)
 
-    return Rule(label, needs, run)
+    rule = aligned(find, gathers=True)
+    return rule._replace(needs=lambda call, output, box: rule.needs(call, output, grow(call, output, box)), run=run)
 
 
 PADS = """
