@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming.adapt import Reduction, one_grid
+from farfield.streaming.adapt import Reduce, one_grid
 from farfield.streaming.arguments import Tiles, name_volumes, parse_tiles
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
@@ -40,7 +40,7 @@ def predict_whole(
     *,
     tile: int | Sequence[int | None] | Tiles | None = None,
     pad: str | None = None,
-    reduce: Reduction = None,
+    reduce: Reduce = None,
     out: str | Path | Any | None = None,
     overwrite: bool = False,
     quiet: bool = False,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError, unknown
 
 # What may be given as `reduce`: a name, or a function from an output grid to a grid of the same size.
-Reduction = str | Callable[[Tensor], Tensor] | None
+Reduce = str | Callable[[Tensor], Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Outputs:
 
 
 def one_grid(
-    caller: str, network: nn.Module, shape: Sequence[int], output: Any, reduce: Reduction = None
+    caller: str, network: nn.Module, shape: Sequence[int], output: Any, reduce: Reduce = None
 ) -> tuple[Tensor, Outputs]:
     """Make one grid of what a network returns for an input of a shape: several are joined, and scores are reduced."""
     named, name = dict[str, Any](), type(network).__name__
@@ -74,7 +74,7 @@ def one_grid(
 
 
 def _refuse_outputs(
-    caller: str, name: str, shape: Sequence[int], named: Mapping[str, Tensor], by_key: bool, reduce: Reduction
+    caller: str, name: str, shape: Sequence[int], named: Mapping[str, Tensor], by_key: bool, reduce: Reduce
 ) -> None:
     listed = f"\n  input  {tuple(shape)}" + "".join(
         f"\n  {key}  {tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}" for key, part in named.items()
@@ -124,7 +124,7 @@ def check_reduction(caller: str, reduce: Any) -> None:
         )
 
 
-def _reduce_grid(caller: str, reduce: Reduction, grid: Tensor) -> Tensor:
+def _reduce_grid(caller: str, reduce: Reduce, grid: Tensor) -> Tensor:
     if reduce is None:
         return grid
     if isinstance(reduce, str) and grid.shape[1] == 1:

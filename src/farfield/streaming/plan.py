@@ -26,6 +26,13 @@ class Halo(NamedTuple):
     before: tuple[int, ...]
     after: tuple[int, ...]
 
+    def around(self, core: Sequence[Span], whole: Sequence[int]) -> tuple[Span, ...]:
+        """Return the region that a tile reads: its own positions and the halo, cut at the border of the volume."""
+        return tuple(
+            (max(0, start - before), min(length, stop + after))
+            for (start, stop), before, after, length in zip(core, *self, whole, strict=True)
+        )
+
 
 def join_halos(halos: Iterable[Halo]) -> Halo:
     """Return the largest of some halos, per axis and direction."""
@@ -239,12 +246,10 @@ class PatchPlan(GraphPlan):
 
     def region(self, tile: Sequence[Span]) -> tuple[Span, ...]:
         """Return the patch of a tile: all have the same size, also at the border of the volume."""
-        region = []
-        each = zip(tile, *self.halo, self.patch.size, self.labelled.size, strict=True)
-        for (start, stop), before, after, positions, length in each:
-            first = max(0, start - before)
-            last = min(length, max(stop + after, first + positions))
-            region.append((min(first, max(0, last - positions)), last))
+        size, region = self.labelled.size, []
+        for (start, stop), positions, length in zip(self.halo.around(tile, size), self.patch.size, size, strict=True):
+            last = max(stop, min(length, start + positions))
+            region.append((min(start, max(0, last - positions)), last))
         return tuple(region)
 
     def part(self, value: Value, region: Sequence[Span]) -> Box:

@@ -20,7 +20,7 @@ from farfield._fingerprint import fingerprint
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.nn.network_copy import CannotCopyError
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduction, ReductionError, check_reduction, one_grid
+from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, ReductionError, check_reduction, one_grid
 from farfield.streaming.arguments import (
     Tiles,
     check_arguments,
@@ -56,7 +56,7 @@ def plan_whole(
     *,
     tile: int | Sequence[int | None] | Tiles | None = None,
     pad: str | None = None,
-    reduce: Reduction = None,
+    reduce: Reduce = None,
 ) -> StreamingPlan:
     """Plan a call of `predict_whole`, which also prints its plan before it starts.
 
@@ -114,7 +114,7 @@ class Planner:
     shapes: Sequence[Sequence[int]]
     tiles: Tiles
     pad: str | None
-    reduce: Reduction
+    reduce: Reduce
     # The path of the output, and what an unfinished prediction there was planned with.
     path: Path | None = None
     saved: Saved | None = None

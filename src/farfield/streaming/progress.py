@@ -27,7 +27,7 @@ from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import ArrayOutput, FileOutput, box_checksum, check_path, overwrite_fix, to_numpy
 from farfield.volumes.source import Region, VolumeSource, checksum
-from farfield.volumes.unfinished import FULL_DISK, STATE, explain_disk_errors, unfinished_folder, was_moved
+from farfield.volumes.unfinished import STATE, explain_disk_errors, unfinished_folder, was_moved
 
 _KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
 _DTYPES = {str(dtype): dtype for dtype in _KINDS}
@@ -223,13 +223,10 @@ class Stream:
         try:
             output.make()
             self._save(output)
-        except OSError as error:
+        except OSError:
             with contextlib.suppress(OSError):
                 output.owned.remove()
-            if error.errno not in FULL_DISK or self.caller in str(error):
-                raise
-            problem = f'the disk has no room for the progress of "{output.path}"'
-            raise OSError(error.errno, f"{self.caller}: {problem}; fix: make room, or another disk.") from error
+            raise
 
     def _reopen(self, output: FileOutput) -> None:
         """Open an unfinished output; if it does not hold all that was written, make it anew and rewind the progress.

@@ -264,7 +264,11 @@ def plan_check(
         stored = {*recorded.gathered, *plan.stored}
     # Tiles of a region take their time however few positions they have: two where the volume has few.
     halved = plan.cut if len(plan.tiles) > _MANY else plan.cut[-1:]
-    own = make_graph_plan(recorded, _halve(size, halved, strides), stored)
+    tile = [
+        round_up(length // stride, 2) // 2 * stride if axis in halved and length >= 2 * stride else length
+        for axis, (length, stride) in enumerate(zip(size, strides, strict=True))
+    ]
+    own = make_graph_plan(recorded, tile, stored)
     cost = 2.0 * sum(recorded.graph.nodes[index].macs for index in recorded.order)
     cost += sum(each.macs for each in own.passes)
     return RegionCheck(own, cost) if cost <= _SHARE * macs else f"it takes more than {_SHARE:.0%} of the work"
@@ -292,11 +296,3 @@ def region_sizes(
                 counts[axis] * strides[axis] + length % strides[axis] if axis in counts else length
                 for axis, length in enumerate(size)
             )
-
-
-def _halve(size: Sequence[int], axes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of tiles that cut a region into two along each of some axes that has at least two strides."""
-    return tuple(
-        -(-(length // strides[axis]) // 2) * strides[axis] if axis in axes and length >= 2 * strides[axis] else length
-        for axis, length in enumerate(size)
-    )

@@ -12,7 +12,7 @@ from torch import nn
 
 from farfield._checks import ShapeError
 from farfield._fingerprint import ADDRESS, fingerprint
-from farfield.streaming.adapt import Outputs, Reduction
+from farfield.streaming.adapt import Outputs, Reduce
 from farfield.streaming.arguments import parse_layouts
 from farfield.streaming.graph import RecordedLayer, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
@@ -242,7 +242,7 @@ def _other_network(caller: str, network: nn.Module, why: str) -> ValueError:
 
 
 def check_plan(
-    caller: str, plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None, reduce: Reduction
+    caller: str, plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None, reduce: Reduce
 ) -> StreamingPlan:
     """Return a plan that was given; refuse one of other volumes, or beside what it has itself."""
     if not isinstance(plan, StreamingPlan):

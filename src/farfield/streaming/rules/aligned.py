@@ -163,7 +163,9 @@ def _reduce_product(call: OperationCall) -> Reduction | None:
     # Both operands must be without the axis elsewhere: a tile has its own part alone there.
     if not _is_summed(rows, columns, (*layout, *first[:-1], *second[:-2], second[-1])):
         return None
-    operands = _order_operands(call, left, right)
+    # A tile adds its own part of the first operand: the one that runs along all axes.
+    axes = {place: set(axes_of(call.operands[place].layout)) for place in (left, right)}
+    operands = next((pair for pair in ((left, right), (right, left)) if axes[pair[0]] >= axes[pair[1]]), None)
     # Where rows and columns run along one axis, a tile's rows meet all columns.
     if operands is None or layout[-2:] != (first[-2], second[-1]):
         return None
@@ -186,14 +188,6 @@ def _reduce_product(call: OperationCall) -> Reduction | None:
 
     reads = None if added is None else lambda own, box: boxes_along(own, read, 0, box)
     return reduce_arrays(operands, layout, ADDED, summarize, finish, reads=reads)
-
-
-def _order_operands(call: OperationCall, left: int, right: int) -> tuple[int, int] | None:
-    """Return both operands, first the one that runs along all axes: a tile adds its own part of it. None without."""
-    axes = {place: set(axes_of(call.operands[place].layout)) for place in (left, right)}
-    if axes[left] >= axes[right]:
-        return left, right
-    return (right, left) if axes[right] > axes[left] else None
 
 
 def _take_tile(tensor: Tensor, own: Layout, wanted: Layout, box: Box) -> Tensor:
