@@ -28,10 +28,11 @@ class Weighted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.one = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 1)
+        self.first, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+        self.norm = nn.InstanceNorm2d(2)
 
     def forward(self, grid: Tensor) -> Tensor:
-        return self.one(self.conv(grid) * torch.tensor([1.0, 2.0]).view(1, 2, 1, 1))
+        return self.last(self.norm(self.first(grid)) * torch.tensor([1.0, 2.0]).view(1, 2, 1, 1))
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

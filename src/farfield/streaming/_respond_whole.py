@@ -244,7 +244,6 @@ class _Response:
         return self.stream.read(name, index, core), place
 
     def summarize(self, name: str, of_keys: bool, of_queries: bool, index: int) -> None:
-        """Merge a tile's keys and values, its query sums, or both."""
         tile, place = self.read(name, index)
         parts = layers.summarize_attention(self.attention, tile, of_keys=of_keys, of_queries=of_queries, **place)
         if index == 0 and of_keys and layers.has_grid_summary(self.attention):
@@ -257,7 +256,6 @@ class _Response:
         add_parts(self.runs, parts, layers.merge_attention)
 
     def respond(self, index: int) -> None:
-        """Compute and write the response of a tile."""
         tile, place = self.read("grid", index)
         if self.whole is None:
             parts, is_masked = merge_runs(self.runs, layers.merge_attention), _mask_of(self.keys) in self.stream.volumes
@@ -269,10 +267,8 @@ class _Response:
         self.stream.write(box_index(shape, tiles[index]), response.reshape(shape))
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `load` resumes from."""
         return {"runs": list(self.runs)}
 
     def load(self, state: Mapping[str, Any], stage: int, tile: int) -> bool:
-        """Go on from a saved state."""
         self.runs = load_runs(state["runs"])
         return True

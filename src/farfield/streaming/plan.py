@@ -201,7 +201,6 @@ def _summing_macs(node: Node) -> int:
 
 
 def _running_macs(labelled: LabelledGraph, index: int) -> int:
-    """Return the MACs of a node while its output is computed."""
     node = labelled.graph.nodes[index]
     return node.macs - _summing_macs(node) if index in labelled.reductions else node.macs
 

@@ -152,7 +152,6 @@ class _Recorder(TorchDispatchMode):
         return value
 
     def number_of(self, tensor: Tensor) -> Any:
-        """Return a number that the network reads from a tensor."""
         value = self.value_of(tensor)
         if not self.write.is_known(value):
             raise RecordingError(f"{self.write.path} reads a computed number in Python (item, float, if)")
