@@ -24,6 +24,10 @@ ifneq ($(call installed_for,$(STAMP)),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
+# What was asked for, also in the calls of make below.
+GOALS ?= $(MAKECMDGOALS)
+export GOALS
+
 .PHONY: help environment install demo test ci test-slow test-everywhere lint types imports pytest coverage api docs bench dist format clean
 .DEFAULT_GOAL := help
 
@@ -96,7 +100,7 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard src/farfield/ops/fast/cpu/*)
 
 $(DEMO): $(SOURCES)
 	@$(MAKE) --no-print-directory environment
-	@echo "Installing farfield with what the demo needs into $(VENV): once"
+	@echo "Installing farfield with what the demo needs into $(VENV): once, 0.2 GB"
 	$(INSTALL) -e ".[demo]"
 	@printf '%s\n' "$(CURDIR)" > $(DEMO)
 
@@ -126,7 +130,7 @@ environment:
 	  fi; \
 	  if [ -z "$$found" ]; then \
 	    echo "make: farfield needs Python 3.11, 3.12 or 3.13; none of these is one: $(PYTHON3)." >&2; \
-	    echo "  fix: install one, or name it: make $(MAKECMDGOALS) PYTHON3=/path/to/python3.12" >&2; exit 1; \
+	    echo "  fix: install one, or name it: make $(GOALS) PYTHON3=/path/to/python3.12" >&2; exit 1; \
 	  fi; \
 	  echo "Making $(VENV) with $$found ($$("$$found" --version))"; \
 	  "$$found" -m venv --clear $(VENV); \
@@ -140,6 +144,6 @@ environment:
 	  echo "No GPU: downloading the CPU builds of torch and torchvision, about 0.2 GB"; \
 	  $(INSTALL) "torchvision==$$vision" "$(TORCH)" && exit 0; \
 	fi; \
-	echo "Downloading torch: about 3 GB if its build is for CUDA, as PyPI's for Linux is, and 5 GB on the disk"; \
-	echo "  smaller without a GPU: make $(MAKECMDGOALS) PIP_EXTRA_INDEX_URL=INDEX, the CPU index that pytorch.org names"; \
+	echo "Downloading torch: 3 GB with CUDA's libraries, as PyPI has it for Linux, which take 5 GB on the disk"; \
+	echo "  smaller without a GPU: make $(GOALS) PIP_EXTRA_INDEX_URL=INDEX, the CPU index that pytorch.org names"; \
 	$(INSTALL) "$(TORCH)"
