@@ -6,6 +6,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -70,9 +71,8 @@ def test_a_wrong_word_is_one_line(words: str, text: str, capsys: pytest.CaptureF
     assert line.endswith("\n")
 
 
-def describe_example(
-    name: str, *, sizes: list[tuple[int, ...]] | None = None, to: int = 2, quiet: bool = False
-) -> None:
+EXAMPLE = '''
+def example(name: str, *, sizes: list[tuple[int, ...]] | None = None, to: int = 2, quiet: bool = False) -> None:
     """Do a thing.
 
     Args:
@@ -81,19 +81,26 @@ def describe_example(
         sizes: The sizes.
         to: Where.
         quiet: Silent.
+
+    Returns:
+        Nothing.
     """
+'''
 
 
-def test_the_signature_is_read_as_python_has_it() -> None:
-    read = read_signature(f"{__name__}.describe_example")
+def test_the_signature_is_read_as_python_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module_of_an_example.py").write_text(EXAMPLE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    read = read_signature("module_of_an_example.example")
     assert read is not None
-    own = inspect.signature(describe_example).parameters
-    assert list(read.parameters) == list(own)
+    assert list(read.parameters) == ["name", "sizes", "to", "quiet"]
     assert read.parameters["name"].help == "What it is called."
     assert [each.is_positional for each in read.parameters.values()] == [True, False, False, False]
     assert [each.default for each in read.parameters.values()] == ["(required)", "None", "2", "False"]
     assert read.parameters["sizes"].kind == "list[tuple[int, ...]]"
     assert read.text == "Do a thing."
+    assert read_signature("module_of_an_example.other") is None
+    assert read_signature("no_such_package.example") is None
 
 
 @pytest.mark.parametrize("name", [name for name, each in COMMANDS.items() if each.module != "train"])

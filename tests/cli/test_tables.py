@@ -104,8 +104,8 @@ def test_unknown_command(fails: Any) -> None:
         (["models", "--width", "wide"], "--width: 'wide' is not a number"),
         (["cost", "--operator", "siamse"], 'farfield cost: no operator "siamse"; nearest: siamese'),
         (["models", "--model", "kanet_qvk"], 'farfield models: no model "kanet_qvk"; nearest: kanet_qkv'),
-        (["cost", "--heads", "3"], "farfield cost: cost.predict: heads=3 does not divide the 8 channels of query"),
-        (["cost", "--project", "vx"], "farfield cost: cost.predict: project='vx' must be letters of \"qkvo\""),
+        (["cost", "--heads", "3"], "heads=3 does not divide the 8 channels of query"),
+        (["cost", "--project", "vx"], "project='vx' must be letters of \"qkvo\""),
         (["measure", "--device", "abacus", "--size", "4"], '--device: no device "abacus"; it has cpu, cuda, mps, xpu.'),
         (
             ["measure", "--device", "cudda", "--size", "4"],
@@ -136,7 +136,7 @@ def test_the_devices_of_another_machine(kind: str, count: int, monkeypatch: pyte
         assert [parse_device(name) for name in ("cuda", "cuda:0", "cuda:1")] == ["cuda", "cuda:0", "cuda:1"]
     for name in ("cuda:2", "mps") if count else ("cuda", "cuda:0"):
         fix = "cuda, or one of cuda:0, cuda:1." if count and name == "cuda:2" else "cpu."
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(ValueError, match="this machine has no device") as raised:
             parse_device(name)
         assert str(raised.value) == f"this machine has no device {name}; fix: {fix}"
 

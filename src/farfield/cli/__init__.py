@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -101,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         name = f"farfield {command}" if command in COMMANDS else "farfield"
+        text = spell_options(text) if command == "predict" else text
         _stop(2, text if text.startswith("farfield") else f"{name}: {text}")
 
 
@@ -175,6 +177,18 @@ def _call(command: Command, *arguments: Any, **options: Any) -> Any:
 
         fix = install_fix(package, command.extra)
         raise RuntimeError(f"{distribution_name(package)} is not installed; fix: {fix}") from error
+
+
+def spell_options(text: str) -> str:
+    """Return a message of `predict_whole` with options in place of arguments of Python.
+
+    Example:
+        >>> spell_options("fix: remove that folder, or overwrite=True; or tile=Tiles(…, disk=1000).")
+        'fix: remove that folder, or --overwrite true; or --tile.disk 1000.'
+    """
+    return re.sub(
+        r"(?:tile=)?Tiles\(…, (\w+)=([^()]*)\)", r"--tile.\1 \2", text.replace("overwrite=True", "--overwrite true")
+    )
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from farfield.cli.output import Row
 from farfield.cost.measuring import processor_name
 
 # Names in imports -> names of packages, where they differ.
-_DISTRIBUTIONS = {"sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "Pillow", "yaml": "PyYAML"}
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "Pillow", "yaml": "PyYAML"}
 # Packages that no extra lists -> those that bring them.
 _BROUGHT_BY = {"Pillow": "torchvision", "PyYAML": "jsonargparse"}
 
@@ -29,7 +29,7 @@ def machine_rows() -> list[Row]:
         "torch": f"{torch.__version__}, {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPU'} build",
         "processor": f"{processor_name()}, {torch.get_num_threads()} threads of PyTorch",
         "devices": _devices(),
-        **{f"extra {name}": text for name, text in _extras().items()},
+        **{f"extra {name}": text for name, text in extras().items()},
         "kernels": f"CPU: {kernels.describe_state()}",
     }
     return [{"what": what, "value": value} for what, value in rows.items()]
@@ -48,7 +48,7 @@ def _devices() -> str:
     return "no accelerator: the CPU only"
 
 
-def _extras() -> dict[str, str]:
+def extras() -> dict[str, str]:
     """Return, for each extra of the installed package, which of its packages are missing."""
     try:
         metadata = importlib.metadata.metadata("farfield")
@@ -57,7 +57,7 @@ def _extras() -> dict[str, str]:
     required = metadata.get_all("Requires-Dist") or []
     states: dict[str, str] = {}
     for extra in metadata.get_all("Provides-Extra") or []:
-        missing = [name for name in _packages(required, extra) if not _installed(name)]
+        missing = [name for name in packages(required, extra) if not installed(name)]
         states[extra] = f"lacks {', '.join(missing)}" if missing else "installed"
     return states
 
@@ -80,7 +80,7 @@ def distribution_name(module: str) -> str:
         >>> distribution_name("PIL"), distribution_name("torchvision")
         ('Pillow', 'torchvision')
     """
-    return _DISTRIBUTIONS.get(module, module)
+    return DISTRIBUTIONS.get(module, module)
 
 
 def find_extra(module: str, preferred: str = "") -> str | None:
@@ -96,11 +96,11 @@ def find_extra(module: str, preferred: str = "") -> str | None:
         return preferred or None
     required, name = metadata.get_all("Requires-Dist") or [], distribution_name(module)
     name = _BROUGHT_BY.get(name, name)
-    extras = sorted(metadata.get_all("Provides-Extra") or [], key=lambda extra: len(_packages(required, extra)))
-    return next((extra for extra in [preferred, *extras] if extra and name in _packages(required, extra)), None)
+    extras = sorted(metadata.get_all("Provides-Extra") or [], key=lambda extra: len(packages(required, extra)))
+    return next((extra for extra in [preferred, *extras] if extra and name in packages(required, extra)), None)
 
 
-def _packages(required: list[str], extra: str) -> list[str]:
+def packages(required: list[str], extra: str) -> list[str]:
     """Return the packages of an extra, including those of the extras that it names."""
     names: list[str] = []
     for requirement in map(Requirement, required):
@@ -109,11 +109,11 @@ def _packages(required: list[str], extra: str) -> list[str]:
             continue
         own = requirement.name == "farfield"
         inner = sorted(requirement.extras) if own else []
-        names += [each for part in inner for each in _packages(required, part)] if own else [requirement.name]
+        names += [each for part in inner for each in packages(required, part)] if own else [requirement.name]
     return list(dict.fromkeys(names))
 
 
-def _installed(name: str) -> bool:
+def installed(name: str) -> bool:
     """Return whether a package is installed."""
     try:
         importlib.metadata.version(name)

@@ -103,7 +103,9 @@ _COMMON = {
 OF_RESTORE = {
     "output": "the restored stack, a .tif, .ome.tif, .zarr or .ome.zarr; or a folder",
     "overwrite": "true replaces existing outputs, skip keeps them and goes on with the others",
-    "tile": "size of a tile, one number or one per axis (default: the largest that memory allows)",
+    "tile": "size of a tile, one number or one per axis (default: the largest that memory allows); --tile.disk 20G "
+    "and --tile.memory 8G are what values between passes may take, --tile.halo N what is read around a tile, of "
+    "operations without a rule",
 }
 _UNLISTED = ("verbose", "return_predictions", "weights_only")
 # Names that jsonargparse adds to each class.
@@ -253,10 +255,14 @@ def _names(words: Words, signatures: Mapping[str, Signature | None]) -> Iterator
 def _explain(name: str, group: str, names: Sequence[str], is_flag: bool) -> str:
     """Return the error about a name that there is not: with names that end nearly as it does, or all of its group."""
     dashes, last = "--" if is_flag else "", name.rpartition(".")[2]
-    near = difflib.get_close_matches(last, {each.rpartition(".")[2] for each in names}, n=3, cutoff=0.65)
-    nearest = [f"{dashes}{each}" for end in near for each in names if each.rpartition(".")[2] == end]
-    own = [each.rpartition(".")[2] for each in names if each.rpartition(".")[0] == group]
-    hint = f"nearest: {', '.join(nearest[:3])}" if nearest else f"{group or 'it'} has {', '.join(own)}"
+    ends = [each.rpartition(".") for each in names]
+    near = difflib.get_close_matches(last, {end for _, _, end in ends}, n=3, cutoff=0.65)
+    nearest = [(place, f"{dashes}{place}{dot}{end}") for other in near for place, dot, end in ends if end == other]
+    nearest = [each for each in nearest if each[0] == group] or nearest
+    own = [end for place, _, end in ends if place == group]
+    hint = (
+        f"nearest: {', '.join(text for _, text in nearest[:3])}" if nearest else f"{group or 'it'} has {', '.join(own)}"
+    )
     return f'no {"option" if is_flag else "entry"} "{dashes}{name}"; {hint}.'
 
 

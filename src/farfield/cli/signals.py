@@ -91,6 +91,10 @@ class Stop(Callback):
     def advice(self) -> str:
         """Return the command that resumes this run from a checkpoint, or starts it again."""
         last = self.last_checkpoint()
+        if self.command == "predict" and self.trainer and getattr(self.trainer.lightning_module, "resumes", False):
+            # What is finished stands under its own name, which the same command would refuse.
+            finished = self.trainer.predict_loop.batch_progress.total.completed
+            return f"what is done is kept. To go on: run the same command{' with --overwrite skip' * bool(finished)}."
         if last is None:
             kept = (
                 "no epoch was completed, so no checkpoint was written"
