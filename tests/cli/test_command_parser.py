@@ -103,17 +103,18 @@ def test_the_signature_is_read_as_python_has_it(tmp_path: Path, monkeypatch: pyt
     assert read_signature("no_such_package.example") is None
 
 
-@pytest.mark.parametrize("name", [name for name, each in COMMANDS.items() if each.module != "train"])
+@pytest.mark.parametrize("name", [name for name, each in COMMANDS.items() if each.function != "train.main"])
 def test_the_options_of_each_command_are_the_parameters_of_its_function(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = COMMANDS[name]
-    function = getattr(importlib.import_module(f"farfield.cli.{command.module}"), command.function)
+    path = f"farfield.cli.{COMMANDS[name].function}"
+    module, _, attribute = path.rpartition(".")
+    function = getattr(importlib.import_module(module), attribute)
     with pytest.raises(SystemExit) as stopped:
         farfield.cli.main([name, "--help"])
     assert not stopped.value.code
     text = capsys.readouterr().out
-    signature = read_signature(f"farfield.cli.{command.module}.{command.function}")
+    signature = read_signature(path)
     assert signature is not None
     for parameter in inspect.signature(function).parameters.values():
         flag = f"--{parameter.name.replace('_', '-')}" if parameter.kind is parameter.KEYWORD_ONLY else parameter.name

@@ -17,55 +17,41 @@ from typing import Any, NamedTuple
 
 from farfield import __version__
 from farfield.cli.command_line import HELP, CommandLineError, announce, describe, list_entries, no_such, parse
-from farfield.cli.signatures import read_signature
+from farfield.cli.signatures import Signature, read_signature
 
 
 class Command(NamedTuple):
-    """A command: the function in a module that runs it, the extra that it needs ("" for none), and a summary."""
+    """A command: the function that runs it, in a module of `farfield.cli`, and the extra that it needs, "" for none."""
 
-    module: str
     function: str
-    extra: str
-    summary: str
+    extra: str = ""
 
 
+_TRAIN = Command("train.main", "train")
 COMMANDS = {
-    "demo": Command(
-        "demo", "run_demo", "demo", "train two networks on handwritten digits, compare costs, draw attention"
-    ),
-    "operators": Command("tables", "list_operators", "", "the operators: source, slots, merging, cost"),
-    "models": Command("tables", "list_models", "", "the networks: weights and MACs, beside those in the papers"),
-    "cost": Command(
-        "tables", "show_costs", "", "operators by formula, beside the papers' tables and the executed MACs"
-    ),
-    "measure": Command(
-        "tables", "measure_operators", "", "operators on this machine: time and memory, compared with softmax attention"
-    ),
-    "plan": Command(
-        "plan",
-        "plan_operators",
-        "",
-        "which operators fit a memory, what each needs, and when it beats softmax attention",
-    ),
-    "maps": Command(
-        "maps",
-        "show_maps",
-        "demo",
-        "what a trained network attends to in a photograph: attention rows, basis masks, norms",
-    ),
-    "places": Command(
-        "places", "list_places", "", "where attention can be inserted into a network, and what it costs there"
-    ),
-    "explore": Command("explore", "explore", "demo", "one HTML page: every operator at the position under the pointer"),
-    "info": Command("tables", "show_machine", "", "versions, devices, threads, extras, kernels"),
-    "kernels": Command("kernels", "show_kernels", "", "CPU kernels: whether they run, and if not, why"),
-    "recipes": Command(
-        "recipes", "show_recipes", "", "training configurations: what they train, need and reach; --copy one"
-    ),
-    "fit": Command("train", "main", "train", "train a network: --config digits, a recipe by name, or a file"),
-    "validate": Command("train", "main", "train", "evaluate a checkpoint on the validation split"),
-    "test": Command("train", "main", "train", "evaluate a checkpoint on the test split"),
-    "predict": Command("train", "main", "train", "write the predictions of a checkpoint"),
+    "demo": Command("demo.run_demo", "demo"),
+    "operators": Command("tables.list_operators"),
+    "models": Command("tables.list_models"),
+    "cost": Command("tables.show_costs"),
+    "measure": Command("tables.measure_operators"),
+    "plan": Command("plan.plan_operators"),
+    "maps": Command("maps.show_maps", "demo"),
+    "places": Command("places.list_places"),
+    "explore": Command("explore.explore", "demo"),
+    "info": Command("tables.show_machine"),
+    "kernels": Command("kernels.show_kernels"),
+    "recipes": Command("recipes.show_recipes"),
+    "fit": _TRAIN,
+    "validate": _TRAIN,
+    "test": _TRAIN,
+    "predict": _TRAIN,
+}
+# What the four commands do that one function runs.
+_SUMMARIES = {
+    "fit": "Train a network: --config digits, a recipe by name, or a file.",
+    "validate": "Evaluate a checkpoint on the validation split.",
+    "test": "Evaluate a checkpoint on the test split.",
+    "predict": "Write the predictions of a checkpoint.",
 }
 # Errors whose message is enough for the user.
 _MESSAGES = (ValueError, TypeError, RuntimeError, OSError, LookupError)
@@ -74,16 +60,7 @@ _FAULTS = (KeyError, IndexError, NotImplementedError, RecursionError)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command.
-
-    Args:
-        argv: The command line without the program's name; None takes it from the system.
-
-    Raises:
-        SystemExit: With status 2 for a wrong command line or an error whose text is enough, which is printed; 130 if
-            interrupted; 141 if the output is closed before its end.
-        Exception: Any other error; with `--debug` also those whose text is enough.
-    """
+    """Run one command."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     command, *arguments = [word for word in words if word != "--debug"] or [""]
@@ -102,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         name = f"farfield {command}" if command in COMMANDS else "farfield"
-        text = spell_options(text) if command == "predict" else text
+        text = _spell_options(text) if command == "predict" else text
         _stop(2, text if text.startswith("farfield") else f"{name}: {text}")
 
 
@@ -131,7 +108,9 @@ def _describe_commands() -> str:
             "Global attention for grids of any number of spatial dims, at a cost that grows with the grid.",
             "",
             "commands:",
-            *(f"  {name:9}  {command.summary}" for name, command in COMMANDS.items()),
+            *list_entries(
+                [(name, _SUMMARIES.get(name) or _read(command).summary) for name, command in COMMANDS.items()]
+            ),
             "",
             "options:",
             *list_entries(list(options.items())),
@@ -144,12 +123,10 @@ def _describe_commands() -> str:
 def dispatch(name: str, words: list[str]) -> None:
     """Parse the options of a command, import its module and run it; say which package is not installed."""
     command = COMMANDS[name]
-    if command.module == "train":
+    if command is _TRAIN:
         _call(command, [name, *words])
         return
-    signature = read_signature(f"farfield.cli.{command.module}.{command.function}")
-    if signature is None:
-        raise RuntimeError(f"farfield {name}: its source is missing; fix: install farfield again.")
+    signature = _read(command)
     if any(word in HELP for word in words):
         print(describe(f"farfield {name}", signature))
         raise SystemExit(0)
@@ -164,11 +141,18 @@ def dispatch(name: str, words: list[str]) -> None:
         show(table, **formats)
 
 
+def _read(command: Command) -> Signature:
+    signature = read_signature(f"farfield.cli.{command.function}")
+    if signature is None:
+        raise RuntimeError(f"farfield: the source of {command.function} is missing; fix: install farfield again.")
+    return signature
+
+
 def _call(command: Command, *arguments: Any, **options: Any) -> Any:
     """Import the function of a command and call it; an error names the fix for a package that is not installed."""
     try:
-        module = importlib.import_module(f"farfield.cli.{command.module}")
-        return getattr(module, command.function)(*arguments, **options)
+        module, _, function = command.function.rpartition(".")
+        return getattr(importlib.import_module(f"farfield.cli.{module}"), function)(*arguments, **options)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package == "farfield":
@@ -179,11 +163,11 @@ def _call(command: Command, *arguments: Any, **options: Any) -> Any:
         raise RuntimeError(f"{distribution_name(package)} is not installed; fix: {fix}") from error
 
 
-def spell_options(text: str) -> str:
+def _spell_options(text: str) -> str:
     """Return a message of `predict_whole` with options in place of arguments of Python.
 
     Example:
-        >>> spell_options("fix: remove that folder, or overwrite=True; or tile=Tiles(…, disk=1000).")
+        >>> _spell_options("fix: remove that folder, or overwrite=True; or tile=Tiles(…, disk=1000).")
         'fix: remove that folder, or --overwrite true; or --tile.disk 1000.'
     """
     return re.sub(

@@ -20,12 +20,12 @@ from farfield.cli.signatures import REQUIRED, Parameter, Signature
 
 HELP = ("-h", "--help")
 # The parameters of commands that return a table.
-FORMATS = {
+_FORMATS = {
     "json": "print a JSON list with one object per row, raw values",
     "csv": "print comma-separated raw values",
 }
 # Type in a signature -> what converts a word to it, and what stands for it in the help.
-KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
+_KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "int": (values.parse_count, "N"),
     "Index": (values.parse_index, "N"),
     "float": (values.parse_number, "NUMBER"),
@@ -52,16 +52,7 @@ def announce(name: str) -> None:
 
 
 def parse(command: str, signature: Signature, words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments that a command line gives.
-
-    Args:
-        command: The command, such as "farfield cost".
-        signature: That of its function.
-        words: Those after the command.
-
-    Raises:
-        CommandLineError: For an unknown option, a value that is not of its type, or an option that lacks.
-    """
+    """Return the arguments that a command line gives."""
     options = {_flag(each): each for each in _options(signature)}
     places = [each for each in signature.parameters.values() if each.is_positional]
     found: dict[str, Any] = {}
@@ -93,7 +84,7 @@ def parse(command: str, signature: Signature, words: Sequence[str]) -> dict[str,
     lacking = [_flag(each) for each in options.values() if each.default == REQUIRED and each.name not in found]
     if lacking:
         raise CommandLineError(f"{', '.join(lacking)} must be given; {command} --help explains them.")
-    if found.keys() >= FORMATS.keys():
+    if found.keys() >= _FORMATS.keys():
         raise CommandLineError("--json and --csv are two formats of one table; give one of them.")
     return found
 
@@ -101,8 +92,8 @@ def parse(command: str, signature: Signature, words: Sequence[str]) -> dict[str,
 def describe(command: str, signature: Signature) -> str:
     """Return the help of a command."""
     places = "".join(f" [{each.name.upper()}]" for each in signature.parameters.values() if each.is_positional)
-    entries = [(_usage(each), _help(each)) for each in signature.parameters.values()]
-    entries += [(f"--{name}", text) for name, text in FORMATS.items() if signature.returns == "Table"]
+    entries = [("--help", "Show this help."), *((_usage(each), _help(each)) for each in signature.parameters.values())]
+    entries += [(f"--{name}", text) for name, text in _FORMATS.items() if signature.returns == "Table"]
     return "\n".join(
         [f"usage: {command}{places} [options]", "", signature.text, "", "options:", *list_entries(entries)]
     )
@@ -152,7 +143,7 @@ def no_such(what: str, name: str, names: Iterable[str], command: str = "farfield
 def _options(signature: Signature) -> list[Parameter]:
     """Return the parameters that are options, and those of the format of a table."""
     own = [each for each in signature.parameters.values() if not each.is_positional]
-    formats = FORMATS.items() if signature.returns == "Table" else ()
+    formats = _FORMATS.items() if signature.returns == "Table" else ()
     return own + [Parameter(name, ast.Name("bool"), "False", text, False) for name, text in formats]
 
 
@@ -160,7 +151,7 @@ def _kind(option: Parameter) -> tuple[bool, Callable[[str], Any], str]:
     """Return whether an option may be given several times, what converts its value, and what stands for that."""
     kind = option.kind
     is_list = kind.startswith("list[")
-    return is_list, *KINDS[kind[5:-1] if is_list else kind]
+    return is_list, *_KINDS[kind[5:-1] if is_list else kind]
 
 
 def _flag(option: Parameter) -> str:

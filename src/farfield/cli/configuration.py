@@ -22,19 +22,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_configuration(file: Path) -> dict[str, Any]:
-    """Read a configuration.
-
-    Args:
-        file: A recipe, or the `config.yaml` of a run.
-
-    Returns:
-        Its entries, which have plain values.
-
-    Raises:
-        OSError: If it cannot be read.
-        ValueError: If it is not YAML, too long or too deeply nested, if a value is not plain, if the name of a class is
-            not a string, or if the arguments of a class have no names. The text has the file and the fix.
-    """
+    """Read a configuration."""
     # Imported here: it loads torch.
     from farfield.models.description import check_values, read_text
 

@@ -63,12 +63,7 @@ def extras() -> dict[str, str]:
 
 
 def install_fix(module: str, extra: str) -> str:
-    """Return the pip command for a module that is missing: that of an extra of farfield, or of the package itself.
-
-    Args:
-        module: The name in an import.
-        extra: The extra of the command that runs, preferred if it has the package; "" for none.
-    """
+    """Return the pip command for a module that is missing: that of an extra of farfield, or of the package itself."""
     match = find_extra(module, extra)
     return install_command(match) if match else f"pip install {distribution_name(module)}"
 

@@ -28,14 +28,7 @@ def full_name(builder: str) -> str:
 
 
 def build_named(builder: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Build a network with the function of this name.
-
-    Raises:
-        LookupError: If farfield has no network of this name.
-        TypeError: If the function does not return a module.
-        ValueError: If the function cannot be imported.
-        ModuleNotFoundError: If an extra of farfield has its package, and it is not installed.
-    """
+    """Build a network with the function of this name."""
     network = import_function(full_name(builder))(**arguments)
     if not isinstance(network, nn.Module):
         raise TypeError(f"--network {full_name(builder)} must return a torch.nn.Module, got {type(network).__name__}.")
@@ -69,12 +62,7 @@ def import_function(name: str, option: str = "--network") -> Callable[..., Any]:
 
 
 def import_operator(name: str) -> Operator:
-    """Import a user's own operator, "module:attribute".
-
-    Raises:
-        ValueError: If it cannot be imported.
-        TypeError: If it is not an operator.
-    """
+    """Import a user's own operator, "module:attribute"."""
     module, _, attribute = name.partition(":")
     try:
         operator = _import_attribute(module, attribute)

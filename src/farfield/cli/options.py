@@ -21,74 +21,50 @@ from farfield.cli.values import parse_bytes
 
 
 class Task(NamedTuple):
-    """A task, by the full names of its classes, and the metric that selects its best epoch.
+    """A task and what it usually reads, the metric that selects its best epoch, and what writes its predictions.
 
-    Attributes:
-        module: The class of the task.
-        data: The data that `--help` lists where no recipe gives one.
-        monitor: The logged metric.
-        mode: "max" or "min": whether its largest or smallest value is best.
-        predictions: The callback that writes its predictions; None if the task writes them itself.
+    The first two are classes in `farfield.tasks` and `farfield.data`, the last one, if the task itself does not write,
+    is a callback in `farfield.tasks.writers`.
     """
 
-    module: str
-    data: str
+    task: str
+    usual_data: str
     monitor: str
     mode: str
-    predictions: str | None = None
+    writer: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The full name of the task's class."""
+        return f"farfield.tasks.{self.task}"
+
+    @property
+    def predictions(self) -> str | None:
+        """The full name of the callback."""
+        return self.writer and f"farfield.tasks.writers.{self.writer}"
+
+    @property
+    def data(self) -> str:
+        """The full name of the data that `--help` lists where no recipe gives one."""
+        return f"farfield.data.{self.usual_data}"
 
 
-_WRITERS, _DATA = "farfield.tasks.writers", "farfield.data"
 TASKS = {
     "classify": Task(
-        "farfield.tasks.classify.Classify",
-        f"{_DATA}.classify.ImageFolders",
-        "val/accuracy",
-        "max",
-        f"{_WRITERS}.predictions.PredictionTable",
+        "classify.Classify", "classify.ImageFolders", "val/accuracy", "max", "predictions.PredictionTable"
     ),
-    "segment": Task(
-        "farfield.tasks.segment.Segment",
-        f"{_DATA}.segment.VOCFolders",
-        "val/miou",
-        "max",
-        f"{_WRITERS}.predictions.MaskFolder",
-    ),
-    "restore": Task("farfield.tasks.restore.Restore", f"{_DATA}.restore.StackPairs", "val/loss", "min"),
-    "stereo": Task(
-        "farfield.tasks.stereo.Stereo",
-        f"{_DATA}.stereo.StereoFrames",
-        "val/epe",
-        "min",
-        f"{_WRITERS}.disparities.DisparityFolder",
-    ),
+    "segment": Task("segment.Segment", "segment.VOCFolders", "val/miou", "max", "predictions.MaskFolder"),
+    "restore": Task("restore.Restore", "restore.StackPairs", "val/loss", "min"),
+    "stereo": Task("stereo.Stereo", "stereo.StereoFrames", "val/epe", "min", "disparities.DisparityFolder"),
     # No loss of a GAN measures the quality of its images: the last epoch counts as the best one.
-    "generate": Task(
-        "farfield.tasks.generate.Generate",
-        f"{_DATA}.generate.RealImages",
-        "epoch",
-        "max",
-        f"{_WRITERS}.samples.SampleFolder",
-    ),
-    "masked_lm": Task(
-        "farfield.tasks.masked_lm.MaskedLM",
-        f"{_DATA}.masked_lm.TextFolder",
-        "val/loss",
-        "min",
-        f"{_WRITERS}.filled_blanks.FilledTable",
-    ),
-    "detect": Task(
-        "farfield.tasks.detect.Detect",
-        f"{_DATA}.detect.CocoFolders",
-        "val/box_ap",
-        "max",
-        f"{_WRITERS}.detections.DetectionFolder",
-    ),
+    "generate": Task("generate.Generate", "generate.RealImages", "epoch", "max", "samples.SampleFolder"),
+    "masked_lm": Task("masked_lm.MaskedLM", "masked_lm.TextFolder", "val/loss", "min", "filled_blanks.FilledTable"),
+    "detect": Task("detect.Detect", "detect.CocoFolders", "val/box_ap", "max", "detections.DetectionFolder"),
 }
 PARTS = ("model", "data", "trainer")
 # The options that take a YAML file.
 CONFIG = ("-c", "--config")
-NETWORK, DATA = "model.network", "data"
+NETWORK, _DATA = "model.network", "data"
 _TRAINER, _CHECKPOINT = "lightning.pytorch.Trainer", "lightning.pytorch.callbacks.ModelCheckpoint"
 _NO_NETWORK = "give a recipe, --config NAME (farfield recipes lists them), or both --model.network and --data."
 # Options that belong to no class, and what `--help` states of them.
@@ -111,7 +87,7 @@ _UNLISTED = ("verbose", "return_predictions", "weights_only")
 # Names that jsonargparse adds to each class.
 _OF_CLASSES = ("class_path", "init_args", "dict_kwargs", "help")
 # Entries of a configuration with entries below them, each an option.
-_GROUPS = ("model", NETWORK, DATA, "trainer", "checkpoint", "predictions")
+_GROUPS = ("model", NETWORK, _DATA, "trainer", "checkpoint", "predictions")
 
 
 class Words(NamedTuple):
@@ -128,7 +104,7 @@ class Words(NamedTuple):
             "trainer": _TRAINER,
             "model": task.module,
             NETWORK: self.entries.get(NETWORK),
-            DATA: self.entries.get(DATA),
+            _DATA: self.entries.get(_DATA),
             "checkpoint": _CHECKPOINT,
             "predictions": task.predictions,
         }
@@ -137,7 +113,7 @@ class Words(NamedTuple):
 
 def expand_words(words: Sequence[str]) -> list[str]:
     """Replace the names of recipes, networks and data by their full names, and sizes of memory by bytes."""
-    expand = dict.fromkeys(CONFIG, find_configuration) | {f"--{NETWORK}": _network, f"--{DATA}": _data}
+    expand = dict.fromkeys(CONFIG, find_configuration) | {f"--{NETWORK}": _network, f"--{_DATA}": _data}
     expand |= dict.fromkeys(("--tile.disk", "--tile.memory"), lambda text: str(parse_bytes(text)))
     expanded = list(words)
     for place, word in enumerate(expanded):
@@ -161,14 +137,14 @@ def read_words(words: Sequence[str]) -> Words:
         else:
             own = {name.replace(".init_args.", ".").removesuffix(".class_path"): _load(text)}
             named += [text] * (name == "task")
-        for group in (NETWORK, DATA):
+        for group in (NETWORK, _DATA):
             if group in own and own[group] != entries.get(group):
                 # The arguments of the class before are not those of this one.
                 entries = {key: value for key, value in entries.items() if not key.startswith(f"{group}.")}
         entries |= own
     task = [*named[:1], task][0]
     if not isinstance(task, str) or task not in TASKS:
-        raise CommandLineError(no_such("task", str(task), TASKS))
+        raise LookupError(f"farfield fit: {no_such('task', str(task), TASKS)}")
     return Words(task, given, entries)
 
 
@@ -194,7 +170,7 @@ def check_words(words: Words) -> None:
         if not accepts(parameter.annotation, value) and not accepts(parameter.annotation, texts.get(name)):
             fix = "; fix: a list is written [a,b]." if "[" in parameter.kind else "."
             raise CommandLineError(f"{name}: {value!r} is not of its type, {parameter.kind}{fix}")
-    if not {NETWORK, DATA} <= words.entries.keys() and not any(name in (*PARTS, "c", "config") for name in flags):
+    if not {NETWORK, _DATA} <= words.entries.keys() and not any(name in (*PARTS, "c", "config") for name in flags):
         raise CommandLineError(_NO_NETWORK)
 
 
@@ -203,7 +179,7 @@ def describe_options(command: str, words: Words) -> str | None:
     asked = [name for name, _ in words.given if name in ("help", "h") or name.endswith(".help")]
     if not asked:
         return None
-    entries = {NETWORK: "farfield.models.kanet", DATA: TASKS[words.task].data} | words.entries
+    entries = {NETWORK: "farfield.models.kanet", _DATA: TASKS[words.task].data} | words.entries
     given = words._replace(entries=entries)
     signatures = given.signatures()
     group = asked[0].removesuffix("help").removesuffix(".")
@@ -213,7 +189,7 @@ def describe_options(command: str, words: Words) -> str | None:
         return "\n".join([f"--{group}: the options of {_path_of(group, given)}", "", *_list_group(group, signatures)])
     common = [(f"--{name}", text) for name, text in _COMMON.items() if name != "print_config"]
     common += [(f"--{name}", text) for name, text in OF_RESTORE.items() if words.task == "restore"]
-    shown = [DATA, *(["predictions"] if command == "predict" and signatures["predictions"] else [])]
+    shown = [_DATA, *(["predictions"] if command == "predict" and signatures["predictions"] else [])]
     shown += [NETWORK] if command == "fit" else []
     lines = [f"usage: farfield {command} --config RECIPE [options]", "", "options:", *list_entries(common)]
     for each in shown:
@@ -299,7 +275,7 @@ def _flatten(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     for name, value in values.items():
         path = f"{place}{name}"
         if name == "class_path" and place:
-            flat[place.removesuffix(".")] = _data(value) if place == f"{DATA}." and isinstance(value, str) else value
+            flat[place.removesuffix(".")] = _data(value) if place == f"{_DATA}." and isinstance(value, str) else value
         elif name == "init_args" and isinstance(value, dict):
             flat |= _flatten(value, place)
         elif isinstance(value, dict) and path in _GROUPS:
@@ -325,7 +301,7 @@ def _data(name: str) -> str:
     """Return the full name of a class of data; one without a dot is farfield's."""
     if not name.isidentifier() or Path(name).is_file():
         return name
-    classes = list_classes(_DATA, "Loading")
+    classes = list_classes("farfield.data", "Loading")
     if name not in classes:
         fix = "fix: its name if farfield has it, such as ImageFolders, else its full path, package.module.Class."
         raise CommandLineError(f"data: {no_such('class', name, classes)[:-1]}; {fix}")

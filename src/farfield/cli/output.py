@@ -14,14 +14,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table for people.
-
-    Attributes:
-        key: The key of its value in a row.
-        heading: The text above it.
-        text: The function that formats the value.
-        left: Whether it is aligned left, and not right.
-    """
+    """One column of a table for people."""
 
     key: str
     heading: str
@@ -31,14 +24,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of raw values, and the columns that show them to people.
-
-    Attributes:
-        title: The line above the table.
-        columns: The columns in order; a row may have more values than these.
-        rows: Each maps keys to values; None where there is none.
-        notes: Lines below the table.
-    """
+    """Rows of raw values, and the columns that show them to people."""
 
     title: str
     columns: list[Column]

@@ -21,14 +21,7 @@ _FIELD = re.compile(rf"^# ({'|'.join(_FIELDS)}): +(.*)$")
 
 
 class _Recipe(NamedTuple):
-    """A recipe, as the comment at its top describes it.
-
-    Attributes:
-        name: Its name.
-        task: The task of the training.
-        what: What is trained, and on what.
-        fields: The fields that its comment has, under the values of `_FIELDS`, such as "to_reach".
-    """
+    """A recipe, as the comment at its top describes it."""
 
     name: str
     task: str
@@ -50,16 +43,6 @@ def recipe_files() -> dict[str, Path]:
 
 def find_configuration(value: str, caller: str = "farfield fit") -> str:
     """Return the path of a configuration: that of the recipe of this name if there is one, otherwise the value itself.
-
-    Args:
-        value: What follows `--config`: the name of a recipe, or a path; "./digits" is never a recipe.
-        caller: The command that the error names.
-
-    Returns:
-        The path.
-
-    Raises:
-        LookupError: If there is no such file and no such recipe; the text has the nearest names.
 
     Example:
         >>> Path(find_configuration("digits")).name
@@ -106,12 +89,7 @@ def _rows() -> list[Row]:
 
 
 def _copy(path: Path, target: Path) -> Path:
-    """Copy a recipe to a folder, never over a file.
-
-    Raises:
-        FileExistsError: If the folder has a file of this name.
-        FileNotFoundError: If there is no such folder.
-    """
+    """Copy a recipe to a folder, never over a file."""
     copied = target / path.name
     try:
         with copied.open("x", encoding="utf-8") as file:

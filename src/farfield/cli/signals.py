@@ -23,9 +23,6 @@ class Stop(Callback):
     scheduler takes for success; on Ctrl-C it exits with 1. Files are written under another name and then renamed, so
     they are never incomplete, wherever the process exits.
 
-    Args:
-        command: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-
     Example:
         >>> import os, signal
         >>> with Stop("fit"):

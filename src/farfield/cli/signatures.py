@@ -42,12 +42,14 @@ class Signature(NamedTuple):
     text: str
     returns: str
 
+    @property
+    def summary(self) -> str:
+        """The first sentence of the docstring."""
+        return " ".join(self.text.partition("\n\n")[0].split())
+
 
 def read_signature(path: str) -> Signature | None:
     """Read the signature of a function or class; None if there is no source of it.
-
-    Args:
-        path: Its full name.
 
     Example:
         >>> read_signature("farfield.models.kanet").parameters["width"].default

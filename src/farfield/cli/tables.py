@@ -71,7 +71,7 @@ def select(command: str, what: str, names: Sequence[str] | None, every: Iterable
     return list(dict.fromkeys(names or every))
 
 
-def select_operators(command: str, names: Sequence[str] | None) -> dict[str, str | Operator]:
+def _select_operators(command: str, names: Sequence[str] | None) -> dict[str, str | Operator]:
     """Return the operators that are given, or all; "module:attribute" is a user's own."""
     from farfield.cli.network_builder import import_operator
 
@@ -189,7 +189,7 @@ def show_costs(
     """
     attention = Attention(channels, batch, heads, project)
     table = table_for(size, channels, batch=batch, heads=heads, project=project)
-    rows = [_cost_row(name, each, attention, size, table) for name, each in select_operators("cost", operator).items()]
+    rows = [_cost_row(name, each, attention, size, table) for name, each in _select_operators("cost", operator).items()]
     columns = [Column("operator", "operator", left=True)]
     for key, heading, text in (
         ("macs", "MACs", millions),
@@ -305,7 +305,7 @@ def measure_operators(
     from farfield.cli.measured import Measured
 
     attention = Attention(channels, batch, heads, project)
-    measured = Measured(attention, select_operators("measure", operator), size, repeats, backward, device)
+    measured = Measured(attention, _select_operators("measure", operator), size, repeats, backward, device)
     title = f"{attention}, batch {batch}, {'forward and backward' if backward else 'forward'}"
     return _roofline_table(measured, title) if roofline else _measured_table(measured, title)
 

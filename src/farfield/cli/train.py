@@ -29,18 +29,7 @@ from farfield.cli.options import NETWORK, PARTS, check_words, describe_options, 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one of the four training commands.
-
-    Args:
-        argv: The command line without the program's name; None takes it from the system.
-
-    Raises:
-        SystemExit: With status 143 on SIGTERM and 130 on Ctrl-C, after a message with the command that resumes the run.
-        FolderError: For a folder that cannot be trained on.
-        CheckpointError: For a checkpoint that cannot be read or written, or is of another network.
-        ValueError: For a wrong option, or a trainer that cannot be built on this machine, or with these options.
-        LookupError: For an unknown recipe, or network after `--model.network`.
-    """
+    """Run one of the four training commands."""
     command, *rest = sys.argv[1:] if argv is None else argv
     # The current folder is the last place searched for the user's own networks and data.
     if os.getcwd() not in sys.path:

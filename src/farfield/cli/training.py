@@ -49,7 +49,7 @@ def run_training(command: str, words: Sequence[str], task: str, network: object)
             raise ValueError(str(error)) from error
 
 
-def import_class(path: str) -> Any:
+def _import_class(path: str) -> Any:
     """Import a class by its full name."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
@@ -67,24 +67,19 @@ class Training(LightningCLI):
     """The command line of `farfield fit`, `validate`, `test` and `predict`; creating an instance runs the command.
 
     To Lightning's command line it adds the folder of a run and its files, which the docstring of `train` lists.
-
-    Args:
-        args: The command line without the program's name; None reads `sys.argv`.
-        task: A key of `TASKS`.
-        callbacks: Callbacks of the trainer, in addition to those of the configuration.
     """
 
     def __init__(self, args: ArgsType = None, task: str = "classify", *, callbacks: Sequence[Callback] = ()) -> None:
         self.task = task
         super().__init__(
-            import_class(TASKS[task].module),
+            _import_class(TASKS[task].module),
             LightningDataModule,
             subclass_mode_data=True,
             args=args,
             seed_everything_default=0,
             auto_configure_optimizers=False,
             # The checkpoint to resume from: save_last of ModelCheckpoint writes only when the best one changes.
-            trainer_defaults={"callbacks": [*callbacks, last_checkpoint()]},
+            trainer_defaults={"callbacks": [*callbacks, _last_checkpoint()]},
             # Classes and functions are taken from the configuration only, never from a checkpoint.
             load_from_checkpoint_support=False,
             save_config_kwargs={"overwrite": True},
@@ -101,7 +96,7 @@ class Training(LightningCLI):
         parser.add_argument("--task", default=self.task, choices=list(TASKS), help="the task of the training")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         if (writer := TASKS[self.task].predictions) is not None:
-            parser.add_lightning_class_args(import_class(writer), "predictions")
+            parser.add_lightning_class_args(_import_class(writer), "predictions")
         if self.task == "generate":
             # The norms of the averaged generator are measured at the end of the epoch, after its validation.
             parser.set_defaults({"checkpoint.save_on_train_epoch_end": True})
@@ -221,6 +216,6 @@ class Training(LightningCLI):
             rank_zero_info("\n".join(f"farfield predict: {place}" for place in places))
 
 
-def last_checkpoint() -> ModelCheckpoint:
+def _last_checkpoint() -> ModelCheckpoint:
     """Return the callback that writes `last.ckpt` at the end of every epoch, after validation if there is one."""
     return ModelCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)

@@ -289,7 +289,7 @@ def arrange(file: Path, array: Any, metadata: ImageMetadata, channel: int | Sequ
     count = array.shape[place] if place >= 0 else 1
     # An index of any type, such as NumPy's, or several.
     several = range(count) if channel is None else [channel] if hasattr(channel, "__index__") else channel
-    chosen = [operator.index(each) for each in several]  # type: ignore[union-attr, arg-type]
+    chosen = [operator.index(each) for each in several]
     if not chosen or any(not 0 <= each < count for each in chosen):
         raise ValueError(
             f'open_volume: "{file}" has {count} channels, got channel={channel}; fix: a number from 0 to {count - 1}.'

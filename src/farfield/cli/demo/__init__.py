@@ -35,9 +35,9 @@ from farfield.ops import OPERATORS
 from farfield.tasks.checkpoints import check_writable, written
 from farfield.tasks.classify import Classify
 
-SIDE, STRIDES = 32, (1, 1, 2, 2, 2)
+_SIDE, _STRIDES = 32, (1, 1, 2, 2, 2)
 TRAINED = ("kanet_qkv", "mobilenet_v2")
-BATCH = 32
+_BATCH = 32
 # Ten passes over 1,437 digits are few: at 0.015 the order of sums alone changed KANet's accuracy by two points.
 _SETTINGS: dict[str, Any] = {
     "learning_rate": 0.006,
@@ -57,7 +57,7 @@ class _Update(NamedTuple):
     state: str
 
 
-class Settings(NamedTuple):
+class _Settings(NamedTuple):
     """What `farfield demo` is run with: its options."""
 
     output: Path
@@ -88,7 +88,7 @@ def run_demo(
     check_writable(output)
     console, start = Console(highlight=False), time.perf_counter()
     console.rule("[bold]1 of 3 · Two networks on scikit-learn's handwritten digits", align="left")
-    networks = _train_all(Settings(output, epochs, seed, width, subset), console)
+    networks = _train_all(_Settings(output, epochs, seed, width, subset), console)
     write_table(_trained_table(networks))
     write_table(_full_table(networks))
     console.rule("[bold]2 of 3 · KAN Table 2 on this machine", align="left")
@@ -111,7 +111,7 @@ def run_demo(
     console.print(f"[bold]Done in {_clock(seconds)} minutes.")
 
 
-def _train_all(options: Settings, console: Console) -> list[Row]:
+def _train_all(options: _Settings, console: Console) -> list[Row]:
     """Train the networks in parallel, each in a process with an equal share of the cores; return their results."""
     # Small layers gain little from more threads, and lose much where other programs use the cores.
     threads = max(1, torch.get_num_threads() // len(TRAINED))
@@ -128,7 +128,7 @@ def _train_all(options: Settings, console: Console) -> list[Row]:
         ProcessPoolExecutor(len(TRAINED), context, _begin, (updates, threads)) as pool,
     ):
         lines = {name: progress.add_task(name, total=None, state="starting") for name in TRAINED}
-        trained = [pool.submit(train, name, options) for name in TRAINED]
+        trained = [pool.submit(_train, name, options) for name in TRAINED]
         while not all(one.done() for one in trained):
             with suppress(Empty):
                 name, done, total, state = updates.get(timeout=0.2)
@@ -151,12 +151,12 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def train(name: str, options: Settings) -> Row:
+def _train(name: str, options: _Settings) -> Row:
     """Train one network, save it, and evaluate it on the held-out digits."""
     seed_everything(options.seed, verbose=False)
-    network = models.MODELS[name](num_classes=10, width=options.width, strides=STRIDES)
+    network = models.MODELS[name](num_classes=10, width=options.width, strides=_STRIDES)
     task = Classify(network, **_SETTINGS)
-    digits = Digits(image_size=SIDE, batch_size=BATCH, subset=options.subset, seed=options.seed)
+    digits = Digits(image_size=_SIDE, batch_size=_BATCH, subset=options.subset, seed=options.seed)
     start = time.perf_counter()
     with _quiet():
         trainer = Trainer(
@@ -179,14 +179,7 @@ def train(name: str, options: Settings) -> Row:
 
 
 class _Bar(Callback):
-    """Send the progress of a network's training, and at the end its accuracy, to the process that shows the bars.
-
-    Args:
-        network: Name of the network.
-
-    Attributes:
-        updates: The queue to that process, the same for all instances; `begin` sets it.
-    """
+    """Send the progress of a network's training, and at the end its accuracy, to the process that shows the bars."""
 
     updates: Queue[_Update]
 
@@ -207,7 +200,7 @@ class _Bar(Callback):
 
 def _costs(name: str, network: torch.nn.Module) -> Row:
     """Count the cost of one image: in the network as trained, and in the full network by the papers' rule."""
-    small = cost.count(network.eval(), (1, 3, SIDE, SIDE))
+    small = cost.count(network.eval(), (1, 3, _SIDE, _SIDE))
     full = cost.predict(models.MODELS[name]().eval(), channels=3, size=(224, 224), convention="paper")
     counts = {"weights": small.weights, "macs": small.macs, "full_weights": full.weights, "full_macs": full.macs}
     return counts | {"printed_weights": NETWORKS[name].parameters, "printed_macs": NETWORKS[name].macs}
@@ -223,7 +216,7 @@ def _trained_table(rows: list[Row]) -> Table:
         Column("macs", "MACs", millions),
         Column("seconds", "trained in", lambda seconds: f"{_clock(seconds)} min"),
     ]
-    return Table(f"as trained: {SIDE} × {SIDE}, ten classes", columns, rows)
+    return Table(f"as trained: {_SIDE} × {_SIDE}, ten classes", columns, rows)
 
 
 def _full_table(rows: list[Row]) -> Table:
