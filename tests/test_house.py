@@ -416,6 +416,12 @@ FOR_OLD_FILES = {
 }
 # `plan_whole` alone makes it: its fields are what the plan knows.
 RECORDS = {"streaming/streaming_plan.py: StreamingPlan.__init__ has 13 arguments, at most 10"}
+# The parameters of a command are its options.
+OF_COMMANDS = {
+    "cli/maps/__init__.py: show_maps has 14 arguments, at most 8",
+    "cli/plan.py: plan_operators has 9 arguments, at most 8",
+    "cli/tables.py: measure_operators has 10 arguments, at most 8",
+}
 
 
 def test_signatures_are_small() -> None:
@@ -423,7 +429,7 @@ def test_signatures_are_small() -> None:
     for path in SOURCES:
         for name, function in () if is_private(path) else public_functions(module_of(path)):
             offenders += faults_of_signature(f"{relative(path)}: {name}", function)
-    assert set(offenders) == FOR_OLD_FILES | RECORDS
+    assert set(offenders) == FOR_OLD_FILES | RECORDS | OF_COMMANDS
 
 
 def test_signatures_can_fail() -> None:

@@ -427,3 +427,48 @@ def test_a_wide_table_is_not_cut_in_a_pipe(run: Any) -> None:
 )
 def test_units(write: Any, value: Any, text: str) -> None:
     assert write(value) == text
+
+
+# ---- what is one's own -----------------------------------------------------------------------------------------------
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's operator in a file of the current folder."""
+    functions = "basis=lambda key, valid: (key.exp(), None), coefficients=lambda query, summary: query.softmax(2)"
+    source = f"from farfield.ops import Operator\nwaves = Operator({functions})\nnumber = 5\n"
+    (tmp_path / "operators_of_a_user.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return "operators_of_a_user:waves"
+
+
+def test_an_operator_of_ones_own_is_counted_and_measured(run: Any, fails: Any, own: str) -> None:
+    rows = json.loads(run("cost", "--operator", own, "--operator", "siamese", "--json"))
+    assert [row["operator"] for row in rows] == ["siamese", own]
+    assert rows[1]["macs_executed"] > rows[0]["macs_executed"] > 0
+    assert rows[1]["macs_paper"] is None
+    assert rows[0].keys() == rows[1].keys()
+    assert own in run("cost", "--operator", own)
+    assert len(run("cost", "--operator", own, "--csv").splitlines()) == 2
+    (row,) = json.loads(run("measure", "--operator", own, "--size", "4,4", "--repeats", "1", "--json"))
+    assert row["operator"] == own
+    assert row["seconds"] > 0
+    assert "cannot be imported" in fails("measure", "--operator", f"{own}s")
+    assert "must be an ops.Operator, got int" in fails("cost", "--operator", "operators_of_a_user:number")
+    assert "cannot be imported" in fails("cost", "--operator", "no_such_module:waves")
+
+
+@pytest.mark.long
+def test_models_lists_every_network(run: Any) -> None:
+    rows = json.loads(run("models", "--size", "32", "--json"))
+    assert {row["model"] for row in rows} == {*models.MODELS, "kanet"}
+    assert all(row["parameters"] >= row["weights"] > 0 for row in rows)
+    assert all(row.keys() == rows[0].keys() for row in rows)
+
+
+@pytest.mark.parametrize(
+    "words", [["places", "--network", "resnet50"], ["fit", "--config", "digits", "--model.network=resnet50"]]
+)
+def test_a_network_of_torchvision_is_named_in_full(fails: Any, words: list[str]) -> None:
+    assert 'no model "resnet50" in farfield; fix: torchvision.models.resnet50.' in fails(*words)
+    assert 'no model "kanet_qvk"; nearest: kanet_qkv' in fails(
+        *(word.replace("resnet50", "kanet_qvk") for word in words)
+    )

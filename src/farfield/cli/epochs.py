@@ -124,7 +124,7 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
-class _Related(logging.Filter):
+class Related(logging.Filter):
     """Leave out Lightning's messages that do not concern the run, see `_UNRELATED`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -135,4 +135,4 @@ class _Related(logging.Filter):
 def leave_out_unrelated() -> None:
     """Leave unrelated messages of Lightning out of this process's output."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).addFilter(_Related())
+        logging.getLogger(name).addFilter(Related())

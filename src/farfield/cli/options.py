@@ -64,7 +64,7 @@ TASKS = {
 PARTS = ("model", "data", "trainer")
 # The options that take a YAML file.
 CONFIG = ("-c", "--config")
-NETWORK, _DATA = "model.network", "data"
+NETWORK, DATA = "model.network", "data"
 _TRAINER, _CHECKPOINT = "lightning.pytorch.Trainer", "lightning.pytorch.callbacks.ModelCheckpoint"
 _NO_NETWORK = "give a recipe, --config NAME (farfield recipes lists them), or both --model.network and --data."
 # Options that belong to no class, and what `--help` states of them.
@@ -87,7 +87,7 @@ _UNLISTED = ("verbose", "return_predictions", "weights_only")
 # Names that jsonargparse adds to each class.
 _OF_CLASSES = ("class_path", "init_args", "dict_kwargs", "help")
 # Entries of a configuration with entries below them, each an option.
-_GROUPS = ("model", NETWORK, _DATA, "trainer", "checkpoint", "predictions")
+_GROUPS = ("model", NETWORK, DATA, "trainer", "checkpoint", "predictions")
 
 
 class Words(NamedTuple):
@@ -97,23 +97,26 @@ class Words(NamedTuple):
     given: list[tuple[str, str]]
     entries: dict[str, Any]
 
-    def signatures(self) -> dict[str, Signature | None]:
-        """Return what takes the options of each group; None where the source is not known."""
+    def paths(self) -> dict[str, Any]:
+        """Return the full name of what takes the options of each group."""
         task = TASKS[self.task]
-        paths = {
+        return {
             "trainer": _TRAINER,
             "model": task.module,
             NETWORK: self.entries.get(NETWORK),
-            _DATA: self.entries.get(_DATA),
+            DATA: self.entries.get(DATA),
             "checkpoint": _CHECKPOINT,
             "predictions": task.predictions,
         }
-        return {group: read_signature(path) if isinstance(path, str) else None for group, path in paths.items()}
+
+    def signatures(self) -> dict[str, Signature | None]:
+        """Return what takes the options of each group; None where the source is not known."""
+        return {group: read_signature(path) if isinstance(path, str) else None for group, path in self.paths().items()}
 
 
 def expand_words(words: Sequence[str]) -> list[str]:
     """Replace the names of recipes, networks and data by their full names, and sizes of memory by bytes."""
-    expand = dict.fromkeys(CONFIG, find_configuration) | {f"--{NETWORK}": _network, f"--{_DATA}": _data}
+    expand = dict.fromkeys(CONFIG, find_configuration) | {f"--{NETWORK}": _network, f"--{DATA}": _data}
     expand |= dict.fromkeys(("--tile.disk", "--tile.memory"), lambda text: str(parse_bytes(text)))
     expanded = list(words)
     for place, word in enumerate(expanded):
@@ -130,14 +133,16 @@ def read_words(words: Sequence[str]) -> Words:
     given, named, task = list(_split(words)), [], "classify"
     entries: dict[str, Any] = {}
     for name, text in given:
-        if name in ("c", "config") or (name in PARTS and Path(text).is_file()):
+        if name == "config" or (name in PARTS and Path(text).is_file()):
             values = load_plain(Path(text))
-            own = _flatten(values if name in ("c", "config") else {name: values})
+            own = _flatten(values if name == "config" else {name: values})
             task = own.get("task", task)
         else:
             own = {name.replace(".init_args.", ".").removesuffix(".class_path"): _load(text)}
             named += [text] * (name == "task")
-        for group in (NETWORK, _DATA):
+        if isinstance(own.get(DATA), str):
+            own[DATA] = _data(own[DATA])
+        for group in (NETWORK, DATA):
             if group in own and own[group] != entries.get(group):
                 # The arguments of the class before are not those of this one.
                 entries = {key: value for key, value in entries.items() if not key.startswith(f"{group}.")}
@@ -155,7 +160,7 @@ def check_words(words: Words) -> None:
     texts = dict(words.given)
     names = list(_names(words, signatures))
     for name, value in words.entries.items():
-        if name.endswith("+") or name in ("c", *PARTS, NETWORK):
+        if name.endswith("+") or name in (*PARTS, NETWORK):
             continue
         group = max((each for each in _GROUPS if name.startswith(f"{each}.")), key=len, default="")
         first, _, below = name.removeprefix(f"{group}.").partition(".")
@@ -170,7 +175,7 @@ def check_words(words: Words) -> None:
         if not accepts(parameter.annotation, value) and not accepts(parameter.annotation, texts.get(name)):
             fix = "; fix: a list is written [a,b]." if "[" in parameter.kind else "."
             raise CommandLineError(f"{name}: {value!r} is not of its type, {parameter.kind}{fix}")
-    if not {NETWORK, _DATA} <= words.entries.keys() and not any(name in (*PARTS, "c", "config") for name in flags):
+    if not {NETWORK, DATA} <= words.entries.keys() and not flags & {*PARTS, "config"}:
         raise CommandLineError(_NO_NETWORK)
 
 
@@ -179,32 +184,28 @@ def describe_options(command: str, words: Words) -> str | None:
     asked = [name for name, _ in words.given if name in ("help", "h") or name.endswith(".help")]
     if not asked:
         return None
-    entries = {NETWORK: "farfield.models.kanet", _DATA: TASKS[words.task].data} | words.entries
+    entries = {NETWORK: "farfield.models.kanet", DATA: TASKS[words.task].data} | words.entries
     given = words._replace(entries=entries)
-    signatures = given.signatures()
+    signatures, names = (
+        given.signatures(),
+        {group: str(path).rpartition(".")[2] for group, path in given.paths().items()},
+    )
     group = asked[0].removesuffix("help").removesuffix(".")
     if group:
         if group not in signatures:
             raise CommandLineError(no_such("group of options", group, signatures))
-        return "\n".join([f"--{group}: the options of {_path_of(group, given)}", "", *_list_group(group, signatures)])
+        return "\n".join([f"--{group}: the options of {names[group]}", "", *_list_group(group, signatures)])
     common = [(f"--{name}", text) for name, text in _COMMON.items() if name != "print_config"]
     common += [(f"--{name}", text) for name, text in OF_RESTORE.items() if words.task == "restore"]
-    shown = [_DATA, *(["predictions"] if command == "predict" and signatures["predictions"] else [])]
+    shown = [DATA, *(["predictions"] if command == "predict" and signatures["predictions"] else [])]
     shown += [NETWORK] if command == "fit" else []
     lines = [f"usage: farfield {command} --config RECIPE [options]", "", "options:", *list_entries(common)]
     for each in shown:
-        lines += ["", f"of {_path_of(each, given)}:", *_list_group(each, signatures)]
+        lines += ["", f"of {names[each]}:", *_list_group(each, signatures)]
     others = [each for each in _GROUPS if each not in shown and signatures[each] is not None]
     lines += ["", "and more, which these list:"]
     lines += [f"  farfield {command} --config RECIPE --{each}.help" for each in others]
     return "\n".join(lines)
-
-
-def _path_of(group: str, words: Words) -> str:
-    """Return the short name of what takes the options of a group."""
-    paths = {"trainer": _TRAINER, "model": TASKS[words.task].module, "checkpoint": _CHECKPOINT}
-    paths["predictions"] = TASKS[words.task].predictions or ""
-    return str(paths.get(group) or words.entries[group]).rpartition(".")[2]
 
 
 def _list_group(group: str, signatures: Mapping[str, Signature | None]) -> list[str]:
@@ -255,7 +256,7 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         elif flag in CONFIG or flag.startswith("--"):
             if not equals and not rest:
                 raise CommandLineError(f"{flag} needs a value.")
-            yield flag.lstrip("-"), text if equals else rest.pop(0)
+            yield "config" if flag in CONFIG else flag.lstrip("-"), text if equals else rest.pop(0)
         elif word in recipe_files():
             raise CommandLineError(f'"{word}" is a recipe, given without its option; fix: --config {word}.')
         else:
@@ -275,7 +276,7 @@ def _flatten(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     for name, value in values.items():
         path = f"{place}{name}"
         if name == "class_path" and place:
-            flat[place.removesuffix(".")] = _data(value) if place == f"{_DATA}." and isinstance(value, str) else value
+            flat[place.removesuffix(".")] = value
         elif name == "init_args" and isinstance(value, dict):
             flat |= _flatten(value, place)
         elif isinstance(value, dict) and path in _GROUPS:

@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import farfield
 from farfield.cli.command_line import no_such
@@ -18,15 +17,6 @@ _SUFFIX = ".yaml"
 # The fields of the comment at the top of a recipe.
 _FIELDS = {"Paper": "paper", "To reach": "to_reach", "Takes": "takes", "Differs": "differs", "Data": "data"}
 _FIELD = re.compile(rf"^# ({'|'.join(_FIELDS)}): +(.*)$")
-
-
-class _Recipe(NamedTuple):
-    """A recipe, as the comment at its top describes it."""
-
-    name: str
-    task: str
-    what: str
-    fields: dict[str, str]
 
 
 def _folder() -> Path:
@@ -58,7 +48,7 @@ def find_configuration(value: str, caller: str = "farfield fit") -> str:
     raise LookupError(f"{caller}: {no_such('recipe or file', value, files)}")
 
 
-def _read_recipe(path: Path) -> _Recipe:
+def _read_recipe(path: Path) -> Row:
     """Read the comment at the top of a recipe, and its task."""
     what: list[str] = []
     fields: dict[str, list[str]] = {}
@@ -75,17 +65,8 @@ def _read_recipe(path: Path) -> _Recipe:
             current = []  # the lines below the fields: commands of variants
         current.append(line.lstrip("# "))
     task = re.search(r"^task: *(\w+)", text, re.MULTILINE)
-    joined = {key: " ".join(" ".join(lines).split()) for key, lines in fields.items()}
-    return _Recipe(path.stem, task[1] if task else "classify", " ".join(" ".join(what).split()), joined)
-
-
-def _rows() -> list[Row]:
-    """Return one row for each recipe."""
-    recipes = [_read_recipe(path) for path in recipe_files().values()]
-    return [
-        {"name": each.name, "task": each.task, "what": each.what, **dict.fromkeys(_FIELDS.values()), **each.fields}
-        for each in recipes
-    ]
+    row: Row = {"name": path.stem, "task": task[1] if task else "classify", "what": " ".join(" ".join(what).split())}
+    return row | {key: " ".join(" ".join(fields[key]).split()) if key in fields else None for key in _FIELDS.values()}
 
 
 def _copy(path: Path, target: Path) -> Path:
@@ -131,22 +112,24 @@ def show_recipes(
     elif name:
         path = Path(find_configuration(name, "farfield recipes"))
         sys.stdout.write(path.read_text(encoding="utf-8"))
-    elif json or csv:
-        show(Table("Recipes", [], _rows()), json=json, csv=csv)
     else:
-        print("\n".join(_listing([_read_recipe(path) for path in recipe_files().values()])))
+        rows = [_read_recipe(path) for path in recipe_files().values()]
+        if json or csv:
+            show(Table("Recipes", [], rows), json=json, csv=csv)
+        else:
+            print("\n".join(_list_recipes(rows)))
 
 
-def _listing(recipes: Sequence[_Recipe]) -> list[str]:
+def _list_recipes(recipes: Sequence[Row]) -> list[str]:
     """Format the training, the cost and the result of each recipe, up to 160 characters wide, as the terminal is."""
-    width = max(len(recipe.name) for recipe in recipes) + 2
+    width = max(len(recipe["name"]) for recipe in recipes) + 2
     wrap = textwrap.TextWrapper(min(shutil.get_terminal_size((120, 24)).columns, 160), subsequent_indent=" " * width)
     lines = []
     for recipe in recipes:
-        lines += wrap.wrap(f"{recipe.name:{width}}{recipe.what}")
+        lines += wrap.wrap(f"{recipe['name']:{width}}{recipe['what']}")
         for key, heading in (("takes", "takes"), ("to_reach", "reaches")):
-            if key in recipe.fields:
-                lines += wrap.wrap(f"{'':{width}}{heading}: {recipe.fields[key]}")
+            if recipe[key]:
+                lines += wrap.wrap(f"{'':{width}}{heading}: {recipe[key]}")
     return [
         *lines,
         "",

@@ -25,7 +25,7 @@ from typing import Any
 
 from farfield.cli.command_line import announce
 from farfield.cli.configuration import read_configuration, section
-from farfield.cli.options import NETWORK, PARTS, check_words, describe_options, expand_words, read_words
+from farfield.cli.options import PARTS, check_words, describe_options, expand_words, read_words
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(0)
     check_words(words)
     for name, value in words.given:
-        if name in ("c", "config", *PARTS) and Path(value).is_file():
+        if name in ("config", *PARTS) and Path(value).is_file():
             _check_file(Path(value), name not in PARTS)
     announce(command)
     from farfield.cli.training import run_training
 
-    run_training(command, options, words.task, words.entries.get(NETWORK))
+    run_training(command, options, words)
 
 
 def _check_file(file: Path, is_recipe: bool) -> None:

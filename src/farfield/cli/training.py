@@ -20,15 +20,19 @@ from torch import nn
 
 from farfield.cli.epochs import EpochLines, leave_out_unrelated, metrics_text
 from farfield.cli.network_builder import import_function
-from farfield.cli.options import CONFIG, OF_RESTORE, TASKS
+from farfield.cli.options import CONFIG, DATA, NETWORK, OF_RESTORE, TASKS, Words
 from farfield.cli.signals import Stop
 from farfield.streaming import Tiles
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
 
 
-def run_training(command: str, words: Sequence[str], task: str, network: object) -> None:
-    """Run a training command, whose words are checked and have full names; `network` is that of its function."""
+def run_training(command: str, options: Sequence[str], words: Words) -> None:
+    """Run a training command, whose options are checked and have full names; `words` is what they were read as."""
+    network, data = words.entries.get(NETWORK), words.entries.get(DATA)
+    if isinstance(data, str) and data.startswith("farfield."):
+        # In a file it may stand by its name alone, which Lightning's command line knows once it is imported.
+        _import_class(data)
     if isinstance(network, str) and not network.startswith("farfield.") and not Path(network).is_file():
         build = import_function(network, "--model.network")
         if inspect.isfunction(build):
@@ -44,7 +48,7 @@ def run_training(command: str, words: Sequence[str], task: str, network: object)
         leave_out_unrelated()
         try:
             with Stop(command) as stop:
-                Training([command, *words], task, callbacks=[stop])
+                Training([command, *options], words.task, callbacks=[stop])
         except MisconfigurationException as error:
             raise ValueError(str(error)) from error
 
