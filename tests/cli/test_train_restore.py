@@ -142,7 +142,7 @@ def test_a_folder_of_stacks_is_restored_beside_them_or_into_a_folder(tmp_path: P
     first, second = Path("restored/0.tif"), Path("restored/1.tif")
     whole, kept = second.read_bytes(), first.stat().st_mtime_ns
     second.unlink()
-    with pytest.raises(FileExistsError, match=r"restored/0\.tif exists; fix: .*overwrite=true.* or overwrite=skip"):
+    with pytest.raises(FileExistsError, match=r"restored/0\.tif exists; fix: .*--overwrite true.* or --overwrite skip"):
         farfield("predict", **options, output="restored")
     farfield("predict", **options, output="restored", overwrite="skip")
     assert (first.stat().st_mtime_ns, second.read_bytes()) == (kept, whole)
@@ -197,7 +197,7 @@ def test_the_task_of_a_recipe_can_be_given_and_a_wrong_one_gets_the_nearest(tmp_
     with pytest.raises(LookupError, match='farfield fit: no task "restoration"; nearest: restore'):
         main(["fit", "--task", "restoration"])
     farfield("fit", task="restore", **SMALL | layout(CARE3D, tmp_path / "data"))
-    with pytest.raises(ValueError, match=r'^no option "model\.patience"; farfield fit --help lists them\.$'):
+    with pytest.raises(ValueError, match=r'^no entry "model\.patience"; model has network, learning_rate, momentum, '):
         farfield("fit", task="classify")
 
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from farfield import __version__
-from farfield.cli.command_line import HELP, CommandLineError, announce, describe, list_entries, no_such, parse
+from farfield.cli.command_line import HELP, CommandLineError, announce, describe, list_entries, parse
 from farfield.cli.signatures import Signature, read_signature
+from farfield.cli.values import no_such
 
 
 class Command(NamedTuple):
@@ -121,7 +122,7 @@ def _describe_commands() -> str:
 
 
 def dispatch(name: str, words: list[str]) -> None:
-    """Parse the options of a command, import its module and run it; say which package is not installed."""
+    """Parse the options of a command, import its module and run it; name a package that is not installed."""
     command = COMMANDS[name]
     if command is _TRAIN:
         _call(command, [name, *words])

@@ -7,7 +7,6 @@ A parameter that may be given by position is a word of the command line, the oth
 from __future__ import annotations
 
 import ast
-import difflib
 import shutil
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from typing import Any
 
 from farfield.cli import values
 from farfield.cli.signatures import REQUIRED, Parameter, Signature
+from farfield.cli.values import SHOWN, no_such
 
 HELP = ("-h", "--help")
 # The parameters of commands that return a table.
@@ -37,8 +37,6 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "Device": (values.parse_device, "DEVICE"),
     "Pixel": (values.parse_pixel, "ROW,COLUMN"),
 }
-# Most names that an error lists.
-_SHOWN = 20
 
 
 class CommandLineError(ValueError):
@@ -121,23 +119,8 @@ def explain_word(word: str, command: str, options: Iterable[str]) -> str:
     names = list(options)
     if word.startswith("-"):
         return no_such("option", word.partition("=")[0], ["--help", *names], command)
-    listed = f" ({', '.join(names)})" if 0 < len(names) <= _SHOWN else ""
+    listed = f" ({', '.join(names)})" if 0 < len(names) <= SHOWN else ""
     return f'"{word}" is not the value of an option; fix: the option before it{listed}, or leave it out.'
-
-
-def no_such(what: str, name: str, names: Iterable[str], command: str = "farfield fit") -> str:
-    """Return the text of an error about an unknown name, with the nearest of `names`.
-
-    Example:
-        >>> no_such("option", "--siz", ["--size", "--channels"], "farfield cost")
-        'no option "--siz"; nearest: --size.'
-    """
-    names = list(names)
-    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f"; nearest: {', '.join(nearest)}." if nearest else f"; {command} --help lists them."
-    if not nearest and 0 < len(names) <= _SHOWN:
-        hint = f"; it has {', '.join(names)}."
-    return f'no {what} "{name}"{hint}'
 
 
 def _options(signature: Signature) -> list[Parameter]:

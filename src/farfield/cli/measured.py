@@ -10,7 +10,7 @@ import torch
 
 from farfield.cli.output import Row, joined, megabytes_finely
 from farfield.cli.printed import table_for
-from farfield.cli.tables import Attention
+from farfield.cli.values import AttentionOptions
 from farfield.cost import roofline, saved_bytes
 from farfield.cost.measuring import device_name, step, take_turns
 from farfield.cost.planning import Setting, needs
@@ -25,10 +25,10 @@ MANY_MACS, LONG = 10**10, 60
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """What is measured: operators, by name, on random grids of some sizes, or of the papers' (None)."""
 
-    attention: Attention
+    attention: AttentionOptions
     operators: dict[str, str | Operator]
     sizes: Sequence[tuple[int, ...]] | None
     repeats: int

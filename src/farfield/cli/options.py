@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from farfield.cli.command_line import HELP, CommandLineError, explain_word, list_entries, no_such
+from farfield.cli.command_line import HELP, CommandLineError, explain_word, list_entries
 from farfield.cli.configuration import load_plain
 from farfield.cli.recipes import find_configuration, recipe_files
 from farfield.cli.signatures import REQUIRED, Signature, accepts, list_classes, read_signature
-from farfield.cli.values import parse_bytes
+from farfield.cli.values import no_such, parse_bytes
 
 
 class Task(NamedTuple):
@@ -180,9 +180,9 @@ def check_words(words: Words) -> None:
 
 
 def describe_options(command: str, words: Words) -> str | None:
-    """Return the help that a command line asks for: of the command, or of one group, `--trainer.help`; else None."""
-    asked = [name for name, _ in words.given if name in ("help", "h") or name.endswith(".help")]
-    if not asked:
+    """Return the help that a command line is for: of the command, or of one group, `--trainer.help`; else None."""
+    wanted = [name for name, _ in words.given if name in ("help", "h") or name.endswith(".help")]
+    if not wanted:
         return None
     entries = {NETWORK: "farfield.models.kanet", DATA: TASKS[words.task].data} | words.entries
     given = words._replace(entries=entries)
@@ -190,7 +190,7 @@ def describe_options(command: str, words: Words) -> str | None:
         given.signatures(),
         {group: str(path).rpartition(".")[2] for group, path in given.paths().items()},
     )
-    group = asked[0].removesuffix("help").removesuffix(".")
+    group = wanted[0].removesuffix("help").removesuffix(".")
     if group:
         if group not in signatures:
             raise CommandLineError(no_such("group of options", group, signatures))
@@ -236,7 +236,7 @@ def _explain(name: str, group: str, names: Sequence[str], is_flag: bool) -> str:
     near = difflib.get_close_matches(last, {end for _, _, end in ends}, n=3, cutoff=0.65)
     nearest = [(place, f"{dashes}{place}{dot}{end}") for other in near for place, dot, end in ends if end == other]
     nearest = [each for each in nearest if each[0] == group] or nearest
-    own = [end for place, _, end in ends if place == group]
+    own = dict.fromkeys(end for place, _, end in ends if place == group)
     hint = (
         f"nearest: {', '.join(text for _, text in nearest[:3])}" if nearest else f"{group or 'it'} has {', '.join(own)}"
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from farfield.cli.output import Column, Row, Table, joined, megabytes_finely, millions, milliseconds
-from farfield.cli.tables import Attention
-from farfield.cli.values import Bytes, Device, Size
+from farfield.cli.values import AttentionOptions, Bytes, Device, Size
 
 if TYPE_CHECKING:
     from farfield.cost import Plan
@@ -63,7 +62,7 @@ def plan_operators(
     columns += [Column("cheaper_bytes", "less memory from", "N = {:,}".format)]
     scope = "a training step" if backward else "a forward pass"
     limit = f", {scope} in {megabytes_finely(memory)}" if memory else ""
-    title = f"{joined(list(size))} positions, {Attention(channels, batch, heads, project)}, batch {batch}{limit}"
+    title = f"{joined(list(size))} positions, {AttentionOptions(channels, batch, heads, project)}, batch {batch}{limit}"
     notes = [
         "Memory: the grid, the parameters and all other tensors that exist at the peak, in float32.",
         "Fewer, less from: the positions of a square (cube, …) from which on a forward pass costs less than softmax's.",

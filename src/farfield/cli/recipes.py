@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import farfield
-from farfield.cli.command_line import no_such
 from farfield.cli.output import Row, Table, show
+from farfield.cli.values import no_such
 
 _SUFFIX = ".yaml"
 # The fields of the comment at the top of a recipe.

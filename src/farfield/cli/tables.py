@@ -6,7 +6,7 @@ Heavy modules are imported only after the command line is parsed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from farfield.cli.output import (
     Column,
@@ -22,10 +22,10 @@ from farfield.cli.output import (
     ratio,
 )
 from farfield.cli.printed import NETWORKS, PaperTable, table_for
-from farfield.cli.values import Device, Size
+from farfield.cli.values import AttentionOptions, Device, Size
 
 if TYPE_CHECKING:
-    from farfield.cli.measured import Measured
+    from farfield.cli.measured import Measurements
     from farfield.ops import Operator
 
 # Written out, because ops.OPERATORS imports torch, which takes seconds; tests compare the two.
@@ -45,19 +45,6 @@ OPERATORS = {
     "siamese_local": ("SAN Table 6", "one", "added", "N·c"),
     "siamese_ones": ("SAN Table 8", "two", "added", "N·c"),
 }
-
-
-class Attention(NamedTuple):
-    """What all operators of a table have in common: channels and samples of the grid, heads, projections."""
-
-    channels: int
-    batch: int
-    heads: int
-    project: str
-
-    def __str__(self) -> str:
-        heads = "1 head" if self.heads == 1 else f"{self.heads} heads"
-        return f"{self.channels} channels, {heads}, projections {self.project or 'none'}"
 
 
 def select(command: str, what: str, names: Sequence[str] | None, every: Iterable[str]) -> list[str]:
@@ -187,7 +174,7 @@ def show_costs(
             (default: all).
         size: Size of the grid.
     """
-    attention = Attention(channels, batch, heads, project)
+    attention = AttentionOptions(channels, batch, heads, project)
     table = table_for(size, channels, batch=batch, heads=heads, project=project)
     rows = [_cost_row(name, each, attention, size, table) for name, each in _select_operators("cost", operator).items()]
     columns = [Column("operator", "operator", left=True)]
@@ -217,7 +204,9 @@ _COST_KEYS = ("operator", "paper", *(f"{cost}_{source}" for cost in _COSTS for s
 _COST_KEYS_HERE = ("macs_executed", "activation_bytes", "gathered_bytes", "coefficients", "weights", "parameters")
 
 
-def _cost_row(name: str, operator: str | Operator, options: Attention, size: Size, table: PaperTable | None) -> Row:
+def _cost_row(
+    name: str, operator: str | Operator, options: AttentionOptions, size: Size, table: PaperTable | None
+) -> Row:
     """Return the cost of one operator: by the papers' formulas, as printed, and as executed.
 
     A user's own operator has no formula: its MACs are counted, and the rest is None.
@@ -302,15 +291,15 @@ def measure_operators(
         device: A device of this machine, such as cuda.
         roofline: Beside the least time: of moving the bytes, or of the products.
     """
-    from farfield.cli.measured import Measured
+    from farfield.cli.measured import Measurements
 
-    attention = Attention(channels, batch, heads, project)
-    measured = Measured(attention, _select_operators("measure", operator), size, repeats, backward, device)
+    attention = AttentionOptions(channels, batch, heads, project)
+    measured = Measurements(attention, _select_operators("measure", operator), size, repeats, backward, device)
     title = f"{attention}, batch {batch}, {'forward and backward' if backward else 'forward'}"
     return _roofline_table(measured, title) if roofline else _measured_table(measured, title)
 
 
-def _measured_table(measured: Measured, title: str) -> Table:
+def _measured_table(measured: Measurements, title: str) -> Table:
     rows = measured.measure_all()
     columns = [Column("size", "positions", joined, left=True), Column("operator", "operator", left=True)]
     columns += [Column("seconds", "time", milliseconds), Column("copies", "copies", "{:,.1f}".format)]
@@ -330,7 +319,7 @@ def _measured_table(measured: Measured, title: str) -> Table:
     return Table(f"{title}, {measured.repeats} runs on {rows[0]['device']}", columns, rows, notes)
 
 
-def _roofline_table(measured: Measured, title: str) -> Table:
+def _roofline_table(measured: Measurements, title: str) -> Table:
     """Show the times beside the least time that this machine could take."""
     import torch
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from typing import TypeAlias
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
 
 Size: TypeAlias = tuple[int, ...]
 Pixel: TypeAlias = tuple[int, int]
@@ -12,6 +14,8 @@ Side: TypeAlias = int
 Bytes: TypeAlias = int
 Device: TypeAlias = str
 
+# Most names that an error lists.
+SHOWN = 20
 # Kinds of devices of torch, each with its driver in torch's own releases.
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)}
@@ -20,6 +24,34 @@ _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {prefix: 1000**power for power, prefix in enumerate("KMGT", 1)}
 # Nobody has less memory than this; a smaller number without a unit is a number of gigabytes that lacks it.
 _LEAST_BYTES = 2**16
+
+
+class AttentionOptions(NamedTuple):
+    """What all operators of a table have in common: channels and samples of the grid, heads, projections."""
+
+    channels: int
+    batch: int
+    heads: int
+    project: str
+
+    def __str__(self) -> str:
+        heads = "1 head" if self.heads == 1 else f"{self.heads} heads"
+        return f"{self.channels} channels, {heads}, projections {self.project or 'none'}"
+
+
+def no_such(what: str, name: str, names: Iterable[str], command: str = "farfield fit") -> str:
+    """Return the text of an error about an unknown name, with the nearest of `names`.
+
+    Example:
+        >>> no_such("option", "--siz", ["--size", "--channels"], "farfield cost")
+        'no option "--siz"; nearest: --size.'
+    """
+    names = list(names)
+    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"; nearest: {', '.join(nearest)}." if nearest else f"; {command} --help lists them."
+    if not nearest and 0 < len(names) <= SHOWN:
+        hint = f"; it has {', '.join(names)}."
+    return f'no {what} "{name}"{hint}'
 
 
 def parse_count(text: str) -> int:
@@ -89,8 +121,6 @@ def parse_bytes(text: str) -> Bytes:
 def parse_device(text: str) -> Device:
     """Convert a word to the name of a device that this machine has."""
     import torch
-
-    from farfield.cli.command_line import no_such
 
     kind = text.partition(":")[0]
     if kind not in _DEVICES:
