@@ -75,14 +75,8 @@ _COMMON = {
     "seed_everything": "seed of the weights, the order and the augmentation",
     "print_config": "print the configuration and stop",
 }
-# Those that only one command or task has, and those of Lightning that --help leaves out.
-OF_RESTORE = {
-    "output": "the restored stack, a .tif, .ome.tif, .zarr or .ome.zarr; or a folder",
-    "overwrite": "true replaces existing outputs, skip keeps them and goes on with the others",
-    "tile": "size of a tile, one number or one per axis (default: the largest that memory allows); --tile.disk 20G "
-    "and --tile.memory 8G are what values between passes may take, --tile.halo N what is read around a tile, of "
-    "operations without a rule",
-}
+# Arguments of the task `restore` that are options without its group; and options of Lightning that --help leaves out.
+OF_RESTORE = ("output", "overwrite", "tile")
 _UNLISTED = ("verbose", "return_predictions", "weights_only")
 # Names that jsonargparse adds to each class.
 _OF_CLASSES = ("class_path", "init_args", "dict_kwargs", "help")
@@ -164,7 +158,7 @@ def check_words(words: Words) -> None:
             continue
         group = max((each for each in _GROUPS if name.startswith(f"{each}.")), key=len, default="")
         first, _, below = name.removeprefix(f"{group}.").partition(".")
-        signature = signatures.get(group)
+        signature = signatures.get(group or ("model" if first in OF_RESTORE else ""))
         if first in _OF_CLASSES or (group and (signature is None or signature.takes_any)):
             continue
         if name not in names and f"{group}.{first}".lstrip(".") not in names:
@@ -173,7 +167,9 @@ def check_words(words: Words) -> None:
             continue
         parameter = signature.parameters[first]
         if not accepts(parameter.annotation, value) and not accepts(parameter.annotation, texts.get(name)):
-            fix = "; fix: a list is written [a,b]." if "[" in parameter.kind else "."
+            fix = (
+                "; fix: a list is written [a,b]." if "list[" in parameter.kind or "Sequence[" in parameter.kind else "."
+            )
             raise CommandLineError(f"{name}: {value!r} is not of its type, {parameter.kind}{fix}")
     if not {NETWORK, DATA} <= words.entries.keys() and not flags & {*PARTS, "config"}:
         raise CommandLineError(_NO_NETWORK)
@@ -196,7 +192,8 @@ def describe_options(command: str, words: Words) -> str | None:
             raise CommandLineError(no_such("group of options", group, signatures))
         return "\n".join([f"--{group}: the options of {names[group]}", "", *_list_group(group, signatures)])
     common = [(f"--{name}", text) for name, text in _COMMON.items() if name != "print_config"]
-    common += [(f"--{name}", text) for name, text in OF_RESTORE.items() if words.task == "restore"]
+    task = signatures["model"]
+    common += [(f"--{name}", task.parameters[name].help) for name in OF_RESTORE if task and words.task == "restore"]
     shown = [DATA, *(["predictions"] if command == "predict" and signatures["predictions"] else [])]
     shown += [NETWORK] if command == "fit" else []
     lines = [f"usage: farfield {command} --config RECIPE [options]", "", "options:", *list_entries(common)]

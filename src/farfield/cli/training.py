@@ -106,8 +106,8 @@ class Training(LightningCLI):
             parser.set_defaults({"checkpoint.save_on_train_epoch_end": True})
         if self.task == "restore":
             types = (str | None, Literal["skip"] | bool, Tiles | list[int] | int | None)
-            for (name, text), kind, default in zip(OF_RESTORE.items(), types, (None, False, None), strict=True):
-                parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+            for name, kind, default in zip(OF_RESTORE, types, (None, False, None), strict=True):
+                parser.add_argument(f"--{name}", type=kind, default=default)
                 parser.link_arguments(name, f"model.{name}")
         parser.set_defaults(
             {

@@ -66,8 +66,8 @@ class StackPairs(Loading):
             `root`, which then is one of these, or has a folder of tests.
 
     Raises:
-        FolderError: If `patch` is out of range, or neither `root` nor `predict` is given. In `setup` and while stacks are read, for a folder or file that cannot
-            be trained on, tested or predicted; the error names it.
+        FolderError: If `patch` is out of range, or neither `root` nor `predict` is given. In `setup` and while stacks
+            are read, for a folder or file that cannot be trained on, tested or predicted; the error names it.
     """
 
     def __init__(
