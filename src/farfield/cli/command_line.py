@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ _FORMATS = {
 }
 # Type in a signature -> what converts a word to it, and what stands for it in the help.
 _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "int": (values.parse_count, "N"),
-    "Index": (values.parse_index, "N"),
+    "int": (partial(values.parse_whole, least=1), "N"),
+    "Index": (values.parse_whole, "N"),
     "float": (values.parse_number, "NUMBER"),
     "str": (str, "NAME"),
     "Path": (Path, "PATH"),
     "Size": (values.parse_size, "56,56"),
-    "Side": (values.parse_side, "N"),
+    # Pages of longer grids take more than 2 MB and react slowly.
+    "Side": (partial(values.parse_whole, least=2, most=64), "N"),
     "Bytes": (values.parse_bytes, "8GiB"),
     "Device": (values.parse_device, "DEVICE"),
     "Pixel": (values.parse_pixel, "ROW,COLUMN"),

@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from farfield.cli.command_line import HELP, CommandLineError, explain_word, list_entries
 from farfield.cli.configuration import load_plain
 from farfield.cli.recipes import find_configuration, recipe_files
-from farfield.cli.signatures import REQUIRED, Signature, accepts, list_classes, read_signature
+from farfield.cli.signatures import REQUIRED, Signature, accepts, read_signature
 from farfield.cli.values import no_such, parse_bytes
 
 
@@ -299,7 +299,8 @@ def _data(name: str) -> str:
     """Return the full name of a class of data; one without a dot is farfield's."""
     if not name.isidentifier() or Path(name).is_file():
         return name
-    classes = list_classes("farfield.data", "Loading")
+    paths = (*(task.data for task in TASKS.values()), "farfield.data.classify.Digits")
+    classes = {path.rpartition(".")[2]: path for path in paths}
     if name not in classes:
         fix = "fix: its name if farfield has it, such as ImageFolders, else its full path, package.module.Class."
         raise CommandLineError(f"data: {no_such('class', name, classes)[:-1]}; {fix}")

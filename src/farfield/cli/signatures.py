@@ -57,26 +57,7 @@ def read_signature(path: str) -> Signature | None:
     """
     module, _, name = path.rpartition(".")
     file = _find_source(module)
-    return None if file is None else _read_name(module, file, name)
-
-
-def list_classes(package: str, base: str) -> dict[str, str]:
-    """Return the full names of the classes with this base that the modules of a package define, by their names."""
-    folder = _find_source(package)
-    files = sorted(folder.parent.glob("*.py")) if folder else []
-    return {
-        node.name: f"{package}.{file.stem}.{node.name}"
-        for file in files
-        for node in _parse(file).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-        if _has_base(file, node, base)
-    }
-
-
-def _has_base(file: Path, node: ast.ClassDef, base: str) -> bool:
-    names = [ast.unparse(each) for each in node.bases]
-    above = [each for each in _parse(file).body if isinstance(each, ast.ClassDef) and each.name in names]
-    return base in names or any(_has_base(file, each, base) for each in above)
+    return None if file is None else _read_name(file, name)
 
 
 @cache
@@ -97,18 +78,16 @@ def _find_source(module: str) -> Path | None:
     return next((each for each in (path, path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
 
 
-def _read_name(module: str, file: Path, name: str) -> Signature | None:
+def _read_name(file: Path, name: str) -> Signature | None:
     for node in _parse(file).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return _read_function(node, ast.get_docstring(node) or "")
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return _read_class(module, file, node)
-        if isinstance(node, ast.ImportFrom) and (
-            found := [each for each in node.names if (each.asname or each.name) == name]
-        ):
-            package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-            parent = ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
-            return read_signature(".".join(filter(None, [parent, node.module, found[0].name])))
+            return _read_class(file, node)
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            for each in node.names:
+                if name == (each.asname or each.name):
+                    return read_signature(f"{node.module}.{each.name}")
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name and isinstance(node.value, ast.Call):
             return _read_made(file, ast.unparse(node.value.func))
     return None
@@ -121,11 +100,11 @@ def _read_made(file: Path, maker: str) -> Signature | None:
     return _read_function(made[-1], "") if made else None
 
 
-def _read_class(module: str, file: Path, node: ast.ClassDef) -> Signature | None:
+def _read_class(file: Path, node: ast.ClassDef) -> Signature | None:
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
             return _read_function(each, f"{ast.get_docstring(node) or ''}\n{ast.get_docstring(each) or ''}")
-    bases = (_read_name(module, file, ast.unparse(base)) for base in node.bases)
+    bases = (_read_name(file, ast.unparse(base)) for base in node.bases)
     return next(filter(None, bases), None)
 
 

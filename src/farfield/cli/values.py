@@ -54,17 +54,10 @@ def no_such(what: str, name: str, names: Iterable[str], command: str = "farfield
     return f'no {what} "{name}"{hint}'
 
 
-def parse_count(text: str) -> int:
-    """Convert a word to a whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
-def parse_index(text: str) -> int:
-    """Convert a word to a whole number from 0."""
-    if not text.isdecimal():
-        raise ValueError(f"{text!r} is not a whole number from 0")
+def parse_whole(text: str, least: int = 0, most: int | None = None) -> int:
+    """Convert a word to a whole number within limits."""
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        raise ValueError(f"{text!r} is not a whole number from {least}{'' if most is None else f' to {most}'}")
     return int(text)
 
 
@@ -74,13 +67,6 @@ def parse_number(text: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
-
-
-def parse_side(text: str) -> int:
-    """Convert a word to a length from 2 to 64: pages of longer grids take more than 2 MB and react slowly."""
-    if not text.isdecimal() or not 2 <= int(text) <= 64:
-        raise ValueError(f"{text!r} is not a whole number from 2 to 64")
-    return int(text)
 
 
 def parse_size(text: str) -> Size:
