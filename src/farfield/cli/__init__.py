@@ -188,7 +188,6 @@ def _short_warnings() -> Iterator[None]:
 
 
 def _stop(status: int, message: str = "") -> None:
-    """Exit with a status, after a message on stderr."""
     if message:
         print(message, file=sys.stderr)
     raise SystemExit(status)

@@ -91,6 +91,5 @@ def section(file: Path, values: dict[str, Any], name: str, place: str = "") -> d
 
 
 def _kind(value: Any) -> str:
-    """Return the type and the shortened value, for an error."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) < 50 else f'{text[:50]}…'}"

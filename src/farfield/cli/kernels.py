@@ -24,7 +24,6 @@ def show_kernels() -> Table:
 
 
 def _describe_blocks() -> str:
-    """Return what the sizes of blocks depend on."""
     from farfield.ops.fast import kernels
 
     if not kernels.run():

@@ -84,7 +84,6 @@ class Measurements:
         return Setting(name, channels, heads, OPERATORS[name].projections(project), batch, size)
 
     def _those_that_fit(self, settings: list[Setting]) -> list[Setting]:
-        """Return the settings that fit into the free memory, and warn of each other one."""
         free, fit = free_bytes(torch.device(self.device)), []
         for setting, need in zip(settings, needs(settings, training=self.backward, device=None), strict=True):
             if need.bytes <= free:
@@ -99,7 +98,6 @@ class Measurements:
         return fit
 
     def _warn_of_minutes(self, settings: list[Setting]) -> None:
-        """Estimate how long large grids take, and warn of minutes."""
         if max((setting.cost().macs for setting in settings), default=0) < MANY_MACS or not settings:
             return
         # A turn has a pass that is not timed; before the turns there are two, and one each for memory and the response.
@@ -118,7 +116,6 @@ class Measurements:
             )
 
     def _measure_grid(self, grid: torch.Tensor, names: list[str]) -> list[Row]:
-        """Measure the operators on one grid, in turns with a copy of the grid."""
         channels, batch, heads, project = self.attention
         table = table_for(tuple(grid.shape[2:]), channels, batch=batch, heads=heads, project=project)
         attentions = {name: self._build(name) for name in names}

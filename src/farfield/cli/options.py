@@ -217,7 +217,6 @@ def _list_group(group: str, signatures: Mapping[str, Signature | None]) -> list[
 
 
 def _names(words: Words, signatures: Mapping[str, Signature | None]) -> Iterator[str]:
-    """Yield the names of all options, such as "trainer.max_epochs"."""
     yield from (*_COMMON, *_UNLISTED, *_GROUPS)
     if words.task == "restore":
         yield from OF_RESTORE
@@ -241,7 +240,6 @@ def _explain(name: str, group: str, names: Sequence[str], is_flag: bool) -> str:
 
 
 def _split(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each option."""
     rest = list(words)
     while rest:
         word = rest.pop(0)

@@ -72,7 +72,6 @@ def write_table(table: Table) -> None:
 
 
 def _format_value(column: Column, row: Row) -> str:
-    """Return a value of a row as text, empty for None."""
     value = row.get(column.key)
     return "" if value is None else column.text(value)
 

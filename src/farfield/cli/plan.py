@@ -78,12 +78,10 @@ def plan_operators(
 
 
 def _duration(seconds: float) -> str:
-    """Format seconds, as milliseconds below 1."""
     return f"{seconds:,.1f}s" if seconds >= 1 else milliseconds(seconds)
 
 
 def _table_row(plan: Plan) -> Row:
-    """Return the raw values of one operator, under the keys of `plan_table`'s columns."""
     row: Row = {"operator": plan.operator, "fits": plan.fits}
     for key, needs in (("forward", plan.forward), ("training", plan.training)):
         row |= {f"macs_{key}": needs.macs, f"bytes_{key}": needs.bytes, f"seconds_{key}": needs.seconds}

@@ -54,7 +54,6 @@ def run_training(command: str, options: Sequence[str], words: Words) -> None:
 
 
 def _import_class(path: str) -> Any:
-    """Import a class by its full name."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 

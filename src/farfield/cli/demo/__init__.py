@@ -58,8 +58,6 @@ class _Update(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """What `farfield demo` is run with: its options."""
-
     output: Path
     epochs: int
     seed: int
@@ -152,7 +150,6 @@ def _leave_with_parent() -> None:
 
 
 def _train(name: str, options: _Settings) -> Row:
-    """Train one network, save it, and evaluate it on the held-out digits."""
     seed_everything(options.seed, verbose=False)
     network = models.MODELS[name](num_classes=10, width=options.width, strides=_STRIDES)
     task = Classify(network, **_SETTINGS)
@@ -207,7 +204,6 @@ def _costs(name: str, network: torch.nn.Module) -> Row:
 
 
 def _trained_table(rows: list[Row]) -> Table:
-    """Return the table of the trained networks."""
     columns = [
         Column("network", "network", left=True),
         Column("accuracy", "held-out accuracy", percent),
@@ -220,7 +216,6 @@ def _trained_table(rows: list[Row]) -> Table:
 
 
 def _full_table(rows: list[Row]) -> Table:
-    """Return the table of the full networks, beside the numbers of the paper."""
     columns = [
         Column("network", "network", left=True),
         Column("full_weights", "weights", "{:,}".format),
@@ -232,7 +227,6 @@ def _full_table(rows: list[Row]) -> Table:
 
 
 def _measure_grid(side: int) -> list[Row]:
-    """Measure the four operators on one grid."""
     torch.manual_seed(0)
     grid = torch.randn(8, 8, side, side)
     printed = {name: row for (name, length), row in KAN_TABLE_2.items() if length == side}
@@ -255,7 +249,6 @@ def _measure_grid(side: int) -> list[Row]:
 
 
 def _table_2(rows: list[Row]) -> Table:
-    """Return the table of the measured numbers, beside those of the paper."""
     columns = [
         Column("grid", "grid", left=True),
         Column("operator", "operator", left=True),
@@ -301,5 +294,4 @@ def _one_thread() -> Iterator[None]:
 
 
 def _clock(seconds: float) -> str:
-    """Format a duration as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -72,7 +72,6 @@ def _panel(name: str, grid: Tensor, position: Sequence[int]) -> _Panel:
 
 
 def _draw(photograph: NDArray[np.float64], panels: Sequence[_Panel], position: Sequence[int]) -> Figure:
-    """Draw the panels in two rows, the photograph first."""
     columns = (len(panels) + 2) // 2
     figure = Figure(figsize=(4.15 * columns, 8.7), dpi=150)
     axes = figure.subplots(2, columns).ravel()
@@ -93,7 +92,6 @@ def _draw(photograph: NDArray[np.float64], panels: Sequence[_Panel], position: S
 
 
 def _show_photograph(axis: Axes, photograph: NDArray[np.float64], position: Sequence[int], size: Sequence[int]) -> None:
-    """Show the photograph with the marked position."""
     axis.imshow(photograph)
     _mark(axis, photograph, position, size)
     axis.set_axis_off()
@@ -120,7 +118,6 @@ def _show_panel(axis: Axes, photograph: NDArray[np.float64], one: _Panel, positi
 
 
 def _mark(axis: Axes, photograph: NDArray[np.float64], position: Sequence[int], size: Sequence[int]) -> None:
-    """Draw a ring around the query position."""
     y, x = (
         (index + 0.5) * length / side for index, length, side in zip(position, photograph.shape, size, strict=False)
     )
@@ -129,7 +126,6 @@ def _mark(axis: Axes, photograph: NDArray[np.float64], position: Sequence[int], 
 
 
 def _label(axis: Axes, name: str, price: str, caption: str) -> None:
-    """Write the name and the cost above a panel, and the caption below it."""
     axis.text(0, 1.04, name, color=_INK, fontsize=14, weight="bold", transform=axis.transAxes)
     axis.text(1, 1.04, price, color=_ACCENT, fontsize=11, ha="right", transform=axis.transAxes)
     axis.text(0, -0.13, caption, color=_FAINT, fontsize=11, transform=axis.transAxes)

@@ -48,7 +48,6 @@ def render(content: PageContent) -> str:
 
 
 def _source(name: str) -> str:
-    """Return a file of this folder."""
     return (_HERE / name).read_text(encoding="utf-8")
 
 
@@ -107,7 +106,6 @@ def _encode(tensor: Tensor) -> dict[str, Any]:
 
 
 def _jpeg(content: PageContent) -> str:
-    """Return the photograph as JPEG in base64."""
     image = Image.fromarray(content.photograph)
     image.thumbnail((_SHOWN, _SHOWN))
     file = io.BytesIO()

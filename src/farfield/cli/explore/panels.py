@@ -90,7 +90,6 @@ def panels_of_features(image: Path | None, operators: Sequence[str], longer: int
 
 
 def _panel_of_features(name: str, grid: Tensor) -> HeadPanel:
-    """Return the panel of one operator without projections."""
     module = GridAttention(grid.shape[1], name)
     if module.weight is not None:
         # Nothing is trained here: the principal direction of the features replaces the learned vector.

@@ -111,7 +111,6 @@ def show_maps(  # noqa: PLR0913  (the options of a command)
 
 
 def _pair(indices: Sequence[int]) -> str:
-    """Format a pixel or a position as on the command line."""
     return f"{indices[0]},{indices[1]}"
 
 
@@ -124,7 +123,6 @@ _LONG = ("row", "mask", "scales")
 
 
 def _print_view(view: View, output: Path, json: bool) -> None:
-    """Write the figure, if there is one, and print the numbers."""
     notes = list(view.notes)
     if view.figure is not None:
         write(view.figure, output)

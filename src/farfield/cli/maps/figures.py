@@ -129,7 +129,6 @@ def _add_colour_bar(figure: Figure, axes: np.ndarray, heats: Sequence[Heat], ful
 
 
 def _mark(axis: Axes, heat: Heat) -> None:
-    """Mark the pixel of the query."""
     if heat.pixel is not None:
         row, column = heat.pixel
         axis.plot(column + 0.5, row + 0.5, "o", markersize=7, color=heat.colour, markeredgecolor="white", clip_on=False)

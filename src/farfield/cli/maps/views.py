@@ -193,14 +193,12 @@ def _position_of(pixel: tuple[int, int], photograph: Photograph, layer: Layer) -
 
 
 def _check_head(name: str, layer: Layer, head: int | None) -> None:
-    """Raise for a head that a layer does not have."""
     heads = layer.attention.heads
     if head is not None and head >= heads:
         raise ValueError(f"--head {head}: {name} has {heads}; fix: --head 0 to {heads - 1}, or leave it out.")
 
 
 def _extremes(weights: Tensor) -> Row:
-    """Return the sum, the smallest and the largest of the weights."""
     return {"sum": float(weights.sum()), "smallest": float(weights.min()), "largest": float(weights.max())}
 
 
@@ -211,7 +209,6 @@ def _span(weights: Tensor) -> str:
 
 
 def _describe(name: str, layer: Layer) -> str:
-    """Return the name, the operator and the size of a layer as text."""
     return f"{name} · {layer.attention.operator_name} · {joined(list(_size_of(layer)))} positions"
 
 
@@ -237,7 +234,6 @@ def show_masks(
 
 
 def _select_slots(masks: Tensor, head: int | None, slots: list[int] | None) -> list[tuple[int, int]]:
-    """Return the pairs of head and slot that are shown."""
     heads, every = masks.shape[:2]
     for slot in slots or []:
         if slot >= every:
