@@ -288,8 +288,8 @@ def arrange(file: Path, array: Any, metadata: ImageMetadata, channel: int | Sequ
     place = axes.find("C")
     count = array.shape[place] if place >= 0 else 1
     # An index of any type, such as NumPy's, or several.
-    several = range(count) if channel is None else [channel] if np.ndim(channel) == 0 else channel
-    chosen = [operator.index(each) for each in several]
+    given: Any = range(count) if channel is None else channel
+    chosen = [operator.index(each) for each in ([given] if np.ndim(given) == 0 else given)]
     if not chosen or any(not 0 <= each < count for each in chosen):
         raise ValueError(
             f'open_volume: "{file}" has {count} channels, got channel={channel}; fix: a number from 0 to {count - 1}.'
