@@ -461,7 +461,7 @@ SHARED_MODULES = {
     *("axes", "kernels"),  # ops and their fast form or their command
     *("api", "checks", "masks"),  # insertion._insert.checks and nn.checks, for example
     *("layers", "plan"),  # of streaming, beside maps.layers and cli.plan
-    *("planning", "patches"),  # of streaming, beside cost.planning and data.patches
+    "planning",  # of streaming, beside cost.planning
 }
 
 
