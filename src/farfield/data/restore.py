@@ -51,8 +51,7 @@ class StackPairs(Loading):
     Batches are `(sources, targets)`, normalised; tests and predictions are whole stacks, not normalised.
 
     Args:
-        root: The folder, or an npz file; to predict also a TIFF file, a zarr array, an image of OME-Zarr, or a folder
-            of these.
+        root: The folder, or an npz file. It may be left out where `predict` is given.
         patch: Size of a training patch, `[z, y, x]`, or `[y, x]` for images.
         batch_size: Patches per batch, on each device.
         steps_per_epoch: Batches per epoch, on each device; None for every patch once.
@@ -63,15 +62,17 @@ class StackPairs(Loading):
         channel: Index of the channel to read from files of several; files of one channel are read as they are. To
             predict also a list: each of these channels is restored by itself.
         workers: Loader processes; 0 loads in the main process.
+        predict: What is restored: a TIFF file, a zarr array, an image of OME-Zarr, or a folder of these; None restores
+            `root`, which then is one of these, or has a folder of tests.
 
     Raises:
-        FolderError: If `patch` is out of range. In `setup` and while stacks are read, for a folder or file that cannot
-            be trained on, tested or predicted; the error names it.
+        FolderError: If `patch` is out of range, or neither `root` nor `predict` is given. In `setup` and while stacks
+            are read, for a folder or file that cannot be trained on, tested or predicted; the error names it.
     """
 
     def __init__(
         self,
-        root: str,
+        root: str | None = None,
         *,
         patch: Sequence[int] = (16, 64, 64),
         batch_size: int = 16,
@@ -82,13 +83,18 @@ class StackPairs(Loading):
         axes: str | None = None,
         channel: list[int] | int | None = None,
         workers: int = 2,
+        predict: str | None = None,
     ) -> None:
         super().__init__(batch_size, workers, DRAW)
+        if root is None and predict is None:
+            raise FolderError("StackPairs: give root, a folder of pairs, or predict, the stacks to restore.")
         if len(patch) not in (2, 3) or any(side < 1 for side in patch):
             raise FolderError(
                 f"StackPairs: patch must be two or three numbers, [y, x] or [z, y, x], got {list(patch)}."
             )
-        self.root, self.patch = Path(root), patch
+        # Without a root, what is restored takes its place, which only predicting reads.
+        self.root, self.patch = Path(root or predict or ""), patch
+        self.has_root, self.predict = root is not None, None if predict is None else Path(predict)
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
         self.patches_per_stack, self.sources, self.target = patches_per_stack, list(sources), target
         self.axes, self.channel = axes, channel
@@ -96,8 +102,11 @@ class StackPairs(Loading):
 
     def setup(self, stage: str) -> None:
         """Read the pairs of train and val, or list those of test or those to predict."""
-        if not self.root.exists():
-            raise FolderError(f"StackPairs: there is no {self.root}.")
+        read = self.predict or self.root if stage == "predict" else self.root
+        if stage != "predict" and not self.has_root:
+            raise FolderError(f"StackPairs: {stage} needs root, a folder of pairs; fix: --data.root.")
+        if not read.exists():
+            raise FolderError(f"StackPairs: there is no {read}.")
         if stage in ("fit", "validate"):
             self._read_training()
         elif stage == "test":
@@ -200,17 +209,16 @@ class StackPairs(Loading):
 
     def _predictions(self) -> Dataset[Any]:
         """Return the stacks to restore, read on access, each with its path and its name."""
-        single = self.root.is_file() or is_zarr(self.root)
-        files = [self.root] if single else volumes_in(self.root)
-        test = None if files else self._folder("test", "test_data")
+        place = self.predict or self.root
+        single = place.is_file() or is_zarr(place)
+        files = [place] if single else volumes_in(place)
+        test = None if files or self.predict else self._folder("test", "test_data")
         if test is not None:
             files = [path for source in self.sources for path in volumes_in(test / source)]
         if not files:
-            raise FolderError(
-                f"StackPairs: {self.root} has no TIFF files to restore, .tif or .tiff, and no zarr folders."
-            )
+            raise FolderError(f"StackPairs: {place} has no TIFF files to restore, .tif or .tiff, and no zarr folders.")
         self._inputs = [part for path in files for part in files_of(path)]
-        above = test or (self.root.parent if single else self.root)
+        above = test or (place.parent if single else place)
         return Listed([(path, str(path.relative_to(above))) for path in files], self._prediction)
 
     def _prediction(self, entry: tuple[Path, str]) -> tuple[Any, str, str]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from farfield._checks import unknown
+from farfield._checks import install_command, unknown
 from farfield.models.bert import Bert, bert_base, bert_large, bert_small
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
@@ -294,6 +294,9 @@ def register_timm() -> list[str]:
     Returns:
         The names.
 
+    Raises:
+        ImportError: If timm is not installed.
+
     Example:
         >>> import timm
         >>> from farfield import models
@@ -301,7 +304,11 @@ def register_timm() -> list[str]:
         >>> timm.create_model("kanet_qkv", features_only=True, output_stride=16).feature_info.reduction()
         [2, 4, 8, 16, 16]
     """
-    import timm.models
+    try:
+        import timm.models
+    except ModuleNotFoundError as error:
+        fix = install_command("timm")
+        raise ImportError(f"models.register_timm: timm is not installed; fix: {fix}", name="timm") from error
 
     for name in CLASSIFIERS:
         if not (timm.models.is_model(name) and timm.models.model_entrypoint(name).__module__ == __name__):

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from farfield._checks import shape_error
 from farfield._outputs import check_not_input, output_path
+from farfield.streaming import Tiles
 from farfield.tasks.checkpoints import check_same_network
 from farfield.tasks.metrics import EPSILON, care_metrics
 from farfield.tasks.replay import Replay
@@ -48,8 +49,9 @@ class Restore(LightningModule):
             several stacks, or without a suffix, it is a folder. None writes `<name>-restored.tif` beside each stack,
             and `<name>-restored.zarr` beside a zarr folder; names with `.ome` keep that.
         overwrite: Whether existing files are replaced; "skip" keeps them and continues with the other stacks.
-        tile: Size of the tiles that are restored at a time, one number or one per spatial dim; None for the largest
-            that memory allows. The result does not depend on it.
+        tile: Size of the tiles that are restored at a time, one number or one per spatial dim, or `streaming.Tiles`,
+            which also has memory and disk (--tile.size 64 --tile.disk 20G); None for the largest that memory allows.
+            The result does not depend on it.
 
     Raises:
         ShapeError: In the first batch, if the network's outputs do not have the shape of the targets, or with the loss
@@ -63,6 +65,9 @@ class Restore(LightningModule):
         torch.Size([2, 1, 4, 8, 8])
     """
 
+    # Whether a prediction that was stopped goes on where it was, when the same command runs again.
+    resumes = True
+
     def __init__(
         self,
         network: nn.Module,
@@ -74,7 +79,7 @@ class Restore(LightningModule):
         patience: int = 10,
         output: str | None = None,
         overwrite: Literal["skip"] | bool = False,
-        tile: list[int] | int | None = None,
+        tile: Tiles | list[int] | int | None = None,
     ) -> None:
         super().__init__()
         # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
@@ -128,8 +133,8 @@ class Restore(LightningModule):
             return f"{output} (skipped: it exists)"
         if output.exists() and not self.overwrite:
             raise FileExistsError(
-                f"farfield predict: {output} exists; fix: another output, overwrite=true to replace it, or "
-                "overwrite=skip to go on with the other stacks."
+                f"farfield predict: {output} exists; fix: another --output, --overwrite true to replace it, or "
+                "--overwrite skip to go on with the other stacks."
             )
         inputs = inputs_of(self.trainer) if self._trainer is not None else []
         check_not_input("farfield predict", output, [Path(path), *inputs])

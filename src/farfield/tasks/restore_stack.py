@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from farfield.streaming import predict_whole
+from farfield.streaming import Tiles, predict_whole
 from farfield.streaming.progress import write_whole
 from farfield.volumes import ImageMetadata
 from farfield.volumes.aliasing import refuse_aliasing
@@ -67,7 +68,7 @@ def restore(
     network: nn.Module,
     stack: Any,
     *,
-    tile: int | Sequence[int | None] | None = None,
+    tile: Tiles | int | Sequence[int | None] | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
     quiet: bool = True,
@@ -86,7 +87,7 @@ def restore(
             eval mode. The scales of a probabilistic network are dropped.
         stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)` or `(y, x)`, or `(channels, …)`.
         tile: Size of the tiles that are written at a time: one number, or one per spatial dim, None for those that are
-            not cut; by default the largest that memory allows. Not used with `project`.
+            not cut, or `streaming.Tiles`; by default the largest that memory allows. Not used with `project`.
         out: A path ending in .tif, .ome.tif, .zarr or .ome.zarr, for results that do not fit in memory; None returns an
             array.
         overwrite: Whether an existing file is replaced.
@@ -123,9 +124,10 @@ def restore(
         channels = [AxesView(array, kept, {0: [channel]}) for channel in range(stack.shape[0])]
     scaled = ScaledNetwork(network, [grey_levels(channel) for channel in channels]).eval()
     if not hasattr(network, "project"):
-        each = tile if isinstance(tile, Sequence) else [tile] * len(multiples)
+        given = tile if isinstance(tile, Tiles) else Tiles(tile)
         # Always a sequence: its length gives the number of spatial dims, which the network's first layer may not give.
-        tiles = None if tile is None else list(each)
+        size = [given.size] * len(multiples) if isinstance(given.size, int) else given.size
+        tiles = None if tile is None else replace(given, size=size)
         return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
     if out is None:
         return projected(scaled, stack, multiples)
