@@ -97,8 +97,8 @@ def test_memory(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--size 4", "--channels must be given"),
-        ("--channels 8", "--size must be given"),
+        ("--size 4", "required: --channels"),
+        ("--channels 8", "required: --size"),
         (
             "--channels 8 --size 4 --memory lots",
             "--memory: 'lots' is not a memory size: a number and a unit, such as 24G",

@@ -279,7 +279,7 @@ def test_predict_reads_data_predict_as_the_other_tasks_do(tmp_path: Path) -> Non
     np.testing.assert_allclose(tifffile.imread("new.tif"), tifffile.imread("old.tif"), rtol=1e-4)
     with pytest.raises(FolderError, match=r"there is no .*nowhere"):
         farfield("predict", **SMALL, data__predict=tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"^overwrite: 'maybe' is not of its type, "):
+    with pytest.raises(ValueError, match=r"overwrite.*maybe"):
         farfield("predict", **SMALL, data__predict=stack, overwrite="maybe")
 
 

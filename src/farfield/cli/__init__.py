@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from farfield import __version__
-from farfield.cli.command_line import HELP, CommandLineError, announce, describe, list_entries, parse
+from farfield.cli.command_line import FORMATS, Parser, announce, build_parser
 from farfield.cli.signatures import Signature, read_signature
-from farfield.cli.values import no_such
+from farfield.cli.values import CommandLineError, no_such
 
 
 class Command(NamedTuple):
@@ -86,39 +86,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(command: str, arguments: list[str]) -> None:
     """Run what the first word names: a command, or an option of `farfield` itself."""
-    if command in ("", *HELP):
-        print(_describe_commands())
-    elif command == "--version":
-        print(f"farfield {__version__}")
-    elif command.startswith("-"):
-        raise CommandLineError(no_such("option", command, ["--help", "--version", "--debug"], "farfield"))
-    elif command not in COMMANDS:
-        raise CommandLineError(no_such("command", command, COMMANDS, "farfield"))
-    else:
+    if command in COMMANDS:
         dispatch(command, arguments)
-    if command in ("--version", *HELP):
-        raise SystemExit(0)
+    elif command and not command.startswith("-"):
+        raise CommandLineError(no_such("command", command, COMMANDS))
+    else:
+        parser = _build_own_parser()
+        parser.parse([command, *arguments] if command else [])
+        parser.print_help()
 
 
-def _describe_commands() -> str:
-    options = {"--help": "show this help", "--version": "show the version", "--debug": "show the traceback of an error"}
-    return "\n".join(
-        [
-            "usage: farfield <command> [options]",
-            "",
-            "Global attention for grids of any number of spatial dims, at a cost that grows with the grid.",
-            "",
-            "commands:",
-            *list_entries(
-                [(name, _SUMMARIES.get(name) or _read(command).summary) for name, command in COMMANDS.items()]
-            ),
-            "",
-            "options:",
-            *list_entries(list(options.items())),
-            "",
-            "farfield <command> --help lists a command's options.",
-        ]
+def _build_own_parser() -> Parser:
+    """Build the parser of `farfield` without a command, which lists the commands."""
+    parser = Parser(
+        prog="farfield",
+        description="Global attention for grids of any number of spatial dims, at a cost that grows with the grid.",
+        usage="farfield <command> [options]",
+        epilog="farfield <command> --help lists a command's options.",
     )
+    commands = parser.add_argument_group("commands")
+    for name, command in COMMANDS.items():
+        commands.add_argument(name, nargs="?", help=_SUMMARIES.get(name) or _read(command).summary)
+    parser.add_argument("--version", action="version", version=f"farfield {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
 
 
 def dispatch(name: str, words: list[str]) -> None:
@@ -128,18 +119,17 @@ def dispatch(name: str, words: list[str]) -> None:
         _call(command, [name, *words])
         return
     signature = _read(command)
-    if any(word in HELP for word in words):
-        print(describe(f"farfield {name}", signature))
-        raise SystemExit(0)
-    arguments = parse(f"farfield {name}", signature, words)
+    arguments = build_parser(f"farfield {name}", signature).parse(words)
     if command.extra:
         announce(name)
-    formats = {key: arguments.pop(key) for key in ("json", "csv") if key in arguments and signature.returns == "Table"}
+    if signature.returns != "Table":
+        _call(command, **arguments)
+        return
+    formats = {key: arguments.pop(key) for key in FORMATS if key in arguments}
     table = _call(command, **arguments)
-    if table is not None:
-        from farfield.cli.output import show
+    from farfield.cli.output import show
 
-        show(table, **formats)
+    show(table, **formats)
 
 
 def _read(command: Command) -> Signature:

@@ -1,29 +1,28 @@
-"""The options of a command, which are the parameters of its function: parsed, and listed by `--help`.
+"""The options of a command, which are the parameters of its function: an `argparse` parser is made from its signature.
 
-A parameter that may be given by position is a word of the command line, the others are options: `--name value`,
-`--name=value`; a flag for `bool`, one that may be given several times for `list[…]`.
+A parameter that may be given by position is a word of the command line, the others are options: a flag for `bool`, one
+that may be given several times for `list[…]`.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from farfield.cli import values
 from farfield.cli.signatures import REQUIRED, Parameter, Signature
-from farfield.cli.values import SHOWN, no_such
+from farfield.cli.values import SHOWN, CommandLineError, no_such
 
-HELP = ("-h", "--help")
-# The parameters of commands that return a table.
-_FORMATS = {
-    "json": "print a JSON list with one object per row, raw values",
-    "csv": "print comma-separated raw values",
+# The options of commands that return a table.
+FORMATS = {
+    "json": Parameter("json", "bool", "False", "Print a JSON list with one object per row, raw values.", False),
+    "csv": Parameter("csv", "bool", "False", "Print comma-separated raw values.", False),
 }
 # Type in a signature -> what converts a word to it, and what stands for it in the help.
 _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -41,74 +40,72 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 
 
-class CommandLineError(ValueError):
-    """Raised for a word of a command line that is wrong."""
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line each, with the names that are nearest to one that there is not."""
+
+    def __init__(self, **options: Any) -> None:
+        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+        form = partial(argparse.RawDescriptionHelpFormatter, width=width, max_help_position=32)
+        super().__init__(**options, formatter_class=form, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error as one line, which `farfield` prints; it ends with status 2."""
+        raise CommandLineError(message)
+
+    def parse(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments that a command line gives, without defaults."""
+        options = [flag for action in self._actions for flag in action.option_strings if flag != "-h"]
+        for word in words:
+            if word.startswith("--") and word.partition("=")[0] not in options:
+                # Before argparse, which would first ask for the required options, or for another value.
+                raise CommandLineError(explain_word(word, self.prog, options))
+        found, rest = self.parse_known_args(words)
+        if rest:
+            raise CommandLineError(explain_word(rest[0], self.prog, options))
+        return vars(found)
+
+
+def build_parser(command: str, signature: Signature) -> Parser:
+    """Build the parser of a command."""
+    parser = Parser(prog=command, description=signature.text)
+    options = signature.parameters | (FORMATS if signature.returns == "Table" else {})
+    formats = parser.add_mutually_exclusive_group() if options.keys() >= FORMATS.keys() else parser
+    for name, option in options.items():
+        _add_option(formats if name in FORMATS else parser, option)
+    return parser
+
+
+def _add_option(group: Any, option: Parameter) -> None:
+    flag = f"--{option.name.replace('_', '-')}"
+    settings: dict[str, Any] = {"help": help_text(option), "default": argparse.SUPPRESS}
+    if option.kind == "bool":
+        group.add_argument(flag, action="store_true", **settings)
+        return
+    is_list = option.kind.startswith("list[")
+    convert, metavar = _KINDS[option.kind[5:-1] if is_list else option.kind]
+    if option.is_positional:
+        group.add_argument(option.name, type=convert, nargs="?", **settings)
+    else:
+        settings |= {"action": "append" if is_list else "store", "required": option.default == REQUIRED}
+        group.add_argument(flag, type=convert, metavar=metavar, **settings)
+
+
+def help_text(option: Parameter) -> str:
+    """Return the text of an option and its default, for a help of argparse."""
+    if option.default in ("None", "False", "()", REQUIRED):
+        return option.help.replace("%", "%%")
+    try:
+        default = ast.literal_eval(option.default)
+    except ValueError:
+        default = option.default.removeprefix("Path('").removesuffix("')")
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    return f"{option.help} (default: {shown})".strip().replace("%", "%%")
 
 
 def announce(name: str) -> None:
     """Print on a terminal that a command has started, as its imports take seconds."""
     if sys.stderr.isatty():
         print(f"farfield {name}: loading", file=sys.stderr, flush=True)
-
-
-def parse(command: str, signature: Signature, words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments that a command line gives."""
-    options = {_flag(each): each for each in _options(signature)}
-    places = [each for each in signature.parameters.values() if each.is_positional]
-    found: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        flag, equals, text = rest.pop(0).partition("=")
-        option = options.get(flag)
-        if (
-            option is None
-            and not flag.startswith("-")
-            and len(found.keys() & {each.name for each in places}) < len(places)
-        ):
-            option, equals, text = next(each for each in places if each.name not in found), "=", f"{flag}{equals}{text}"
-        if option is None:
-            raise CommandLineError(explain_word(f"{flag}{equals}{text}", command, options))
-        if option.kind == "bool":
-            found[option.name] = True
-            continue
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise CommandLineError(f"{flag} needs a value; {command} --help explains it.")
-            text = rest.pop(0)
-        is_list, convert, _ = _kind(option)
-        try:
-            value = convert(text)
-        except ValueError as error:
-            raise CommandLineError(f"{_flag(option)}: {error}") from None
-        found[option.name] = [*found.get(option.name, []), value] if is_list else value
-    lacking = [_flag(each) for each in options.values() if each.default == REQUIRED and each.name not in found]
-    if lacking:
-        raise CommandLineError(f"{', '.join(lacking)} must be given; {command} --help explains them.")
-    if found.keys() >= _FORMATS.keys():
-        raise CommandLineError("--json and --csv are two formats of one table; give one of them.")
-    return found
-
-
-def describe(command: str, signature: Signature) -> str:
-    """Return the help of a command."""
-    places = "".join(f" [{each.name.upper()}]" for each in signature.parameters.values() if each.is_positional)
-    entries = [("--help", "Show this help."), *((_usage(each), _help(each)) for each in signature.parameters.values())]
-    entries += [(f"--{name}", text) for name, text in _FORMATS.items() if signature.returns == "Table"]
-    return "\n".join(
-        [f"usage: {command}{places} [options]", "", signature.text, "", "options:", *list_entries(entries)]
-    )
-
-
-def list_entries(entries: Sequence[tuple[str, str]]) -> list[str]:
-    """Format names and their texts in two columns, as wide as the terminal, at most 120."""
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    column = max((len(name) for name, _ in entries if len(name) <= 28), default=0) + 4
-    lines = []
-    for name, text in entries:
-        first = f"  {name}".ljust(column) if len(name) + 4 <= column else f"  {name}\n{'':{column}}"
-        lines.append(textwrap.fill(text, width - column, break_long_words=False) or "")
-        lines[-1] = f"{first}{textwrap.indent(lines[-1], ' ' * column).lstrip()}".rstrip()
-    return lines
 
 
 def explain_word(word: str, command: str, options: Iterable[str]) -> str:
@@ -120,39 +117,6 @@ def explain_word(word: str, command: str, options: Iterable[str]) -> str:
     """
     names = list(options)
     if word.startswith("-"):
-        return no_such("option", word.partition("=")[0], ["--help", *names], command)
+        return no_such("option", word.partition("=")[0], names, command)
     listed = f" ({', '.join(names)})" if 0 < len(names) <= SHOWN else ""
     return f'"{word}" is not the value of an option; fix: the option before it{listed}, or leave it out.'
-
-
-def _options(signature: Signature) -> list[Parameter]:
-    """Return the parameters that are options, and those of the format of a table."""
-    own = [each for each in signature.parameters.values() if not each.is_positional]
-    formats = _FORMATS.items() if signature.returns == "Table" else ()
-    return own + [Parameter(name, ast.Name("bool"), "False", text, False) for name, text in formats]
-
-
-def _kind(option: Parameter) -> tuple[bool, Callable[[str], Any], str]:
-    """Return whether an option may be given several times, what converts its value, and what stands for that."""
-    kind = option.kind
-    is_list = kind.startswith("list[")
-    return is_list, *_KINDS[kind[5:-1] if is_list else kind]
-
-
-def _flag(option: Parameter) -> str:
-    return option.name if option.is_positional else f"--{option.name.replace('_', '-')}"
-
-
-def _usage(option: Parameter) -> str:
-    return _flag(option) if option.is_positional or option.kind == "bool" else f"{_flag(option)} {_kind(option)[2]}"
-
-
-def _help(option: Parameter) -> str:
-    if option.default in ("None", "False", "()", REQUIRED):
-        return option.help + (" (required)" if option.default == REQUIRED else "")
-    try:
-        default = ast.literal_eval(option.default)
-    except ValueError:
-        default = option.default.removeprefix("Path('").removesuffix("')")
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-    return f"{option.help} (default: {shown})"

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from farfield.cli.command_line import HELP, CommandLineError, explain_word, list_entries
+from farfield.cli.command_line import Parser, explain_word, help_text
 from farfield.cli.configuration import load_plain
 from farfield.cli.recipes import find_configuration, recipe_files
-from farfield.cli.signatures import REQUIRED, Signature, accepts, read_signature
-from farfield.cli.values import no_such, parse_bytes
+from farfield.cli.signatures import Signature, read_signature
+from farfield.cli.values import CommandLineError, no_such, parse_bytes
 
 
 class Task(NamedTuple):
@@ -148,29 +148,20 @@ def read_words(words: Sequence[str]) -> Words:
 
 
 def check_words(words: Words) -> None:
-    """Refuse an option or an entry that there is not, and a value of another type, before anything is imported."""
+    """Refuse an option or an entry that there is not, before anything is imported; values are left to Lightning."""
     signatures = words.signatures()
     flags = {name.removesuffix("+") for name, _ in words.given}
-    texts = dict(words.given)
     names = list(_names(words, signatures))
-    for name, value in words.entries.items():
+    for name in words.entries:
         if name.endswith("+") or name in (*PARTS, NETWORK):
             continue
         group = max((each for each in _GROUPS if name.startswith(f"{each}.")), key=len, default="")
-        first, _, below = name.removeprefix(f"{group}.").partition(".")
+        first = name.removeprefix(f"{group}.").partition(".")[0]
         signature = signatures.get(group or ("model" if first in OF_RESTORE else ""))
         if first in _OF_CLASSES or (group and (signature is None or signature.takes_any)):
             continue
         if name not in names and f"{group}.{first}".lstrip(".") not in names:
             raise CommandLineError(_explain(name, group, names, name in flags))
-        if signature is None or below or isinstance(value, dict):
-            continue
-        parameter = signature.parameters[first]
-        if not accepts(parameter.annotation, value) and not accepts(parameter.annotation, texts.get(name)):
-            fix = (
-                "; fix: a list is written [a,b]." if "list[" in parameter.kind or "Sequence[" in parameter.kind else "."
-            )
-            raise CommandLineError(f"{name}: {value!r} is not of its type, {parameter.kind}{fix}")
     if not {NETWORK, DATA} <= words.entries.keys() and not flags & {*PARTS, "config"}:
         raise CommandLineError(_NO_NETWORK)
 
@@ -180,40 +171,28 @@ def describe_options(command: str, words: Words) -> str | None:
     wanted = [name for name, _ in words.given if name in ("help", "h") or name.endswith(".help")]
     if not wanted:
         return None
-    entries = {NETWORK: "farfield.models.kanet", DATA: TASKS[words.task].data} | words.entries
-    given = words._replace(entries=entries)
-    signatures, names = (
-        given.signatures(),
-        {group: str(path).rpartition(".")[2] for group, path in given.paths().items()},
-    )
-    group = wanted[0].removesuffix("help").removesuffix(".")
-    if group:
+    given = words._replace(entries={NETWORK: "farfield.models.kanet", DATA: TASKS[words.task].data} | words.entries)
+    signatures, paths = given.signatures(), given.paths()
+    parser = Parser(prog=f"farfield {command}", usage=f"farfield {command} --config RECIPE [options]")
+    shown = [wanted[0].removesuffix("help").removesuffix(".")]
+    if shown == [""]:
+        task = signatures["model"]
+        of_task = {name: task.parameters[name].help for name in OF_RESTORE if task and words.task == "restore"}
+        for name, text in (_COMMON | of_task).items():
+            parser.add_argument(f"--{name}", metavar="", help=text)
+        shown = [DATA, *["predictions"] * (command == "predict"), *[NETWORK] * (command == "fit")]
+        others = [each for each in _GROUPS if each not in shown and signatures[each]]
+        lines = [f"  farfield {command} --config RECIPE --{each}.help" for each in others]
+        parser.epilog = "\n".join(["and more, which these list:", *lines])
+    for group in shown:
         if group not in signatures:
             raise CommandLineError(no_such("group of options", group, signatures))
-        return "\n".join([f"--{group}: the options of {names[group]}", "", *_list_group(group, signatures)])
-    common = [(f"--{name}", text) for name, text in _COMMON.items() if name != "print_config"]
-    task = signatures["model"]
-    common += [(f"--{name}", task.parameters[name].help) for name in OF_RESTORE if task and words.task == "restore"]
-    shown = [DATA, *(["predictions"] if command == "predict" and signatures["predictions"] else [])]
-    shown += [NETWORK] if command == "fit" else []
-    lines = [f"usage: farfield {command} --config RECIPE [options]", "", "options:", *list_entries(common)]
-    for each in shown:
-        lines += ["", f"of {names[each]}:", *_list_group(each, signatures)]
-    others = [each for each in _GROUPS if each not in shown and signatures[each] is not None]
-    lines += ["", "and more, which these list:"]
-    lines += [f"  farfield {command} --config RECIPE --{each}.help" for each in others]
-    return "\n".join(lines)
-
-
-def _list_group(group: str, signatures: Mapping[str, Signature | None]) -> list[str]:
-    signature = signatures[group]
-    if signature is None:
-        return ["  (its source is not known)"]
-    entries = []
-    for each in signature.parameters.values():
-        default = "" if each.default in (REQUIRED, "None") else f" (default: {each.default})"
-        entries.append((f"--{group}.{each.name}", f"{each.help}{default}".strip()))
-    return list_entries([entry for entry in entries if entry[0] != f"--{NETWORK}"])
+        if signature := signatures[group]:
+            listed = parser.add_argument_group(f"of {str(paths[group]).rpartition('.')[2]}")
+            for each in signature.parameters.values():
+                if f"{group}.{each.name}" != NETWORK:
+                    listed.add_argument(f"--{group}.{each.name}", metavar="", help=help_text(each))
+    return parser.format_help()
 
 
 def _names(words: Words, signatures: Mapping[str, Signature | None]) -> Iterator[str]:
@@ -244,7 +223,7 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     while rest:
         word = rest.pop(0)
         flag, equals, text = word.partition("=")
-        if flag in HELP or flag.endswith(".help") or flag == "--print_config":
+        if flag in ("-h", "--help") or flag.endswith(".help") or flag == "--print_config":
             if not equals and flag.endswith(".help") and rest and not rest[0].startswith("-"):
                 yield flag.removesuffix(".help").lstrip("-"), expand_words([flag.removesuffix(".help"), rest.pop(0)])[1]
             yield flag.lstrip("-"), text

@@ -20,18 +20,13 @@ REQUIRED = "(required)"
 
 
 class Parameter(NamedTuple):
-    """A parameter of a function: its default is the source of it, and its help the text of the docstring."""
+    """A parameter: its type without None and its default, both as in the source, and its text in the docstring."""
 
     name: str
-    annotation: ast.expr
+    kind: str
     default: str
     help: str
     is_positional: bool
-
-    @property
-    def kind(self) -> str:
-        """The type as text, without that of None."""
-        return re.sub(r"(?:typing\.)?Optional\[(.*)\]$", r"\1", ast.unparse(self.annotation)).replace(" | None", "")
 
 
 class Signature(NamedTuple):
@@ -116,7 +111,7 @@ def _read_function(node: ast.FunctionDef, text: str) -> Signature:
     parameters = {
         each.arg: Parameter(
             each.arg,
-            each.annotation or ast.Name("Any"),
+            ast.unparse(each.annotation).replace(" | None", "") if each.annotation else "Any",
             REQUIRED if default is None else ast.unparse(default),
             helps.get(each.arg, ""),
             each in positional,
@@ -147,37 +142,3 @@ def _read_helps(text: str) -> dict[str, str]:
                 current = helps.setdefault(match[1], [])
             current.append(match[2] if match else line.strip())
     return {name: inspect.cleandoc(" ".join(filter(None, lines))) for name, lines in helps.items()}
-
-
-def accepts(annotation: ast.expr, value: Any) -> bool:
-    """Return whether a value of YAML is of a type; a type that is not one of plain values accepts all.
-
-    Example:
-        >>> [accepts(ast.parse("list[int] | None", mode="eval").body, value) for value in ([1, 2], None, "one")]
-        [True, True, False]
-    """
-    text = ast.unparse(annotation)
-    if isinstance(annotation, ast.BinOp):
-        return accepts(annotation.left, value) or accepts(annotation.right, value)
-    if isinstance(annotation, ast.Subscript):
-        inside = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-        match ast.unparse(annotation.value):
-            case "Union":
-                return any(accepts(each, value) for each in inside)
-            case "Optional":
-                return value is None or accepts(inside[0], value)
-            case "Literal":
-                return value in [ast.literal_eval(each) for each in inside]
-            case "list" | "Sequence" | "Iterable":
-                return isinstance(value, list) and all(accepts(inside[0], each) for each in value)
-        return True
-    if text == "float" and isinstance(value, str):
-        try:
-            float(value)
-        except ValueError:
-            return False
-        return True
-    plain: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None)}
-    if text in ("int", "float") and isinstance(value, bool):
-        return False
-    return isinstance(value, plain[text]) if text in plain else True

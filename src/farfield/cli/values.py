@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
 from collections.abc import Iterable
@@ -24,6 +25,10 @@ _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {prefix: 1000**power for power, prefix in enumerate("KMGT", 1)}
 # Nobody has less memory than this; a smaller number without a unit is a number of gigabytes that lacks it.
 _LEAST_BYTES = 2**16
+
+
+class CommandLineError(argparse.ArgumentTypeError, ValueError):
+    """Raised for a word of a command line that is wrong; argparse passes its text on."""
 
 
 class AttentionOptions(NamedTuple):
@@ -57,7 +62,7 @@ def no_such(what: str, name: str, names: Iterable[str], command: str = "farfield
 def parse_whole(text: str, least: int = 0, most: int | None = None) -> int:
     """Convert a word to a whole number within limits."""
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
-        raise ValueError(f"{text!r} is not a whole number from {least}{'' if most is None else f' to {most}'}")
+        raise CommandLineError(f"{text!r} is not a whole number from {least}{'' if most is None else f' to {most}'}")
     return int(text)
 
 
@@ -66,14 +71,14 @@ def parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is not a number") from None
+        raise CommandLineError(f"{text!r} is not a number") from None
 
 
 def parse_size(text: str) -> Size:
     """Convert a word to the size of a grid, such as 56,56."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{text!r} is not a size: whole numbers from 1 joined by commas, such as 56,56")
+        raise CommandLineError(f"{text!r} is not a size: whole numbers from 1 joined by commas, such as 56,56")
     return tuple(int(part) for part in parts)
 
 
@@ -81,7 +86,7 @@ def parse_pixel(text: str) -> Pixel:
     """Convert a word to a pixel, such as 120,80."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{text!r} is not a pixel: its row and column from 0, such as 120,80")
+        raise CommandLineError(f"{text!r} is not a pixel: its row and column from 0, such as 120,80")
     return int(parts[0]), int(parts[1])
 
 
@@ -96,9 +101,9 @@ def parse_bytes(text: str) -> Bytes:
     unit = next((each for each in _UNITS if match and each.lower() == match[2].lower()), None)
     size = int(float(match[1]) * _UNITS[unit]) if match and unit is not None else 0
     if size < 1:
-        raise ValueError(f"{text!r} is not a memory size: a number and a unit, such as 24G, 24GB or 24GiB")
+        raise CommandLineError(f"{text!r} is not a memory size: a number and a unit, such as 24G, 24GB or 24GiB")
     if not unit and size < _LEAST_BYTES:
-        raise ValueError(
+        raise CommandLineError(
             f"{text!r} is {size} bytes, as it has no unit; fix: {text}G, or {text}GiB, or {text}B for bytes"
         )
     return size
@@ -110,11 +115,11 @@ def parse_device(text: str) -> Device:
 
     kind = text.partition(":")[0]
     if kind not in _DEVICES:
-        raise ValueError(no_such("device", text, _DEVICES))
+        raise CommandLineError(no_such("device", text, _DEVICES))
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 0
     numbers = [] if kind == "cpu" else [f"{kind}:{index}" for index in range(count)]
     if text not in ("cpu", "cpu:0", *numbers, *([kind] if numbers else [])):
         fix = f"{kind}, or one of {', '.join(numbers)}" if numbers else "cpu"
-        raise ValueError(f"this machine has no device {text}; fix: {fix}.")
+        raise CommandLineError(f"this machine has no device {text}; fix: {fix}.")
     return text

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from farfield._outputs import check_not_input
-from farfield.cli.command_line import CommandLineError
 from farfield.cli.loaded_network import build_untrained, load
 from farfield.cli.maps.figures import write
 from farfield.cli.maps.views import (
@@ -23,7 +22,7 @@ from farfield.cli.maps.views import (
     show_scales,
 )
 from farfield.cli.output import Column, Table, joined, write_table
-from farfield.cli.values import Index, Pixel
+from farfield.cli.values import CommandLineError, Index, Pixel
 from farfield.maps.health import PARTS
 
 
