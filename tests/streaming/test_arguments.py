@@ -156,6 +156,8 @@ def test_arguments_that_are_swapped_or_of_another_kind() -> None:
     volume = np.zeros((12, 12, 12), "float32")
     with pytest.raises(TypeError, match=r"got Sequential; fix: the network first, predict_whole\(model, volume\)"):
         predict_whole(volume, small(), quiet=True)
+    with pytest.raises(TypeError, match=r"got function; fix: wrap it in a torch\.nn\.Module whose forward calls it"):
+        predict_whole(lambda grid: grid, volume, quiet=True)  # type: ignore[arg-type,return-value]
     with pytest.raises(TypeError, match=r"respond_whole: layer must be a GridAttention, got Sequential; fix: predict"):
         respond_whole(small(), volume, quiet=True)
     with pytest.raises(TypeError, match=r"predict_whole: volume must hold .* got complex64; fix: .* abs\(volume\)"):
@@ -169,3 +171,10 @@ def test_volumes_of_other_axes_than_the_network() -> None:
         predict_whole(small(), np.zeros((12, 12, 12), "float32"), tile=(8, 8), quiet=True)
     with pytest.raises(ValueError, match=r"fix: a volume of 1 channels; .* this one has 2 channels"):
         predict_whole(small(), np.zeros((2, 12, 12, 12), "float32"), quiet=True)
+    planes, net = torch.rand(5, 12, 12), nn.Conv2d(1, 1, 3, padding=1).eval()
+    with pytest.raises(ValueError, match=r"5 channels .*\n.*fix: a stack of planes .* samples: volume\[:, None\]"):
+        predict_whole(net, planes, quiet=True)
+    torch.testing.assert_close(predict_whole(net, planes[:, None], quiet=True), net(planes[:, None]).detach())
+    with pytest.raises(ValueError, match="fix: a volume of 1 channels") as raised:
+        predict_whole(net, planes[None], quiet=True)
+    assert "None" not in str(raised.value)

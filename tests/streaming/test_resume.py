@@ -12,7 +12,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,9 +20,10 @@ import tifffile
 import torch
 import zarr
 from torch import nn
+from tqdm import tqdm
 
 from farfield import models, streaming
-from farfield.streaming import Tiles, layers, predict_whole, respond_whole
+from farfield.streaming import Tiles, layers, predict_whole, progress, respond_whole
 from farfield.tasks.restore_stack import restore
 from farfield.volumes import sink
 from helpers.stopping import StopError, recording_tasks, stopping
@@ -571,3 +572,37 @@ def test_a_projection_is_written_as_carefully(tmp_path: Path) -> None:
     got = restore(net, stack, out=out)
     np.testing.assert_array_equal(got, restore(net, stack))
     assert {each.name for each in tmp_path.iterdir()} == {"out.tif", "photographs"}
+
+
+class RecordedBar(tqdm):
+    """A progress bar that records its steps, and where it began."""
+
+    bars: ClassVar[list[RecordedBar]] = []
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.first, self.steps = options["initial"], list[float]()
+        self.bars.append(self)
+
+    def update(self, n: float | None = 1) -> bool | None:
+        self.steps.append(n or 0)
+        return super().update(n)
+
+
+def test_the_bar_weighs_a_tile_by_the_work_of_its_pass(
+    net: torch.nn.Module, volume: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(progress, "tqdm", RecordedBar)
+    out, work = tmp_path / "out.npy", [each.macs for each in streaming.plan_whole(net, SIZE, tile=TILE).passes]
+    assert max(work) > 1.1 * min(work)
+    first, second = (round(each / TILES) for each in work)
+    with stopping(TILES + 2):
+        predict_whole(net, volume, tile=TILE, out=out)
+    predict_whole(net, volume, tile=TILE, out=out)
+    stopped, resumed = RecordedBar.bars
+    assert [*stopped.steps, *resumed.steps] == [first] * TILES + [second] * TILES
+    assert resumed.first == sum(stopped.steps)
+    assert resumed.total == resumed.n == TILES * (first + second)
+    shown = capfd.readouterr().err
+    assert "pass 2 of 2: 100%" in shown
+    assert "tile/s" not in shown

@@ -21,7 +21,7 @@ from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
 from farfield.streaming.plan import PatchPlan
 from farfield.streaming.planning import Planner
-from farfield.streaming.progress import Saved, Stream, find_unfinished
+from farfield.streaming.progress import Pass, Saved, Stream, find_unfinished
 from farfield.streaming.recording import run_patch
 from farfield.streaming.spans import Box, Span
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
@@ -172,8 +172,11 @@ def predict_whole(
             _check_region(planned, model, stream, quiet)
         on_patch = partial(run_patch, graph) if isinstance(graph, PatchPlan) else None
         run = TiledRun(graph, on_patch, store, *_connect(stream, planned))
-        tasks = [partial(run.run_task, number) for number in range(planned.samples * len(planned.passes))]
-        result = stream.run([(len(planned.cores), task) for task in tasks], run, quiet)
+        passes = [
+            Pass(len(planned.cores), partial(run.run_task, number), each.macs)
+            for number, each in enumerate(planned.passes * planned.samples)
+        ]
+        result = stream.run(passes, run, quiet)
     split = planned.outputs.split
     return result if out is not None else split(result, int(planned.layout.batch), planned.layout.channels)
 

@@ -19,7 +19,7 @@ from farfield.ops.grid import Pool
 from farfield.streaming import layers
 from farfield.streaming.arguments import cores, parse_positions, refuse_large_summary, round_up_tile
 from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
-from farfield.streaming.progress import Saved, Stream, find_unfinished
+from farfield.streaming.progress import Pass, Saved, Stream, find_unfinished
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
@@ -231,9 +231,10 @@ class _Response:
         summaries = [(self.keys, True, self.keys == "grid")]
         if self.keys != "grid" and not self.attention.operator.queries_from.side_by_side:
             summaries.append(("grid", False, True))
-        counts = {name: len(tiles) for name, (_, tiles) in self.stream.volumes.items()}
-        passes = [(counts[each[0]], partial(self.summarize, *each)) for each in summaries]
-        return self.stream.run([*passes, (counts["grid"], self.respond)], self, quiet)
+        each_pass = [(name, partial(self.summarize, name, *of)) for name, *of in summaries] + [("grid", self.respond)]
+        volumes = self.stream.volumes
+        passes = [Pass(len(volumes[name][1]), task, math.prod(volumes[name][0].size)) for name, task in each_pass]
+        return self.stream.run(passes, self, quiet)
 
     def read(self, name: str, index: int) -> tuple[Tensor, dict[str, Any]]:
         """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""

@@ -210,7 +210,7 @@ def _first_convolution(model: nn.Module) -> _ConvNd | None:
 
 
 def refuse_axes(
-    caller: str, model: nn.Module, inputs: tuple[int, ...], size: tuple[int, ...], error: ValueError
+    caller: str, model: nn.Module, inputs: tuple[int, ...], size: tuple[int, ...], is_batch: bool, error: ValueError
 ) -> None:
     """Raise ValueError for a volume whose channels or spatial dims are not those of the first convolution."""
     convolution = _first_convolution(model)
@@ -232,6 +232,9 @@ def refuse_axes(
             f"{error}\n  fix: a volume of {convolution.in_channels} channels; (*size) is one channel, and in "
             f"(channels, *size) this one has {inputs[0]} channels of size {size}."
         )
+        if convolution.in_channels == 1 and not is_batch:
+            what = "planes" if len(size) == 2 else "grids"
+            text += f"\n  fix: a stack of {what} for a {len(size)}-D network is samples: volume[:, None]."
     else:
         return
     raise ValueError(text) from error

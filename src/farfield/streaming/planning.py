@@ -126,9 +126,11 @@ class Planner:
     def plan(self) -> StreamingPlan:
         """Make the plan."""
         if not isinstance(self.model, nn.Module):
+            fix = f"the network comes first, {self.caller}(model, …)"
+            if callable(self.model):
+                fix = "wrap it in a torch.nn.Module whose forward calls it"
             raise TypeError(
-                f"{self.caller}: model must be a torch.nn.Module, got {type(self.model).__name__}; "
-                f"fix: the network comes first, {self.caller}(model, …)."
+                f"{self.caller}: model must be a torch.nn.Module, got {type(self.model).__name__}; fix: {fix}."
             )
         try:
             return self._plan()
@@ -236,7 +238,7 @@ class Planner:
         except (GraphError, ReductionError):
             raise
         except ValueError as error:
-            refuse_axes(self.caller, self.network, self.channels, size, error)
+            refuse_axes(self.caller, self.network, self.channels, size, self.layouts[0].batch, error)
             if not self.pad:
                 probe = self._record_first(1, [(_DIVISIBLE,) * len(size)])
             strides = probe.strides if probe else ()

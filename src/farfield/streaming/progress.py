@@ -58,6 +58,14 @@ class Saved(NamedTuple):
     on_disk: bool = False
 
 
+class Pass(NamedTuple):
+    """A pass over tiles: how many, what it does with one, and the work of all, relative to that of other passes."""
+
+    count: int
+    run_tile: Callable[[int], None]
+    work: float
+
+
 class _Written(NamedTuple):
     """A box that a pass and a tile wrote to the output, by first indices and those after the last."""
 
@@ -96,24 +104,28 @@ class Stream:
             with self.explained():
                 self._open(output)
 
-    def run(self, passes: Sequence[tuple[int, Callable[[int], None]]], summaries: Any, quiet: bool) -> Any:
-        """Run what remains of passes, each a number of tiles and what it does with one; return the finished output.
+    def run(self, passes: Sequence[Pass], summaries: Any, quiet: bool) -> Any:
+        """Run what remains of passes; return the finished output.
 
         `summaries` has `state()`, what is saved of the passes, and `load(state, pass, tile)`, which goes on from that,
         or returns False if it cannot.
         """
-        counts = [count for count, _ in passes]
         self._resume(summaries)
-        first = sum(counts[: self.stage]) + self.tile
-        shown = tqdm(total=sum(counts), initial=first, unit="tile", disable=quiet, file=sys.stderr)
+        # Of one tile of each pass; one without products reads and writes nevertheless. Whole numbers add up exactly.
+        work = [max(1, round(each.work / each.count)) for each in passes]
+        total = sum(own * each.count for own, each in zip(work, passes, strict=True))
+        done = sum(own * each.count for own, each in zip(work[: self.stage], passes, strict=False))
+        done += sum(work[self.stage : self.stage + 1]) * self.tile
+        form = "{desc}{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+        shown = tqdm(total=total, initial=done, bar_format=form, disable=quiet, file=sys.stderr)
         with torch.no_grad(), shown as bar:
             while self.stage < len(passes):
-                count, function = passes[self.stage]
+                (count, run_tile, _), own = passes[self.stage], work[self.stage]
                 bar.set_description(f"pass {self.stage + 1} of {len(passes)}", refresh=self.tile == 0)
-                function(self.tile)
+                run_tile(self.tile)
                 with self.explained():
                     self.advance(count, summaries)
-                bar.update()
+                bar.update(own)
             with self.explained():
                 return self.output.finish()
 
