@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farfield.cli import train
-from farfield.cli.options import TASKS, check_words, expand_words, read_words
+from farfield.cli.options import TASKS, check_words, read_words
 from farfield.cli.recipes import recipe_files
 from farfield.cli.signatures import read_signature
 
@@ -90,7 +90,7 @@ def test_help_is_one_page_with_what_the_command_reads(
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_accepted_before_anything_is_imported(recipe: str) -> None:
-    words = read_words(expand_words(["--config", recipe]))
+    words = read_words(["--config", recipe])
     check_words(words)
     assert all(signature is not None for group, signature in words.signatures().items() if group != "predictions")
 
@@ -100,7 +100,7 @@ def test_every_recipe_is_accepted_before_anything_is_imported(recipe: str) -> No
     [
         "lightning.pytorch.Trainer",
         "lightning.pytorch.callbacks.ModelCheckpoint",
-        *(path for task in TASKS.values() for path in (task.module, task.data, task.predictions) if path),
+        *(path for task in TASKS.values() for path in (task.module, task.data, task.writer) if path),
         *(f"farfield.models.{name}" for name in ("kanet", "kanet_qkv", "senet", "unet_care", "mask_rcnn")),
     ],
 )

@@ -106,7 +106,7 @@ def _build_own_parser() -> Parser:
     )
     commands = parser.add_argument_group("commands")
     for name, command in COMMANDS.items():
-        commands.add_argument(name, nargs="?", help=_SUMMARIES.get(name) or _read(command).summary)
+        commands.add_argument(name, nargs="?", help=_SUMMARIES.get(name) or _read(command).text.partition("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"farfield {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

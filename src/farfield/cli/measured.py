@@ -20,6 +20,7 @@ from farfield.ops import OPERATORS, Operator
 
 # Two outputs are equal up to float32 rounding if they differ by this share of their norm at most.
 _SAME = 1e-4
+_ROOFLINE = "bytes macs copy_rate product_rate bottleneck least_seconds seconds times"
 # The seconds that a grid takes are estimated if an operator has at least so many MACs, and stated from so many on.
 MANY_MACS, LONG = 10**10, 60
 
@@ -46,17 +47,7 @@ class Measurements:
             for name in fit:
                 result = roofline(self._build(name), grid, backward=self.backward, repeats=self.repeats)
                 row = {"size": list(grid.shape[2:]), "operator": name}
-                fields = (
-                    "bytes",
-                    "macs",
-                    "copy_rate",
-                    "product_rate",
-                    "bottleneck",
-                    "least_seconds",
-                    "seconds",
-                    "times",
-                )
-                row |= {field: getattr(result, field) for field in fields}
+                row |= {field: getattr(result, field) for field in _ROOFLINE.split()}
                 rows.append(row | {"device": device_name(grid.device)})
         return rows
 

@@ -21,51 +21,39 @@ from farfield.cli.values import CommandLineError, no_such, parse_bytes
 
 
 class Task(NamedTuple):
-    """A task and what it usually reads, the metric that selects its best epoch, and what writes its predictions.
+    """A task: its class, the data that it usually reads, the metric of its best epoch, and what writes predictions.
 
-    The first two are classes in `farfield.tasks` and `farfield.data`, the last one, if the task itself does not write,
-    is a callback in `farfield.tasks.writers`.
+    The writer is a callback, None if the task itself writes.
     """
 
-    task: str
-    usual_data: str
+    module: str
+    data: str
     monitor: str
     mode: str
-    writer: str | None = None
+    writer: str | None
 
-    @property
-    def module(self) -> str:
-        """The full name of the task's class."""
-        return f"farfield.tasks.{self.task}"
 
-    @property
-    def predictions(self) -> str | None:
-        """The full name of the callback."""
-        return self.writer and f"farfield.tasks.writers.{self.writer}"
-
-    @property
-    def data(self) -> str:
-        """The full name of the data that `--help` lists where no recipe gives one."""
-        return f"farfield.data.{self.usual_data}"
+def _task(name: str, data: str, monitor: str, mode: str, writer: str | None = None) -> Task:
+    tasks, file = "farfield.tasks", name.partition(".")[0]
+    return Task(
+        f"{tasks}.{name}", f"farfield.data.{file}.{data}", monitor, mode, writer and f"{tasks}.writers.{writer}"
+    )
 
 
 TASKS = {
-    "classify": Task(
-        "classify.Classify", "classify.ImageFolders", "val/accuracy", "max", "predictions.PredictionTable"
-    ),
-    "segment": Task("segment.Segment", "segment.VOCFolders", "val/miou", "max", "predictions.MaskFolder"),
-    "restore": Task("restore.Restore", "restore.StackPairs", "val/loss", "min"),
-    "stereo": Task("stereo.Stereo", "stereo.StereoFrames", "val/epe", "min", "disparities.DisparityFolder"),
+    "classify": _task("classify.Classify", "ImageFolders", "val/accuracy", "max", "predictions.PredictionTable"),
+    "segment": _task("segment.Segment", "VOCFolders", "val/miou", "max", "predictions.MaskFolder"),
+    "restore": _task("restore.Restore", "StackPairs", "val/loss", "min"),
+    "stereo": _task("stereo.Stereo", "StereoFrames", "val/epe", "min", "disparities.DisparityFolder"),
     # No loss of a GAN measures the quality of its images: the last epoch counts as the best one.
-    "generate": Task("generate.Generate", "generate.RealImages", "epoch", "max", "samples.SampleFolder"),
-    "masked_lm": Task("masked_lm.MaskedLM", "masked_lm.TextFolder", "val/loss", "min", "filled_blanks.FilledTable"),
-    "detect": Task("detect.Detect", "detect.CocoFolders", "val/box_ap", "max", "detections.DetectionFolder"),
+    "generate": _task("generate.Generate", "RealImages", "epoch", "max", "samples.SampleFolder"),
+    "masked_lm": _task("masked_lm.MaskedLM", "TextFolder", "val/loss", "min", "filled_blanks.FilledTable"),
+    "detect": _task("detect.Detect", "CocoFolders", "val/box_ap", "max", "detections.DetectionFolder"),
 }
 PARTS = ("model", "data", "trainer")
 # The options that take a YAML file.
 CONFIG = ("-c", "--config")
 NETWORK, DATA = "model.network", "data"
-_TRAINER, _CHECKPOINT = "lightning.pytorch.Trainer", "lightning.pytorch.callbacks.ModelCheckpoint"
 _NO_NETWORK = "give a recipe, --config NAME (farfield recipes lists them), or both --model.network and --data."
 # Options that belong to no class, and what `--help` states of them.
 _COMMON = {
@@ -91,40 +79,30 @@ class Words(NamedTuple):
     given: list[tuple[str, str]]
     entries: dict[str, Any]
 
-    def paths(self) -> dict[str, Any]:
-        """Return the full name of what takes the options of each group."""
+    def signatures(self) -> dict[str, Signature | None]:
+        """Return what takes the options of each group; None where the source is not known."""
         task = TASKS[self.task]
-        return {
-            "trainer": _TRAINER,
+        paths = {
+            "trainer": "lightning.pytorch.Trainer",
             "model": task.module,
             NETWORK: self.entries.get(NETWORK),
             DATA: self.entries.get(DATA),
-            "checkpoint": _CHECKPOINT,
-            "predictions": task.predictions,
+            "checkpoint": "lightning.pytorch.callbacks.ModelCheckpoint",
+            "predictions": task.writer,
         }
+        return {group: read_signature(path) if isinstance(path, str) else None for group, path in paths.items()}
 
-    def signatures(self) -> dict[str, Signature | None]:
-        """Return what takes the options of each group; None where the source is not known."""
-        return {group: read_signature(path) if isinstance(path, str) else None for group, path in self.paths().items()}
-
-
-def expand_words(words: Sequence[str]) -> list[str]:
-    """Replace the names of recipes, networks and data by their full names, and sizes of memory by bytes."""
-    expand = dict.fromkeys(CONFIG, find_configuration) | {f"--{NETWORK}": _network, f"--{DATA}": _data}
-    expand |= dict.fromkeys(("--tile.disk", "--tile.memory"), lambda text: str(parse_bytes(text)))
-    expanded = list(words)
-    for place, word in enumerate(expanded):
-        option, equals, name = word.partition("=")
-        if option in expand and equals:
-            expanded[place] = f"{option}={expand[option](name)}"
-        elif place and expanded[place - 1] in expand:
-            expanded[place] = expand[expanded[place - 1]](word)
-    return expanded
+    def arguments(self) -> list[str]:
+        """Return the words for Lightning's command line."""
+        return [f"--{name}={text}" if text or name != "print_config" else f"--{name}" for name, text in self.given]
 
 
 def read_words(words: Sequence[str]) -> Words:
     """Read a command line, and the files that it names; a file that is damaged is left to the command."""
-    given, named, task = list(_split(words)), [], "classify"
+    expand = {"config": find_configuration, NETWORK: _network, DATA: _data}
+    expand |= dict.fromkeys(("tile.disk", "tile.memory"), lambda text: str(parse_bytes(text)))
+    given = [(name, expand.get(name, str)(text)) for name, text in _split(words)]
+    named, task = dict(given).get("task"), "classify"
     entries: dict[str, Any] = {}
     for name, text in given:
         if name == "config" or (name in PARTS and Path(text).is_file()):
@@ -133,7 +111,6 @@ def read_words(words: Sequence[str]) -> Words:
             task = own.get("task", task)
         else:
             own = {name.replace(".init_args.", ".").removesuffix(".class_path"): _load(text)}
-            named += [text] * (name == "task")
         if isinstance(own.get(DATA), str):
             own[DATA] = _data(own[DATA])
         for group in (NETWORK, DATA):
@@ -141,7 +118,7 @@ def read_words(words: Sequence[str]) -> Words:
                 # The arguments of the class before are not those of this one.
                 entries = {key: value for key, value in entries.items() if not key.startswith(f"{group}.")}
         entries |= own
-    task = [*named[:1], task][0]
+    task = named or task
     if not isinstance(task, str) or task not in TASKS:
         raise LookupError(f"farfield fit: {no_such('task', str(task), TASKS)}")
     return Words(task, given, entries)
@@ -153,12 +130,10 @@ def check_words(words: Words) -> None:
     flags = {name.removesuffix("+") for name, _ in words.given}
     names = list(_names(words, signatures))
     for name in words.entries:
-        if name.endswith("+") or name in (*PARTS, NETWORK):
-            continue
         group = max((each for each in _GROUPS if name.startswith(f"{each}.")), key=len, default="")
         first = name.removeprefix(f"{group}.").partition(".")[0]
-        signature = signatures.get(group or ("model" if first in OF_RESTORE else ""))
-        if first in _OF_CLASSES or (group and (signature is None or signature.takes_any)):
+        signature = signatures.get(group)
+        if name.endswith("+") or first in _OF_CLASSES or (group and (signature is None or signature.takes_any)):
             continue
         if name not in names and f"{group}.{first}".lstrip(".") not in names:
             raise CommandLineError(_explain(name, group, names, name in flags))
@@ -172,7 +147,7 @@ def describe_options(command: str, words: Words) -> str | None:
     if not wanted:
         return None
     given = words._replace(entries={NETWORK: "farfield.models.kanet", DATA: TASKS[words.task].data} | words.entries)
-    signatures, paths = given.signatures(), given.paths()
+    signatures = given.signatures()
     parser = Parser(prog=f"farfield {command}", usage=f"farfield {command} --config RECIPE [options]")
     shown = [wanted[0].removesuffix("help").removesuffix(".")]
     if shown == [""]:
@@ -188,7 +163,7 @@ def describe_options(command: str, words: Words) -> str | None:
         if group not in signatures:
             raise CommandLineError(no_such("group of options", group, signatures))
         if signature := signatures[group]:
-            listed = parser.add_argument_group(f"of {str(paths[group]).rpartition('.')[2]}")
+            listed = parser.add_argument_group(f"of {signature.name}")
             for each in signature.parameters.values():
                 if f"{group}.{each.name}" != NETWORK:
                     listed.add_argument(f"--{group}.{each.name}", metavar="", help=help_text(each))
@@ -225,7 +200,7 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         flag, equals, text = word.partition("=")
         if flag in ("-h", "--help") or flag.endswith(".help") or flag == "--print_config":
             if not equals and flag.endswith(".help") and rest and not rest[0].startswith("-"):
-                yield flag.removesuffix(".help").lstrip("-"), expand_words([flag.removesuffix(".help"), rest.pop(0)])[1]
+                yield flag.removesuffix(".help").lstrip("-"), rest.pop(0)
             yield flag.lstrip("-"), text
         elif flag in CONFIG or flag.startswith("--"):
             if not equals and not rest:

@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import farfield
@@ -16,7 +17,8 @@ from farfield.cli.values import no_such
 _SUFFIX = ".yaml"
 # The fields of the comment at the top of a recipe.
 _FIELDS = {"Paper": "paper", "To reach": "to_reach", "Takes": "takes", "Differs": "differs", "Data": "data"}
-_FIELD = re.compile(rf"^# ({'|'.join(_FIELDS)}): +(.*)$")
+# One of them, over several lines; the lines below the fields are commands of variants.
+_FIELD = re.compile(rf"^({'|'.join(_FIELDS)}): +(.*(?:\n {{4}}.*)*)", re.MULTILINE)
 
 
 def _folder() -> Path:
@@ -50,23 +52,14 @@ def find_configuration(value: str, caller: str = "farfield fit") -> str:
 
 def _read_recipe(path: Path) -> Row:
     """Read the comment at the top of a recipe, and its task."""
-    what: list[str] = []
-    fields: dict[str, list[str]] = {}
-    current = what
     text = path.read_text(encoding="utf-8")
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        match = _FIELD.match(line)
-        if match:
-            current = fields.setdefault(_FIELDS[match[1]], [])
-            line = match[2]
-        elif current is not what and not line.startswith("#     "):
-            current = []  # the lines below the fields: commands of variants
-        current.append(line.lstrip("# "))
-    task = re.search(r"^task: *(\w+)", text, re.MULTILINE)
-    row: Row = {"name": path.stem, "task": task[1] if task else "classify", "what": " ".join(" ".join(what).split())}
-    return row | {key: " ".join(" ".join(fields[key]).split()) if key in fields else None for key in _FIELDS.values()}
+    comment = "\n".join(
+        line.removeprefix("#")[1:] for line in takewhile(lambda line: line[:1] == "#", text.splitlines())
+    )
+    task, fields = re.search(r"^task: *(\w+)", text, re.MULTILINE), dict(_FIELD.findall(comment))
+    found = {"what": _FIELD.split(comment)[0]} | {key: fields.get(name) for name, key in _FIELDS.items()}
+    row: Row = {"name": path.stem, "task": task[1] if task else "classify"}
+    return row | {key: each and " ".join(each.split()) for key, each in found.items()}
 
 
 def _copy(path: Path, target: Path) -> Path:

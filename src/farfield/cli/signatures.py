@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 import re
+import textwrap
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# The beginning of a section of a docstring, and of an entry of its arguments.
-_SECTION = re.compile(r"^(Args|Returns|Raises|Reference|Cost|Example|Attributes):", re.MULTILINE)
-_ENTRY = re.compile(r"(\w+)(?: \(.*\))?: *(.*)")
+# Of a docstring: the beginning of a section, the section of the arguments, and an entry of that.
+_SECTION = re.compile(r"^(?:Args|Returns|Raises|Reference|Cost|Example|Attributes):", re.MULTILINE)
+_ARGUMENTS = re.compile(r"^Args:\n((?: .*\n|\n)*)", re.MULTILINE)
+_ENTRY = re.compile(r"^(\w+)(?: \(.*\))?:((?:.*\n)(?: .*\n|\n)*)", re.MULTILINE)
 REQUIRED = "(required)"
 
 
@@ -30,17 +31,13 @@ class Parameter(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a function takes, whether it takes other names too, its docstring above the sections, and its result."""
+    """What a function or class takes, whether it takes other names too, its docstring above sections, its result."""
 
+    name: str
     parameters: dict[str, Parameter]
     takes_any: bool
     text: str
     returns: str
-
-    @property
-    def summary(self) -> str:
-        """The first sentence of the docstring."""
-        return " ".join(self.text.partition("\n\n")[0].split())
 
 
 def read_signature(path: str) -> Signature | None:
@@ -76,7 +73,7 @@ def _find_source(module: str) -> Path | None:
 def _read_name(file: Path, name: str) -> Signature | None:
     for node in _parse(file).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            return _read_function(node, ast.get_docstring(node) or "")
+            return _read_function(node, name, ast.get_docstring(node))
         if isinstance(node, ast.ClassDef) and node.name == name:
             return _read_class(file, node)
         if isinstance(node, ast.ImportFrom) and not node.level:
@@ -84,30 +81,35 @@ def _read_name(file: Path, name: str) -> Signature | None:
                 if name == (each.asname or each.name):
                     return read_signature(f"{node.module}.{each.name}")
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name and isinstance(node.value, ast.Call):
-            return _read_made(file, ast.unparse(node.value.func))
+            return _read_made(file, name, ast.unparse(node.value.func))
     return None
 
 
-def _read_made(file: Path, maker: str) -> Signature | None:
+def _read_made(file: Path, name: str, maker: str) -> Signature | None:
     """Read the function that a function of the same file defines and returns."""
     makers = (each for each in _parse(file).body if isinstance(each, ast.FunctionDef) and each.name == maker)
     made = [each for node in makers for each in node.body if isinstance(each, ast.FunctionDef)]
-    return _read_function(made[-1], "") if made else None
+    return _read_function(made[-1], name) if made else None
 
 
 def _read_class(file: Path, node: ast.ClassDef) -> Signature | None:
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
-            return _read_function(each, f"{ast.get_docstring(node) or ''}\n{ast.get_docstring(each) or ''}")
+            return _read_function(each, node.name, ast.get_docstring(node), ast.get_docstring(each))
     bases = (_read_name(file, ast.unparse(base)) for base in node.bases)
     return next(filter(None, bases), None)
 
 
-def _read_function(node: ast.FunctionDef, text: str) -> Signature:
-    helps, arguments = _read_helps(text), node.args
+def _read_function(node: ast.FunctionDef, name: str, *docstrings: str | None) -> Signature:
+    text, arguments = "\n".join(filter(None, docstrings)), node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults)) + [*arguments.defaults]
     given = [*zip(positional, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    helps = {
+        name: " ".join(lines.split())
+        for section in _ARGUMENTS.findall(f"{text}\n")
+        for name, lines in _ENTRY.findall(textwrap.dedent(section))
+    }
     parameters = {
         each.arg: Parameter(
             each.arg,
@@ -119,26 +121,7 @@ def _read_function(node: ast.FunctionDef, text: str) -> Signature:
         for each, default in given
         if each.arg != "self"
     }
-    match = _SECTION.search(text)
-    above = text[: match.start()] if match else text
+    above = _SECTION.split(text)[0].strip()
     return Signature(
-        parameters, arguments.kwarg is not None, above.strip(), ast.unparse(node.returns) if node.returns else ""
+        name, parameters, arguments.kwarg is not None, above, ast.unparse(node.returns) if node.returns else ""
     )
-
-
-def _read_helps(text: str) -> dict[str, str]:
-    """Return what the sections "Args:" of a docstring state, by the names of the arguments."""
-    helps: dict[str, list[str]] = {}
-    for part in text.split("\nArgs:\n")[1:]:
-        lines = part.splitlines()
-        indent = len(lines[0]) - len(lines[0].lstrip())
-        current: list[str] = []
-        for line in lines:
-            inner = len(line) - len(line.lstrip())
-            if line.strip() and inner < indent:
-                break
-            match = _ENTRY.fullmatch(line.strip()) if inner == indent else None
-            if match:
-                current = helps.setdefault(match[1], [])
-            current.append(match[2] if match else line.strip())
-    return {name: inspect.cleandoc(" ".join(filter(None, lines))) for name, lines in helps.items()}

@@ -25,7 +25,7 @@ from typing import Any
 
 from farfield.cli.command_line import announce
 from farfield.cli.configuration import read_configuration, section
-from farfield.cli.options import PARTS, check_words, describe_options, expand_words, read_words
+from farfield.cli.options import PARTS, check_words, describe_options, read_words
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -34,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The current folder is the last place searched for the user's own networks and data.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    options = expand_words(rest)
-    words = read_words(options)
+    words = read_words(rest)
     if (text := describe_options(command, words)) is not None:
         print(text)
         raise SystemExit(0)
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     announce(command)
     from farfield.cli.training import run_training
 
-    run_training(command, options, words)
+    run_training(command, words)
 
 
 def _check_file(file: Path, is_recipe: bool) -> None:

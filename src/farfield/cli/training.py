@@ -27,8 +27,8 @@ from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check
 from farfield.tasks.logs import RunLog, newest_run, next_run, number
 
 
-def run_training(command: str, options: Sequence[str], words: Words) -> None:
-    """Run a training command, whose options are checked and have full names; `words` is what they were read as."""
+def run_training(command: str, words: Words) -> None:
+    """Run a training command, whose options are checked."""
     network, data = words.entries.get(NETWORK), words.entries.get(DATA)
     if isinstance(data, str) and data.startswith("farfield."):
         # In a file it may stand by its name alone, which Lightning's command line knows once it is imported.
@@ -48,7 +48,7 @@ def run_training(command: str, options: Sequence[str], words: Words) -> None:
         leave_out_unrelated()
         try:
             with Stop(command) as stop:
-                Training([command, *options], words.task, callbacks=[stop])
+                Training([command, *words.arguments()], words.task, callbacks=[stop])
         except MisconfigurationException as error:
             raise ValueError(str(error)) from error
 
@@ -98,7 +98,7 @@ class Training(LightningCLI):
         """Add `--task`, `--checkpoint` and the options of predictions, and set the defaults of the trainer."""
         parser.add_argument("--task", default=self.task, choices=list(TASKS), help="the task of the training")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        if (writer := TASKS[self.task].predictions) is not None:
+        if (writer := TASKS[self.task].writer) is not None:
             parser.add_lightning_class_args(_import_class(writer), "predictions")
         if self.task == "generate":
             # The norms of the averaged generator are measured at the end of the epoch, after its validation.
@@ -196,21 +196,16 @@ class Training(LightningCLI):
                 f"farfield fit: best weights{score}: {folder / 'model.safetensors'}; curves: {folder / 'metrics.csv'}"
             )
 
-    def after_validate(self) -> None:
-        """Print the metrics in a line."""
-        self._print_metrics()
-
     def after_test(self) -> None:
         """Print the metrics in a line."""
-        self._print_metrics()
-
-    def _print_metrics(self) -> None:
         weights = self.config[str(self.subcommand)].ckpt_path or "the initial weights"
         rank_zero_only(print)(f"farfield {self.subcommand}: {metrics_text(self.trainer)}; {weights}")
 
+    after_validate = after_test
+
     def after_predict(self) -> None:
         """Print the paths of the predictions."""
-        if TASKS[self.task].predictions is not None:
+        if TASKS[self.task].writer is not None:
             predictions = self._get(self.config_init, "predictions")
             rank_zero_info(f"farfield predict: {predictions.place(self.trainer)}")
         elif self.task == "restore":

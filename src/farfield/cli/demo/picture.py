@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
-import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -19,7 +18,7 @@ from sklearn.datasets import load_sample_image
 from torch import Tensor
 
 from farfield import cost
-from farfield.cli.explore.features import CREDIT, features
+from farfield.cli.explore.features import CREDIT, features, set_vector
 from farfield.maps import attention_row
 from farfield.nn import GridAttention
 from farfield.tasks.checkpoints import written
@@ -62,11 +61,7 @@ def write(path: Path, position: Sequence[int] = _POSITION, size: Sequence[int] =
 def _panel(name: str, grid: Tensor, position: Sequence[int]) -> _Panel:
     """Compute the attention row of one operator at the position, and its cost by formula."""
     attention = GridAttention(grid.shape[1], name)
-    if attention.weight is not None:
-        # Nothing is trained here: the principal direction of the features replaces the learned vector.
-        direction = torch.linalg.eigh(grid.flatten(2)[0].cov()).eigenvectors[:, -1]
-        with torch.no_grad():
-            attention.weight.copy_(direction * (direction @ grid[0, :, position[0], position[1]]).sign())
+    set_vector(attention, grid, position)
     weights = attention_row(attention, grid, position)[0].sum(0).double().numpy()
     return _Panel(name, weights, cost.predict(name, channels=grid.shape[1], size=grid.shape[2:]).macs)
 

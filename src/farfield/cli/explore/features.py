@@ -10,8 +10,18 @@ from numpy.typing import NDArray
 from skimage import color, filters, transform
 from torch import Tensor
 
+from farfield.nn import GridAttention
+
 CREDIT = "Photograph: vultilion, CC BY 2.0, with scikit-learn"
 SHARPNESS = 14.0
+
+
+def set_vector(attention: GridAttention, grid: Tensor, position: Sequence[int]) -> None:
+    """Replace a learned vector of scores, as nothing is trained here: by the principal direction of the features."""
+    if attention.weight is not None:
+        direction = torch.linalg.eigh(grid.flatten(2)[0].cov()).eigenvectors[:, -1]
+        with torch.no_grad():
+            attention.weight.copy_(direction * (direction @ grid[0, :, position[0], position[1]]).sign())
 
 
 def features(photograph: NDArray[np.float64], size: Sequence[int]) -> Tensor:

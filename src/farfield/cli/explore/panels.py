@@ -15,7 +15,7 @@ from torch import Tensor
 
 from farfield import cost, maps
 from farfield.cli import tables
-from farfield.cli.explore.features import CREDIT, features
+from farfield.cli.explore.features import CREDIT, features, set_vector
 from farfield.cli.loaded_network import load
 from farfield.cli.maps.views import read_photograph, select_layer
 from farfield.maps.inputs import read_call, read_query, with_running_statistics
@@ -91,12 +91,7 @@ def panels_of_features(image: Path | None, operators: Sequence[str], longer: int
 
 def _panel_of_features(name: str, grid: Tensor) -> HeadPanel:
     module = GridAttention(grid.shape[1], name)
-    if module.weight is not None:
-        # Nothing is trained here: the principal direction of the features replaces the learned vector.
-        direction = torch.linalg.eigh(grid.flatten(2)[0].cov()).eigenvectors[:, -1]
-        middle = grid[0, :, grid.shape[2] // 2, grid.shape[3] // 2]
-        with torch.no_grad():
-            module.weight.copy_(direction * (direction @ middle).sign())
+    set_vector(module, grid, [length // 2 for length in grid.shape[2:]])
     (queries, keys, vector), *_ = _heads_of(module, grid)
     arguments = f'GridAttention({grid.shape[1]}, "{name}"), grid'
     note = "; the features sum to 0, and so do its scores" if name == "siamese_ones" else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from farfield.cli.maps.views import (
     show_rows,
     show_scales,
 )
-from farfield.cli.output import Column, Table, joined, write_table
+from farfield.cli.output import Column, Table, joined
 from farfield.cli.values import CommandLineError, Index, Pixel
 from farfield.maps.health import PARTS
 
@@ -41,8 +40,7 @@ def show_maps(  # noqa: PLR0913  (the options of a command)
     size: int | None = None,
     network: str | None = None,
     output: Path = Path("maps.png"),
-    json: bool = False,
-) -> None:
+) -> Table:
     """Show what a trained network attends to in a photograph.
 
         farfield maps --model runs/imagenette --image photo.jpg
@@ -71,7 +69,6 @@ def show_maps(  # noqa: PLR0913  (the options of a command)
         network: The function that builds the network: of a checkpoint of another library, or, without --model,
             untrained.
         output: The figure.
-        json: Print all numbers, for scripts.
     """
     images = image or []
     queries: list[Pixel | Index] = [*(position or []), *(token or [])]
@@ -89,13 +86,11 @@ def show_maps(  # noqa: PLR0913  (the options of a command)
         raise CommandLineError("only --basis takes several photographs; give one --image")
     check_not_input("farfield maps", output, images)
     if norms:
-        _print_view(show_scales(str(model)), output, json)
-        return
+        return _write_view(show_scales(str(model)), output)
     photographs = [read_photograph(path) for path in images]
     trained = load(model, network) if model else build_untrained(str(network))
     if health:
-        _print_view(measure_health(trained, photographs[0], size), output, json)
-        return
+        return _write_view(measure_health(trained, photographs[0], size), output)
     layers = [attention(trained, photograph, size) for photograph in photographs]
     if not (queries or basis):
         view = list_layers(layers[0], photographs[0], size or trained.side, trained.source)
@@ -106,7 +101,7 @@ def show_maps(  # noqa: PLR0913  (the options of a command)
             if queries
             else show_masks(name, [each[name] for each in layers], photographs, head, slot)
         )
-    _print_view(view, output, json)
+    return _write_view(view, output)
 
 
 def _pair(indices: Sequence[int]) -> str:
@@ -117,18 +112,16 @@ _TEXTS: dict[str, Callable[[Any], str]] = {"size": joined, "pixel": _pair, "posi
 _TEXTS |= dict.fromkeys(("sum", "mean", "smallest", "largest"), "{:.4g}".format)
 _TEXTS |= dict.fromkeys(("response", "constant", "host", *PARTS), "{:.2g}".format)
 _TEXTS |= dict.fromkeys(("identity", "cut"), lambda value: "yes" if value else "")
-# Long values: printed by --json only.
+# Long values: printed by --json and --csv only.
 _LONG = ("row", "mask", "scales")
 
 
-def _print_view(view: View, output: Path, json: bool) -> None:
+def _write_view(view: View, output: Path) -> Table:
+    """Write the figure of a view, if it has one, and return its table."""
     notes = list(view.notes)
     if view.figure is not None:
         write(view.figure, output)
         notes.append(f"Figure: {output}")
-    if json:
-        print(json_format.dumps(view.rows, indent=2, ensure_ascii=False))
-        return
     shown = [key for key in view.rows[0] if key not in _LONG and any(row[key] is not None for row in view.rows)]
     columns = [Column(key, key, _TEXTS.get(key, str), left=key in ("layer", "operator", "image")) for key in shown]
-    write_table(Table(view.title, columns, view.rows, notes))
+    return Table(view.title, columns, view.rows, notes)
