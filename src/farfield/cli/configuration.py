@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from farfield._plain_values import DEPTH, check_values, read_text
+
 _DATE = "tag:yaml.org,2002:timestamp"
-# Most levels of a configuration, and its most characters.
-_DEPTH, _LENGTH = 20, 2**20
 
 
 class _Loader(yaml.SafeLoader):
@@ -23,9 +24,6 @@ class _Loader(yaml.SafeLoader):
 
 def read_configuration(file: Path) -> dict[str, Any]:
     """Read a configuration."""
-    # Imported here: it loads torch.
-    from farfield.models.description import check_values, read_text
-
     text = read_text(file)
     try:
         _check_depth(text)
@@ -44,24 +42,13 @@ def read_configuration(file: Path) -> dict[str, Any]:
     return configuration
 
 
-def load_plain(file: Path) -> dict[str, Any]:
-    """Read the entries of a configuration without its checks; none of a file that they would refuse."""
-    try:
-        text = file.read_text(encoding="utf-8")[:_LENGTH]
-        _check_depth(text)
-        values = yaml.load(text, _Loader)
-    except Exception:  # noqa: BLE001  (PyYAML's constructors raise any error)
-        return {}
-    return values if isinstance(values, dict) and all(isinstance(name, str) for name in values) else {}
-
-
 def _check_depth(text: str) -> None:
     """Raise for deeply nested values, on which PyYAML takes minutes before it fails."""
     depth = 0
     for event in yaml.parse(text, _Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEPTH:
-            raise ValueError(f"it is nested in more than {_DEPTH} levels")
+        if depth > DEPTH:
+            raise ValueError(f"it is nested in more than {DEPTH} levels")
 
 
 def _check_classes(file: Path, place: str, value: Any) -> None:
@@ -83,6 +70,18 @@ def _entry(file: Path, values: dict[str, Any], name: str, place: str, expected: 
     if value is not None and not isinstance(value, expected):
         raise ValueError(f"{file}: {place}{name} is {_kind(value)}; fix: {fix}.")
     return value
+
+
+def read_recipe(file: Path, parts: Sequence[str]) -> dict[str, Any]:
+    """Read a recipe or the configuration of a run; a part of it may be the path of another file."""
+    recipe = read_configuration(file)
+    for part in parts:
+        inner = recipe.get(part)
+        if isinstance(inner, str) and Path(inner).is_file():
+            recipe[part] = read_configuration(Path(inner))
+        else:
+            section(file, recipe, part)
+    return recipe
 
 
 def section(file: Path, values: dict[str, Any], name: str, place: str = "") -> dict[str, Any]:

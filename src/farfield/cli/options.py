@@ -7,14 +7,14 @@ An option is a parameter of a class: `--trainer.max_epochs` of Lightning's train
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
 from farfield.cli.command_line import Parser, explain_word, help_text
-from farfield.cli.configuration import load_plain
+from farfield.cli.configuration import read_configuration, read_recipe
 from farfield.cli.recipes import find_configuration, recipe_files
 from farfield.cli.signatures import Signature, read_signature
 from farfield.cli.values import CommandLineError, no_such, parse_bytes
@@ -98,16 +98,16 @@ class Words(NamedTuple):
 
 
 def read_words(words: Sequence[str]) -> Words:
-    """Read a command line, and the files that it names; a file that is damaged is left to the command."""
-    expand = {"config": find_configuration, NETWORK: _network, DATA: _data}
+    """Read a command line, and the files that it names."""
+    expand: dict[str, Callable[[str], str]] = {"config": find_configuration, NETWORK: _network, DATA: _data}
     expand |= dict.fromkeys(("tile.disk", "tile.memory"), lambda text: str(parse_bytes(text)))
     given = [(name, expand.get(name, str)(text)) for name, text in _split(words)]
     named, task = dict(given).get("task"), "classify"
     entries: dict[str, Any] = {}
     for name, text in given:
         if name == "config" or (name in PARTS and Path(text).is_file()):
-            values = load_plain(Path(text))
-            own = _flatten(values if name == "config" else {name: values})
+            is_recipe = name == "config"
+            own = _flatten(read_recipe(Path(text), PARTS) if is_recipe else {name: read_configuration(Path(text))})
             task = own.get("task", task)
         else:
             own = {name.replace(".init_args.", ".").removesuffix(".class_path"): _load(text)}

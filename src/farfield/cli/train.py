@@ -20,12 +20,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from farfield.cli.command_line import announce
-from farfield.cli.configuration import read_configuration, section
-from farfield.cli.options import PARTS, check_words, describe_options, read_words
+from farfield.cli.options import check_words, describe_options, read_words
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,22 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(text)
         raise SystemExit(0)
     check_words(words)
-    for name, value in words.given:
-        if name in ("config", *PARTS) and Path(value).is_file():
-            _check_file(Path(value), name not in PARTS)
     announce(command)
     from farfield.cli.training import run_training
 
     run_training(command, words)
-
-
-def _check_file(file: Path, is_recipe: bool) -> None:
-    """Check a file before Lightning does, whose errors do not name it or are not raised at all."""
-    recipe: dict[str, Any] = read_configuration(file)
-    for part in PARTS if is_recipe else ():
-        # A part may be the path of another file, as in all command lines of Lightning.
-        inner = recipe.get(part)
-        if isinstance(inner, str) and Path(inner).is_file():
-            read_configuration(Path(inner))
-        else:
-            section(file, recipe, part)

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Largest size of a configuration file, in bytes; the recipes have about 3,000.
-LONGEST = 2**20
-# Largest number of values in a file, counting repeated references, and largest depth of nesting.
-VALUES, DEPTH = 10_000, 20
+from farfield._plain_values import check_values, read_text
+
 # Largest length of one list argument, such as strides or places of attention.
 LISTED = 100
 # Largest absolute value of a number: BOUNDS for the arguments in it, BOUND for all others. The papers' networks stay
@@ -68,21 +66,6 @@ def translate_format_2(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(config)
 
 
-def read_text(path: Path) -> str:
-    """Read a configuration file.
-
-    Raises:
-        ValueError: If the file is too long, or not UTF-8. The text begins with the file.
-    """
-    size = path.stat().st_size
-    if size > LONGEST:
-        raise ValueError(f"{path} has {size:,} bytes, and a configuration at most {LONGEST:,}; fix: another file.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is damaged, not UTF-8 text: {error}; fix: save or download it again.") from error
-
-
 def read_config(caller: str, path: Path) -> dict[str, Any]:
     """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds.
 
@@ -117,37 +100,6 @@ def read_config(caller: str, path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{caller}: {error}") from error
     return config
-
-
-def check_values(file: Path, values: Any) -> None:
-    """Refuse everything but numbers, strings, booleans, null, and lists and mappings of them; refuse too many of them.
-
-    A list that is referenced twice counts twice: a few lines can contain 9 ** 9 values, or a list that contains itself.
-
-    Raises:
-        ValueError: If there is another value, a key that is not a string, or too many values or levels. The text has
-            the file and, for one value, its place in the file.
-    """
-    left, seen = [("", values, 0)], 0
-    while left:
-        place, value, depth = left.pop()
-        seen += 1
-        if depth > DEPTH or seen > VALUES:
-            limit = f"{DEPTH} levels" if depth > DEPTH else f"{VALUES:,} values"
-            raise ValueError(f"{file} has more than {limit}, counting repeated references; fix: use fewer.")
-        if isinstance(value, dict):
-            for name, each in value.items():
-                if not isinstance(name, str):
-                    raise ValueError(
-                        f"{file}: {name!r} in {place or 'it'} is not a valid name; fix: a string, such as '{name}'."
-                    )
-                left.append((f"{place}.{name}" if place else name, each, depth + 1))
-        elif isinstance(value, list):
-            left += [(f"{place}[{number}]", each, depth + 1) for number, each in enumerate(value)]
-        elif not (value is None or isinstance(value, bool | int | float | str)):
-            kind = type(value).__name__
-            fix = "numbers, strings, booleans, null, and lists and mappings of them."
-            raise ValueError(f"{file}: {place or 'it'} is of type {kind}; fix: {fix}")
 
 
 def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ class Saved(NamedTuple):
 class Pass(NamedTuple):
     """A pass over tiles: how many, what it does with one, and the work of all, relative to that of other passes."""
 
-    count: int
+    tiles: int
     run_tile: Callable[[int], None]
     work: float
 
@@ -112,9 +112,9 @@ class Stream:
         """
         self._resume(summaries)
         # Of one tile of each pass; one without products reads and writes nevertheless. Whole numbers add up exactly.
-        work = [max(1, round(each.work / each.count)) for each in passes]
-        total = sum(own * each.count for own, each in zip(work, passes, strict=True))
-        done = sum(own * each.count for own, each in zip(work[: self.stage], passes, strict=False))
+        work = [max(1, round(each.work / each.tiles)) for each in passes]
+        total = sum(own * each.tiles for own, each in zip(work, passes, strict=True))
+        done = sum(own * each.tiles for own, each in zip(work[: self.stage], passes, strict=False))
         done += sum(work[self.stage : self.stage + 1]) * self.tile
         form = "{desc}{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
         shown = tqdm(total=total, initial=done, bar_format=form, disable=quiet, file=sys.stderr)
