@@ -44,7 +44,7 @@ class Lighting(torch.nn.Module):
 
 
 def training(augmentation: Augmentation, side: int) -> v2.Compose:
-    """Build the random transform of the training images.
+    """Build the random transform of the training images, from a PIL image or a `uint8` tensor to `(3, side, side)`.
 
     `"paper"`: resize to a square of side * 256/224, random crop, flip (KAN 4.1, SAN 4.1; the flip is from He et al.).
     `"author"`: crop of 8-100 % of the area with aspect 3/4 to 4/3, flip, brightness, contrast and saturation by 0.4,
@@ -52,16 +52,6 @@ def training(augmentation: Augmentation, side: int) -> v2.Compose:
     images. `"shift"`: resize the shorter side and cut the centre as in evaluation, pad by an eighth of the side, random
     crop, flip, for small images. `"cutout"`: as `"shift"`, then a square of half the side is painted over with
     ImageNet's mean colour (DeVries and Taylor 2017). `"none"`: as in evaluation.
-
-    Args:
-        augmentation: One of the names above.
-        side: Height and width of the result, in pixels.
-
-    Returns:
-        A transform from a PIL image or a `uint8` tensor to a `uint8` tensor `(3, side, side)`.
-
-    Raises:
-        LookupError: If the name is unknown.
 
     Example:
         >>> training("shift", 32)(torch.zeros(3, 40, 32, dtype=torch.uint8)).shape
@@ -88,15 +78,8 @@ def training(augmentation: Augmentation, side: int) -> v2.Compose:
 def evaluation(augmentation: Augmentation, side: int) -> v2.Compose:
     """Build the transform of validation, test and prediction images: the same for an image every time.
 
-    With `"paper"` and `"author"` the shorter side becomes side * 256/224 before the centre is cut (256 and 224 on
-    ImageNet); with the others the shorter side becomes `side`, so that nothing of a square image is lost.
-
-    Args:
-        augmentation: The augmentation of the training images.
-        side: Height and width of the result, in pixels.
-
-    Returns:
-        A transform from a PIL image or a `uint8` tensor to a `uint8` tensor `(3, side, side)`.
+    With the augmentations `"paper"` and `"author"` the shorter side becomes side * 256/224 before the centre is cut
+    (256 and 224 on ImageNet); with the others it becomes `side`, so that nothing of a square image is lost.
 
     Example:
         >>> evaluation("paper", 32)(torch.zeros(3, 40, 60, dtype=torch.uint8)).shape

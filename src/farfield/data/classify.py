@@ -83,13 +83,8 @@ class ImageFolders(_Classification):
         colours: tuple[Colours, Colours] = IMAGENET,
     ) -> None:
         super().__init__(batch_size, workers, seed, colours)
-        if root is None and predict is None:
-            raise FolderError(
-                "ImageFolders: give root, a folder with one folder per class, or predict, a folder of images."
-            )
-        self.root = None if root is None else Path(root)
-        self.predict, self.check = None if predict is None else Path(predict), check
-        self.subset, self.image_size = subset, image_size
+        self._set_folders(root, predict, "a folder with one folder per class", "a folder of images")
+        self.subset, self.image_size, self.check = subset, image_size, check
         self.training_transform = training(augmentation, image_size)
         self.evaluation_transform = evaluation(augmentation, image_size)
 

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,8 @@ from farfield.data.readers.coco import (
     faults_of_masks,
     has_masks,
     read_annotated,
-    refuse,
 )
-from farfield.data.readers.images import Check, FolderError, check_each, check_images, images_of, note_of
+from farfield.data.readers.images import Check, FolderError, check_each, check_images, images_of, note_of, refuse
 from farfield.data.sampler import Draw, EpochSampler
 
 # Boundaries between the groups of aspect ratios (width / height) that are batched together, as in torchvision.
@@ -66,6 +64,8 @@ class CocoFolders(Loading):
             or masks are faulty; the error names them.
     """
 
+    one_by_one = True
+
     def __init__(
         self,
         root: str | None = None,
@@ -79,13 +79,10 @@ class CocoFolders(Loading):
         predict: str | None = None,
         check: Check = "once",
     ) -> None:
-        super().__init__(batch_size, workers, seed=0)
-        if root is None and predict is None:
-            raise FolderError("CocoFolders: give root, a folder in COCO's format, or predict, a folder of images.")
-        self.root = None if root is None else Path(root)
+        super().__init__(batch_size, workers)
+        self._set_folders(root, predict, "a folder in COCO's format", "a folder of images")
         self.splits, self.masks, self.leave_out, self.check = tuple(splits), masks, tuple(leave_out), check
         self.group_by_shape = group_by_shape
-        self.predict = None if predict is None else Path(predict)
         # Ids of the categories, of which the first is label 1.
         self.category_ids: list[int] = []
 
@@ -99,12 +96,13 @@ class CocoFolders(Loading):
         with_masks = self._with_masks(parts)
         for part in parts.values():
             check_files(part)
+            refuse_here = partial(refuse, f"CocoFolders: {part.file}")
             if "faulty_boxes" not in self.leave_out:
                 fix = 'correct them, or train without them: --data.leave_out "[faulty_boxes]".'
-                refuse(part.file, "boxes are faulty", list(faults_of_boxes(part)), fix)
+                refuse_here("boxes are faulty", list(faults_of_boxes(part)), fix)
             if with_masks:
                 fix = "correct them, or train boxes alone: --data.masks false."
-                refuse(part.file, "masks are faulty", list(faults_of_masks(part)), fix)
+                refuse_here("masks are faulty", list(faults_of_masks(part)), fix)
             files = [part.path(image) for image in part.images]
             fault = partial(fault_of_image, part)
             note = note_of(part.folder, [*files, part.file])
@@ -135,18 +133,6 @@ class CocoFolders(Loading):
             part = parts.get("test", parts["val"])
             paths, names = [part.path(image) for image in part.images], [image["file_name"] for image in part.images]
             self.parts["predict"] = ImagesToPredict(paths, names, [image["id"] for image in part.images])
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the validation images, one per batch."""
-        return self._loader(self.parts["val"], batch_size=1)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the test images, one per batch."""
-        return self._loader(self.parts["test"], batch_size=1)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the images to predict, one per batch."""
-        return self._loader(self.parts["predict"], batch_size=1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data entries of a checkpoint: those of `Loading` and the ids of the categories."""
@@ -194,13 +180,7 @@ class CocoFolders(Loading):
 class GroupedSampler(EpochSampler):
     """Shuffle samples so that each batch, except for the last ones, has samples of one group.
 
-    Args:
-        samples: The dataset; only its length is used.
-        groups: The group of each sample.
-        batch_size: Samples per batch; what is left of all groups comes at the end of an epoch, in mixed batches.
-        seed: Seed of the run.
-        ranks: Number of processes that share the samples.
-        rank: Number of this process.
+    What is left of all groups comes at the end of an epoch, in mixed batches. `groups` has the group of each sample.
 
     Example:
         >>> sampler = GroupedSampler(range(8), [0, 1] * 4, 2, seed=0)

@@ -77,15 +77,13 @@ class TextFolder(Loading):
         predict: str | None = None,
     ) -> None:
         # Masking is cheap: loader processes would cost more than they save.
-        super().__init__(batch_size, workers=0, seed=0)
-        if root is None and predict is None:
-            raise FolderError(f"{CALLER}: give root, a folder of text files, or predict, a file of lines.")
+        super().__init__(batch_size, workers=0)
+        self._set_folders(root, predict, "a folder of text files", "a file of lines")
         if length < 3:
             raise FolderError(f"{CALLER}: length must be 3 at least, a token between two special ones, got {length}.")
         for name, value in (("share", share), ("val_share", val_share)):
             if not 0 < value < 1:
                 raise FolderError(f"{CALLER}: {name} must lie between 0 and 1, got {value}.")
-        self.root, self.predict = (None if path is None else Path(path) for path in (root, predict))
         self.saved, self.vocabulary = None if tokenizer is None else Path(tokenizer), vocabulary
         self.length, self.share, self.val_share = length, share, val_share
         self.options: dict[str, Any] = {"length": length, "unit": unit, "too_long": too_long}
@@ -150,11 +148,7 @@ class TextFolder(Loading):
         return super().state_dict() | {"tokenizer": text, "special": special_words(self.tokenizer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed and the tokenizer of a checkpoint.
-
-        Raises:
-            FolderError: If an entry is damaged, or `tokenizer` was given and has another vocabulary.
-        """
+        """Take the seed and the tokenizer of a checkpoint; a given `tokenizer` must have the same words."""
         super().load_state_dict(state_dict)
         try:
             kept = from_text(state_dict["tokenizer"], state_dict["special"])
@@ -172,11 +166,7 @@ class TextFolder(Loading):
         self._tokenizer = kept
 
     def samples(self, part: str) -> Dataset[Any]:
-        """Tokenise a part of the text, and return its samples.
-
-        Raises:
-            FolderError: If the part has no tokens, or a line is too long.
-        """
+        """Tokenise a part of the text, and return its samples."""
         if part == "predict" and self.predict is not None:
             return Blanks(list(self.texts[part][0].pieces("lines")), self.tokenizer, self.length)
         pieces = (piece for text in self.texts[part] for piece in text.pieces(self.options["unit"]))

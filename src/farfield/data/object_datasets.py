@@ -73,11 +73,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
 
 
 class ImagesToPredict(Dataset[tuple[Tensor, str, str, int]]):
-    """Images to predict: the image, its path, its name below the folder, and its number or id.
-
-    Raises:
-        FolderError: If the pictures of two images would be one file.
-    """
+    """Images to predict: the image, its path, its name below the folder, and its number or id."""
 
     def __init__(self, paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> None:
         self.paths, self.names, self.numbers = paths, names, numbers

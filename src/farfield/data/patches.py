@@ -96,21 +96,9 @@ def drawn_corners(
     number: int,
     random: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """Draw the first positions of patches whose centres are near a bright position, none twice.
+    """Draw the first positions `(patches, spatial dims)` of patches whose centres are near a bright position.
 
-    Args:
-        name: Name of the pair in errors.
-        target: The clean stack, or the image of a projection.
-        size: Size of the source.
-        patch: Size of a patch.
-        number: Number of patches.
-        random: Generator of the draw.
-
-    Returns:
-        `(patches, spatial dims)`, with `number` patches, or fewer if there are fewer possible places.
-
-    Raises:
-        FolderError: If no patch has a bright position near its centre.
+    None is drawn twice, so there may be fewer than `number`.
     """
     near = tuple(max(1, side // 2) for side in patch[len(patch) - target.ndim :])
     bright = maximum_filter(target, near, mode="constant") > SHARE * np.percentile(target, PERCENTILE)

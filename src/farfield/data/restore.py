@@ -69,6 +69,8 @@ class StackPairs(Loading):
             be trained on, tested or predicted; the error names it.
     """
 
+    root: Path
+
     def __init__(
         self,
         root: str,
@@ -105,17 +107,12 @@ class StackPairs(Loading):
         else:
             self.parts["predict"] = self._predictions()
 
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of pairs of whole stacks, one by one, with their names and conditions."""
-        return self._loader(self.parts["test"], **ONE_BY_ONE)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of whole stacks, one by one, with their paths and names."""
-        return self._loader(self.parts["predict"], **ONE_BY_ONE)
-
     def inputs(self) -> list[Path]:
         """Return the files of the input stacks of `predict`, which must not be overwritten."""
         return self._inputs
+
+    def _evaluation_loader(self, part: str) -> DataLoader[Any]:
+        return super()._evaluation_loader(part) if part == "val" else self._loader(self.parts[part], **ONE_BY_ONE)
 
     def _folder(self, *names: str) -> Path | None:
         """Return the first of the named folders of the root that exists."""
@@ -171,10 +168,8 @@ class StackPairs(Loading):
         if isinstance(channel, list):
             fix = f"fix: --data.channel {channel[0] if channel else 0}; predict takes several."
             raise FolderError(f"StackPairs: pairs are read by one channel, got channel={channel}.\n  {fix}")
-        stack, truth = (
-            checked(source, stack_of(source, spatial_dims, self.axes, channel)),
-            target_of(target, spatial_dims, self.axes, channel),
-        )
+        stack = checked(source, stack_of(source, spatial_dims, self.axes, channel))
+        truth = target_of(target, spatial_dims, self.axes, channel)
         return stack, checked(target, fitting(name, stack, truth))
 
     def _tests(self) -> Dataset[Any]:
@@ -234,11 +229,7 @@ class Listed(Dataset[Any]):
 
 
 def target_of(path: Path, spatial_dims: int, axes: str | None, channel: int | None) -> NDArray[Any]:
-    """Open a clean stack or, if it is not a stack, the image of a projection.
-
-    Raises:
-        FolderError: If it is neither; the error is that of the stack.
-    """
+    """Open a clean stack or, if it is not a stack, the image of a projection; an error is that of the stack."""
     try:
         return stack_of(path, spatial_dims, axes, channel)
     except FolderError:
@@ -252,16 +243,7 @@ def target_of(path: Path, spatial_dims: int, axes: str | None, channel: int | No
 
 
 def fitting(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]:
-    """Return a clean stack, or its only plane as an image, after checking that it fits its source.
-
-    Args:
-        name: Name of the pair, for the error.
-        stack: The source.
-        truth: The clean stack, or the image of a projection.
-
-    Raises:
-        FolderError: If the sizes differ.
-    """
+    """Return a clean stack, or its only plane as an image, after checking that it has the size of its source."""
     if truth.ndim == 3 and len(truth) == 1 < len(stack):
         truth = truth[0]
     if stack.shape[stack.ndim - truth.ndim :] != truth.shape:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
@@ -54,6 +53,8 @@ class VOCFolders(Loading):
             image, with colours, or with labels that are no class; the error names the files.
     """
 
+    one_by_one = True
+
     def __init__(
         self,
         root: str | None = None,
@@ -68,15 +69,11 @@ class VOCFolders(Loading):
         predict: str | None = None,
         check: Check = "once",
     ) -> None:
-        super().__init__(batch_size, workers, seed=0)
-        if root is None and predict is None:
-            raise FolderError("VOCFolders: give root, a folder in VOC's layout, or predict, a folder of images.")
+        super().__init__(batch_size, workers)
+        self._set_folders(root, predict, "a folder in VOC's layout", "a folder of images")
         if not 0 < scales[0] <= scales[1]:
             raise FolderError(f"VOCFolders: scales must be two numbers above 0, the smaller first, got {scales}.")
-        self.root = None if root is None else Path(root)
-        self.train, self.check = train, check
-        self.predict = None if predict is None else Path(predict)
-        self.shorter_side = shorter_side
+        self.train, self.check, self.shorter_side = train, check, shorter_side
         self.random_view = RandomView(crop, scales, jitter, shorter_side)
 
     @property
@@ -112,18 +109,6 @@ class VOCFolders(Loading):
             paths = [path.parent.resolve() / path.name for path in listed]
             folder = Path(os.path.commonpath([path.parent for path in paths]))
             self.parts["predict"] = UnlabelledImages(folder, paths, self.shorter_side)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the validation images, one per batch."""
-        return self._loader(self.parts["val"], batch_size=1)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the test images, one per batch."""
-        return self._loader(self.parts["test"], batch_size=1)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the images to predict, one per batch."""
-        return self._loader(self.parts["predict"], batch_size=1)
 
     def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return a whole normalised image, with `shorter_side`, and its labels at their original size."""

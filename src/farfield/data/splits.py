@@ -16,18 +16,9 @@ from farfield.data.readers.images import FolderError, classes_of, images_of, rea
 
 
 def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split samples into two parts with the same share of each class.
+    """Split samples into two parts with the same share of each class; return the indices of both, sorted.
 
-    Args:
-        labels: The class of each sample.
-        fraction: Share of the samples in the second part, or, as an int, their number.
-        seed: The same seed gives the same parts.
-
-    Returns:
-        The indices of both parts, sorted.
-
-    Raises:
-        FolderError: If a class, or one of the parts, is too small.
+    `fraction` is the share of the samples in the second part, or, as an int, their number.
 
     Example:
         >>> first, second = split([0] * 10 + [1] * 20, 0.2, seed=0)
@@ -45,11 +36,7 @@ def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.n
 
 
 def drawn(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
-    """Draw a number of samples with the same share of each class; return their indices, sorted.
-
-    Raises:
-        FolderError: If there are fewer samples than `number`, or a class has too few.
-    """
+    """Draw a number of samples with the same share of each class; return their indices, sorted."""
     if number > len(labels):
         raise FolderError(
             f"data.classify: subset={number} of {len(labels)} training images; fix: a subset of {len(labels)} at most."

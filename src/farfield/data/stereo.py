@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from farfield.data.base import Loading, check_root
-from farfield.data.readers.images import SHOWN, Check, FolderError, check_names
+from farfield.data.readers.images import Check, FolderError, check_names, list_some, refuse
 from farfield.data.readers.stereo import CALLER, Frame, check_frames, frames_in, read_disparity
 from farfield.data.segment import normalized, read
 
@@ -51,6 +50,8 @@ class StereoFrames(Loading):
             unknown scenes; the error names the files.
     """
 
+    one_by_one = True
+
     def __init__(
         self,
         root: str | None = None,
@@ -64,13 +65,10 @@ class StereoFrames(Loading):
         predict: str | None = None,
         check: Check = "once",
     ) -> None:
-        super().__init__(batch_size, workers, seed=0)
-        if root is None and predict is None:
-            raise FolderError(f"{CALLER}: give root, a folder of stereo pairs, or predict, a folder of such pairs.")
+        super().__init__(batch_size, workers)
+        self._set_folders(root, predict, "a folder of stereo pairs", "a folder of such pairs")
         if min(crop) < 1:
             raise FolderError(f"{CALLER}: crop must be a height and a width in pixels, got {tuple(crop)}.")
-        self.root = None if root is None else Path(root)
-        self.predict = None if predict is None else Path(predict)
         self.held_out, self.zero_is_unknown, self.check = list(held_out), zero_is_unknown, check
         self.crop = RandomCrop(*crop)
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
@@ -94,18 +92,6 @@ class StereoFrames(Loading):
             self.parts[name] = Measured(frames[name], self.zero_is_unknown)
         self.parts["predict"] = Unmeasured(frames["test"])
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the validation pairs, one per batch."""
-        return self._loader(self.parts["val"], batch_size=1)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the test pairs, one per batch."""
-        return self._loader(self.parts["test"], batch_size=1)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the pairs to predict, one per batch."""
-        return self._loader(self.parts["predict"], batch_size=1)
-
     def _frames(self) -> dict[str, list[Frame]]:
         """List the pairs of train, val and test, each with its disparities."""
         root = check_root(self.root, CALLER)
@@ -114,7 +100,7 @@ class StereoFrames(Loading):
         strange = [name for name in self.held_out if name not in known]
         if strange:
             raise FolderError(
-                f"{CALLER}: {root} has no scene {', '.join(strange[:SHOWN])} to hold out.\n"
+                f"{CALLER}: {root} has no scene {list_some(strange)} to hold out.\n"
                 "  fix: names of folders in the paths of left images, or of left images without suffix."
             )
         tests = [frame for frame in frames if frame.is_test]
@@ -141,12 +127,8 @@ def refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
             "  fix: hold scenes out by their names, --data.held_out '[Adirondack, Piano]'."
         )
     missing = [str(frame.left) for part in parts.values() for frame in part if frame.disparity is None]
-    if missing:
-        shown = "\n  ".join(missing[:SHOWN] + ["..."] * (len(missing) > SHOWN))
-        raise FolderError(
-            f"{CALLER}: {len(missing)} pairs in {root} have no disparities.\n  {shown}\n"
-            "  fix: add their disparities, or move these pairs to another folder."
-        )
+    fix = "add their disparities, or move these pairs to another folder."
+    refuse(CALLER, f"pairs in {root} have no disparities", missing, fix)
 
 
 class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
@@ -191,11 +173,7 @@ class Cropped(Measured):
 
 
 class Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
-    """Pairs to predict: the normalised images, the left one's path, and its name below the folder.
-
-    Raises:
-        FolderError: If the outputs of two pairs would be one file.
-    """
+    """Pairs to predict: the normalised images, the left one's path, and its name below the folder."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
         self.frames = frames

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from farfield.data.readers.images import SHOWN, FolderError
+from farfield.data.readers.images import FolderError, list_some, refuse
 from farfield.data.readers.text import CALLER, TextPiece
 from farfield.data.sampler import Draw, DrawnSamples
 
@@ -28,25 +28,17 @@ CHARACTERS = 1000
 MANY = 8192
 
 
-# ---- tokenizers ------------------------------------------------------------------------------------------------------
 def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
     """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text; without random numbers.
 
-    Args:
-        lines: The text.
-        vocabulary: Largest number of words, the five special ones included.
-
-    Returns:
-        A tokenizer of transformers.
+    The vocabulary has at most this number of words, the five special ones included.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     def tokenizer_of(words: dict[str, int] | None) -> Any:
         made = Tokenizer(models.WordPiece(words, unk_token=SPECIAL["unk"]))
-        made.normalizer, made.pre_tokenizer = (
-            normalizers.BertNormalizer(lowercase=True),
-            pre_tokenizers.BertPreTokenizer(),
-        )
+        made.normalizer = normalizers.BertNormalizer(lowercase=True)
+        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         made.decoder = decoders.WordPiece()
         return made
 
@@ -72,10 +64,6 @@ def from_text(text: str, special: dict[str, str]) -> Any:
     """Build a tokenizer of transformers from the JSON text of `tokenizers`, and its special words.
 
     If the text has no post-processor, the tokenizer gets one that puts the first and the last word around each text.
-
-    Args:
-        text: The JSON text.
-        special: The special words, as from `special_words`.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -91,12 +79,7 @@ def from_text(text: str, special: dict[str, str]) -> Any:
 
 
 def saved_tokenizer(folder: Path) -> Any:
-    """Load a tokenizer that `save_pretrained` wrote; nothing is downloaded.
-
-    Raises:
-        FolderError: If the folder has no tokenizer, or the tokenizer lacks one of the special words: padding, unknown,
-            first, last and mask.
-    """
+    """Load a tokenizer that `save_pretrained` wrote and that has all special words; nothing is downloaded."""
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
@@ -122,7 +105,6 @@ def special_words(tokenizer: Any) -> dict[str, str]:
     return {f"{name}_token": str(getattr(tokenizer, f"{name}_token")) for name in SPECIAL}
 
 
-# ---- samples ---------------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
     """Samples of tokens, padded to the length of the longest.
 
@@ -209,11 +191,7 @@ class Fixed(Dataset[Any]):
 
 
 class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
-    """Lines of text with mask tokens to fill in; all labels are -100.
-
-    Raises:
-        FolderError: If a line has no mask token, or has more than `length` tokens.
-    """
+    """Lines of text with mask tokens to fill in, of at most `length` tokens; all labels are -100."""
 
     def __init__(self, lines: Sequence[TextPiece], tokenizer: Any, length: int) -> None:
         self.lines = lines
@@ -223,7 +201,7 @@ class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
         if blank:
             raise FolderError(
                 f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
-                f"fill: {listed(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
+                f"fill: {list_some(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
             )
         check_lengths(lines, [len(words) - 2 for words in encoded], length, "or shorter lines")
         self.words = [torch.tensor(words) for words in encoded]
@@ -239,21 +217,13 @@ class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
 def tokenised(
     pieces: Iterator[TextPiece], tokenizer: Any, *, length: int, unit: str, too_long: str
 ) -> tuple[Tensor, list[tuple[int, int]], list[str]]:
-    """Tokenise pieces of text and cut them into samples.
+    """Tokenise pieces of text and cut them into samples of at most `length` tokens, first and last word included.
 
-    Args:
-        pieces: Pieces of the texts, in order.
-        tokenizer: A tokenizer of transformers.
-        length: Largest number of tokens of a sample, the first and the last word included.
-        unit: With `"blocks"` the pieces of a file are joined and cut into samples of `length`, of which the last may be
-            shorter; otherwise a piece is a sample.
-        too_long: What happens to a piece that is longer than a sample, except for blocks: `"split"` or `"refuse"`.
+    With the unit `"blocks"` the pieces of a file are joined and cut; otherwise a piece is a sample, and one that is
+    longer is cut, or refused if `too_long` is `"refuse"`.
 
     Returns:
         The ids of all tokens, the start and the end of each sample, and the names of the samples.
-
-    Raises:
-        FolderError: For a piece that is too long, with `"refuse"`.
     """
     room, tokens = length - 2, array("i")
     bounds: list[tuple[int, int]] = []
@@ -284,23 +254,8 @@ def tokenised(
 def check_lengths(
     pieces: Sequence[TextPiece], lengths: Sequence[int], length: int, otherwise: str = "or too_long=split"
 ) -> None:
-    """Refuse pieces of more than `length` tokens; `lengths` do not count the first and the last word.
-
-    `otherwise` is the end of the error's fix.
-
-    Raises:
-        FolderError: If there are any; the error names the first few.
-    """
+    """Refuse pieces of more than `length` tokens; `lengths` do not count the first and the last word."""
     longer = [(piece, number + 2) for piece, number in zip(pieces, lengths, strict=True) if number + 2 > length]
-    if longer:
-        shown = [f"{piece.file}: line {piece.line:,}: {number:,} tokens" for piece, number in longer[:SHOWN]]
-        lines = "\n  ".join(shown + ["..."] * (len(longer) > SHOWN))
-        raise FolderError(
-            f"{CALLER}: {len(longer)} texts are longer than length={length} tokens.\n  {lines}\n"
-            f"  fix: a larger length, as far as the network has positions, {otherwise}."
-        )
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """Join the first few numbers with commas."""
-    return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
+    shown = [f"{piece.file}: line {piece.line:,}: {number:,} tokens" for piece, number in longer]
+    fix = f"a larger length, as far as the network has positions, {otherwise}."
+    refuse(CALLER, f"texts are longer than length={length} tokens", shown, fix)

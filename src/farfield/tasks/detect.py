@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from pycocotools import mask as coco
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, MultiStepLR
 from torchmetrics.detection import MeanAveragePrecision
 
-from farfield.tasks.checkpoints import check_same_network
-from farfield.tasks.replay import Replay
+from farfield.tasks.base import Task
 
 # Share of the learning rate at the first step.
 WARM = 1e-3
@@ -43,7 +41,7 @@ class Detected(NamedTuple):
     found: list[list[dict[str, Any]]]
 
 
-class Detect(LightningModule):
+class Detect(Task):
     """Train a detector with the interface of torchvision's; defaults are the settings of FA and of torchvision.
 
     `learning rate = lr_per_image · images per step`, divided by ten at each milestone
@@ -99,10 +97,7 @@ class Detect(LightningModule):
         milestones: Sequence[int] = (17, 20),
         max_detections: int = 100,
     ) -> None:
-        super().__init__()
-        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
-        self.save_hyperparameters(ignore=["network"])
-        self.network = network
+        super().__init__(network)
         self.measures: MeanAveragePrecision | None = None
         # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
         self.train()
@@ -137,33 +132,10 @@ class Detect(LightningModule):
             )
         losses = self(images, targets)
         loss = torch.stack(list(losses.values())).sum()
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(images))
+        self._log_loss(loss, len(images))
         self.log_dict({f"train/{name}": value for name, value in losses.items()}, batch_size=len(images))
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self._log_rate()
         return loss
-
-    def on_validation_epoch_start(self) -> None:
-        """Discard the detections of the previous epoch."""
-        self.measures = None
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add detections in validation images, and the annotations, to the average precision."""
-        self._evaluate(batch)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add detections in test images, and the annotations, to the average precision."""
-        self._evaluate(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the average precision over all images."""
-        values = {name: value for name, value in self._measure().items() if name.partition("_")[2] in BRIEF}
-        self.log_dict({f"val/{name}": value for name, value in values.items()}, prog_bar=True)
-
-    def on_test_epoch_end(self) -> None:
-        """Log the average precision over all images, also by size and by class."""
-        self.log_dict({f"test/{name}": value for name, value in self._measure().items()})
 
     def predict_step(self, batch: tuple[list[Tensor], list[str], list[str], list[int]], batch_idx: int) -> Detected:
         """Return the detections in the images, as COCO's results."""
@@ -186,11 +158,7 @@ class Detect(LightningModule):
         return [optimizer], schedules
 
     def rate(self) -> float:
-        """Return `learning_rate`, or without it `lr_per_image` times the images per step over all devices.
-
-        Raises:
-            ValueError: If the images per step are needed and the training loader has no batch size.
-        """
+        """Return `learning_rate`, or without it `lr_per_image` times the images per step over all devices."""
         settings, trainer = self.hparams, self.trainer
         if settings["learning_rate"] is not None:
             return settings["learning_rate"]
@@ -204,20 +172,10 @@ class Detect(LightningModule):
             )
         return settings["lr_per_image"] * size * trainer.world_size * trainer.accumulate_grad_batches
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
+    def _reset(self) -> None:
+        self.measures = None
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the data's classes; empty if there are none."""
-        return getattr(getattr(self._trainer, "datamodule", None), "classes", None) or []
-
-    def _evaluate(self, batch: Batch) -> None:
+    def _evaluate(self, stage: str, batch: Batch, batch_idx: int) -> None:
         images, targets = batch
         detections = [dict(each) for each in self(images)]
         masks = "masks" in detections[0] and "masks" in targets[0]
@@ -228,9 +186,11 @@ class Detect(LightningModule):
                 each["masks"] = solid(each["masks"])
         self.measures.update(detections, targets)
 
-    def _measure(self) -> dict[str, float]:
-        """Return name -> average precision, e.g. `box_ap50` or `mask_ap/nucleus`; empty before the first image."""
-        return {} if self.measures is None else precisions(self.measures.compute(), self.classes)
+    def _measure(self, stage: str) -> None:
+        values = {} if self.measures is None else precisions(self.measures.compute(), self.classes)
+        if stage == "val":
+            values = {name: value for name, value in values.items() if name.partition("_")[2] in BRIEF}
+        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=stage == "val")
 
 
 def gives_masks(network: nn.Module) -> bool:
@@ -252,15 +212,9 @@ def measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
 
 
 def precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, float]:
-    """Compute the means that COCO reports, and those of each class, from the result of `measures_of`.
+    """Compute name -> mean precision as COCO reports it, and for each of `classes`, from the result of `measures_of`.
 
-    Args:
-        computed: `precision`, or `bbox_precision` and `segm_precision`, tensors of shape (thresholds of the IoU,
-            recalls, classes, areas, limits of detections), and `classes`, the labels that occur.
-        classes: Names of the labels from 1; if empty, the means of each class are left out.
-
-    Returns:
-        Name -> average precision, -1 if there is no such object.
+    Precisions are tensors (thresholds of the IoU, recalls, classes, areas, limits of detections).
     """
     result: dict[str, float] = {}
     for key, name in KINDS.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -15,8 +14,7 @@ from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.text import Perplexity
 
 from farfield._checks import shape_error
-from farfield.tasks.checkpoints import check_same_network
-from farfield.tasks.replay import Replay
+from farfield.tasks.base import Task
 
 # Label of tokens that the loss and the measures ignore.
 IGNORED = -100
@@ -42,7 +40,7 @@ class Filled(NamedTuple):
     probabilities: list[Tensor]
 
 
-class MaskedLM(LightningModule):
+class MaskedLM(Task):
     """Train a network that computes one logit per word for each hidden token; defaults are the settings of BERT.
 
     `loss = mean over hidden tokens of -log softmax(logits)[word]`
@@ -96,10 +94,7 @@ class MaskedLM(LightningModule):
         top: int = 5,
         blank: int | None = None,
     ) -> None:
-        super().__init__()
-        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
-        self.save_hyperparameters(ignore=["network"])
-        self.network = network
+        super().__init__(network)
         self.hidden, self.loss, self.accuracy = SumMetric(), MeanMetric(), MeanMetric()
         self.perplexity = Perplexity(ignore_index=IGNORED)
         # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
@@ -115,25 +110,9 @@ class MaskedLM(LightningModule):
             self._check_vocabulary(batch[0])
         logits, labels = self._hidden(batch)
         loss = loss_of(logits, labels)
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=max(1, len(labels)))
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self._log_loss(loss, max(1, len(labels)))
+        self._log_rate()
         return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Update the measures with a validation batch."""
-        self._evaluate(batch, batch_idx)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Update the measures with a test batch."""
-        self._evaluate(batch, batch_idx)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity and accuracy over all hidden tokens."""
-        self._measure("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log loss, perplexity and accuracy over all hidden tokens."""
-        self._measure("test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Filled:
         """Return the likeliest words of each blank, that is of each mask token."""
@@ -184,20 +163,12 @@ class MaskedLM(LightningModule):
         largest = self.hparams["clip"] if gradient_clip_val is None else gradient_clip_val
         self.clip_gradients(optimizer, largest, gradient_clip_algorithm or "norm")
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
-
     def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
         words, mask, labels, _ = batch
         chosen = labels != IGNORED
         return self(words, mask, chosen), labels[chosen]
 
-    def _evaluate(self, batch: Batch, batch_idx: int) -> None:
+    def _evaluate(self, stage: str, batch: Batch, batch_idx: int) -> None:
         if batch_idx == 0:
             self._check_vocabulary(batch[0])
         logits, labels = self._hidden(batch)

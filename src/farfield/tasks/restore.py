@@ -8,22 +8,20 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from farfield._checks import shape_error
 from farfield._outputs import check_not_input, output_path
-from farfield.tasks.checkpoints import check_same_network
+from farfield.tasks.base import Task
 from farfield.tasks.metrics import EPSILON, care_metrics
-from farfield.tasks.replay import Replay
 from farfield.tasks.restore_stack import restore
 from farfield.tasks.writers.predictions import inputs_of
 
 Loss = Literal["mae", "laplace"]
 
 
-class Restore(LightningModule):
+class Restore(Task):
     """Train a network that restores noisy or blurred grids; defaults are the settings of CARE.
 
     `mae: mean |μ - y|`, `laplace: mean(|μ - y| / σ + log σ + log 2)`
@@ -63,6 +61,8 @@ class Restore(LightningModule):
         torch.Size([2, 1, 4, 8, 8])
     """
 
+    not_saved = ("output", "overwrite", "tile")
+
     def __init__(
         self,
         network: nn.Module,
@@ -76,29 +76,25 @@ class Restore(LightningModule):
         overwrite: Literal["skip"] | bool = False,
         tile: list[int] | int | None = None,
     ) -> None:
-        super().__init__()
-        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
-        self.save_hyperparameters(ignore=["network", "output", "overwrite", "tile"])
-        self.network, self.overwrite, self.tile = network, overwrite, tile
+        super().__init__(network)
+        self.overwrite, self.tile = overwrite, tile
         self.output = None if output is None else Path(output)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *m"]:
         """Return restored grids; for a probabilistic network means and scales, concatenated along the channels."""
-        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
-        return self.network(grid.to(next(self.network.parameters()).dtype))
+        return self.network(self._as_weights(grid))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         loss = self._loss(*batch)[0]
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(batch[0]))
+        self._log_loss(loss, len(batch[0]))
         return loss
 
     def on_train_epoch_start(self) -> None:
         """Log the learning rate of the epoch."""
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self._log_rate()
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss and the peak signal-to-noise ratio of a validation batch."""
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         loss, mean, target = self._loss(*batch)
         values = {"val/loss": loss, "val/psnr": scaled_psnr(mean, target)}
         self.log_dict(values, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(target))
@@ -161,20 +157,8 @@ class Restore(LightningModule):
             "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss", "interval": "epoch", "strict": False},
         }
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
-
     def _loss(self, grid: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, the restored grids and their targets.
-
-        Raises:
-            ShapeError: If the outputs do not fit the targets or the loss.
-        """
+        """Return the loss, the restored grids and their targets."""
         output = self(grid).float()
         channels, laplace = target.shape[1], self.hparams["loss"] == "laplace"
         if output.shape[2:] != target.shape[2:] or output.shape[1] not in (channels, 2 * channels):

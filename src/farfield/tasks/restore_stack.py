@@ -155,17 +155,10 @@ def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArr
 
 
 def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> tuple[float, float]:
-    """Return two percentiles of a stack that need not fit in memory.
+    """Return the grey levels of two percentiles, from 0 to 100, of a stack that need not fit in memory.
 
-    The percentiles are exact for unsigned integers up to 16 bits, which are counted, and for other stacks up to 33
-    million positions; for larger ones only evenly spaced planes are read.
-
-    Args:
-        stack: Anything with `shape`, `dtype` and slicing along its first axis.
-        percentiles: The two percentiles, from 0 to 100.
-
-    Returns:
-        The grey levels of the two percentiles.
+    They are exact for unsigned integers up to 16 bits, which are counted, and for other stacks up to 33 million
+    positions; of larger ones only evenly spaced planes are read.
 
     Raises:
         ValueError: If the two levels are equal, or values in the planes that are read are NaN, infinite or masked.

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,9 +14,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from farfield._checks import shape_error, unknown
-from farfield.tasks.checkpoints import check_same_network
+from farfield.tasks.base import Task
 from farfield.tasks.classify import decayed_parameters
-from farfield.tasks.replay import Replay
 
 # The label of pixels that the loss and the measures ignore.
 VOID = 255
@@ -31,7 +29,7 @@ class Segmented(NamedTuple):
     labels: list[Tensor]
 
 
-class Segment(LightningModule):
+class Segment(Task):
     """Train a network that computes one logit per class for each position; defaults are the settings of DeepLab.
 
     `rate_t = learning_rate · (1 - t / steps)^power`
@@ -87,10 +85,7 @@ class Segment(LightningModule):
         freeze_norms: bool = True,
         upsample_logits: bool = False,
     ) -> None:
-        super().__init__()
-        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
-        self.save_hyperparameters(ignore=["network"])
-        self.network = network
+        super().__init__(network)
         if head not in dict(network.named_modules()):
             raise unknown("Segment", f"module of {type(network).__name__}", head, dict(network.named_children()))
         if freeze_norms:
@@ -102,8 +97,7 @@ class Segment(LightningModule):
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
         """Return the logits of all classes at each position."""
-        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
-        return self.network(images.to(next(self.network.parameters()).dtype))
+        return self.network(self._as_weights(images))
 
     def train(self, mode: bool = True) -> Segment:
         """Set training or eval mode; frozen norms stay in eval mode."""
@@ -122,31 +116,9 @@ class Segment(LightningModule):
         else:
             labels = reduced(labels, logits)
         loss = loss_of(logits, labels)
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(images))
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self._log_loss(loss, len(images))
+        self._log_rate()
         return loss
-
-    def on_validation_epoch_start(self) -> None:
-        """Reset the confusion matrix."""
-        self.measures = None
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss of a validation batch, and add its pixels to the confusion matrix."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss of a test batch, and add its pixels to the confusion matrix."""
-        self._evaluate("test", batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log pixel accuracy and mean IoU of all images."""
-        self._measure("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log pixel accuracy, mean IoU and the IoU of each class of all images."""
-        self._measure("test")
 
     def predict_step(self, batch: tuple[Tensor, list[str], list[str], Tensor], batch_idx: int) -> Segmented:
         """Return the likeliest class of each pixel, in the original size of each image."""
@@ -188,19 +160,6 @@ class Segment(LightningModule):
             for (rate, decays), parameters in groups.items()
         ]
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the data's classes; empty if there are none."""
-        return getattr(getattr(self._trainer, "datamodule", None), "classes", None) or []
-
     def _logits(self, images: Tensor) -> Tensor:
         logits = self(images)
         classes = self.classes
@@ -213,7 +172,10 @@ class Segment(LightningModule):
             raise shape_error("Segment", problem, fix, images=images, logits=logits)
         return logits
 
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+    def _reset(self) -> None:
+        self.measures = None
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
         logits = enlarged(self._logits(images).float(), labels)
         self.log(f"{stage}/loss", loss_of(logits, labels), on_epoch=True, sync_dist=True, batch_size=len(images))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,8 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from farfield._checks import shape_error
-from farfield.tasks.checkpoints import check_same_network
-from farfield.tasks.replay import Replay
+from farfield.tasks.base import Task
 
 # Weights of the losses of PSMNet's three outputs; a network with fewer outputs has the last ones.
 WEIGHTS = (0.5, 0.7, 1.0)
@@ -33,7 +31,7 @@ class Matched(NamedTuple):
     disparities: list[Tensor]
 
 
-class Stereo(LightningModule):
+class Stereo(Task):
     """Train a network that computes the disparity of each pixel of the left image; defaults are PSMNet's settings.
 
     `0.5 L(first) + 0.7 L(second) + L(third)`, `L(d) = mean smooth_l1(d, d*)` over pixels with `d* < max_disparity`
@@ -74,10 +72,7 @@ class Stereo(LightningModule):
         betas: tuple[float, float] = (0.9, 0.999),
         max_disparity: int | None = None,
     ) -> None:
-        super().__init__()
-        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
-        self.save_hyperparameters(ignore=["network"])
-        self.network = network
+        super().__init__(network)
         own = getattr(network, "max_disparity", 192)
         self.max_disparity: float = own if max_disparity is None else max_disparity
         self.errors = DisparityErrors(self.max_disparity)
@@ -88,9 +83,7 @@ class Stereo(LightningModule):
         """Return the disparities of each output of the network, in the size of the images, which may be any."""
         height, width = left.shape[2:]
         multiples = getattr(self.network, "multiples", MULTIPLES)
-        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
-        dtype = next(self.network.parameters()).dtype
-        images = [padded(image.to(dtype), multiples) for image in (left, right)]
+        images = [padded(self._as_weights(image), multiples) for image in (left, right)]
         disparities = self.network(*images)
         if disparities.dim() != 4 or disparities.shape[2:] != images[0].shape[2:]:
             problem = "the network must return (batch, outputs, height, width), in the size of the images."
@@ -102,30 +95,9 @@ class Stereo(LightningModule):
         """Return the loss of a batch."""
         left, right, disparity = batch
         loss = loss_of(self(left, right).float(), disparity, self.max_disparity)
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(left))
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self._log_loss(loss, len(left))
+        self._log_rate()
         return loss
-
-    def on_validation_epoch_start(self) -> None:
-        """Reset the errors."""
-        self.errors.reset()
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
-        """Measure the errors of a validation pair."""
-        left, right, disparity = batch
-        self.errors.update(self(left, right)[:, -1], disparity)
-
-    test_step = validation_step
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the errors of all validation pairs."""
-        self._measure("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the errors of all test pairs."""
-        self._measure("test")
 
     def predict_step(self, batch: tuple[Tensor, Tensor, list[str], list[str]], batch_idx: int) -> Matched:
         """Return the disparities of the left images, from the last output of the network."""
@@ -137,13 +109,12 @@ class Stereo(LightningModule):
         settings = self.hparams
         return torch.optim.Adam(self.network.parameters(), lr=settings["learning_rate"], betas=tuple(settings["betas"]))
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
+    def _reset(self) -> None:
+        self.errors.reset()
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        left, right, disparity = batch
+        self.errors.update(self(left, right)[:, -1], disparity)
 
     def _measure(self, stage: str) -> None:
         values = self.errors.compute()
@@ -212,8 +183,7 @@ def loss_of(
 ) -> Float[Tensor, ""]:
     """Return the weighted sum of the outputs' smooth L1 losses, each the mean over the pixels with a valid disparity.
 
-    A disparity is valid if it is known and below `max_disparity`. The weights are the last k of `WEIGHTS`. If a batch
-    has no valid disparity, the loss is 0.
+    The weights are the last k of `WEIGHTS`. If a batch has no valid disparity, the loss is 0.
     """
     known = known_below(truth, max_disparity)
     # Indexed instead of multiplied by 0, because unknown disparities are infinite.

@@ -8,6 +8,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from farfield.data.readers.coco_entries import (
     is_box,
     missing_keys,
 )
-from farfield.data.readers.images import SHOWN, FolderError, images_of, read_utf8
+from farfield.data.readers.images import SHOWN, FolderError, images_of, list_some, read_utf8, refuse
 from farfield.data.readers.run_lengths import fault_of_rle
 
 # Number of pixels by which a box may exceed its image: annotators' coordinates are rounded.
@@ -56,16 +57,12 @@ class Annotated:
 
 
 def read_annotated(root: Path, name: str) -> Annotated:
-    """Read `root/annotations/instances_<name>.json`, of images in `root/<name>`, `root/images/<name>` or `root/images`.
-
-    Raises:
-        FolderError: If there is no such file or folder, or the file is not in COCO's format.
-    """
+    """Read `root/annotations/instances_<name>.json`, whose images lie in `<name>`, `images/<name>` or `images`."""
     file = root / "annotations" / f"instances_{name}.json"
     if not file.is_file():
         there = sorted(path.name for path in file.parent.glob("*.json")) or ["no .json files"]
         raise FolderError(
-            f"CocoFolders: there is no {file}; {file.parent} has {', '.join(there[:SHOWN])}.\n"
+            f"CocoFolders: there is no {file}; {file.parent} has {list_some(there)}.\n"
             "  fix: add that file, or name the splits that exist, --data.splits."
         )
     places = [root / name, root / "images" / name, root / "images"]
@@ -85,11 +82,7 @@ def read_annotated(root: Path, name: str) -> Annotated:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file that has all sections of COCO's format; the content of the sections is not checked.
-
-    Raises:
-        FolderError: If the file is not UTF-8, is not JSON, or lacks a section.
-    """
+    """Read a file that has all sections of COCO's format; the content of the sections is not checked."""
     try:
         content = json.loads(read_utf8(file, "CocoFolders"))
     except FolderError:
@@ -110,56 +103,55 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_entries(file: Path, content: Mapping[str, Any]) -> None:
-    """Refuse a file without images or categories, and entries that lack keys, have wrong types or unknown references.
-
-    Raises:
-        FolderError: If there are any; the error names the first few of one kind.
-    """
-    refuse(file, "parts are not in COCO's format", list(faults_of_sections(content)), "use lists of objects with keys.")
+    """Refuse a file without images or categories, and entries with missing keys, wrong types or unknown references."""
+    refuse_here = partial(refuse, f"CocoFolders: {file}")
+    refuse_here("parts are not in COCO's format", list(faults_of_sections(content)), "use lists of objects with keys.")
     if not content["images"] or not content["categories"]:
         raise FolderError(f"CocoFolders: {file} lists no {'categories' if content['images'] else 'images'}.")
-    refuse(file, "keys are missing", list(missing_keys(content)), "add them; COCO's format needs all of these.")
-    refuse(file, "values are of another kind", list(faults_of_values(content)), "use values of the kind after 'not'.")
+    refuse_here("keys are missing", list(missing_keys(content)), "add them; COCO's format needs all of these.")
+    refuse_here("values are of another kind", list(faults_of_values(content)), "use values of the kind after 'not'.")
     for section in FIELDS:
         counted = Counter(each["id"] for each in content[section])
         twice = [f"{section}: id {number}, {times} times" for number, times in counted.items() if times > 1]
-        refuse(file, "ids are given more than once", twice, "give each entry an id of its own.")
+        refuse_here("ids are given more than once", twice, "give each entry an id of its own.")
     images, categories = ({each["id"] for each in content[section]} for section in ("images", "categories"))
     lost = [
         f"annotation {each['id']} is of image {each['image_id']!r}"
         for each in content["annotations"]
         if each["image_id"] not in images
     ]
-    refuse(file, "annotations are of images that the file does not list", lost, "list the images, or leave these out.")
+    refuse_here("annotations are of images that the file does not list", lost, "list the images, or leave these out.")
     formless = [
         f"annotation {each['id']}: {reprlib.repr(each['bbox'])}"
         for each in content["annotations"]
         if not is_box(each["bbox"])
     ]
-    refuse(file, "boxes are not x, y, width and height", formless, "give each box four numbers, in pixels.")
+    refuse_here("boxes are not x, y, width and height", formless, "give each box four numbers, in pixels.")
     known = ", ".join(f"{each['id']} {each['name']}" for each in content["categories"][:SHOWN])
     strange = [
         f"annotation {each['id']} has category {each['category_id']!r}"
         for each in content["annotations"]
         if each["category_id"] not in categories
     ]
-    refuse(file, "annotations have unknown categories", strange, f"use the ids under categories: {known}.")
+    refuse_here("annotations have unknown categories", strange, f"use the ids under categories: {known}.")
 
 
 def check_files(part: Annotated) -> None:
-    """Refuse listed images that do not exist, and images of the split's own folder that are not listed.
-
-    Raises:
-        FolderError: If there are any; the error names the first few.
-    """
+    """Refuse listed images that do not exist, and images of the split's own folder that are not listed."""
+    refuse_here = partial(refuse, f"CocoFolders: {part.file}")
     listed = {part.path(image) for image in part.images}
     # pathlib's is_file raises for names that no file can have.
     absent = sorted(str(path) for path in listed if not os.path.isfile(path))
-    refuse(part.file, "listed images are not there", absent, "put them there, or take them out of the file.")
+    refuse(
+        f"CocoFolders: {part.file}",
+        "listed images are not there",
+        absent,
+        "put them there, or take them out of the file.",
+    )
     if part.folder.name != "images":
         extra = sorted(str(path) for path in set(images_of(part.folder, "CocoFolders")) - listed)
         fix = "list them too, without annotations if nothing is on them, or move them elsewhere."
-        refuse(part.file, f"images in {part.folder} are not listed", extra, fix)
+        refuse_here(f"images in {part.folder} are not listed", extra, fix)
 
 
 def faults_of_boxes(part: Annotated) -> Iterator[str]:
@@ -247,10 +239,3 @@ def masks_of(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> U
             rle = coco.frPyObjects(segmentation, height, width)
         masks[place] = coco.decode(coco.merge(rle) if isinstance(rle, list) else rle)
     return torch.from_numpy(masks)
-
-
-def refuse(file: Path, problem: str, faults: Sequence[str], fix: str) -> None:
-    """Raise `FolderError` with the number of faults and the first few, if there are any."""
-    if faults:
-        shown = "\n  ".join([*faults[:SHOWN], *["..."] * (len(faults) > SHOWN)])
-        raise FolderError(f"CocoFolders: {file}: {len(faults)} {problem}.\n  {shown}\n  fix: {fix}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import warnings
 from collections import Counter
@@ -29,19 +30,21 @@ class FolderError(ValueError):
     """An argument, folder, file or checkpoint from which a data module cannot read its data; the text names it."""
 
 
+def list_some(names: Iterable[object], separator: str = ", ") -> str:
+    """Join the first few names, and "..." if there are more."""
+    first = [str(name) for name in itertools.islice(names, SHOWN + 1)]
+    return separator.join([*first[:SHOWN], "..."] if len(first) > SHOWN else first)
+
+
+def refuse(caller: str, problem: str, faults: Sequence[object], fix: str) -> None:
+    """Raise `FolderError` with the number of faults and the first few, if there are any."""
+    if faults:
+        lines = list_some(faults, "\n  ")
+        raise FolderError(f"{caller}: {len(faults)} {problem}.\n  {lines}\n  fix: {fix}")
+
+
 def classes_of(folder: Path) -> list[str]:
-    """List the class folders of a folder in sorted order.
-
-    Args:
-        folder: A folder with one folder per class.
-
-    Returns:
-        The names of the class folders.
-
-    Raises:
-        FolderError: If the folder does not exist, holds no class folders or only one, or if a class folder is a link to
-            a folder above it.
-    """
+    """List the class folders of a folder in sorted order, of which there must be two; no link to a folder above it."""
     if not folder.is_dir():
         raise FolderError(f"ImageFolders: there is no folder {folder}.")
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
@@ -67,22 +70,14 @@ def is_image(path: str | Path) -> bool:
 def files_of(folder: Path) -> list[Path]:
     """List all files below a folder in sorted order, without hidden files and file managers' clutter.
 
-    Links to folders are followed. A link that leads back to one of its parent folders is skipped with a warning: its
-    files are listed already.
-
-    Raises:
-        FolderError: If links lead to one folder by more than `WAYS` paths.
+    Links to folders are followed; one that leads back to one of its parent folders is skipped with a warning.
     """
     paths = (Path(place) / name for place, names in walk(folder) for name in names)
     return sorted(path for path in paths if not path.name.startswith(".") and path.name.lower() not in CLUTTER)
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield this folder and each folder below it, with the names of its files; links are followed, but not in a circle.
-
-    Raises:
-        FolderError: If links lead to one folder by more than `WAYS` paths.
-    """
+    """Yield a folder and each below it, with the names of its files; links are followed, but not in a circle."""
     ways: dict[str, tuple[tuple[int, int], ...]] = {}
     if folder.is_dir():
         ways[str(folder)] = (identity_of(folder),)
@@ -112,16 +107,7 @@ def identity_of(folder: Path | str) -> tuple[int, int]:
 
 
 def read_utf8(path: Path, caller: str) -> str:
-    """Read a text file in UTF-8, without the byte order mark of some editors.
-
-    Args:
-        path: The file.
-        caller: Name of the caller, for the error.
-
-    Raises:
-        FolderError: If the file cannot be read, is not UTF-8, or has a byte 0, as no text has; the error names the file
-            and the byte, counted from 0.
-    """
+    """Read a text file in UTF-8, without the byte order mark of some editors; an error names the byte."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -141,28 +127,16 @@ def read_utf8(path: Path, caller: str) -> str:
 
 
 def check_names(names: Iterable[str], problem: str, outputs: str) -> None:
-    """Refuse inputs of the same name, whose outputs would be written to the same file.
-
-    Args:
-        names: For each input the name of its output, without suffix.
-        problem: Start of the error, before "one name": the caller, and which inputs have it.
-        outputs: What would be written to the same file, for the error.
-
-    Raises:
-        FolderError: With the first few names.
-    """
+    """Refuse inputs whose outputs, `names`, would be one file; `problem` begins the error, before "one name"."""
     twice = sorted(name for name, times in Counter(names).items() if times > 1)
     if twice:
-        shown = _listed(twice)
-        raise FolderError(f"{problem} one name, {shown}, whose {outputs} would be one file.\n  fix: rename them.")
+        raise FolderError(
+            f"{problem} one name, {list_some(twice)}, whose {outputs} would be one file.\n  fix: rename them."
+        )
 
 
 def images_of(folder: Path, caller: str = "ImageFolders") -> list[Path]:
-    """List all image files below a folder in sorted order.
-
-    Raises:
-        FolderError: If there are none, or there is no such folder.
-    """
+    """List all image files below a folder in sorted order."""
     if not folder.is_dir():
         raise FolderError(f"{caller}: {folder} is not a folder.\n  fix: the path of a folder with images.")
     images = [path for path in files_of(folder) if is_image(path)]
@@ -172,11 +146,7 @@ def images_of(folder: Path, caller: str = "ImageFolders") -> list[Path]:
 
 
 def read_image(path: str | Path, caller: str = "ImageFolders") -> Image.Image:
-    """Read an image file as RGB.
-
-    Raises:
-        FolderError: If it cannot be read; the error names the file.
-    """
+    """Read an image file as RGB."""
     try:
         return pil_loader(path)
     except Exception as error:
@@ -186,48 +156,29 @@ def read_image(path: str | Path, caller: str = "ImageFolders") -> Image.Image:
 def check_classes(
     folder: Path | str, classes: Sequence[str], expected: Sequence[str], owner: str, caller: str = "ImageFolders"
 ) -> None:
-    """Refuse class folders that differ from those of another folder or of a checkpoint.
-
-    Args:
-        folder: The folder whose classes are checked, or "the data"; for the error.
-        classes: Its classes.
-        expected: The expected classes.
-        owner: The folder with the expected classes, or "the checkpoint"; for the error.
-        caller: Name of the caller, for the error.
-
-    Raises:
-        FolderError: If the two lists differ.
-    """
+    """Refuse class folders that differ from those of another folder, or of a checkpoint, the `owner`."""
     if list(classes) == list(expected):
         return
     absent = [name for name in expected if name not in classes]
     added = [name for name in classes if name not in expected]
     if not absent and not added:
         raise FolderError(
-            f"{caller}: {folder} has the classes of {owner} in another order: {_listed(list(classes))}, where {owner} "
-            f"has {_listed(list(expected))}; fix: use the same order in both, as predictions are indices of classes."
+            f"{caller}: {folder} has the classes of {owner} in another order: {list_some(classes)}, where {owner} "
+            f"has {list_some(expected)}; fix: use the same order in both, as predictions are indices of classes."
         )
     raise FolderError(
         f"{caller}: {folder} has other classes than {owner}: {len(classes)} and {len(expected)}.\n"
-        f"  only in {owner}: {_listed(absent) or 'none'}\n  only in {folder}: {_listed(added) or 'none'}\n"
+        f"  only in {owner}: {list_some(absent) or 'none'}\n  only in {folder}: {list_some(added) or 'none'}\n"
         "  fix: use the same classes in both."
     )
 
 
 def check_images(folders: Sequence[Path], check: Check = "once", caller: str = "ImageFolders") -> None:
-    """Decode every file below the folders and refuse those that are not whole images.
+    """Decode every file below the folders, and refuse those that are not whole images.
 
     JPEGs are decoded at an eighth of their size, which still reads the file to its end. With `"once"` a folder that
     passed the check is not read again until its list of files, sizes and times changes; the note of a passed check is
     an empty file in the user's cache folder.
-
-    Args:
-        folders: Folders to read, with all folders below them.
-        check: `"once"`, `"always"` or `"never"`.
-        caller: Name of the caller, for the error.
-
-    Raises:
-        FolderError: If a file is truncated, empty or not an image; the error names the first few.
     """
     if check == "never":
         return
@@ -248,25 +199,13 @@ def check_each(
 ) -> None:
     """Check all items, then raise one error for the faulty ones, or write a note if there are none.
 
-    Args:
-        caller: Name of the caller, for the error.
-        items: The items to check.
-        fault: Returns what is wrong with an item, None if nothing.
-        check: With `"once"` nothing is checked if the note exists, with `"never"` nothing in any case.
-        note: Path of the note.
-        problem: What the items are and what is wrong with the faulty ones, for the error after "1 of the 9".
-        fix: Last line of the error.
-
-    Raises:
-        FolderError: With the first few faults.
+    `fault` returns what is wrong with an item, None if nothing. With `"once"` nothing is checked if the note exists.
     """
     if check == "never" or (check == "once" and note.exists()):
         return
     with ThreadPoolExecutor() as pool:
         faults = [text for text in pool.map(fault, items, chunksize=64) if text]
-    if faults:
-        shown = "\n  ".join(faults[:SHOWN] + ["..."] * (len(faults) > SHOWN))
-        raise FolderError(f"{caller}: {len(faults)} of the {len(items)} {problem}.\n  {shown}\n  fix: {fix}")
+    refuse(caller, f"of the {len(items)} {problem}", faults, fix)
     _leave(note)
 
 
@@ -307,7 +246,3 @@ def _leave(note: Path) -> None:
         note.touch()
     except OSError:
         return
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from farfield.data.readers.images import SHOWN, Check, FolderError, check_each, fault_of, note_of, read_utf8
+from farfield.data.readers.images import Check, FolderError, check_each, fault_of, list_some, note_of, read_utf8, refuse
 
 VOC_CLASSES = (
     *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -40,9 +40,6 @@ def classes_of_masks(root: Path) -> list[str]:
     """Read the names of the classes from `root/classes.txt`, one per line in the order of their labels; else VOC's 21.
 
     All lines may begin with the label itself; void, 255, is then skipped.
-
-    Raises:
-        FolderError: If the file is not text or holds no names, or its labels do not count up from 0.
     """
     path = root / "classes.txt"
     if not path.is_file():
@@ -53,9 +50,8 @@ def classes_of_masks(root: Path) -> list[str]:
         numbered = [(int(label), name.strip()) for label, name in lines if int(label) != VOID]
         labels, names = [label for label, _ in numbered], [name for _, name in numbered]
         if labels != list(range(len(labels))) or not labels:
-            shown = ", ".join(map(str, labels[:SHOWN])) + (", ..." if len(labels) > SHOWN else "")
             raise FolderError(
-                f"VOCFolders: the labels of {path} must count up from 0, got {shown or 'none'}.\n"
+                f"VOCFolders: the labels of {path} must count up from 0, got {list_some(labels) or 'none'}.\n"
                 "  fix: 0, 1, 2 and so on, one per line, or no labels."
             )
         return names
@@ -67,11 +63,7 @@ def classes_of_masks(root: Path) -> list[str]:
 
 
 def names_in(path: Path) -> list[list[str]]:
-    """Read the lines of a list of images, each split into words.
-
-    Raises:
-        FolderError: If there is no such list, or it is empty or not text.
-    """
+    """Read the lines of a list of images, each split into words."""
     if not path.is_file():
         held = ", ".join(sorted(entry.stem for entry in path.parent.glob("*.txt"))) or "no lists"
         raise FolderError(f"VOCFolders: there is no list {path}; {path.parent} has {held}.\n  fix: write that list.")
@@ -82,15 +74,7 @@ def names_in(path: Path) -> list[list[str]]:
 
 
 def pairs_in(root: Path, path: Path) -> list[Pair]:
-    """Return the pairs of a list: names of images (VOC), or two paths per line below the root (`train_aug` lists).
-
-    Args:
-        root: The folder with `JPEGImages` and `SegmentationClass`.
-        path: The list.
-
-    Raises:
-        FolderError: If the list does not exist, is empty or not text, or files of its pairs are missing.
-    """
+    """Return the pairs of a list: names of images (VOC), or two paths per line below the root (`train_aug` lists)."""
     pairs = [
         Pair(root / words[0].lstrip("/"), root / words[1].lstrip("/"))
         if len(words) == 2
@@ -103,14 +87,7 @@ def pairs_in(root: Path, path: Path) -> list[Pair]:
 def train_aug(root: Path, sbd: Path) -> list[Pair]:
     """List VOC's 10,582 training images with SBD's masks: (SBD train and val, and VOC train) without VOC val.
 
-    VOC's own masks take precedence where both exist.
-
-    Args:
-        root: The folder of VOC 2012.
-        sbd: The folder of SBD with `cls`, `train.txt` and `val.txt`, or its parent, in which it is `dataset`.
-
-    Raises:
-        FolderError: If lists or files are missing.
+    VOC's own masks take precedence. `sbd` has `cls`, `train.txt` and `val.txt`, or is the folder around `dataset`.
     """
     sbd = sbd / "dataset" if (sbd / "dataset").is_dir() else sbd
     ids = {
@@ -151,23 +128,15 @@ def image_of(folder: Path, name: str) -> Path:
 
 
 def complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
-    """Return the pairs; raise `FolderError` if a file is missing. `source` names their list or folder in the error."""
+    """Return the pairs; raise `FolderError` if a file is missing. `source` is their list or folder, for the error."""
     missing = [path for pair in pairs for path in pair if not os.path.isfile(path)]
-    if missing:
-        shown = "\n  ".join([str(path) for path in missing[:SHOWN]] + ["..."] * (len(missing) > SHOWN))
-        raise FolderError(
-            f"VOCFolders: {len(missing)} files of the {len(pairs)} pairs in {source} are missing.\n  {shown}\n"
-            f"  fix: an image and a mask for each name, {IMAGES}/<name>.jpg and {MASKS}/<name>.png."
-        )
+    fix = f"an image and a mask for each name, {IMAGES}/<name>.jpg and {MASKS}/<name>.png."
+    refuse("VOCFolders", f"files of the {len(pairs)} pairs in {source} are missing", missing, fix)
     return list(pairs)
 
 
 def read_mask(path: Path) -> Tensor:
-    """Read the labels of a mask as a `uint8` tensor `(height, width)`.
-
-    Raises:
-        FolderError: If the file cannot be read, or holds colours in place of labels.
-    """
+    """Read the labels of a mask as a `uint8` tensor `(height, width)`; refuse colours."""
     try:
         if path.suffix == ".mat":
             from scipy.io import loadmat
@@ -186,18 +155,7 @@ def read_mask(path: Path) -> Tensor:
 
 
 def check_pairs(pairs: Sequence[Pair], classes: Sequence[str], root: Path, check: Check = "once") -> None:
-    """Decode every pair and refuse those that cannot be trained on, in one error.
-
-    Args:
-        pairs: The pairs to read.
-        classes: The names of the labels.
-        root: The folder of the data, for which the note of a passed check is kept.
-        check: `"once"`, `"always"` or `"never"`.
-
-    Raises:
-        FolderError: If a file is damaged, a mask has colours or labels that are no class, or its size is not the
-            image's; the error names the files.
-    """
+    """Decode every pair and refuse those that cannot be trained on, in one error."""
     if check == "never":
         return
     note = note_of(root, [path for pair in pairs for path in pair], f"{len(classes)} classes")
@@ -224,7 +182,7 @@ def fault_of_pair(pair: Pair, classes: int) -> str | None:
         return f"{pair.mask} is {sized(labels.shape)}, {pair.image} is {sized(size)}"
     foreign = [label for label in labels.unique().tolist() if label >= classes and label != VOID]
     if foreign:
-        return f"{pair.mask}: labels {', '.join(map(str, foreign[:SHOWN]))} are no classes"
+        return f"{pair.mask}: labels {list_some(foreign)} are no classes"
     return None
 
 

@@ -17,11 +17,6 @@ def fault_of_rle(segmentation: Mapping[str, Any], width: int, height: int) -> st
 
     pycocotools decodes into memory of the given size without checking the runs, so they are checked here.
 
-    Args:
-        segmentation: `size`, height and width, and `counts`, a list of runs or COCO's string of them.
-        width: Width of the mask's image.
-        height: Height of the mask's image.
-
     Example:
         >>> fault_of_rle({"size": [4, 5], "counts": [8, 4, 8]}, 5, 4)
         >>> fault_of_rle({"size": [4, 5], "counts": [8, 400, 8]}, 5, 4)
@@ -44,17 +39,11 @@ def fault_of_rle(segmentation: Mapping[str, Any], width: int, height: int) -> st
 
 
 def runs_of(counts: Any) -> list[int]:
-    """Return the runs of background and object in turn, from a list or from COCO's string.
+    """Return the runs of background and object in turn, from a list or from COCO's string; `ValueError` if damaged.
 
     In COCO's string a number is written in digits of 5 bits, the lowest first, each a character from "0" on. The bit of
     value 32 means that another digit follows, the bit of value 16 in the last digit that the number is negative. The
     first three numbers are runs; from the fourth on, a number is the difference between its run and the run two before.
-
-    Args:
-        counts: The `counts` of RLE.
-
-    Raises:
-        ValueError: If it is neither, or the string is damaged; the text continues "its RLE".
 
     Example:
         >>> runs_of("848"), runs_of([8, 4, 8])

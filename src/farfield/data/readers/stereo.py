@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from farfield.data.readers.images import SHOWN, Check, FolderError, check_each, fault_of, files_of, note_of
+from farfield.data.readers.images import Check, FolderError, check_each, fault_of, files_of, note_of, refuse
 from farfield.data.readers.masks import sized
 
 CALLER = "StereoFrames"
@@ -90,11 +90,7 @@ class Frame(NamedTuple):
 
 
 def frames_in(folder: Path) -> list[Frame]:
-    """List the pairs of a folder, of every layout, in sorted order.
-
-    Raises:
-        FolderError: If the folder does not exist or holds no pairs, or right images are missing.
-    """
+    """List the pairs of a folder, of every layout, in sorted order."""
     if not folder.is_dir():
         raise FolderError(f"{CALLER}: there is no folder {folder}.")
     there = {path.relative_to(folder).as_posix() for path in files_of(folder)}
@@ -115,12 +111,8 @@ def frames_in(folder: Path) -> list[Frame]:
             f"{CALLER}: {folder} has no stereo pairs of {', '.join(LAYOUTS)}.\n"
             "  fix: left/1.png, right/1.png and disparity/1.pfm for each pair."
         )
-    if missing:
-        shown = "\n  ".join(missing[:SHOWN] + ["..."] * (len(missing) > SHOWN))
-        raise FolderError(
-            f"{CALLER}: {len(missing)} of {len(frames)} pairs have no right image.\n  {shown}\n"
-            "  fix: add these images, or remove their left ones."
-        )
+    fix = "add these images, or remove their left ones."
+    refuse(CALLER, f"of {len(frames)} pairs have no right image", missing, fix)
     return frames
 
 
@@ -131,11 +123,7 @@ def layout_of(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
 
 
 def read_disparity(path: Path) -> NDArray[np.float32]:
-    """Read the disparities of a PFM file, or of KITTI's 16-bit PNG files, which store 256 times the disparity.
-
-    Raises:
-        FolderError: If the file is damaged or of another kind; the error names it.
-    """
+    """Read the disparities of a PFM file, or of KITTI's 16-bit PNG files, which store 256 times the disparity."""
     if path.suffix.lower() == ".pfm":
         return read_pfm(path)
     try:
@@ -155,18 +143,14 @@ def read_pfm(path: Path) -> NDArray[np.float32]:
     """Read a PFM file of one channel, which stores the last row first; the sign of its scale gives the byte order.
 
     Pillow reads such files too, but not those whose scale has more than ten digits.
-
-    Raises:
-        FolderError: If it is damaged or of another kind; the error names it.
     """
     try:
         with path.open("rb") as file:
             start = file.read(LONGEST_HEADER)
             header = PFM_HEADER.match(start)
             if header is None:
-                kind = (
-                    "three channels, which are no disparities" if start.startswith(b"PF") else "no header of a PFM file"
-                )
+                colours = start.startswith(b"PF")
+                kind = "three channels, which are no disparities" if colours else "no header of a PFM file"
                 raise FolderError(f"{CALLER}: cannot read {path}: it has {kind}.")
             width, height, scale = int(header[1]), int(header[2]), float(header[3])
             held, wanted = os.fstat(file.fileno()).st_size - header.end(), 4 * width * height
@@ -184,16 +168,7 @@ def read_pfm(path: Path) -> NDArray[np.float32]:
 
 
 def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> None:
-    """Decode every frame and refuse those that cannot be read or whose files differ in size, in one error.
-
-    Args:
-        frames: The frames to read.
-        root: The folder of the data, for which the note of a passed check is kept.
-        check: `"once"`, `"always"` or `"never"`.
-
-    Raises:
-        FolderError: If a file is damaged, or not of the left image's size; the error names the files.
-    """
+    """Decode every frame and refuse those that cannot be read or whose files differ in size, in one error."""
     if check == "never":
         return
     note = note_of(root, [path for frame in frames for path in frame[:3] if path is not None])

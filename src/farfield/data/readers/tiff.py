@@ -11,7 +11,7 @@ import tifffile
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
-from farfield.data.readers.images import CLUTTER, SHOWN, FolderError, check_names
+from farfield.data.readers.images import CLUTTER, FolderError, check_names, refuse
 from farfield.volumes.tiff_parts import check_parts, check_planes, describe_series
 
 SUFFIXES = (".tif", ".tiff")
@@ -32,8 +32,7 @@ class PairOfFiles(NamedTuple):
 def stacks_in(folder: Path) -> list[Path]:
     """List the TIFF files of a folder in sorted order, without hidden ones; none if the folder does not exist.
 
-    Raises:
-        FolderError: If two of them differ in the suffix alone: pairs and outputs go by the name without suffix.
+    Two that differ in the suffix alone are refused: pairs and outputs go by the name without suffix.
     """
     entries = folder.iterdir() if folder.is_dir() else ()
     stacks = sorted(
@@ -46,38 +45,27 @@ def stacks_in(folder: Path) -> list[Path]:
 
 
 def pairs_in(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
-    """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`.
-
-    Raises:
-        FolderError: If a folder does not exist or is empty, a file has no counterpart, or the stacks have different bit
-            depths.
-    """
+    """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`."""
     truths = {path.stem: path for path in stacks_in(folder / target)}
     pairs = []
     for source in sources:
         files = {path.stem: path for path in stacks_in(folder / source)}
-        layout = f"fix: {folder / source / 'a.tif'} and {folder / target / 'a.tif'} for each stack; "
+        layout = f"{folder / source / 'a.tif'} and {folder / target / 'a.tif'} for each stack; "
         layout += "--data.sources and --data.target name the folders."
         if not files or not truths:
             empty = folder / (target if files else source)
             what = "has no TIFF files" if empty.is_dir() else "is not there"
-            raise FolderError(f"StackPairs: {empty} {what}.\n  {layout}")
+            raise FolderError(f"StackPairs: {empty} {what}.\n  fix: {layout}")
         lonely = [*(files[name] for name in files.keys() - truths.keys())]
         lonely += [truths[name] for name in truths.keys() - files.keys()]
-        if lonely:
-            listed = "\n  ".join([str(path) for path in sorted(lonely)[:SHOWN]] + ["..."] * (len(lonely) > SHOWN))
-            raise FolderError(f"StackPairs: {len(lonely)} files have no counterpart.\n  {listed}\n  {layout}")
+        refuse("StackPairs", "files have no counterpart", sorted(lonely), layout)
         pairs += [PairOfFiles(files[name], truths[name], source) for name in files]
     check_depths([pair.source for pair in pairs], [pair.target for pair in pairs])
     return pairs
 
 
 def check_depths(*groups: Sequence[Path]) -> None:
-    """Refuse files of one group (sources, or targets) of different bit depths; only the files' headers are read.
-
-    Raises:
-        FolderError: If there are any; the error names a file of each dtype.
-    """
+    """Refuse files of one group (sources, or targets) of different bit depths; only the files' headers are read."""
     for files in groups:
         first: dict[str, Path] = {}
         for path in files:
@@ -92,12 +80,7 @@ def check_depths(*groups: Sequence[Path]) -> None:
 
 
 def opened(path: Path) -> tifffile.TiffFile:
-    """Open a TIFF file whose first series is whole.
-
-    Raises:
-        FolderError: If the file is not a TIFF file, holds no images, lacks planes, or names files outside its folder as
-            its parts.
-    """
+    """Open a TIFF file whose first series is whole."""
     try:
         file = tifffile.TiffFile(path)
         check_parts(file)
@@ -114,16 +97,10 @@ def stack_of(path: Path, spatial_dims: int, axes: str | None = None, channel: in
     """Open a stack `(z, y, x)` or an image `(y, x)` without loading it, where the file allows that.
 
     Args:
-        path: A TIFF file: OME, ImageJ, or plain.
+        path: A TIFF file: OME, ImageJ, or plain; one that is compressed is read.
         spatial_dims: 3 for stacks, 2 for images.
         axes: The axes, e.g. "ZYX"; None takes those that the file gives.
         channel: Index of the channel to read, for files of several; ignored for others.
-
-    Returns:
-        A memory map, or an array if the file is compressed.
-
-    Raises:
-        FolderError: If the file cannot be read, has no such channel, or its axes are not those of one stack or image.
     """
     with opened(path) as file:
         shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
@@ -153,11 +130,7 @@ def channels_axis(shape: Sequence[int], letters: str) -> int | None:
 
 
 def several_of(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
-    """Open a file of several stacks, or images, along its first axis; axes of length 1 are left out.
-
-    Raises:
-        FolderError: If the file cannot be read, or holds another number of stacks than `number`.
-    """
+    """Open a file of several stacks, or images, along its first axis; axes of length 1 are left out."""
     whole = array_of(path)
     whole = whole.reshape([side for side in whole.shape if side > 1])
     if whole.ndim != spatial_dims + 1 or len(whole) != number:
@@ -169,11 +142,7 @@ def several_of(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
 
 
 def array_of(path: Path) -> NDArray[Any]:
-    """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read.
-
-    Raises:
-        FolderError: If the file cannot be read, or holds no grey levels.
-    """
+    """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read."""
     with opened(path) as file:
         series = file.series[0]
         if len(file.series) > 1:
@@ -233,15 +202,7 @@ def letters_for(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
 def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None = None) -> list[int]:
     """Return which axes of an array are z, y and x; the others must have length 1.
 
-    Args:
-        path: The file, for errors.
-        shape: The shape of the array.
-        axes: A letter for each of its axes.
-        spatial_dims: 3 for stacks, 2 for images.
-        taken: Where an axis of channels stood, of which one was taken; None if none was.
-
-    Raises:
-        FolderError: If the letters in `axes` do not determine them, or another axis is longer than 1.
+    `axes` has a letter for each; `taken` is where an axis of channels stood, of which one was taken, or None.
     """
     wanted = "ZYX"[-spatial_dims:]
     fix = f"fix: {axes_fix(shape, axes, spatial_dims, taken)}"
@@ -261,11 +222,7 @@ def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, ta
 
 
 def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
-    """Return a stack unchanged, if it can be trained on; warn if many positions are saturated.
-
-    Raises:
-        FolderError: If there are no positions, or some values are not finite, or all are equal.
-    """
+    """Return a stack unchanged, if its values are finite and differ; warn if many positions are saturated."""
     if not stack.size:
         raise FolderError(f"StackPairs: {path}: it has no positions, its size is {stack.shape}.")
     if stack.dtype.kind == "f" and not np.isfinite(stack).all():
@@ -294,9 +251,6 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
 
     Returns:
         Sources `(samples, 1, z, y, x)` and targets of the same size, or `(samples, 1, y, x)` if they have one plane.
-
-    Raises:
-        FolderError: If the file cannot be read or lacks an entry, or its axes, shapes or values cannot be trained on.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -332,11 +286,7 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
 
 
 def normalised(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
-    """Check patches, and scale those of whole numbers so that percentiles 2 and 99.8 of them all become 0 and 1.
-
-    Raises:
-        FolderError: If the values are not finite, all equal, or equal at both percentiles.
-    """
+    """Check patches, and scale those of whole numbers so that percentiles 2 and 99.8 of them all become 0 and 1."""
     checked(name, patches)
     if patches.dtype.kind == "f":
         return np.asarray(patches, np.float32)

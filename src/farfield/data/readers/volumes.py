@@ -23,11 +23,7 @@ def is_zarr(path: Path) -> bool:
 
 
 def volumes_in(folder: Path) -> list[Path]:
-    """List the TIFF files and zarr folders of a folder in sorted order, without hidden ones.
-
-    Raises:
-        FolderError: If two of the TIFF files differ in the suffix alone, or have different bit depths.
-    """
+    """List the TIFF files and zarr folders of a folder in sorted order, without hidden ones."""
     stacks = stacks_in(folder)
     check_depths(stacks)
     entries = folder.iterdir() if folder.is_dir() else ()
@@ -35,11 +31,7 @@ def volumes_in(folder: Path) -> list[Path]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files, or the zarr folder, that a stack is in: those of an OME-TIFF can be several.
-
-    Raises:
-        FolderError: If it is a TIFF file that cannot be read.
-    """
+    """Return the files, or the zarr folder, that a stack is in: those of an OME-TIFF can be several."""
     if path.suffix.lower() not in SUFFIXES:
         return [path]
     with opened(path) as file:
@@ -55,9 +47,6 @@ def volume_of(path: Path, spatial_dims: int, axes: str | None, channel: int | Se
         axes: The axes of a TIFF file, e.g. "ZYX"; None takes those that the file gives.
         channel: Index of the channel to read; several give a volume with an axis of channels first. Files of one
             channel are read as they are.
-
-    Raises:
-        FolderError: If the file cannot be read, has no such channel, or its axes are not those of one stack or image.
     """
     wanted = "ZYX"[-spatial_dims:]
     if path.suffix.lower() in SUFFIXES:

@@ -18,7 +18,7 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
 from farfield.tasks.checkpoints import written
 from farfield.tasks.detect import Detected
-from farfield.tasks.writers.predictions import PALETTE, PredictionFolder, beside
+from farfield.tasks.writers.predictions import PALETTE, PredictionFolder, beside, gather_parts
 
 
 class DetectionFolder(PredictionFolder):
@@ -32,11 +32,6 @@ class DetectionFolder(PredictionFolder):
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
         draw_above: Score above which an object is drawn; 1 draws none.
-
-    Raises:
-        FileExistsError: As by `PredictionFolder`.
-        BlockingIOError: As by `PredictionFolder`.
-        CheckpointError: If a file cannot be written.
     """
 
     def __init__(self, path: str | None = None, draw_above: float = 0.5) -> None:
@@ -49,16 +44,7 @@ class DetectionFolder(PredictionFolder):
         super().on_predict_start(trainer, pl_module)
         self.results = []
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Detected,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
+    def write(self, trainer: Trainer, prediction: Detected) -> None:
         """Keep the results of each image for `results.json`, and write its picture."""
         data = getattr(trainer, "datamodule", None)
         ids, classes = getattr(data, "category_ids", None), getattr(data, "classes", None) or []
@@ -74,10 +60,7 @@ class DetectionFolder(PredictionFolder):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather the results of all processes, write them, and move the folder to its final name."""
-        results = [self.results]
-        if trainer.world_size > 1:
-            results = [[] for _ in range(trainer.world_size)]
-            torch.distributed.all_gather_object(results, self.results)
+        results = gather_parts(trainer, self.results)
         if trainer.is_global_zero:
             with written(beside(self.place(trainer)) / "results.json") as file:
                 file.write(json.dumps(unique(results)).encode())
@@ -98,10 +81,7 @@ def unique(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 def drawn(
     path: str, entries: Sequence[Mapping[str, Any]], classes: Sequence[str], above: float
 ) -> UInt8[Tensor, "3 h w"]:
-    """Read an image, and draw its detections with a score above `above`.
-
-    Masks and boxes are drawn, and if there are several classes, names and scores.
-    """
+    """Read an image, and draw its detections with a score above `above`; with several classes also names and scores."""
     with Image.open(path) as opened:
         image = torch.from_numpy(np.array(opened.convert("RGB"))).permute(2, 0, 1)
     entries = [entry for entry in entries if entry["score"] > above]

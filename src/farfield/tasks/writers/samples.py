@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,11 +21,6 @@ class SampleFolder(PredictionFolder):
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
-
-    Raises:
-        FileExistsError: As by `PredictionFolder`.
-        BlockingIOError: As by `PredictionFolder`.
-        CheckpointError: If a file cannot be written.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -38,16 +32,7 @@ class SampleFolder(PredictionFolder):
         self.drawn = {}
         super().on_predict_start(trainer, pl_module)
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Drawn,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
+    def write(self, trainer: Trainer, prediction: Drawn) -> None:
         """Write each sample."""
         for place, image in zip(*prediction, strict=True):
             self.drawn[place] = image
