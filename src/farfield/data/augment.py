@@ -16,10 +16,10 @@ from farfield._checks import unknown
 Augmentation = Literal["none", "paper", "author", "crop", "shift", "cutout"]
 
 # Eigenvectors and eigenvalues of ImageNet's colours (Krizhevsky et al. 2012), for pixels in 0..1.
-COLOUR_VECTORS = ((-0.5675, 0.7192, 0.4009), (-0.5808, -0.0045, -0.8140), (-0.5836, -0.6948, 0.4203))
-COLOUR_VALUES = (0.2175, 0.0188, 0.0045)
+_COLOUR_VECTORS = ((-0.5675, 0.7192, 0.4009), (-0.5808, -0.0045, -0.8140), (-0.5836, -0.6948, 0.4203))
+_COLOUR_VALUES = (0.2175, 0.0188, 0.0045)
 # ImageNet's mean colour, for pixels in 0..255.
-GREY = (124, 116, 104)
+_GREY = (124, 116, 104)
 
 
 class Lighting(torch.nn.Module):
@@ -38,8 +38,8 @@ class Lighting(torch.nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return the `uint8` image with one colour added to all its pixels."""
-        amounts = torch.randn(3) * self.strength * torch.tensor(COLOUR_VALUES)
-        colour = torch.tensor(COLOUR_VECTORS) @ amounts * 255.0
+        amounts = torch.randn(3) * self.strength * torch.tensor(_COLOUR_VALUES)
+        colour = torch.tensor(_COLOUR_VECTORS) @ amounts * 255.0
         return (image.float() + colour[:, None, None]).round_().clamp_(0, 255).to(torch.uint8)
 
 
@@ -65,7 +65,7 @@ def training(augmentation: Augmentation, side: int) -> v2.Compose:
             return _steps(v2.Resize((_before_crop(side),) * 2, antialias=True), v2.RandomCrop(side), flip)
         case "shift" | "cutout":
             whole = (v2.Resize(side, antialias=True), v2.CenterCrop(side))
-            hole = [v2.RandomErasing(1.0, (1 / 4, 1 / 4), (1, 1), list(GREY))] if augmentation == "cutout" else []
+            hole = [v2.RandomErasing(1.0, (1 / 4, 1 / 4), (1, 1), list(_GREY))] if augmentation == "cutout" else []
             return _steps(*whole, v2.RandomCrop(side, padding=side // 8), flip, *hole)
         case "crop":
             return _steps(v2.RandomResizedCrop(side, scale=(0.35, 1.0), antialias=True), flip)

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 from farfield.data.readers.images import FolderError, check_classes, list_some
 from farfield.data.sampler import DrawnSamples, EpochSampler
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 
-def read_entry(state: dict[str, Any], name: str, kind: type[Value], caller: str) -> Value:
+def read_entry(state: dict[str, Any], name: str, kind: type[_Value], caller: str) -> _Value:
     """Return the entry `name` of a data module's state in a checkpoint, which may be damaged or of other data."""
     value = state.get(name)
     if not isinstance(value, kind):
@@ -41,13 +41,13 @@ def check_root(root: Path | None, caller: str, entry: str = "") -> Path:
         )
     if not root.is_dir():
         what = f"{root} is a file, not a folder" if root.is_file() else f"there is no folder {root}"
-        raise FolderError(f"{caller}: {what}.\n  fix: {folder_instead(root, entry)}")
+        raise FolderError(f"{caller}: {what}.\n  fix: {_folder_instead(root, entry)}")
     if entry and not (root / entry).is_dir():
         refuse_level(root, caller, entry, [*folders_below(root), *root.absolute().parents[:2]])
     return root
 
 
-def folder_instead(path: Path, entry: str) -> str:
+def _folder_instead(path: Path, entry: str) -> str:
     """Return the advice for a root that is no folder: one around it or of a similar name, or what there is."""
     around = [folder for folder in path.absolute().parents if folder.is_dir()]
     if path.is_file():

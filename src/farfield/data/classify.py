@@ -24,7 +24,7 @@ Colours = tuple[float, float, float]
 IMAGENET: tuple[Colours, Colours] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 # Share of the images that is held out where there is no validation folder.
-HELD_OUT = 0.2
+_HELD_OUT = 0.2
 
 
 class _Classification(Loading):
@@ -141,7 +141,7 @@ class ImageFolders(_Classification):
         train = ClassFolders(folder, self.training_transform)
         kept, held = np.arange(len(train)), np.arange(0)
         if "val" not in self.folders:
-            kept, held = split(train.targets, HELD_OUT, self.seed)
+            kept, held = split(train.targets, _HELD_OUT, self.seed)
         if self.subset is not None:
             kept = kept[drawn([train.targets[index] for index in kept], self.subset, self.seed)]
         still = ClassFolders(folder, self.evaluation_transform)
@@ -193,7 +193,7 @@ class Digits(_Classification):
         self.classes = [str(name) for name in bunch.target_names]
         small = torch.from_numpy(bunch.images * (255 / 16)).float()[:, None].expand(-1, 3, -1, -1)
         large = functional.resize(small, [self.image_size] * 2, antialias=True).round().clamp(0, 255).to(torch.uint8)
-        kept, held = split(bunch.target, HELD_OUT, self.seed)
+        kept, held = split(bunch.target, _HELD_OUT, self.seed)
         if self.subset is not None:
             kept = kept[drawn(bunch.target[kept], self.subset, self.seed)]
         labels = bunch.target.tolist()

@@ -26,7 +26,7 @@ from farfield.data.readers.images import Check, FolderError, check_each, check_i
 from farfield.data.sampler import Draw, EpochSampler
 
 # Boundaries between the groups of aspect ratios (width / height) that are batched together, as in torchvision.
-SHAPES = 2 ** np.linspace(-1, 1, 7)
+_SHAPES = 2 ** np.linspace(-1, 1, 7)
 
 
 class CocoFolders(Loading):
@@ -170,11 +170,11 @@ class CocoFolders(Loading):
         if not self.group_by_shape:
             return super()._order(samples, ranks, rank)
         part: Any = self.parts["train"]
-        groups = np.digitize([image["width"] / image["height"] for image in part.part.images], SHAPES)
+        groups = np.digitize([image["width"] / image["height"] for image in part.part.images], _SHAPES)
         return GroupedSampler(samples, groups.tolist(), self.batch_size, seed=self.run_seed, ranks=ranks, rank=rank)
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
-        return super()._loader(samples, collate_fn=side_by_side, **options)
+        return super()._loader(samples, collate_fn=_side_by_side, **options)
 
 
 class GroupedSampler(EpochSampler):
@@ -206,6 +206,6 @@ class GroupedSampler(EpochSampler):
         yield from chain.from_iterable(waiting.values())
 
 
-def side_by_side(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def _side_by_side(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Batch samples of different sizes: return one list for each part of a sample."""
     return [list(part) for part in zip(*samples, strict=True)]

@@ -28,7 +28,7 @@ from farfield.data.tokenizer import (
 
 Unit = Literal["blocks", "documents", "lines"]
 # Fewest characters of a training text without a warning; tiny Shakespeare has a million.
-SMALL = 100_000
+_SMALL = 100_000
 
 
 class TextFolder(Loading):
@@ -89,7 +89,7 @@ class TextFolder(Loading):
         self.options: dict[str, Any] = {"length": length, "unit": unit, "too_long": too_long}
         self.texts: dict[str, list[Text]] = {}
         # Samples are made on first access, after a checkpoint has been read, which may contain the tokenizer.
-        self.parts = LazyDatasets(self.samples)
+        self.parts = _LazyDatasets(self.samples)
         self._tokenizer: Any = None
 
     def setup(self, stage: str) -> None:
@@ -107,10 +107,10 @@ class TextFolder(Loading):
             raise FolderError(f"{CALLER}: {stage} needs root, a folder of text files; fix: --data.root.")
         self._read()
         characters = sum(len(line) for text in self.texts["train"] for line in text.lines)
-        if stage == "fit" and characters < SMALL:
+        if stage == "fit" and characters < _SMALL:
             rank_zero_warn(
                 f"{CALLER}: {self.root} has {characters:,} characters to train on, which a network learns by heart; "
-                f"fix: {SMALL:,} or more, or saved weights to start from, --model.network.weights."
+                f"fix: {_SMALL:,} or more, or saved weights to start from, --model.network.weights."
             )
         if stage == "test" and "test" not in self.texts:
             rank_zero_info(f"{CALLER}: {self.root} has no folder test: using val.")
@@ -182,7 +182,7 @@ class TextFolder(Loading):
         return super()._loader(samples, collate_fn=Collate(self.tokenizer.pad_token_id), **options)
 
 
-class LazyDatasets(dict[str, Dataset[Any]]):
+class _LazyDatasets(dict[str, Dataset[Any]]):
     """Name of a part -> its dataset, which `make` builds from the name on first access."""
 
     def __init__(self, make: Callable[[str], Dataset[Any]]) -> None:

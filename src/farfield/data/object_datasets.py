@@ -35,7 +35,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
         self.view = v2.Compose(
             [
                 v2.ClampBoundingBoxes(),
-                v2.SanitizeBoundingBoxes(labels_getter=labels_in),
+                v2.SanitizeBoundingBoxes(labels_getter=_labels_in),
                 v2.RandomHorizontalFlip(),
                 v2.ToPureTensor(),
             ]
@@ -125,6 +125,6 @@ def read(path: Path) -> tv_tensors.Image:
     return tv_tensors.Image(images.pil_to_tensor(read_image(path, "CocoFolders")))
 
 
-def labels_in(sample: Any) -> Tensor:
+def _labels_in(sample: Any) -> Tensor:
     """Return the labels of a sample, for `SanitizeBoundingBoxes`, which removes labels with their boxes."""
     return sample[1]["labels"]

@@ -18,21 +18,26 @@ from farfield.data.readers.tiff import checked, load_npz, pairs_in, several_of, 
 from farfield.data.readers.volumes import files_of, is_zarr, volume_of, volumes_in
 
 # Share of the patches, the last ones, that is held out where there is no validation folder.
-HELD_OUT = 0.1
+_HELD_OUT = 0.1
 # Patches are drawn with a fixed seed, so that the held-out ones do not change with the run's seed.
-DRAW = 0
+_DRAW = 0
 
 
-def as_it_is(sample: Any) -> Any:
+def _as_it_is(sample: Any) -> Any:
     """Return a sample unchanged; the loader would make tensors of arrays."""
     return sample
 
 
 # Whole stacks are loaded one by one, in the main process: loader processes would copy them.
-ONE_BY_ONE: dict[str, Any] = {"batch_size": None, "num_workers": 0, "persistent_workers": False, "collate_fn": as_it_is}
+_ONE_BY_ONE: dict[str, Any] = {
+    "batch_size": None,
+    "num_workers": 0,
+    "persistent_workers": False,
+    "collate_fn": _as_it_is,
+}
 
 
-class Several(NamedTuple):
+class _Several(NamedTuple):
     """A file of several stacks, and the index of one of them."""
 
     path: Path
@@ -85,7 +90,7 @@ class StackPairs(Loading):
         channel: list[int] | int | None = None,
         workers: int = 2,
     ) -> None:
-        super().__init__(batch_size, workers, DRAW)
+        super().__init__(batch_size, workers, _DRAW)
         if len(patch) not in (2, 3) or any(side < 1 for side in patch):
             raise FolderError(
                 f"StackPairs: patch must be two or three numbers, [y, x] or [z, y, x], got {list(patch)}."
@@ -112,7 +117,7 @@ class StackPairs(Loading):
         return self._inputs
 
     def _evaluation_loader(self, part: str) -> DataLoader[Any]:
-        return super()._evaluation_loader(part) if part == "val" else self._loader(self.parts[part], **ONE_BY_ONE)
+        return super()._evaluation_loader(part) if part == "val" else self._loader(self.parts[part], **_ONE_BY_ONE)
 
     def _folder(self, *names: str) -> Path | None:
         """Return the first of the named folders of the root that exists."""
@@ -134,7 +139,7 @@ class StackPairs(Loading):
             self.parts["val"] = self._patches(val)
             return
         total = len(self.parts["train"])  # type: ignore[arg-type]
-        held = round(total * HELD_OUT)
+        held = round(total * _HELD_OUT)
         if not 0 < held < total:
             raise FolderError(
                 f"StackPairs: {train} gives {total} patches; a tenth of them cannot be held out.\n"
@@ -157,9 +162,9 @@ class StackPairs(Loading):
         for place, pair in enumerate(pairs_in(folder, self.sources, self.target)):
             source, target = self._pair(str(pair.source), pair.source, pair.target)
             name = f"{pair.condition}/{pair.source.name}"
-            parts.append(Patches(name, source, target, self.patch, self.patches_per_stack, seed=DRAW + place))
+            parts.append(Patches(name, source, target, self.patch, self.patches_per_stack, seed=_DRAW + place))
         whole: Dataset[Any] = ConcatDataset(parts)
-        order = np.random.default_rng(DRAW).permutation(sum(map(len, parts)))
+        order = np.random.default_rng(_DRAW).permutation(sum(map(len, parts)))
         return Subset(whole, order.tolist())
 
     def _pair(self, name: str, source: Path, target: Path) -> tuple[Any, Any]:
@@ -169,8 +174,8 @@ class StackPairs(Loading):
             fix = f"fix: --data.channel {channel[0] if channel else 0}; predict takes several."
             raise FolderError(f"StackPairs: pairs are read by one channel, got channel={channel}.\n  {fix}")
         stack = checked(source, stack_of(source, spatial_dims, self.axes, channel))
-        truth = target_of(target, spatial_dims, self.axes, channel)
-        return stack, checked(target, fitting(name, stack, truth))
+        truth = _target_of(target, spatial_dims, self.axes, channel)
+        return stack, checked(target, _fitting(name, stack, truth))
 
     def _tests(self) -> Dataset[Any]:
         """Return the pairs of the test folder, read on access as source, target, name and condition."""
@@ -181,14 +186,14 @@ class StackPairs(Loading):
         if several:
             # The clean stack is last, the first source before it, and so on.
             names = list(enumerate(self.sources))
-            pairs = [(path.name, name, Several(path, -2 - place)) for path in several for place, name in names]
-            return Listed(pairs, self._test)
+            pairs = [(path.name, name, _Several(path, -2 - place)) for path in several for place, name in names]
+            return _Listed(pairs, self._test)
         files = pairs_in(folder, self.sources, self.target)
-        return Listed([(pair.source.name, pair.condition, pair) for pair in files], self._test)
+        return _Listed([(pair.source.name, pair.condition, pair) for pair in files], self._test)
 
     def _test(self, entry: tuple[str, str, Any]) -> tuple[Any, Any, str, str]:
         name, condition, place = entry
-        if isinstance(place, Several):
+        if isinstance(place, _Several):
             stacks = several_of(place.path, len(self.sources) + 1, len(self.patch))
             return checked(place.path, stacks[place.place]), checked(place.path, stacks[-1]), name, condition
         return *self._pair(f"{condition}/{name}", place.source, place.target), name, condition
@@ -206,14 +211,14 @@ class StackPairs(Loading):
             )
         self._inputs = [part for path in files for part in files_of(path)]
         above = test or (self.root.parent if single else self.root)
-        return Listed([(path, str(path.relative_to(above))) for path in files], self._prediction)
+        return _Listed([(path, str(path.relative_to(above))) for path in files], self._prediction)
 
     def _prediction(self, entry: tuple[Path, str]) -> tuple[Any, str, str]:
         path, name = entry
         return volume_of(path, len(self.patch), self.axes, self.channel), str(path), name
 
 
-class Listed(Dataset[Any]):
+class _Listed(Dataset[Any]):
     """Entries of a list, each opened on access."""
 
     def __init__(self, entries: Sequence[Any], read: Callable[[Any], Any]) -> None:
@@ -228,7 +233,7 @@ class Listed(Dataset[Any]):
         return self.read(self.entries[index])
 
 
-def target_of(path: Path, spatial_dims: int, axes: str | None, channel: int | None) -> NDArray[Any]:
+def _target_of(path: Path, spatial_dims: int, axes: str | None, channel: int | None) -> NDArray[Any]:
     """Open a clean stack or, if it is not a stack, the image of a projection; an error is that of the stack."""
     try:
         return stack_of(path, spatial_dims, axes, channel)
@@ -242,7 +247,7 @@ def target_of(path: Path, spatial_dims: int, axes: str | None, channel: int | No
         raise
 
 
-def fitting(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]:
+def _fitting(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]:
     """Return a clean stack, or its only plane as an image, after checking that it has the size of its source."""
     if truth.ndim == 3 and len(truth) == 1 < len(stack):
         truth = truth[0]

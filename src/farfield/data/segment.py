@@ -20,7 +20,7 @@ from farfield.data.classify import IMAGENET
 from farfield.data.readers.images import Check, FolderError, check_images, check_names, images_of, read_image
 from farfield.data.readers.masks import LISTS, VOID, Pair, check_pairs, classes_of_masks, pairs_in, read_mask, train_aug
 
-NEAREST = InterpolationMode.NEAREST_EXACT
+_NEAREST = InterpolationMode.NEAREST_EXACT
 
 
 class VOCFolders(Loading):
@@ -92,13 +92,13 @@ class VOCFolders(Loading):
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or the images to predict."""
         if stage == "predict" and self.predict is not None:
-            self.parts["predict"] = UnlabelledImages(
+            self.parts["predict"] = _UnlabelledImages(
                 self.predict, images_of(self.predict, "VOCFolders"), self.shorter_side
             )
             return
         pairs, self.classes = self._pairs(), classes_of_masks(self.folder)
         for name, part in pairs.items():
-            self.parts[name] = LabelledImages(part, self.random_view if name == "train" else self._whole_view)
+            self.parts[name] = _LabelledImages(part, self.random_view if name == "train" else self._whole_view)
         if "test" not in pairs:
             if stage == "test":
                 rank_zero_info(f"VOCFolders: {self.root} has no list test: using val.")
@@ -108,11 +108,11 @@ class VOCFolders(Loading):
             # Lists may refer to any folder, with `..` or by links; names are relative to the common parent folder.
             paths = [path.parent.resolve() / path.name for path in listed]
             folder = Path(os.path.commonpath([path.parent for path in paths]))
-            self.parts["predict"] = UnlabelledImages(folder, paths, self.shorter_side)
+            self.parts["predict"] = _UnlabelledImages(folder, paths, self.shorter_side)
 
     def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return a whole normalised image, with `shorter_side`, and its labels at their original size."""
-        return normalized(shortened(image, self.shorter_side)), labels.long()
+        return normalized(_shortened(image, self.shorter_side)), labels.long()
 
     def _pairs(self) -> dict[str, list[Pair]]:
         """List the pairs of train, val and, if there is such a list, test."""
@@ -162,7 +162,7 @@ class RandomView:
             factor *= self.shorter_side / min(image.shape[1:])
         size = [max(1, round(side * factor)) for side in image.shape[1:]]
         image = images.resize(image, size, antialias=True)
-        labels = images.resize(labels[None], size, interpolation=NEAREST)[0]
+        labels = images.resize(labels[None], size, interpolation=_NEAREST)[0]
         top, left = (int(torch.randint(max(0, side - self.crop) + 1, ())) for side in size)
         image = normalized(self.jitter(image[:, top : top + self.crop, left : left + self.crop]))
         labels = labels[top : top + self.crop, left : left + self.crop].long()
@@ -171,7 +171,7 @@ class RandomView:
         return (image.flip(-1), labels.flip(-1)) if mirrored else (image, labels)
 
 
-class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
+class _LabelledImages(Dataset[tuple[Tensor, Tensor]]):
     """Pairs of image and labels, each transformed by `view` on access."""
 
     def __init__(self, pairs: Sequence[Pair], view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
@@ -185,7 +185,7 @@ class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
         return self.view(read(pair.image), read_mask(pair.mask))
 
 
-class UnlabelledImages(Dataset[tuple[Tensor, str, str, Tensor]]):
+class _UnlabelledImages(Dataset[tuple[Tensor, str, str, Tensor]]):
     """Images to predict: the normalised image, its path, its name below the folder, and its original size."""
 
     def __init__(self, folder: Path, paths: Sequence[Path], shorter_side: int | None) -> None:
@@ -199,7 +199,7 @@ class UnlabelledImages(Dataset[tuple[Tensor, str, str, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, str, str, Tensor]:
         image = read(self.paths[index])
         size = torch.tensor(image.shape[1:])
-        return normalized(shortened(image, self.shorter_side)), str(self.paths[index]), self.names[index], size
+        return normalized(_shortened(image, self.shorter_side)), str(self.paths[index]), self.names[index], size
 
 
 def read(path: Path, caller: str = "VOCFolders") -> Tensor:
@@ -207,7 +207,7 @@ def read(path: Path, caller: str = "VOCFolders") -> Tensor:
     return images.pil_to_tensor(read_image(path, caller))
 
 
-def shortened(image: Tensor, side: int | None) -> Tensor:
+def _shortened(image: Tensor, side: int | None) -> Tensor:
     """Resize an image so that its shorter side has the length `side`; None returns it unchanged."""
     return image if side is None else images.resize(image, [side], antialias=True)
 

@@ -17,7 +17,7 @@ from farfield.data.readers.stereo import CALLER, Frame, check_frames, frames_in,
 from farfield.data.segment import normalized, read
 
 # The disparity of pixels where it is not known: above every largest disparity, so that one comparison excludes them.
-UNKNOWN = float("inf")
+_UNKNOWN = float("inf")
 
 
 class StereoFrames(Loading):
@@ -84,13 +84,13 @@ class StereoFrames(Loading):
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or those to predict."""
         if stage == "predict" and self.predict is not None:
-            self.parts["predict"] = Unmeasured(frames_in(self.predict))
+            self.parts["predict"] = _Unmeasured(frames_in(self.predict))
             return
         frames = self._frames()
-        self.parts["train"] = Cropped(frames["train"], self.zero_is_unknown, self.crop)
+        self.parts["train"] = _Cropped(frames["train"], self.zero_is_unknown, self.crop)
         for name in ("val", "test"):
             self.parts[name] = Measured(frames[name], self.zero_is_unknown)
-        self.parts["predict"] = Unmeasured(frames["test"])
+        self.parts["predict"] = _Unmeasured(frames["test"])
 
     def _frames(self) -> dict[str, list[Frame]]:
         """List the pairs of train, val and test, each with its disparities."""
@@ -110,11 +110,11 @@ class StereoFrames(Loading):
         held = [frame for frame in others if not frame.names.isdisjoint(self.held_out)]
         trained = [frame for frame in others if frame.names.isdisjoint(self.held_out)]
         parts = {"train": trained, "val": held or tests, "test": tests or held}
-        refuse_missing(parts, root)
+        _refuse_missing(parts, root)
         return parts
 
 
-def refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
+def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     """Refuse parts without pairs, and pairs without disparities."""
     if not parts["train"]:
         raise FolderError(
@@ -156,11 +156,11 @@ class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return (
             read(frame.left, CALLER),
             read(frame.right, CALLER),
-            torch.from_numpy(np.where(known, disparity, np.float32(UNKNOWN))),
+            torch.from_numpy(np.where(known, disparity, np.float32(_UNKNOWN))),
         )
 
 
-class Cropped(Measured):
+class _Cropped(Measured):
     """Pairs with their disparities, cropped at random and normalised on access."""
 
     def __init__(self, frames: Sequence[Frame], zero_is_unknown: bool, crop: RandomCrop) -> None:
@@ -172,7 +172,7 @@ class Cropped(Measured):
         return self.crop(*self.raw(index))
 
 
-class Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
+class _Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
     """Pairs to predict: the normalised images, the left one's path, and its name below the folder."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
@@ -220,4 +220,4 @@ class RandomCrop:
         )
         lacking = (0, width - disparity.shape[1], height - disparity.shape[0], 0)
         images = [functional.pad(normalized(image), lacking) for image in (left, right)]
-        return images[0], images[1], functional.pad(disparity, lacking, value=UNKNOWN)
+        return images[0], images[1], functional.pad(disparity, lacking, value=_UNKNOWN)

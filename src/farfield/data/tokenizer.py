@@ -19,13 +19,13 @@ from farfield.data.readers.images import FolderError, list_some, refuse
 from farfield.data.readers.text import CALLER, TextPiece
 from farfield.data.sampler import Draw, DrawnSamples
 
-SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 # Label of ignored tokens, as in transformers and torch.
-IGNORED = -100
+_IGNORED = -100
 # Number of characters, the most frequent ones, of a trained tokenizer; words with other characters become [UNK].
-CHARACTERS = 1000
+_CHARACTERS = 1000
 # Number of pieces that are tokenised at a time.
-MANY = 8192
+_MANY = 8192
 
 
 def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
@@ -36,7 +36,7 @@ def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     def tokenizer_of(words: dict[str, int] | None) -> Any:
-        made = Tokenizer(models.WordPiece(words, unk_token=SPECIAL["unk"]))
+        made = Tokenizer(models.WordPiece(words, unk_token=_SPECIAL["unk"]))
         made.normalizer = normalizers.BertNormalizer(lowercase=True)
         made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         made.decoder = decoders.WordPiece()
@@ -47,17 +47,17 @@ def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
     # breaks ties between equally frequent pairs by these numbers. Passed as special tokens, they have a fixed order.
     counts = Counter(itertools.chain.from_iterable(map(tokenizer.normalizer.normalize_str, lines)))
     ranked = sorted((char for char in counts if not char.isspace()), key=lambda char: (-counts[char], char))
-    alphabet = sorted(ranked[:CHARACTERS])
+    alphabet = sorted(ranked[:_CHARACTERS])
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocabulary,
-        special_tokens=[*SPECIAL.values(), *(f"##{char}" for char in alphabet)],
+        special_tokens=[*_SPECIAL.values(), *(f"##{char}" for char in alphabet)],
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         show_progress=False,
     )
     tokenizer.train_from_iterator(lines, trainer)
     tokenizer = tokenizer_of(tokenizer.get_vocab())
-    return from_text(tokenizer.to_str(), {f"{name}_token": word for name, word in SPECIAL.items()})
+    return from_text(tokenizer.to_str(), {f"{name}_token": word for name, word in _SPECIAL.items()})
 
 
 def from_text(text: str, special: dict[str, str]) -> Any:
@@ -91,7 +91,7 @@ def saved_tokenizer(folder: Path) -> Any:
         raise FolderError(
             f"{CALLER}: {folder} holds no tokenizer: {error}\n  fix: a folder that a tokenizer's save_pretrained wrote."
         ) from error
-    missing = [name for name in SPECIAL if getattr(tokenizer, f"{name}_token") is None]
+    missing = [name for name in _SPECIAL if getattr(tokenizer, f"{name}_token") is None]
     if missing:
         raise FolderError(
             f"{CALLER}: the tokenizer in {folder} has no {', '.join(missing)} token, which a masked language model "
@@ -102,7 +102,7 @@ def saved_tokenizer(folder: Path) -> Any:
 
 def special_words(tokenizer: Any) -> dict[str, str]:
     """Return the special words of a tokenizer, by transformers' names for them, such as `mask_token`."""
-    return {f"{name}_token": str(getattr(tokenizer, f"{name}_token")) for name in SPECIAL}
+    return {f"{name}_token": str(getattr(tokenizer, f"{name}_token")) for name in _SPECIAL}
 
 
 class Batch(NamedTuple):
@@ -134,7 +134,7 @@ class Collate:
         return Batch(
             pad_sequence(list(words), batch_first=True, padding_value=self.padding),
             torch.arange(int(lengths.max())) < lengths[:, None],
-            pad_sequence(list(labels), batch_first=True, padding_value=IGNORED),
+            pad_sequence(list(labels), batch_first=True, padding_value=_IGNORED),
             list(names),
         )
 
@@ -203,7 +203,7 @@ class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
                 f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
                 f"fill: {list_some(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
             )
-        check_lengths(lines, [len(words) - 2 for words in encoded], length, "or shorter lines")
+        _check_lengths(lines, [len(words) - 2 for words in encoded], length, "or shorter lines")
         self.words = [torch.tensor(words) for words in encoded]
 
     def __len__(self) -> int:
@@ -211,7 +211,7 @@ class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
         words = self.words[index]
-        return words, torch.full_like(words, IGNORED), f"line {self.lines[index].line}"
+        return words, torch.full_like(words, _IGNORED), f"line {self.lines[index].line}"
 
 
 def tokenised(
@@ -229,10 +229,10 @@ def tokenised(
     bounds: list[tuple[int, int]] = []
     names: list[str] = []
     stretches: list[tuple[TextPiece, int, int]] = []
-    while some := list(itertools.islice(pieces, MANY)):
+    while some := list(itertools.islice(pieces, _MANY)):
         encodings = tokenizer.backend_tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
         if unit != "blocks" and too_long == "refuse":
-            check_lengths(some, [len(encoding.ids) for encoding in encodings], length)
+            _check_lengths(some, [len(encoding.ids) for encoding in encodings], length)
         for piece, encoding in zip(some, encodings, strict=True):
             if not encoding.ids:
                 continue
@@ -251,7 +251,7 @@ def tokenised(
     return torch.from_numpy(np.array(tokens, np.int32)), bounds, names
 
 
-def check_lengths(
+def _check_lengths(
     pieces: Sequence[TextPiece], lengths: Sequence[int], length: int, otherwise: str = "or too_long=split"
 ) -> None:
     """Refuse pieces of more than `length` tokens; `lengths` do not count the first and the last word."""

@@ -14,7 +14,7 @@ from farfield.cost import count
 from farfield.cost.counting import weights_of
 from farfield.nn import GridAttention
 
-UNKNOWN = "Not recorded. Set it with `save_pretrained(folder, model_card_kwargs={{{entry}: …}})`."
+_UNKNOWN = "Not recorded. Set it with `save_pretrained(folder, model_card_kwargs={{{entry}: …}})`."
 
 
 def write_card(
@@ -63,10 +63,10 @@ def write_card(
         "A network of farfield, a library of global attention for sequences, images, volumes and video.",
         '```python\nfrom farfield import models\n\nnet = models.from_pretrained("this folder or repository")\n```',
         "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items()),
-        f"## Training data\n\n{training_data or UNKNOWN.format(entry=repr('training_data'))}",
-        f"## Metrics\n\n{results or UNKNOWN.format(entry=repr('metrics'))}",
+        f"## Training data\n\n{training_data or _UNKNOWN.format(entry=repr('training_data'))}",
+        f"## Metrics\n\n{results or _UNKNOWN.format(entry=repr('metrics'))}",
     ]
-    return seal("\n\n".join(parts) + "\n\n")
+    return _seal("\n\n".join(parts) + "\n\n")
 
 
 def operators_of(net: nn.Module) -> list[str]:
@@ -74,7 +74,7 @@ def operators_of(net: nn.Module) -> list[str]:
     return list(dict.fromkeys(part.operator_name for part in net.modules() if isinstance(part, GridAttention)))
 
 
-def seal(text: str) -> str:
+def _seal(text: str) -> str:
     """Append the check sum of a text, by which `is_edited` distinguishes edited cards from those to be overwritten."""
     return (
         f"{text}<!-- save_pretrained rewrites this page until somebody edits it: {zlib.crc32(text.encode()):08x} -->\n"
@@ -82,9 +82,9 @@ def seal(text: str) -> str:
 
 
 def is_edited(path: Path) -> bool:
-    """Return whether there is a card that was changed after `seal`; a file without a check sum counts as changed."""
+    """Return whether there is a card that was changed after `_seal`; a file without a check sum counts as changed."""
     if not path.exists():
         return False
     content = path.read_bytes()
     text = content[: content.rfind(b"<!-- ")].decode(errors="replace")
-    return content != seal(text).encode()
+    return content != _seal(text).encode()

@@ -18,25 +18,25 @@ from torch.utils.checkpoint import checkpoint
 from farfield._checks import unknown
 
 # timm's number for parameters that belong to the preceding group.
-BEFORE = 99999
+_BEFORE = 99999
 
 
-def average(grid: Tensor) -> Tensor:
+def _average(grid: Tensor) -> Tensor:
     """Return the mean of each channel."""
     return F.adaptive_avg_pool2d(grid, 1).flatten(1)
 
 
-def largest(grid: Tensor) -> Tensor:
+def _largest(grid: Tensor) -> Tensor:
     """Return the largest value of each channel."""
     return grid.amax((2, 3))
 
 
 # timm's names of global poolings of a grid `(b, d, y, x)` -> the function, and the features it returns per channel.
 POOLS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "avg": (average, 1),
-    "max": (largest, 1),
-    "avgmax": (lambda grid: (average(grid) + largest(grid)) / 2, 1),
-    "catavgmax": (lambda grid: torch.cat([average(grid), largest(grid)], 1), 2),
+    "avg": (_average, 1),
+    "max": (_largest, 1),
+    "avgmax": (lambda grid: (_average(grid) + _largest(grid)) / 2, 1),
+    "catavgmax": (lambda grid: torch.cat([_average(grid), _largest(grid)], 1), 2),
     "": (lambda grid: grid, 1),
 }
 
@@ -111,7 +111,7 @@ class Encoder(nn.Module):
             coarse: Whether a group is a row of blocks instead of a block.
         """
         blocks = r"^rows\.(\d+)" if coarse else r"^rows\.(\d+)\.(\d+)"
-        return {"stem": r"^stem", "blocks": [(blocks, None), (r"^head", (BEFORE,))]}
+        return {"stem": r"^stem", "blocks": [(blocks, None), (r"^head", (_BEFORE,))]}
 
     def forward_intermediates(
         self,
@@ -212,16 +212,16 @@ class Encoder(nn.Module):
             for part in rows:
                 grid = self.run(part, grid)
             return grid
-        return cast(Tensor, checkpoint(rows, grid, use_reentrant=False, context_fn=partial(contexts, rows)))
+        return cast(Tensor, checkpoint(rows, grid, use_reentrant=False, context_fn=partial(_contexts, rows)))
 
 
-def contexts(block: nn.Module) -> tuple[Any, Any]:
+def _contexts(block: nn.Module) -> tuple[Any, Any]:
     """Return the contexts of the forward run and of the second run in the backward pass, for `checkpoint`."""
-    return contextlib.nullcontext(), statistics_of_once(block)
+    return contextlib.nullcontext(), _statistics_of_once(block)
 
 
 @contextlib.contextmanager
-def statistics_of_once(block: nn.Module) -> Iterator[None]:
+def _statistics_of_once(block: nn.Module) -> Iterator[None]:
     """Restore running statistics after the second run of a block: its first run has counted the batch already."""
     kept = [buffer.clone() for buffer in block.buffers()]
     try:

@@ -63,10 +63,10 @@ class GeneratorBlock(nn.Module):
 
     def forward(self, grid: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"] | None) -> Float[Tensor, "b d y x"]:
         """Return a grid of twice the size."""
-        out = self.first(double_size(F.relu(self.first_norm(grid, labels))))
+        out = self.first(_double_size(F.relu(self.first_norm(grid, labels))))
         out = self.second(F.relu(self.second_norm(out, labels)))
         # A 1x1 convolution commutes with the repetition of positions, and costs a quarter before it.
-        return double_size(self.shortcut(grid)) + out
+        return _double_size(self.shortcut(grid)) + out
 
 
 class DiscriminatorBlock(nn.Module):
@@ -119,6 +119,6 @@ def draw_bound_weights(net: nn.Module) -> None:
         bound_weight(layer)
 
 
-def double_size(grid: Tensor) -> Tensor:
+def _double_size(grid: Tensor) -> Tensor:
     """Double height and width: repeat each position twice along both."""
     return F.interpolate(grid, scale_factor=2, mode="nearest")

@@ -25,9 +25,9 @@ class BasicBlock(nn.Module):
     def __init__(self, before: int, after: int, stride: int, dilation: int) -> None:
         super().__init__()
         self.first = nn.Sequential(*conv_norm_relu(before, after, stride=stride, dilation=dilation))
-        self.second = nn.Sequential(*conv_norm(after, after, dilation=dilation))
+        self.second = nn.Sequential(*_conv_norm(after, after, dilation=dilation))
         same = before == after and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(*conv_norm(before, after, kernel=1, stride=stride))
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_conv_norm(before, after, kernel=1, stride=stride))
 
     def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
         """Return the sum of shortcut and convolutions."""
@@ -45,13 +45,13 @@ class Hourglass(nn.Module):
         super().__init__()
         inside = 2 * channels
         self.down = nn.Sequential(
-            *conv_norm_relu(channels, inside, spatial_dims=3, stride=2), *conv_norm(inside, inside, spatial_dims=3)
+            *conv_norm_relu(channels, inside, spatial_dims=3, stride=2), *_conv_norm(inside, inside, spatial_dims=3)
         )
         self.bottom = nn.Sequential(
             *conv_norm_relu(inside, inside, spatial_dims=3, stride=2), *conv_norm_relu(inside, inside, spatial_dims=3)
         )
-        self.up = nn.Sequential(*transposed_norm(inside, inside))
-        self.out = nn.Sequential(*transposed_norm(inside, channels))
+        self.up = nn.Sequential(*_transposed_norm(inside, inside))
+        self.out = nn.Sequential(*_transposed_norm(inside, channels))
 
     def forward(self, grid: Tensor, way_down: Tensor | None, way_up: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the result, and the grids at half the size on the way down and on the way up.
@@ -68,7 +68,7 @@ class Hourglass(nn.Module):
         return self.out(up), down, up
 
 
-def conv_norm(
+def _conv_norm(
     before: int, after: int, *, spatial_dims: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
 ) -> list[nn.Module]:
     """Build a convolution without bias and its batch norm."""
@@ -81,11 +81,11 @@ def conv_norm_relu(
     before: int, after: int, *, spatial_dims: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
 ) -> list[nn.Module]:
     """Build a convolution without bias, its batch norm and ReLU."""
-    parts = conv_norm(before, after, spatial_dims=spatial_dims, kernel=kernel, stride=stride, dilation=dilation)
+    parts = _conv_norm(before, after, spatial_dims=spatial_dims, kernel=kernel, stride=stride, dilation=dilation)
     return [*parts, nn.ReLU(inplace=True)]
 
 
-def transposed_norm(before: int, after: int) -> list[nn.Module]:
+def _transposed_norm(before: int, after: int) -> list[nn.Module]:
     """Build a transposed 3-D convolution that doubles the size, and its batch norm."""
     transposed = nn.ConvTranspose3d(before, after, 3, stride=2, padding=1, output_padding=1, bias=False)
     return [transposed, nn.BatchNorm3d(after)]
@@ -94,7 +94,7 @@ def transposed_norm(before: int, after: int) -> list[nn.Module]:
 def residual(channels: int) -> nn.Sequential:
     """Build two 3-D convolutions with their batch norms, whose result is added to their input."""
     return nn.Sequential(
-        *conv_norm_relu(channels, channels, spatial_dims=3), *conv_norm(channels, channels, spatial_dims=3)
+        *conv_norm_relu(channels, channels, spatial_dims=3), *_conv_norm(channels, channels, spatial_dims=3)
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from farfield._files import open_replacement, stage_files
 from farfield.models.storage import Stored, is_entry, read_pickled
 
-SHOWN = 5
+_SHOWN = 5
 
 
 class CheckpointError(RuntimeError):
@@ -136,7 +136,7 @@ def check_same_network(expected: Mapping[str, Tensor], given: Mapping[str, Tenso
     if not (absent or added or differing):
         return
     lines = [
-        f"  {what} ({len(names)}): {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        f"  {what} ({len(names)}): {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
         for what, names in (("not in it", absent), ("only in it", added), ("of another shape", differing))
         if names
     ]
@@ -164,7 +164,7 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     with stage_files(folder) as staging:
         if isinstance(network, Stored):
             try:
-                network.save_pretrained(staging, model_card_kwargs=card_of(trainer))
+                network.save_pretrained(staging, model_card_kwargs=_card_of(trainer))
             except ValueError as error:  # its configuration does not describe it; the weights of a long fit are kept
                 rank_zero_warn(f"only the weights are written, without config.json: {error}")
                 save = None
@@ -175,7 +175,7 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     return folder
 
 
-def card_of(trainer: Trainer) -> dict[str, Any]:
+def _card_of(trainer: Trainer) -> dict[str, Any]:
     """Return what the model card records of a fit: the best value of the metric, the data, the image size if known."""
     best, data = trainer.checkpoint_callback, getattr(trainer, "datamodule", None)
     score, monitor = getattr(best, "best_model_score", None), getattr(best, "monitor", None)

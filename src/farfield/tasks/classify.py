@@ -30,7 +30,7 @@ Decay = Literal["weights", "weights and depthwise", "all"]
 Schedule = Literal["cosine", "one-cycle"]
 
 # Momentum at the highest learning rate of the one-cycle schedule.
-LEAST_MOMENTUM = 0.85
+_LEAST_MOMENTUM = 0.85
 
 
 class Predicted(NamedTuple):
@@ -181,7 +181,7 @@ class Classify(Task):
         main: LRScheduler
         if schedule == "one-cycle":
             momentum = self.hparams["momentum"]
-            bounds = {"base_momentum": min(LEAST_MOMENTUM, momentum), "max_momentum": momentum}
+            bounds = {"base_momentum": min(_LEAST_MOMENTUM, momentum), "max_momentum": momentum}
             steps = max(2, int(self.trainer.estimated_stepping_batches))
             # torch divides by (steps of the rise - 1) and by the steps of the fall.
             share = min(1 - 0.5 / steps, max(warmup / epochs, 1.5 / steps))

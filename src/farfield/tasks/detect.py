@@ -17,14 +17,14 @@ from torchmetrics.detection import MeanAveragePrecision
 from farfield.tasks.base import Task
 
 # Share of the learning rate at the first step.
-WARM = 1e-3
+_WARM = 1e-3
 # torchmetrics' keys of precisions, for boxes alone or boxes and masks -> kind of object.
-KINDS = {"precision": "box", "bbox_precision": "box", "segm_precision": "mask"}
+_KINDS = {"precision": "box", "bbox_precision": "box", "segm_precision": "mask"}
 # Measures that are logged in validation.
-BRIEF = ("ap", "ap50", "ap75")
-AREAS = ("all", "small", "medium", "large")
+_BRIEF = ("ap", "ap50", "ap75")
+_AREAS = ("all", "small", "medium", "large")
 
-Batch = tuple[list[Tensor], list[dict[str, Tensor]]]
+_Batch = tuple[list[Tensor], list[dict[str, Tensor]]]
 
 
 class Detected(NamedTuple):
@@ -122,10 +122,10 @@ class Detect(Task):
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: _Batch, batch_idx: int) -> Tensor:
         """Return the sum of the losses of a batch."""
         images, targets = batch
-        if batch_idx == 0 and "masks" not in targets[0] and gives_masks(self.network):
+        if batch_idx == 0 and "masks" not in targets[0] and _gives_masks(self.network):
             raise ValueError(
                 "Detect: the network is trained on masks and the data have boxes alone; fix: a network without a mask "
                 "head, --model.network faster_rcnn."
@@ -153,7 +153,7 @@ class Detect(Task):
         )
         schedules: list[Any] = [MultiStepLR(optimizer, list(settings["milestones"]))]
         if settings["warmup"]:
-            warmup = LinearLR(optimizer, WARM, total_iters=settings["warmup"])
+            warmup = LinearLR(optimizer, _WARM, total_iters=settings["warmup"])
             schedules.append({"scheduler": warmup, "interval": "step"})
         return [optimizer], schedules
 
@@ -175,32 +175,32 @@ class Detect(Task):
     def _reset(self) -> None:
         self.measures = None
 
-    def _evaluate(self, stage: str, batch: Batch, batch_idx: int) -> None:
+    def _evaluate(self, stage: str, batch: _Batch, batch_idx: int) -> None:
         images, targets = batch
         detections = [dict(each) for each in self(images)]
         masks = "masks" in detections[0] and "masks" in targets[0]
         if self.measures is None:
-            self.measures = measures_of(masks, self.hparams["max_detections"]).to(self.device)
+            self.measures = _measures_of(masks, self.hparams["max_detections"]).to(self.device)
         if masks:
             for each in detections:
-                each["masks"] = solid(each["masks"])
+                each["masks"] = _solid(each["masks"])
         self.measures.update(detections, targets)
 
     def _measure(self, stage: str) -> None:
-        values = {} if self.measures is None else precisions(self.measures.compute(), self.classes)
+        values = {} if self.measures is None else _precisions(self.measures.compute(), self.classes)
         if stage == "val":
-            values = {name: value for name, value in values.items() if name.partition("_")[2] in BRIEF}
+            values = {name: value for name, value in values.items() if name.partition("_")[2] in _BRIEF}
         self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=stage == "val")
 
 
-def gives_masks(network: nn.Module) -> bool:
+def _gives_masks(network: nn.Module) -> bool:
     """Return whether a network has the mask head of torchvision's detectors."""
     return any(getattr(module, "mask_head", None) is not None for module in network.modules())
 
 
-def measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
+def _measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
     """Build the metric of COCO's average precision of boxes and, with `masks`, of masks."""
-    # torchmetrics' own mean is -1 for limits other than 100 detections; `precisions` takes the mean at the last limit.
+    # torchmetrics' own mean is -1 for limits other than 100 detections; `_precisions` takes the mean at the last limit.
     measures = MeanAveragePrecision(
         iou_type=("bbox", "segm") if masks else "bbox",
         max_detection_thresholds=[max_detections] * 3,
@@ -211,20 +211,20 @@ def measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
     return measures
 
 
-def precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, float]:
-    """Compute name -> mean precision as COCO reports it, and for each of `classes`, from the result of `measures_of`.
+def _precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, float]:
+    """Compute name -> mean precision as COCO reports it, and for each of `classes`, from the result of `_measures_of`.
 
     Precisions are tensors (thresholds of the IoU, recalls, classes, areas, limits of detections).
     """
     result: dict[str, float] = {}
-    for key, name in KINDS.items():
+    for key, name in _KINDS.items():
         if key not in computed:
             continue
         # Index 0 of areas is all sizes; index 0 of thresholds is 0.50 and index 5 is 0.75.
         values = computed[key][..., -1]
         result |= {f"{name}_ap": mean_of(values[..., 0])}
         result |= {f"{name}_ap50": mean_of(values[0, ..., 0]), f"{name}_ap75": mean_of(values[5, ..., 0])}
-        result |= {f"{name}_ap_{area}": mean_of(values[..., place]) for place, area in enumerate(AREAS) if place}
+        result |= {f"{name}_ap_{area}": mean_of(values[..., place]) for place, area in enumerate(_AREAS) if place}
         for place, label in enumerate(computed["classes"].reshape(-1).tolist()):
             if classes:
                 result[f"{name}_ap/{classes[label - 1]}"] = mean_of(values[:, :, place, 0])
@@ -237,7 +237,7 @@ def mean_of(values: Tensor) -> float:
     return float(defined.mean()) if len(defined) else -1.0
 
 
-def solid(masks: Float[Tensor, "objects 1 h w"]) -> Tensor:
+def _solid(masks: Float[Tensor, "objects 1 h w"]) -> Tensor:
     """Return binary masks: 1 where the probability of the object is above one half."""
     return (masks[:, 0] > 0.5).to(torch.uint8)
 
@@ -255,7 +255,7 @@ def entries_of(detections: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         {"bbox": box, "score": score, "label": label} for box, score, label in zip(boxes, scores, labels, strict=True)
     ]
     if "masks" in detections:
-        for entry, mask in zip(entries, solid(detections["masks"]).cpu().numpy(), strict=True):
+        for entry, mask in zip(entries, _solid(detections["masks"]).cpu().numpy(), strict=True):
             rle = coco.encode(np.asfortranarray(mask))
             entry["segmentation"] = {"size": list(rle["size"]), "counts": rle["counts"].decode("ascii")}
     return entries

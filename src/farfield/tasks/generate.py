@@ -19,9 +19,9 @@ from farfield.tasks.base import Task
 from farfield.tasks.checkpoints import written
 
 # Images in the picture of an epoch.
-SHOWN = 80
+_SHOWN = 80
 # Number of batches, and images per batch, for the batch norm statistics of the averaged generator.
-SETTLING = (16, 64)
+_SETTLING = (16, 64)
 
 
 class Drawn(NamedTuple):
@@ -137,11 +137,11 @@ class Generate(Task):
     def on_train_epoch_end(self) -> None:
         """Compute the batch norm statistics of the averaged generator, and write a picture of samples."""
         if self.averaged is not None:
-            batches, size = SETTLING
+            batches, size = _SETTLING
             update_bn([self._noise(size) for _ in range(batches)], self.averaged)
         folder = self.trainer.log_dir
         if folder and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            pixels = sheet(self.samples(range(SHOWN)).cpu(), self.columns)
+            pixels = sheet(self.samples(range(_SHOWN)).cpu(), self.columns)
             with written(Path(folder) / "samples" / f"{self.current_epoch:04}.png") as file:
                 Image.fromarray(pixels.numpy()).save(file, "PNG")
 

@@ -17,11 +17,11 @@ from farfield._checks import shape_error
 from farfield.tasks.base import Task
 
 # Label of tokens that the loss and the measures ignore.
-IGNORED = -100
+_IGNORED = -100
 
 
 # Ids of words (batch, tokens), the mask of valid ones, labels (the hidden words, else -100), names of the samples.
-Batch = tuple[Tensor, Tensor, Tensor, list[str]]
+_Batch = tuple[Tensor, Tensor, Tensor, list[str]]
 
 
 class Filled(NamedTuple):
@@ -96,7 +96,7 @@ class MaskedLM(Task):
     ) -> None:
         super().__init__(network)
         self.hidden, self.loss, self.accuracy = SumMetric(), MeanMetric(), MeanMetric()
-        self.perplexity = Perplexity(ignore_index=IGNORED)
+        self.perplexity = Perplexity(ignore_index=_IGNORED)
         # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
         self.train()
 
@@ -104,7 +104,7 @@ class MaskedLM(Task):
         """Return the logits `(tokens, vocabulary)` of the chosen tokens."""
         return self.network(words, mask=mask, chosen=chosen)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: _Batch, batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         if batch_idx == 0:
             self._check_vocabulary(batch[0])
@@ -114,7 +114,7 @@ class MaskedLM(Task):
         self._log_rate()
         return loss
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Filled:
+    def predict_step(self, batch: _Batch, batch_idx: int) -> Filled:
         """Return the likeliest words of each blank, that is of each mask token."""
         if batch_idx == 0:
             self._check_vocabulary(batch[0])
@@ -163,12 +163,12 @@ class MaskedLM(Task):
         largest = self.hparams["clip"] if gradient_clip_val is None else gradient_clip_val
         self.clip_gradients(optimizer, largest, gradient_clip_algorithm or "norm")
 
-    def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _hidden(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         words, mask, labels, _ = batch
-        chosen = labels != IGNORED
+        chosen = labels != _IGNORED
         return self(words, mask, chosen), labels[chosen]
 
-    def _evaluate(self, stage: str, batch: Batch, batch_idx: int) -> None:
+    def _evaluate(self, stage: str, batch: _Batch, batch_idx: int) -> None:
         if batch_idx == 0:
             self._check_vocabulary(batch[0])
         logits, labels = self._hidden(batch)

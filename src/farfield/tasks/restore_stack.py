@@ -23,9 +23,9 @@ from farfield.volumes.source import narrowed, without_mask
 from farfield.volumes.volume import split_volume
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
-PERCENTILES = (2.0, 99.8)
+_PERCENTILES = (2.0, 99.8)
 # Stacks of more positions, but for unsigned ones up to 16 bits, have percentiles estimated from evenly spaced planes.
-COUNTED = 2**25
+_COUNTED = 2**25
 
 
 class ScaledNetwork(nn.Module):
@@ -51,14 +51,14 @@ class ScaledNetwork(nn.Module):
         """Return the restored grid; its channels pass through the network as samples."""
         batch, channels = grid.shape[:2]
         low, length = (each.repeat(batch) for each in (self.low, self.range))
-        restored = self.network((grid.flatten(0, 1)[:, None] - like(low, grid)) / like(length, grid))[:, :1]
+        restored = self.network((grid.flatten(0, 1)[:, None] - _like(low, grid)) / _like(length, grid))[:, :1]
         # Grey levels of 16 bits are infinite in float16.
         restored = restored.to(torch.promote_types(restored.dtype, torch.float32))
-        restored = restored * like(length, restored) + like(low, restored)
+        restored = restored * _like(length, restored) + _like(low, restored)
         return restored.reshape(batch, channels, *restored.shape[2:])
 
 
-def like(levels: Tensor, grid: Tensor) -> Tensor:
+def _like(levels: Tensor, grid: Tensor) -> Tensor:
     """Return one number for each sample, with as many axes as a grid and its dtype."""
     return levels.to(grid.dtype).reshape(-1, *(1,) * (grid.dim() - 1))
 
@@ -128,16 +128,16 @@ def restore(
         tiles = None if tile is None else list(each)
         return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
     if out is None:
-        return projected(scaled, stack, multiples)
+        return _projected(scaled, stack, multiples)
     refuse_aliasing("restore", out, {"stack": array})
     check_path("restore", Path(out), overwrite)  # before the work
-    image = projected(scaled, stack, multiples)
+    image = _projected(scaled, stack, multiples)
     axes = "CYX"[-image.ndim :]
     metadata = known.with_axes(axes) if known is not None else ImageMetadata(axes)
     return write_whole("restore", Path(out), image, metadata, overwrite)
 
 
-def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
+def _projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
     """Project a whole stack to a restored image; the stack is padded to multiples of the strides, the image cropped."""
     # Half of the padding on each side; NumPy reflects repeatedly if the padding is longer than the axis.
     size = stack.shape[-len(multiples) :]
@@ -154,7 +154,7 @@ def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArr
     return image if len(stack.shape) > len(size) else image[0]
 
 
-def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> tuple[float, float]:
+def grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> tuple[float, float]:
     """Return the grey levels of two percentiles, from 0 to 100, of a stack that need not fit in memory.
 
     They are exact for unsigned integers up to 16 bits, which are counted, and for other stacks up to 33 million
@@ -169,9 +169,9 @@ def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> t
     """
     dtype = np.dtype(stack.dtype)
     if dtype.kind == "u" and dtype.itemsize <= 2:
-        low, high = counted(stack, percentiles)
+        low, high = _counted(stack, percentiles)
     else:
-        step = max(1, math.ceil(math.prod(stack.shape) / COUNTED))
+        step = max(1, math.ceil(math.prod(stack.shape) / _COUNTED))
         planes = np.stack([without_mask("restore", stack[index]) for index in range(0, stack.shape[0], step)])
         if not np.isfinite(planes).all():
             faults = int((~np.isfinite(planes)).sum())
@@ -188,7 +188,7 @@ def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> t
     return low, high
 
 
-def counted(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
+def _counted(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
     """Return percentiles of unsigned integers from counts per plane, interpolated as in `numpy.percentile`."""
     counts = np.zeros(256 ** np.dtype(stack.dtype).itemsize, np.int64)
     for index in range(stack.shape[0]):

@@ -18,7 +18,7 @@ from farfield.tasks.base import Task
 from farfield.tasks.classify import decayed_parameters
 
 # The label of pixels that the loss and the measures ignore.
-VOID = 255
+_VOID = 255
 
 
 class Segmented(NamedTuple):
@@ -89,7 +89,7 @@ class Segment(Task):
         if head not in dict(network.named_modules()):
             raise unknown("Segment", f"module of {type(network).__name__}", head, dict(network.named_children()))
         if freeze_norms:
-            for norm in norms_of(network):
+            for norm in _norms_of(network):
                 norm.requires_grad_(False)
         self.measures: MetricCollection | None = None
         # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
@@ -103,7 +103,7 @@ class Segment(Task):
         """Set training or eval mode; frozen norms stay in eval mode."""
         super().train(mode)
         if self.hparams["freeze_norms"]:
-            for norm in norms_of(self.network):
+            for norm in _norms_of(self.network):
                 norm.eval()
         return self
 
@@ -112,7 +112,7 @@ class Segment(Task):
         images, labels = batch
         logits = self._logits(images)
         if self.hparams["upsample_logits"]:
-            logits = enlarged(logits, labels)
+            logits = _enlarged(logits, labels)
         else:
             labels = reduced(labels, logits)
         loss = loss_of(logits, labels)
@@ -177,7 +177,7 @@ class Segment(Task):
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
-        logits = enlarged(self._logits(images).float(), labels)
+        logits = _enlarged(self._logits(images).float(), labels)
         self.log(f"{stage}/loss", loss_of(logits, labels), on_epoch=True, sync_dist=True, batch_size=len(images))
         if self.measures is None:
             self.measures = measures_of(logits.shape[1]).to(self.device)
@@ -197,22 +197,22 @@ def measures_of(classes: int) -> MetricCollection:
     """Build pixel accuracy, mean IoU and IoU per class from one confusion matrix; void pixels are ignored."""
     return MetricCollection(
         {
-            "accuracy": MulticlassAccuracy(classes, average="micro", ignore_index=VOID, validate_args=False),
-            "miou": MulticlassJaccardIndex(classes, ignore_index=VOID, validate_args=False),
-            "iou": MulticlassJaccardIndex(classes, average=None, ignore_index=VOID, validate_args=False),
+            "accuracy": MulticlassAccuracy(classes, average="micro", ignore_index=_VOID, validate_args=False),
+            "miou": MulticlassJaccardIndex(classes, ignore_index=_VOID, validate_args=False),
+            "iou": MulticlassJaccardIndex(classes, average=None, ignore_index=_VOID, validate_args=False),
         }
     )
 
 
-def norms_of(network: nn.Module) -> list[nn.Module]:
+def _norms_of(network: nn.Module) -> list[nn.Module]:
     """List the modules of a network with running statistics: batch norms, including those of attention."""
     return [module for module in network.modules() if getattr(module, "running_mean", None) is not None]
 
 
 def loss_of(logits: Float[Tensor, "b classes h w"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, ""]:
     """Return the cross-entropy, averaged over the pixels that are not void; 0 if all pixels are void."""
-    total = functional.cross_entropy(logits, labels, ignore_index=VOID, reduction="sum")
-    return total / (labels != VOID).sum().clamp(min=1)
+    total = functional.cross_entropy(logits, labels, ignore_index=_VOID, reduction="sum")
+    return total / (labels != _VOID).sum().clamp(min=1)
 
 
 def reduced(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]) -> Int[Tensor, "b y x"]:
@@ -226,6 +226,6 @@ def reduced(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]
     return small[:, 0].to(labels.dtype)
 
 
-def enlarged(logits: Float[Tensor, "b classes y x"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, "b classes h w"]:
+def _enlarged(logits: Float[Tensor, "b classes y x"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, "b classes h w"]:
     """Interpolate logits to the size of labels, bilinearly."""
     return functional.interpolate(logits, labels.shape[1:], mode="bilinear")

@@ -16,11 +16,11 @@ from farfield._checks import shape_error
 from farfield.tasks.base import Task
 
 # Weights of the losses of PSMNet's three outputs; a network with fewer outputs has the last ones.
-WEIGHTS = (0.5, 0.7, 1.0)
+_WEIGHTS = (0.5, 0.7, 1.0)
 # Number of frames over which PSMNet's code averages at a time.
-GROUP = 8
+_GROUP = 8
 # Multiples to which images are padded if a network has no attribute `multiples`.
-MULTIPLES = (16, 16)
+_MULTIPLES = (16, 16)
 
 
 class Matched(NamedTuple):
@@ -82,7 +82,7 @@ class Stereo(Task):
     def forward(self, left: Float[Tensor, "b 3 h w"], right: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b k h w"]:
         """Return the disparities of each output of the network, in the size of the images, which may be any."""
         height, width = left.shape[2:]
-        multiples = getattr(self.network, "multiples", MULTIPLES)
+        multiples = getattr(self.network, "multiples", _MULTIPLES)
         images = [padded(self._as_weights(image), multiples) for image in (left, right)]
         disparities = self.network(*images)
         if disparities.dim() != 4 or disparities.shape[2:] != images[0].shape[2:]:
@@ -159,7 +159,7 @@ class DisparityErrors(Metric):
         Each frame gives four numbers to `sums`: the sum of its errors, the numbers of wrong pixels by `error_3px` and
         by `d1`, and the number of pixels that count.
         """
-        known = known_below(truth, self.max_disparity)
+        known = _known_below(truth, self.max_disparity)
         error = torch.where(known, (disparity.double() - truth.double()).abs(), 0.0)
         wrong = error > 3
         outliers = wrong & (error > 0.05 * truth)
@@ -172,7 +172,7 @@ class DisparityErrors(Metric):
         sums = dim_zero_cat(self.sums)
         error, wrong, outliers, pixels = sums.sum(0)
         self.measured, whole = bool(pixels > 0), pixels.clamp(min=1)
-        groups = torch.stack([group.sum(0) for group in sums.split(GROUP)])
+        groups = torch.stack([group.sum(0) for group in sums.split(_GROUP)])
         values = {"epe": error / whole, "epe_batches_of_8": (groups[:, 0] / groups[:, 3].clamp(min=1)).mean()}
         values |= {"error_3px": wrong / whole, "d1": outliers / whole}
         return {name: value.float() for name, value in values.items()}
@@ -183,19 +183,19 @@ def loss_of(
 ) -> Float[Tensor, ""]:
     """Return the weighted sum of the outputs' smooth L1 losses, each the mean over the pixels with a valid disparity.
 
-    The weights are the last k of `WEIGHTS`. If a batch has no valid disparity, the loss is 0.
+    The weights are the last k of `_WEIGHTS`. If a batch has no valid disparity, the loss is 0.
     """
-    known = known_below(truth, max_disparity)
+    known = _known_below(truth, max_disparity)
     # Indexed instead of multiplied by 0, because unknown disparities are infinite.
     target, pixels = truth[known], known.sum().clamp(min=1)
     losses = [
         weight * functional.smooth_l1_loss(output[known], target, reduction="sum") / pixels
-        for weight, output in zip(WEIGHTS[-disparities.shape[1] :], disparities.unbind(1), strict=True)
+        for weight, output in zip(_WEIGHTS[-disparities.shape[1] :], disparities.unbind(1), strict=True)
     ]
     return torch.stack(losses).sum()
 
 
-def known_below(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Tensor, "b h w"]:
+def _known_below(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Tensor, "b h w"]:
     """Return the mask of the pixels with a valid disparity: known, so finite, and below `max_disparity`."""
     return truth < max_disparity
 

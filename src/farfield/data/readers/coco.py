@@ -30,7 +30,7 @@ from farfield.data.readers.images import SHOWN, FolderError, images_of, list_som
 from farfield.data.readers.run_lengths import fault_of_rle
 
 # Number of pixels by which a box may exceed its image: annotators' coordinates are rounded.
-ROUNDING = 1.0
+_ROUNDING = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def read_annotated(root: Path, name: str) -> Annotated:
             f"CocoFolders: {file} has no images beside it: there is none of {', '.join(map(str, places))}.\n"
             "  fix: put its images into one of these folders."
         )
-    content = read_json(file)
-    check_entries(file, content)
+    content = _read_json(file)
+    _check_entries(file, content)
     objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content["images"]}
     for each in content["annotations"]:
         objects[each["image_id"]].append(each)
@@ -81,7 +81,7 @@ def read_annotated(root: Path, name: str) -> Annotated:
     return Annotated(file, folder, content["images"], objects, categories)
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     """Read a file that has all sections of COCO's format; the content of the sections is not checked."""
     try:
         content = json.loads(read_utf8(file, "CocoFolders"))
@@ -102,7 +102,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def check_entries(file: Path, content: Mapping[str, Any]) -> None:
+def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
     """Refuse a file without images or categories, and entries with missing keys, wrong types or unknown references."""
     refuse_here = partial(refuse, f"CocoFolders: {file}")
     refuse_here("parts are not in COCO's format", list(faults_of_sections(content)), "use lists of objects with keys.")
@@ -173,7 +173,7 @@ def fault_of_box(box: Sequence[float], width: int, height: int) -> str | None:
     x, y, wide, high = box
     if wide <= 0 or high <= 0:
         return f"box {box} has no size"
-    if min(x, y) < -ROUNDING or x + wide > width + ROUNDING or y + high > height + ROUNDING:
+    if min(x, y) < -_ROUNDING or x + wide > width + _ROUNDING or y + high > height + _ROUNDING:
         return f"box {box} lies outside the image of {width}x{height} pixels"
     return None
 
@@ -218,7 +218,7 @@ def is_rectangle(each: Mapping[str, Any]) -> bool:
         return False
     points, (x, y, wide, high) = np.reshape(polygon, (4, 2)), each["bbox"]
     corners = [(left, top) for left in (x, x + wide) for top in (y, y + high)]
-    return all(np.abs(points - corner).max(1).min() < ROUNDING / 2 for corner in corners)
+    return all(np.abs(points - corner).max(1).min() < _ROUNDING / 2 for corner in corners)
 
 
 def masks_of(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> UInt8[Tensor, "objects h w"]:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 # The largest side of a JPEG file. Every object has a mask of its image's size, so a wrong size would take all memory.
-LARGEST_SIDE = 65_535
+_LARGEST_SIDE = 65_535
 # The largest coordinate: boxes are float32 in training.
-LARGEST = 1e9
+_LARGEST = 1e9
 
 
-class Field(NamedTuple):
+class _Field(NamedTuple):
     """The values that a key may have.
 
     Attributes:
@@ -27,12 +27,12 @@ class Field(NamedTuple):
     needed: bool = True
 
 
-def is_whole(value: Any, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
+def _is_whole(value: Any, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
     """Return whether a value is a whole number from `least` to `most`, and not a bool."""
     return type(value) is int and least <= value <= most
 
 
-def are_numbers(values: Iterable[Any], most: float = LARGEST) -> bool:
+def are_numbers(values: Iterable[Any], most: float = _LARGEST) -> bool:
     """Return whether all values are finite numbers of magnitude `most` or less.
 
     Example:
@@ -47,7 +47,7 @@ def is_box(box: Any) -> bool:
     return isinstance(box, list) and len(box) == 4 and are_numbers(box)
 
 
-def is_text(value: Any) -> bool:
+def _is_text(value: Any) -> bool:
     """Return whether a value is text that is not empty, has no byte 0, and can be the name of a file."""
     try:
         return isinstance(value, str) and bool(value.strip()) and "\0" not in value and bool(os.fsencode(value))
@@ -55,17 +55,17 @@ def is_text(value: Any) -> bool:
         return False
 
 
-ID = Field(is_whole, "a whole number")
-SIDE = Field(lambda value: is_whole(value, 1, LARGEST_SIDE), f"a whole number from 1 to {LARGEST_SIDE:,}")
-NAME = Field(is_text, "a text that is not empty and can be a name")
-FLAG = Field(lambda value: value in (0, 1), "0 or 1", needed=False)
-AREA = Field(lambda value: are_numbers([value], LARGEST**2) and value >= 0, "a number from 0", needed=False)
+_ID = _Field(_is_whole, "a whole number")
+_SIDE = _Field(lambda value: _is_whole(value, 1, _LARGEST_SIDE), f"a whole number from 1 to {_LARGEST_SIDE:,}")
+_NAME = _Field(_is_text, "a text that is not empty and can be a name")
+_FLAG = _Field(lambda value: value in (0, 1), "0 or 1", needed=False)
+_AREA = _Field(lambda value: are_numbers([value], _LARGEST**2) and value >= 0, "a number from 0", needed=False)
 # Boxes are checked separately, by `is_box`.
-ANY = Field(lambda value: True, "anything")
-FIELDS: dict[str, dict[str, Field]] = {
-    "images": {"id": ID, "file_name": NAME, "width": SIDE, "height": SIDE},
-    "annotations": {"id": ID, "image_id": ID, "category_id": ID, "bbox": ANY, "iscrowd": FLAG, "area": AREA},
-    "categories": {"id": ID, "name": NAME},
+_ANY = _Field(lambda value: True, "anything")
+FIELDS: dict[str, dict[str, _Field]] = {
+    "images": {"id": _ID, "file_name": _NAME, "width": _SIDE, "height": _SIDE},
+    "annotations": {"id": _ID, "image_id": _ID, "category_id": _ID, "bbox": _ANY, "iscrowd": _FLAG, "area": _AREA},
+    "categories": {"id": _ID, "name": _NAME},
 }
 
 

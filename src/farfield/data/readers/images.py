@@ -17,13 +17,13 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, pil_loader
 
 Check = Literal["once", "always", "never"]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 # Files that file managers leave behind; they are skipped, as hidden files are.
 CLUTTER = frozenset({"thumbs.db", "desktop.ini"})
 SHOWN = 10
 # The most paths by which links may lead to one folder: twenty folders with two links each would make a million.
-WAYS = 100
+_WAYS = 100
 
 
 class FolderError(ValueError):
@@ -61,7 +61,7 @@ def classes_of(folder: Path) -> list[str]:
     return names
 
 
-def is_image(path: str | Path) -> bool:
+def _is_image(path: str | Path) -> bool:
     """Return whether a file is an image, by its suffix, and not hidden."""
     path = Path(path)
     return path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith(".")
@@ -72,35 +72,35 @@ def files_of(folder: Path) -> list[Path]:
 
     Links to folders are followed; one that leads back to one of its parent folders is skipped with a warning.
     """
-    paths = (Path(place) / name for place, names in walk(folder) for name in names)
+    paths = (Path(place) / name for place, names in _walk(folder) for name in names)
     return sorted(path for path in paths if not path.name.startswith(".") and path.name.lower() not in CLUTTER)
 
 
-def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield a folder and each below it, with the names of its files; links are followed, but not in a circle."""
     ways: dict[str, tuple[tuple[int, int], ...]] = {}
     if folder.is_dir():
-        ways[str(folder)] = (identity_of(folder),)
+        ways[str(folder)] = (_identity_of(folder),)
     times: Counter[tuple[int, int]] = Counter()
     for place, folders, names in os.walk(folder, followlinks=True):
         way = ways.pop(place)
         for name in [*folders]:
             path = os.path.join(place, name)
-            identity = identity_of(path)
+            identity = _identity_of(path)
             times[identity] += 1
             if identity in way:
                 folders.remove(name)
                 rank_zero_warn(f"data: {path} is a link to a folder above it, and is skipped.")
-            elif times[identity] > WAYS:
+            elif times[identity] > _WAYS:
                 raise FolderError(
-                    f"data: links in {folder} lead to one folder by more than {WAYS} paths, the last {path}.\n"
+                    f"data: links in {folder} lead to one folder by more than {_WAYS} paths, the last {path}.\n"
                     "  fix: remove links, so that each folder is there once."
                 )
             ways[path] = (*way, identity)
         yield place, names
 
 
-def identity_of(folder: Path | str) -> tuple[int, int]:
+def _identity_of(folder: Path | str) -> tuple[int, int]:
     """Return the device and inode of a folder, which are the same by every path to it."""
     status = os.stat(folder)
     return status.st_dev, status.st_ino
@@ -139,7 +139,7 @@ def images_of(folder: Path, caller: str = "ImageFolders") -> list[Path]:
     """List all image files below a folder in sorted order."""
     if not folder.is_dir():
         raise FolderError(f"{caller}: {folder} is not a folder.\n  fix: the path of a folder with images.")
-    images = [path for path in files_of(folder) if is_image(path)]
+    images = [path for path in files_of(folder) if _is_image(path)]
     if not images:
         raise FolderError(f"{caller}: {folder} has no images ({', '.join(IMG_EXTENSIONS)}).")
     return images
@@ -190,8 +190,8 @@ def check_images(folders: Sequence[Path], check: Check = "once", caller: str = "
 
 def check_each(
     caller: str,
-    items: Sequence[T],
-    fault: Callable[[T], str | None],
+    items: Sequence[_T],
+    fault: Callable[[_T], str | None],
     check: Check,
     note: Path,
     problem: str,
@@ -212,7 +212,7 @@ def check_each(
 def fault_of(path: Path) -> str | None:
     """Read one file to its end; return what is wrong with it, or None."""
     try:
-        if not is_image(path):
+        if not _is_image(path):
             return f"{path}: not an image by its suffix"
         # A pipe would block.
         if not path.is_file():

@@ -24,9 +24,9 @@ VOC_CLASSES = (
 # The label of pixels that the loss and the metrics ignore.
 VOID = 255
 # Pillow's modes of an image with one number per pixel: a palette, or grey.
-INDEXED = ("P", "L")
+_INDEXED = ("P", "L")
 LISTS = Path("ImageSets", "Segmentation")
-IMAGES, MASKS = "JPEGImages", "SegmentationClass"
+_IMAGES, _MASKS = "JPEGImages", "SegmentationClass"
 
 
 class Pair(NamedTuple):
@@ -69,7 +69,7 @@ def names_in(path: Path) -> list[list[str]]:
         raise FolderError(f"VOCFolders: there is no list {path}; {path.parent} has {held}.\n  fix: write that list.")
     lines = [line.split() for line in read_utf8(path, "VOCFolders").splitlines() if line.strip()]
     if not lines:
-        raise FolderError(f"VOCFolders: {path} is empty.\n  fix: one name per line, that of {IMAGES}/<name>.jpg.")
+        raise FolderError(f"VOCFolders: {path} is empty.\n  fix: one name per line, that of {_IMAGES}/<name>.jpg.")
     return lines
 
 
@@ -78,10 +78,10 @@ def pairs_in(root: Path, path: Path) -> list[Pair]:
     pairs = [
         Pair(root / words[0].lstrip("/"), root / words[1].lstrip("/"))
         if len(words) == 2
-        else Pair(image_of(root / IMAGES, words[0]), root / MASKS / f"{words[0]}.png")
+        else Pair(_image_of(root / _IMAGES, words[0]), root / _MASKS / f"{words[0]}.png")
         for words in names_in(path)
     ]
-    return complete(pairs, path)
+    return _complete(pairs, path)
 
 
 def train_aug(root: Path, sbd: Path) -> list[Pair]:
@@ -100,12 +100,12 @@ def train_aug(root: Path, sbd: Path) -> list[Pair]:
         }.items()
     }
     pairs = [
-        Pair(image_of(root / IMAGES, name), root / MASKS / f"{name}.png")
+        Pair(_image_of(root / _IMAGES, name), root / _MASKS / f"{name}.png")
         if name in ids["train"]
-        else Pair(image_of(root / IMAGES, name), sbd / "cls" / f"{name}.mat")
+        else Pair(_image_of(root / _IMAGES, name), sbd / "cls" / f"{name}.mat")
         for name in augmented(ids["sbd train"], ids["sbd val"], ids["train"], ids["val"])
     ]
-    return complete(pairs, sbd)
+    return _complete(pairs, sbd)
 
 
 def augmented(
@@ -120,17 +120,17 @@ def augmented(
     return sorted({*sbd_train, *sbd_val, *voc_train} - {*voc_val})
 
 
-def image_of(folder: Path, name: str) -> Path:
+def _image_of(folder: Path, name: str) -> Path:
     """Return the file of an image by its name without suffix; that with `.jpg` if there is none."""
     paths = (folder / f"{name}{suffix}" for suffix in (".jpg", *IMG_EXTENSIONS))
     # pathlib's is_file raises for names that no file can have, which a damaged list may hold.
     return next((path for path in paths if os.path.isfile(path)), folder / f"{name}.jpg")
 
 
-def complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
+def _complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
     """Return the pairs; raise `FolderError` if a file is missing. `source` is their list or folder, for the error."""
     missing = [path for pair in pairs for path in pair if not os.path.isfile(path)]
-    fix = f"an image and a mask for each name, {IMAGES}/<name>.jpg and {MASKS}/<name>.png."
+    fix = f"an image and a mask for each name, {_IMAGES}/<name>.jpg and {_MASKS}/<name>.png."
     refuse("VOCFolders", f"files of the {len(pairs)} pairs in {source} are missing", missing, fix)
     return list(pairs)
 
@@ -146,7 +146,7 @@ def read_mask(path: Path) -> Tensor:
             mode, labels = image.mode, torch.from_numpy(np.array(image))
     except Exception as error:
         raise FolderError(f"VOCFolders: cannot read {path}: {error}") from error
-    if mode not in INDEXED:
+    if mode not in _INDEXED:
         raise FolderError(
             f"VOCFolders: {path} has colours (mode {mode}) and not one label per pixel.\n"
             "  fix: save masks as palette or grey PNG files whose numbers are the labels."

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 # The most digits of 5 bits that a run of 32 bits has.
-DIGITS = 7
+_DIGITS = 7
 
 
 def fault_of_rle(segmentation: Mapping[str, Any], width: int, height: int) -> str | None:
@@ -61,8 +61,8 @@ def runs_of(counts: Any) -> list[int]:
         return []
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
-    if lengths.max() > DIGITS:
-        raise ValueError(f"has the counts {reprlib.repr(counts)}, with a run of more than {DIGITS} digits")
+    if lengths.max() > _DIGITS:
+        raise ValueError(f"has the counts {reprlib.repr(counts)}, with a run of more than {_DIGITS} digits")
     shifts = 5 * (np.arange(len(digits)) - np.repeat(starts, lengths))
     runs = np.add.reduceat((digits & 31) << shifts, starts)
     runs -= (digits[ends] >> 4 & 1) << 5 * lengths

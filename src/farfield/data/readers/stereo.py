@@ -19,12 +19,12 @@ from farfield.data.readers.masks import sized
 
 CALLER = "StereoFrames"
 # Folders of test pairs in Scene Flow, KITTI and Middlebury.
-TESTS = frozenset({"TEST", "testing", "test", "testF", "testH", "testQ"})
+_TESTS = frozenset({"TEST", "testing", "test", "testF", "testH", "testQ"})
 # KITTI's PNG files store 256 times the disparity.
-KITTI_FACTOR = 256
+_KITTI_FACTOR = 256
 # Width, height and scale of a PFM file. A width has at most nine digits, a header at most LONGEST_HEADER bytes.
-PFM_HEADER = re.compile(rb"Pf\s+(\d{1,9})\s+(\d{1,9})\s+([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)[ \t\r]*\n")
-LONGEST_HEADER = 4096
+_PFM_HEADER = re.compile(rb"Pf\s+(\d{1,9})\s+(\d{1,9})\s+([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)[ \t\r]*\n")
+_LONGEST_HEADER = 4096
 
 
 class FrameLayout(NamedTuple):
@@ -86,7 +86,7 @@ class Frame(NamedTuple):
     @property
     def is_test(self) -> bool:
         """Whether the pair lies in a folder of test pairs."""
-        return not TESTS.isdisjoint(self.name.split("/")[:-1])
+        return not _TESTS.isdisjoint(self.name.split("/")[:-1])
 
 
 def frames_in(folder: Path) -> list[Frame]:
@@ -96,7 +96,7 @@ def frames_in(folder: Path) -> list[Frame]:
     there = {path.relative_to(folder).as_posix() for path in files_of(folder)}
     frames, missing = [], []
     for path in sorted(there):
-        matched = layout_of(path)
+        matched = _layout_of(path)
         if matched is None:
             continue
         layout, match = matched
@@ -116,7 +116,7 @@ def frames_in(folder: Path) -> list[Frame]:
     return frames
 
 
-def layout_of(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
+def _layout_of(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
     """Return the layout of the path of a left image, with the match; None for other files."""
     matches = ((layout, layout.left.fullmatch(path)) for layout in LAYOUTS.values())
     return next(((layout, match) for layout, match in matches if match), None)
@@ -134,9 +134,9 @@ def read_disparity(path: Path) -> NDArray[np.float32]:
     if not mode.startswith("I"):
         raise FolderError(
             f"{CALLER}: {path} has 8 bits or colours (mode {mode}), whose unit is unknown.\n"
-            f"  fix: 16-bit PNG files of {KITTI_FACTOR} times the disparity in pixels, or PFM files."
+            f"  fix: 16-bit PNG files of {_KITTI_FACTOR} times the disparity in pixels, or PFM files."
         )
-    return (values / KITTI_FACTOR).astype(np.float32)
+    return (values / _KITTI_FACTOR).astype(np.float32)
 
 
 def read_pfm(path: Path) -> NDArray[np.float32]:
@@ -146,8 +146,8 @@ def read_pfm(path: Path) -> NDArray[np.float32]:
     """
     try:
         with path.open("rb") as file:
-            start = file.read(LONGEST_HEADER)
-            header = PFM_HEADER.match(start)
+            start = file.read(_LONGEST_HEADER)
+            header = _PFM_HEADER.match(start)
             if header is None:
                 colours = start.startswith(b"PF")
                 kind = "three channels, which are no disparities" if colours else "no header of a PFM file"
@@ -173,10 +173,10 @@ def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> 
         return
     note = note_of(root, [path for frame in frames for path in frame[:3] if path is not None])
     fix = "two images and disparities of one size for each pair, rectified."
-    check_each(CALLER, frames, fault_of_frame, check, note, f"pairs in {root} cannot be read", fix)
+    check_each(CALLER, frames, _fault_of_frame, check, note, f"pairs in {root} cannot be read", fix)
 
 
-def fault_of_frame(frame: Frame) -> str | None:
+def _fault_of_frame(frame: Frame) -> str | None:
     """Read one frame; return what is wrong with it, or None."""
     size = {}
     for path in (frame.left, frame.right):

@@ -54,7 +54,7 @@ class Text(NamedTuple):
                 start = None
 
 
-def texts_of(folder: Path) -> list[Text]:
+def _texts_of(folder: Path) -> list[Text]:
     """Read all `.txt` files below a folder, in sorted order; an error names those that are not UTF-8."""
     if not folder.is_dir():
         raise FolderError(f"{CALLER}: there is no folder {folder}.")
@@ -85,18 +85,18 @@ def parted(root: Path, share: float) -> dict[str, list[Text]]:
     Without a folder `train`, the last `share` of the characters of each file is val.
     """
     if (root / "train").is_dir():
-        parts = {name: texts_of(root / name) for name in ("train", "val")}
+        parts = {name: _texts_of(root / name) for name in ("train", "val")}
         if (root / "test").is_dir():
-            parts["test"] = texts_of(root / "test")
+            parts["test"] = _texts_of(root / "test")
     else:
-        both = [text.cut(share) for text in texts_of(root)]
+        both = [text.cut(share) for text in _texts_of(root)]
         parts = {"train": [first for first, _ in both], "val": [last for _, last in both]}
     for name, texts in parts.items():
-        check_not_blank(root, name, texts)
+        _check_not_blank(root, name, texts)
     return parts
 
 
-def check_not_blank(root: Path, name: str, texts: Sequence[Text]) -> None:
+def _check_not_blank(root: Path, name: str, texts: Sequence[Text]) -> None:
     """Raise `FolderError` for a part whose texts have only blank lines."""
     if not any(line.strip() for text in texts for line in text.lines):
         raise FolderError(

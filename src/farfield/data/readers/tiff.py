@@ -16,9 +16,9 @@ from farfield.volumes.tiff_parts import check_parts, check_planes, describe_seri
 
 SUFFIXES = (".tif", ".tiff")
 # Letters that tifffile gives to unknown axes.
-UNNAMED = "QI"
+_UNNAMED = "QI"
 # There is a warning if more than this share of the positions has the largest value of the dtype.
-SATURATED = 0.001
+_SATURATED = 0.001
 
 
 class PairOfFiles(NamedTuple):
@@ -104,9 +104,9 @@ def stack_of(path: Path, spatial_dims: int, axes: str | None = None, channel: in
     """
     with opened(path) as file:
         shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
-    place = channels_axis(shape, letters)
+    place = _channels_axis(shape, letters)
     if channel is None or place is None:
-        keep = kept_axes(path, shape, letters, spatial_dims)
+        keep = _kept_axes(path, shape, letters, spatial_dims)
         return array_of(path).reshape([shape[axis] for axis in keep])
     if not 0 <= channel < shape[place]:
         raise FolderError(
@@ -114,11 +114,11 @@ def stack_of(path: Path, spatial_dims: int, axes: str | None = None, channel: in
             f"  fix: --data.channel, a number from 0 to {shape[place] - 1}."
         )
     one = array_of(path).reshape(shape)[(slice(None),) * place + (channel,)]
-    keep = kept_axes(path, one.shape, letters[:place] + letters[place + 1 :], spatial_dims, place)
+    keep = _kept_axes(path, one.shape, letters[:place] + letters[place + 1 :], spatial_dims, place)
     return one.reshape([one.shape[axis] for axis in keep])
 
 
-def channels_axis(shape: Sequence[int], letters: str) -> int | None:
+def _channels_axis(shape: Sequence[int], letters: str) -> int | None:
     """Return the axis of several channels, or of the samples of a colour image; None if there is none.
 
     Example:
@@ -162,16 +162,16 @@ def array_of(path: Path) -> NDArray[Any]:
         raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
 
 
-def axes_fix(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None) -> str:
-    """Return the advice for axes that are not those of one stack or image; the arguments are those of `kept_axes`."""
+def _axes_fix(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None) -> str:
+    """Return the advice for axes that are not those of one stack or image; the arguments are those of `_kept_axes`."""
     wanted = "ZYX"[-spatial_dims:]
     split, longer = f"one grey stack per file with the axes {wanted}.", [side for side in shape if side > 1]
-    place = channels_axis(shape, axes)
+    place = _channels_axis(shape, axes)
     if len(longer) > spatial_dims + (taken is None):
         return split
     if place is not None and len(axes) == len(shape):
         return f"--data.channel, one of its {shape[place]} channels, a number from 0."
-    letters = letters_for(shape, spatial_dims, taken is None)
+    letters = _letters_for(shape, spatial_dims, taken is None)
     if taken is not None:
         return f"--data.axes {letters[:taken]}C{letters[taken:]}, beside --data.channel; or {split}"
     if "C" in letters:
@@ -182,7 +182,7 @@ def axes_fix(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | No
     return f"--data.axes {letters}, if these are its axes; or {split}"
 
 
-def letters_for(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
+def _letters_for(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
     """Return letters of axes that can be read: Q for those of length 1, C for channels if there may be any.
 
     Example:
@@ -199,19 +199,21 @@ def letters_for(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
     return "".join(named.get(place, "Q") for place in range(len(shape)))
 
 
-def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None = None) -> list[int]:
+def _kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None = None) -> list[int]:
     """Return which axes of an array are z, y and x; the others must have length 1.
 
     `axes` has a letter for each; `taken` is where an axis of channels stood, of which one was taken, or None.
     """
     wanted = "ZYX"[-spatial_dims:]
-    fix = f"fix: {axes_fix(shape, axes, spatial_dims, taken)}"
-    if len(axes) != len(shape) or len(set(axes) - set(UNNAMED)) != len([axis for axis in axes if axis not in UNNAMED]):
+    fix = f"fix: {_axes_fix(shape, axes, spatial_dims, taken)}"
+    if len(axes) != len(shape) or len(set(axes) - set(_UNNAMED)) != len(
+        [axis for axis in axes if axis not in _UNNAMED]
+    ):
         raise FolderError(f'StackPairs: {path} has the size {tuple(shape)}, but the axes "{axes}".\n  {fix}')
     many = [place for place, side in enumerate(shape) if side > 1 or axes[place] in wanted]
     named = "".join(axes[place] for place in many)
     # An unnamed first axis can only be z.
-    if spatial_dims == 3 and "Z" not in named and named[:1] in tuple(UNNAMED):
+    if spatial_dims == 3 and "Z" not in named and named[:1] in tuple(_UNNAMED):
         named = "Z" + named[1:]
     if spatial_dims == 3 and named == "YX":
         fix = 'fix: for images, --data.patch "[64,64]" and --model.network.spatial_dims 2.'
@@ -238,7 +240,7 @@ def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
         )
     if stack.dtype.kind == "u" and largest == np.iinfo(stack.dtype).max:
         share = float((stack == largest).mean())
-        if share > SATURATED:
+        if share > _SATURATED:
             rank_zero_warn(f"StackPairs: {path}: {share:.1%} of the positions are saturated, at {largest}.")
     return stack
 
@@ -281,11 +283,11 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
         or source.shape[2 + projected :] != target.shape[2 + projected :]
     ):
         raise FolderError(f"StackPairs: {path}: X {source.shape} and Y {target.shape} are not pairs of one channel.")
-    source, target = (normalised(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
+    source, target = (_normalised(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
     return source, target[:, :, 0] if projected else target
 
 
-def normalised(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
+def _normalised(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
     """Check patches, and scale those of whole numbers so that percentiles 2 and 99.8 of them all become 0 and 1."""
     checked(name, patches)
     if patches.dtype.kind == "f":

@@ -14,12 +14,12 @@ from farfield.volumes.tiff_parts import paths_of
 from farfield.volumes.volume import arrange
 
 # A folder with one of these files is a zarr array or group.
-ZARR = ("zarr.json", ".zgroup", ".zarray")
+_ZARR = ("zarr.json", ".zgroup", ".zarray")
 
 
 def is_zarr(path: Path) -> bool:
     """Whether a path is a folder of zarr."""
-    return path.is_dir() and any((path / name).is_file() for name in ZARR)
+    return path.is_dir() and any((path / name).is_file() for name in _ZARR)
 
 
 def volumes_in(folder: Path) -> list[Path]:
@@ -62,7 +62,7 @@ def volume_of(path: Path, spatial_dims: int, axes: str | None, channel: int | Se
         if path.suffix.lower() in SUFFIXES:
             volume = arrange(path, array_of(path).reshape(shape), metadata, channel)
         else:
-            volume = open_volume(path, channel=channel if has_channels(path) else None)
+            volume = open_volume(path, channel=channel if _has_channels(path) else None)
     except ValueError as error:
         raise FolderError(f"StackPairs: {str(error).removeprefix('open_volume: ')}") from error
     named = volume.metadata.axes
@@ -73,6 +73,6 @@ def volume_of(path: Path, spatial_dims: int, axes: str | None, channel: int | Se
     return volume
 
 
-def has_channels(path: Path) -> bool:
+def _has_channels(path: Path) -> bool:
     """Whether a zarr folder has an axis of several channels."""
     return "C" in open_volume(path).metadata.axes

@@ -100,7 +100,7 @@ def insert(
     for place in places:
         check_batch(model, place, seen, elsewhere[place], example)
     check_layouts(model, {place: tuple(grid.shape) for place, grid in grids.items()}, elsewhere, layout)
-    made = make_all(make, grids, layout)
+    made = _make_all(make, grids, layout)
     for place, module in made.items():
         attach(places[place], place.entry, ChannelsLast(module) if layout == "channels_last" else module)
     try:
@@ -144,7 +144,7 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
     chosen = list(present) if where is None else []
     for pattern in [where] if isinstance(where, str) else where or ():
         # A host that another layer has replaced is not in the model any more, so paths of additions come first.
-        matched = [place for place in present if str(place) == pattern] or find_additions(model, pattern, present)
+        matched = [place for place in present if str(place) == pattern] or _find_additions(model, pattern, present)
         if not matched:
             raise LookupError(f'remove: no addition at "{pattern}"; there are {", ".join(map(str, present))}.')
         chosen += matched
@@ -153,14 +153,14 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
     tidy(model, [place.path for place in chosen])
 
 
-def find_additions(model: nn.Module, pattern: str, present: Mapping[Place, nn.Module]) -> list[Place]:
+def _find_additions(model: nn.Module, pattern: str, present: Mapping[Place, nn.Module]) -> list[Place]:
     """Return the places of the additions that a path leads to; a shared host has one path among them."""
     matched = [place for pair in find_places("remove", model, pattern).items() for place in pair]
     wanted = [(model.get_submodule(place.path), place.entry) for place in matched]
     return [place for place, host in present.items() if (host, place.entry) in wanted or (host, None) in wanted]
 
 
-def make_all(
+def _make_all(
     make: Callable[[int], nn.Module], grids: Mapping[Place, Tensor], layout: Layout | None
 ) -> dict[Place, nn.Module]:
     """Make a new module for each place, on the device and in the dtype of its grid."""

@@ -78,7 +78,7 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
     check_open("places", model)
     modules = {path: module for path, module in model.named_modules() if CHILD not in path.split(".")}
     seen = run_example("places", model, modules, example)
-    grids = dict(find_grids(model, seen))
+    grids = dict(_find_grids(model, seen))
     elsewhere = look_elsewhere(model, grids, example)
     fitting = {}
     for place, grid in grids.items():
@@ -90,12 +90,12 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
         size = shape[1:axis] + shape[axis + 1 :]
         fitting[place] = InsertionPlace(str(place), kind, shape[axis], size, fits, shape)
     effects = Effects(model, example, seen.outputs[""])
-    called = called_with_hosts(model, list(fitting), example)
+    called = _called_with_hosts(model, list(fitting), example)
     sure = linked(model, example, called)
     return [fitting[place] for place in called if grids[place].is_meta or place in sure or effects.reaches(place)]
 
 
-def find_grids(model: nn.Module, seen: Seen) -> Iterator[tuple[Place, Tensor]]:
+def _find_grids(model: nn.Module, seen: Seen) -> Iterator[tuple[Place, Tensor]]:
     """Iterate over the grids of modules that run once for each call of the module around them and have no addition."""
     for path, outputs in seen.outputs.items():
         if not seen.is_called_once(path) or host_of(model, Place(path)).path != path:
@@ -108,7 +108,7 @@ def find_grids(model: nn.Module, seen: Seen) -> Iterator[tuple[Place, Tensor]]:
                     yield place, grid
 
 
-def called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> list[Place]:
+def _called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> list[Place]:
     """Return the places whose additions would be called as often as their hosts, and leave the model able to run.
 
     All places of a copy get an addition that does nothing, for one run. If it fails then, each half is tried alone.
@@ -121,4 +121,4 @@ def called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> lis
             calls = probe(own, example, paths).calls
             return [place for place in tried if calls[child_of(place)] == calls[place.path] > 0]
     halves = (tried[: len(tried) // 2], tried[len(tried) // 2 :])
-    return [place for half in halves if len(tried) > 1 for place in called_with_hosts(model, half, example)]
+    return [place for half in halves if len(tried) > 1 for place in _called_with_hosts(model, half, example)]

@@ -19,12 +19,12 @@ from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
 
 # Options that models pass to their attention and that do not change it; any other option that is set is an error.
-IGNORED = (
+_IGNORED = (
     *("cache_position", "deterministic", "encoder_hidden_states", "is_causal", "labels", "num_items_in_batch"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache"),
 )
 # Towers whose attention modules have no causal flag: their model passes is_causal with every call.
-CAUSAL_TOWERS = ("clip_text_model",)
+_CAUSAL_TOWERS = ("clip_text_model",)
 
 
 # ---- registering -----------------------------------------------------------------------------------------------------
@@ -63,13 +63,13 @@ def register(name: str, operator: Operator) -> str:
     while implementation in registered and registered[implementation].args != (name, operator):
         number += 1
         implementation = f"farfield_{name}_{number}"
-    AttentionInterface.register(implementation, partial(attend, name, operator))
-    AttentionMaskInterface.register(implementation, partial(make_mask, implementation))
+    AttentionInterface.register(implementation, partial(_attend, name, operator))
+    AttentionMaskInterface.register(implementation, partial(_make_mask, implementation))
     return implementation
 
 
 # ---- registered functions --------------------------------------------------------------------------------------------
-def attend(
+def _attend(
     name: str,
     operator: Operator,
     module: nn.Module,
@@ -90,7 +90,7 @@ def attend(
     """
     caller = f"farfield_{name} in {type(module).__name__}"
     for option, given in options.items():
-        if option not in IGNORED and given is not None and given is not False:
+        if option not in _IGNORED and given is not None and given is not False:
             raise ValueError(
                 f"{caller}: this model calls its attention with {option}=…, which {name} does not support; "
                 f"fix: replace other layers only, replace_attention(…, where=…), or take a model without {option}."
@@ -110,7 +110,7 @@ def attend(
     return attend_tokens(operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
 
 
-def make_mask(
+def _make_mask(
     implementation: str,
     *,
     attention_mask: Tensor | None = None,
@@ -144,7 +144,7 @@ def uses_interface(module: nn.Module) -> bool:
 
 def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module]) -> str | None:
     """Return why an attention of transformers cannot be replaced; None if its code and config show no reason."""
-    if is_causal(module, around):
+    if _is_causal(module, around):
         return "is causal: each query attends only to the positions before it, but all queries share one summary"
     if getattr(module, "sliding_window", None) is not None:
         return "has a sliding window, but all queries share one summary"
@@ -154,7 +154,7 @@ def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module]) -> s
     return None
 
 
-def is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
+def _is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
     """Whether an attention is causal.
 
     The module's own `is_causal` does not settle it: some encoders have none, and some have True though their model
@@ -164,16 +164,16 @@ def is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
         module: The attention.
         around: The modules around it, from the nearest to the model.
     """
-    if getattr(module.config, "model_type", None) in CAUSAL_TOWERS:
+    if getattr(module.config, "model_type", None) in _CAUSAL_TOWERS:
         return True
-    makers = next(filter(None, map(find_mask_makers, around)), set[str]())
+    makers = next(filter(None, map(_find_mask_makers, around)), set[str]())
     flag = getattr(module, "is_causal", None)
     if flag is None:
         return any("causal" in name for name in makers)
     return bool(flag) and not (makers and all("bidirectional" in name for name in makers))
 
 
-def find_mask_makers(module: nn.Module) -> set[str]:
+def _find_mask_makers(module: nn.Module) -> set[str]:
     """Return the names of the mask functions that a module's class calls, such as `create_causal_mask`."""
     methods = [inspect.unwrap(method) for method in vars(type(module)).values() if inspect.isfunction(method)]
     names = {name for method in methods for name in method.__code__.co_names}
@@ -194,7 +194,7 @@ def registered_operator(module: nn.Module) -> tuple[str, Operator] | None:
 
     registered: Mapping[str, Any] = AttentionInterface()
     function = registered.get(cast(Any, module.config)._attn_implementation)
-    return function.args if isinstance(function, partial) and function.func is attend else None
+    return function.args if isinstance(function, partial) and function.func is _attend else None
 
 
 def configured_models(model: nn.Module) -> Iterator[Any]:
@@ -204,7 +204,7 @@ def configured_models(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def configs_of(model: nn.Module) -> set[int]:
+def _configs_of(model: nn.Module) -> set[int]:
     """Return the ids of the configs of all models of transformers in a model, and of the configs in them."""
     known, waiting = set[int](), [module.config for module in configured_models(model)]
     while waiting:
@@ -228,7 +228,7 @@ def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> li
     sharing: dict[int, list[nn.Module]] = {}  # by the id of a config
     for module in filter(uses_interface, model.modules()):
         sharing.setdefault(id(module.config), []).append(module)
-    within, outside = configs_of(model), list[object]()
+    within, outside = _configs_of(model), list[object]()
     for key, modules in sharing.items():
         mine = [module for module in modules if any(module is other for other in chosen)]
         if mine and key not in within:

@@ -16,7 +16,7 @@ from farfield.tasks.checkpoints import written
 from farfield.tasks.masked_lm import Filled
 from farfield.tasks.writers.predictions import PredictionFile, gather_parts
 
-COLUMNS = ("name", "blank", "rank", "word", "probability")
+_COLUMNS = ("name", "blank", "rank", "word", "probability")
 
 
 class FilledTable(PredictionFile):
@@ -78,7 +78,7 @@ def as_csv(samples: Any) -> str:
     """Return a CSV table with one row for each likely word of each blank."""
     text = io.StringIO()
     table = csv.writer(text)
-    table.writerow(COLUMNS)
+    table.writerow(_COLUMNS)
     for sample in samples:
         for blank, likely in enumerate(sample["blanks"], 1):
             for rank, each in enumerate(likely, 1):

@@ -207,7 +207,7 @@ def beside(place: Path) -> Path:
     return place.with_name(f".{place.name}.partial")
 
 
-def voc_palette() -> list[int]:
+def _voc_palette() -> list[int]:
     """Return PASCAL VOC's colours: red, green and blue of label 0, then of label 1, up to 255.
 
     Bits 0, 3 and 6 of a label are the highest of red; bits 1, 4 and 7 those of green, bits 2, 5 and 8 those of blue.
@@ -223,4 +223,4 @@ def voc_palette() -> list[int]:
     ]
 
 
-PALETTE = voc_palette()
+PALETTE = _voc_palette()
