@@ -83,9 +83,9 @@ def test_voc_with_sbd(tmp_path: Path) -> None:
     for folder in (sbd, sbd.parent):
         data = prepared(root, train=str(folder))
         listed: Any = data.parts["train"]
-        names = [pair.image.stem for pair in listed.pairs]
+        names = [pair.image.stem for pair in listed.entries]
         assert names == ["new_0", "new_1", *(f"train_{place}" for place in range(6))]
-        masks = {pair.image.stem: pair.mask.suffix for pair in listed.pairs}
+        masks = {pair.image.stem: pair.mask.suffix for pair in listed.entries}
         assert (masks["new_0"], masks["train_1"]) == (".mat", ".png")
     assert torch.equal(read_mask(sbd / "cls" / "new_0.mat"), torch.from_numpy(make_pair(0, 40, 50)[1]))
 

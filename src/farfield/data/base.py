@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +78,19 @@ def folders_below(folder: Path) -> list[Path]:
 
 def _show_folders(names: Sequence[str]) -> str:
     return list_some(names) or "no folders"
+
+
+class Listed(Dataset[Any]):
+    """Entries of a list, each read on access; `paths` are the files of all of them."""
+
+    def __init__(self, entries: Sequence[Any], read: Callable[[Any], Any], paths: Sequence[Path] = ()) -> None:
+        self.entries, self.read, self.paths = entries, read, paths
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(self.entries[index])
 
 
 class Loading(LightningDataModule):

@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional
 from farfield.data.augment import Augmentation, evaluation, training
 from farfield.data.base import Loading, check_root, folders_below, refuse_level
 from farfield.data.readers.images import Check, FolderError, check_classes, check_images, classes_of, images_of
-from farfield.data.splits import ClassFolders, Images, NamedImages, drawn, split
+from farfield.data.splits import ClassFolders, Images, drawn, name_images, split
 
 Colours = tuple[float, float, float]
 
@@ -115,7 +115,7 @@ class ImageFolders(_Classification):
             if name in folders:
                 self.parts[name] = ClassFolders(folders[name], self.evaluation_transform)
         if stage == "predict":
-            self.parts["predict"] = NamedImages(self._paths_to_predict(), self.evaluation_transform)
+            self.parts["predict"] = name_images(self._paths_to_predict(), self.evaluation_transform)
         if stage == "test" and "test" not in folders and "val" in self.parts:
             rank_zero_info(f"ImageFolders: {self.root} has no folder test: using val.")
             self.parts["test"] = self.parts["val"]

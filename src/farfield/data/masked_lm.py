@@ -15,11 +15,11 @@ from farfield.data.base import Loading
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.text import CALLER, Text, parted, read_text
 from farfield.data.tokenizer import (
-    Blanks,
     Collate,
     Fixed,
     TokenSamples,
     from_text,
+    read_blanks,
     saved_tokenizer,
     special_words,
     tokenised,
@@ -168,7 +168,8 @@ class TextFolder(Loading):
     def samples(self, part: str) -> Dataset[Any]:
         """Tokenise a part of the text, and return its samples."""
         if part == "predict" and self.predict is not None:
-            return Blanks(list(self.texts[part][0].pieces("lines")), self.tokenizer, self.length)
+            blanks: Any = read_blanks(list(self.texts[part][0].pieces("lines")), self.tokenizer, self.length)
+            return blanks
         pieces = (piece for text in self.texts[part] for piece in text.pieces(self.options["unit"]))
         samples = TokenSamples(*tokenised(pieces, self.tokenizer, **self.options), self.tokenizer, self.share)
         if not len(samples):

@@ -75,11 +75,9 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
                 )
 
     def __len__(self) -> int:
-        """Return the number of patches."""
         return len(self.corners)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Cut a patch from source and target, and normalise both; each has one channel."""
         cut = [slice(start, start + side) for start, side in zip(self.corners[index], self.patch, strict=True)]
         parts = (self.source[tuple(cut)], self.target[tuple(cut[len(cut) - self.target.ndim :])])
         return tuple(  # type: ignore[return-value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from farfield.data.base import Loading
+from farfield.data.base import Listed, Loading
 from farfield.data.patches import Patches
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.tiff import checked, load_npz, pairs_in, several_of, stack_of, stacks_in
@@ -23,8 +23,8 @@ _HELD_OUT = 0.1
 _DRAW = 0
 
 
+# The loader would make tensors of arrays.
 def _as_it_is(sample: Any) -> Any:
-    """Return a sample unchanged; the loader would make tensors of arrays."""
     return sample
 
 
@@ -99,7 +99,6 @@ class StackPairs(Loading):
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
         self.patches_per_stack, self.sources, self.target = patches_per_stack, list(sources), target
         self.axes, self.channel = axes, channel
-        self._inputs: list[Path] = []
 
     def setup(self, stage: str) -> None:
         """Read the pairs of train and val, or list those of test or those to predict."""
@@ -112,15 +111,10 @@ class StackPairs(Loading):
         else:
             self.parts["predict"] = self._predictions()
 
-    def inputs(self) -> list[Path]:
-        """Return the files of the input stacks of `predict`, which must not be overwritten."""
-        return self._inputs
-
     def _evaluation_loader(self, part: str) -> DataLoader[Any]:
         return super()._evaluation_loader(part) if part == "val" else self._loader(self.parts[part], **_ONE_BY_ONE)
 
     def _folder(self, *names: str) -> Path | None:
-        """Return the first of the named folders of the root that exists."""
         return next((self.root / name for name in names if (self.root / name).is_dir()), None)
 
     def _read_training(self) -> None:
@@ -187,9 +181,9 @@ class StackPairs(Loading):
             # The clean stack is last, the first source before it, and so on.
             names = list(enumerate(self.sources))
             pairs = [(path.name, name, _Several(path, -2 - place)) for path in several for place, name in names]
-            return _Listed(pairs, self._test)
+            return Listed(pairs, self._test)
         files = pairs_in(folder, self.sources, self.target)
-        return _Listed([(pair.source.name, pair.condition, pair) for pair in files], self._test)
+        return Listed([(pair.source.name, pair.condition, pair) for pair in files], self._test)
 
     def _test(self, entry: tuple[str, str, Any]) -> tuple[Any, Any, str, str]:
         name, condition, place = entry
@@ -209,28 +203,13 @@ class StackPairs(Loading):
             raise FolderError(
                 f"StackPairs: {self.root} has no TIFF files to restore, .tif or .tiff, and no zarr folders."
             )
-        self._inputs = [part for path in files for part in files_of(path)]
         above = test or (self.root.parent if single else self.root)
-        return _Listed([(path, str(path.relative_to(above))) for path in files], self._prediction)
+        inputs = [part for path in files for part in files_of(path)]
+        return Listed([(path, str(path.relative_to(above))) for path in files], self._prediction, inputs)
 
     def _prediction(self, entry: tuple[Path, str]) -> tuple[Any, str, str]:
         path, name = entry
         return volume_of(path, len(self.patch), self.axes, self.channel), str(path), name
-
-
-class _Listed(Dataset[Any]):
-    """Entries of a list, each opened on access."""
-
-    def __init__(self, entries: Sequence[Any], read: Callable[[Any], Any]) -> None:
-        self.entries, self.read = entries, read
-
-    def __len__(self) -> int:
-        """Return the number of entries."""
-        return len(self.entries)
-
-    def __getitem__(self, index: int) -> Any:
-        """Open one entry."""
-        return self.read(self.entries[index])
 
 
 def _target_of(path: Path, spatial_dims: int, axes: str | None, channel: int | None) -> NDArray[Any]:

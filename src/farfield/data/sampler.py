@@ -25,14 +25,8 @@ class EpochSampler(DistributedSampler[Draw]):
     """Shuffle the samples by seed and epoch, and give each a seed of its own.
 
     Because this class is a `DistributedSampler`, Lightning does not wrap it when a run has several processes, and calls
-    its `set_epoch` before every epoch. With one process it gives the ordinary shuffled order.
-
-    Args:
-        samples: The dataset; only its length is used.
-        seed: Seed of the run.
-        ranks: Number of processes that share the samples.
-        rank: Number of this process.
-        draws: Samples per epoch and process, drawn from repeated shuffles of all samples; None for every sample once.
+    its `set_epoch` before every epoch. With one process it gives the ordinary shuffled order. `draws` are the samples
+    per epoch and process, from repeated shuffles of all samples; None for every sample once.
     """
 
     def __init__(
@@ -60,17 +54,12 @@ class EpochSampler(DistributedSampler[Draw]):
 
 
 class DrawnSamples(Dataset[Any]):
-    """Index a dataset by `Draw`: each sample is read with torch's random generator seeded by its draw.
-
-    Args:
-        samples: Any dataset with `__len__` and `__getitem__`.
-    """
+    """Index a dataset by `Draw`: each sample is read with torch's random generator seeded by its draw."""
 
     def __init__(self, samples: Dataset[Any]) -> None:
         self.samples = samples
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.samples)  # type: ignore[arg-type]
 
     def __getitem__(self, draw: Draw) -> Any:
@@ -85,5 +74,4 @@ class DrawnSamples(Dataset[Any]):
 
 
 def _mixed(*parts: int) -> int:
-    """Mix whole numbers into one seed of 63 bits."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))

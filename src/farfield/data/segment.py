@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
 
-from farfield.data.base import Loading, check_root
+from farfield.data.base import Listed, Loading, check_root
 from farfield.data.classify import IMAGENET
 from farfield.data.readers.images import Check, FolderError, check_images, check_names, images_of, read_image
 from farfield.data.readers.masks import LISTS, VOID, Pair, check_pairs, classes_of_masks, pairs_in, read_mask, train_aug
@@ -92,13 +92,15 @@ class VOCFolders(Loading):
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or the images to predict."""
         if stage == "predict" and self.predict is not None:
-            self.parts["predict"] = _UnlabelledImages(
+            self.parts["predict"] = _images_to_predict(
                 self.predict, images_of(self.predict, "VOCFolders"), self.shorter_side
             )
             return
         pairs, self.classes = self._pairs(), classes_of_masks(self.folder)
         for name, part in pairs.items():
-            self.parts[name] = _LabelledImages(part, self.random_view if name == "train" else self._whole_view)
+            self.parts[name] = Listed(
+                part, partial(_read_pair, self.random_view if name == "train" else self._whole_view)
+            )
         if "test" not in pairs:
             if stage == "test":
                 rank_zero_info(f"VOCFolders: {self.root} has no list test: using val.")
@@ -108,7 +110,7 @@ class VOCFolders(Loading):
             # Lists may refer to any folder, with `..` or by links; names are relative to the common parent folder.
             paths = [path.parent.resolve() / path.name for path in listed]
             folder = Path(os.path.commonpath([path.parent for path in paths]))
-            self.parts["predict"] = _UnlabelledImages(folder, paths, self.shorter_side)
+            self.parts["predict"] = _images_to_predict(folder, paths, self.shorter_side)
 
     def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return a whole normalised image, with `shorter_side`, and its labels at their original size."""
@@ -171,35 +173,21 @@ class RandomView:
         return (image.flip(-1), labels.flip(-1)) if mirrored else (image, labels)
 
 
-class _LabelledImages(Dataset[tuple[Tensor, Tensor]]):
-    """Pairs of image and labels, each transformed by `view` on access."""
-
-    def __init__(self, pairs: Sequence[Pair], view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        self.pairs, self.view = pairs, view
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        pair = self.pairs[index]
-        return self.view(read(pair.image), read_mask(pair.mask))
+def _read_pair(view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], pair: Pair) -> tuple[Tensor, Tensor]:
+    return view(read(pair.image), read_mask(pair.mask))
 
 
-class _UnlabelledImages(Dataset[tuple[Tensor, str, str, Tensor]]):
-    """Images to predict: the normalised image, its path, its name below the folder, and its original size."""
+def _images_to_predict(folder: Path, paths: Sequence[Path], shorter_side: int | None) -> Listed:
+    """List images to predict: the normalised image, its path, its name below the folder, and its original size."""
+    names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
+    check_names(names, f"VOCFolders: {folder} has several images of", "masks")
+    return Listed(list(zip(paths, names, strict=True)), partial(_read_to_predict, shorter_side), paths)
 
-    def __init__(self, folder: Path, paths: Sequence[Path], shorter_side: int | None) -> None:
-        self.paths, self.shorter_side = paths, shorter_side
-        self.names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
-        check_names(self.names, f"VOCFolders: {folder} has several images of", "masks")
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str, str, Tensor]:
-        image = read(self.paths[index])
-        size = torch.tensor(image.shape[1:])
-        return normalized(_shortened(image, self.shorter_side)), str(self.paths[index]), self.names[index], size
+def _read_to_predict(shorter_side: int | None, entry: tuple[Path, str]) -> tuple[Tensor, str, str, Tensor]:
+    path, name = entry
+    image = read(path)
+    return normalized(_shortened(image, shorter_side)), str(path), name, torch.tensor(image.shape[1:])
 
 
 def read(path: Path, caller: str = "VOCFolders") -> Tensor:

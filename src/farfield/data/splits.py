@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
+from farfield.data.base import Listed
 from farfield.data.readers.images import FolderError, classes_of, images_of, read_image
 
 
@@ -88,14 +90,10 @@ class ClassFolders(ImageFolder):
         return names, {name: place for place, name in enumerate(names)}
 
 
-class NamedImages(Dataset[Any]):
-    """Images read from files and transformed on access, each with its path."""
+def name_images(paths: Sequence[Path], transform: Callable[[Any], Tensor]) -> Listed:
+    """List images that are read from files and transformed on access, each with its path."""
+    return Listed(paths, partial(_read_named, transform), paths)
 
-    def __init__(self, paths: Sequence[Path], transform: Callable[[Any], Tensor]) -> None:
-        self.paths, self.transform = paths, transform
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str]:
-        return self.transform(read_image(self.paths[index])), str(self.paths[index])
+def _read_named(transform: Callable[[Any], Tensor], path: Path) -> tuple[Tensor, str]:
+    return transform(read_image(path)), str(path)

@@ -115,7 +115,6 @@ class StereoFrames(Loading):
 
 
 def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
-    """Refuse parts without pairs, and pairs without disparities."""
     if not parts["train"]:
         raise FolderError(
             f"{CALLER}: {root} has no pairs to train on: all are tests or held out.\n"
@@ -139,11 +138,9 @@ class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
         self.truths = [frame.disparity for frame in frames if frame.disparity is not None]
 
     def __len__(self) -> int:
-        """Return the number of pairs."""
         return len(self.frames)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Read one pair."""
         left, right, disparity = self.raw(index)
         return normalized(left), normalized(right), disparity
 
@@ -168,7 +165,6 @@ class _Cropped(Measured):
         self.crop = crop
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Read one pair and crop it."""
         return self.crop(*self.raw(index))
 
 
@@ -181,11 +177,9 @@ class _Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
         check_names((frame.name for frame in frames), f"{CALLER}: several pairs have", "disparities")
 
     def __len__(self) -> int:
-        """Return the number of pairs."""
         return len(self.frames)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str, str]:
-        """Read one pair."""
         frame = self.frames[index]
         return normalized(read(frame.left, CALLER)), normalized(read(frame.right, CALLER)), str(frame.left), frame.name
 
@@ -194,11 +188,7 @@ class RandomCrop:
     """Crop a pair and its disparities at one random place, and normalise the images.
 
     Images smaller than the crop are padded at the top and on the right, as pairs are in evaluation: with the mean
-    colour, which is 0 after normalising, and with unknown disparities.
-
-    Args:
-        height: Height of the crop, in pixels.
-        width: Width of the crop, in pixels.
+    colour, which is 0 after normalising, and with unknown disparities. Height and width are in pixels.
 
     Example:
         >>> image, disparity = torch.zeros(3, 60, 90, dtype=torch.uint8), torch.ones(60, 90)

@@ -143,14 +143,8 @@ class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):
     """Spans of a long sequence of tokens, each between a first and a last word, masked anew on each access.
 
     `DataCollatorForLanguageModeling` of transformers chooses `share` of the tokens for prediction: 80 % of them become
-    the mask, 10 % a random word, and 10 % stay. A sample is `(words, labels, name)`.
-
-    Args:
-        tokens: The ids of all tokens, `int32`.
-        bounds: Start and end of each sample, the end exclusive.
-        names: The names of the samples.
-        tokenizer: A tokenizer of transformers.
-        share: Share of the tokens to predict.
+    the mask, 10 % a random word, and 10 % stay. A sample is `(words, labels, name)`. `tokens` are all ids,
+    `int32`; `bounds` are the start and end of each sample, the end exclusive.
     """
 
     def __init__(
@@ -190,28 +184,19 @@ class Fixed(Dataset[Any]):
         return self.drawn[Draw(index, index)]
 
 
-class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
-    """Lines of text with mask tokens to fill in, of at most `length` tokens; all labels are -100."""
-
-    def __init__(self, lines: Sequence[TextPiece], tokenizer: Any, length: int) -> None:
-        self.lines = lines
-        encoded = tokenizer([piece.text for piece in lines])["input_ids"]
-        mask = tokenizer.mask_token_id
-        blank = [piece.line for piece, words in zip(lines, encoded, strict=True) if mask not in words]
-        if blank:
-            raise FolderError(
-                f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
-                f"fill: {list_some(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
-            )
-        _check_lengths(lines, [len(words) - 2 for words in encoded], length, "or shorter lines")
-        self.words = [torch.tensor(words) for words in encoded]
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
-        words = self.words[index]
-        return words, torch.full_like(words, _IGNORED), f"line {self.lines[index].line}"
+def read_blanks(lines: Sequence[TextPiece], tokenizer: Any, length: int) -> list[tuple[Tensor, Tensor, str]]:
+    """Return samples of lines with mask tokens to fill in, of at most `length` tokens; all labels are -100."""
+    encoded = tokenizer([piece.text for piece in lines])["input_ids"]
+    mask = tokenizer.mask_token_id
+    blank = [piece.line for piece, words in zip(lines, encoded, strict=True) if mask not in words]
+    if blank:
+        raise FolderError(
+            f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
+            f"fill: {list_some(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
+        )
+    _check_lengths(lines, [len(words) - 2 for words in encoded], length, "or shorter lines")
+    samples = [(torch.tensor(words), f"line {piece.line}") for piece, words in zip(lines, encoded, strict=True)]
+    return [(words, torch.full_like(words, _IGNORED), name) for words, name in samples]
 
 
 def tokenised(

@@ -281,6 +281,5 @@ def bert_small(
 
 
 def _build(model: str, *, weights: str | Path | None, **arguments: Any) -> Bert:
-    """Build a `Bert`, with the weights of a file if one is given."""
     net = Bert(model, **arguments)
     return net if weights is None else fill_from_file(net, Path(weights))

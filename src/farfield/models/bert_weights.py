@@ -109,7 +109,6 @@ def _modernize_name(name: str) -> str:
 
 
 def _source_of(name: str) -> str:
-    """Return Hugging Face's name for a state-dict entry of `Bert`."""
     if name == "head.bias":
         return "cls.predictions.bias"
     module, _, leaf = name.rpartition(".")

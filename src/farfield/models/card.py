@@ -26,18 +26,9 @@ def write_card(
     training_data: str | None,
     metrics: Mapping[str, float] | None,
 ) -> str:
-    """Return the model card of a network.
+    """Return the model card of a network; `header` is its metadata, as YAML, and `image_size` that of the counted MACs.
 
-    Args:
-        net: A network of the configuration; the values of its weights are not used.
-        config: The model's name and arguments.
-        header: The card's metadata, as YAML.
-        image_size: Size of the input whose MACs are counted; see `Stored.generate_model_card`.
-        training_data: What the model was trained on, None if unknown.
-        metrics: Name -> measured value, None if unknown.
-
-    Returns:
-        The text with a check sum at its end, by which `is_edited` detects changes.
+    The text has a check sum at its end, by which `is_edited` detects changes.
     """
     shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
     part: nn.Module = net.card_part()  # type: ignore[operator]

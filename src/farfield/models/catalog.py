@@ -34,9 +34,7 @@ class _Builder(Protocol):
         width: float = 1.0,
         strides: Sequence[int] | None = None,
         dropout: float = 0.2,
-    ) -> CompactNet:
-        """Build the network."""
-        ...
+    ) -> CompactNet: ...
 
 
 _T = TypeVar("_T")
@@ -47,6 +45,10 @@ class _Catalog(dict[str, _T]):
 
     def __missing__(self, name: str) -> _T:
         raise unknown("models.MODELS", "model", name, self)
+
+
+def _catalog(*builders: Any) -> _Catalog[Any]:
+    return _Catalog((build.__name__, build) for build in builders)
 
 
 def _builder(name: str, what: str) -> _Builder:
@@ -153,39 +155,15 @@ def senet(
 
 
 # The compact networks for image classification, which `register_timm` registers under these names.
-CLASSIFIERS: dict[str, _Builder] = _Catalog(
-    mobilenet_v2=mobilenet_v2,
-    mobilenet_v2_kronecker_kv=mobilenet_v2_kronecker_kv,
-    mobilenet_v2_siamese=mobilenet_v2_siamese,
-    kanet_kv=kanet_kv,
-    kanet_qkv=kanet_qkv,
-    kanet_without_attention=kanet_without_attention,
-    attnnet=attnnet,
-    attnnet_pooled=attnnet_pooled,
-    attnnet_averaged=attnnet_averaged,
-    sanet=sanet,
-    sanet_ones=sanet_ones,
-    sanet_local=sanet_local,
-    sanet_without_attention=sanet_without_attention,
-    senet=senet,
+CLASSIFIERS: dict[str, _Builder] = _catalog(
+    *(mobilenet_v2, mobilenet_v2_kronecker_kv, mobilenet_v2_siamese),
+    *(kanet_kv, kanet_qkv, kanet_without_attention, attnnet, attnnet_pooled, attnnet_averaged),
+    *(sanet, sanet_ones, sanet_local, sanet_without_attention, senet),
 )
-MODELS: dict[str, Callable[..., Any]] = _Catalog(
-    **CLASSIFIERS,
-    deeplab_v2=deeplab_v2,
-    deeplab_compact=deeplab_compact,
-    unet_care=unet_care,
-    unet_residual=unet_residual,
-    unet_projection=unet_projection,
-    psmnet_stacked=psmnet_stacked,
-    psmnet_basic=psmnet_basic,
-    i3d_resnet50=i3d_resnet50,
-    video_resnet=video_resnet,
-    sagan=sagan,
-    bert_base=bert_base,
-    bert_large=bert_large,
-    bert_small=bert_small,
-    mask_rcnn=mask_rcnn,
-    faster_rcnn=faster_rcnn,
+MODELS: dict[str, Callable[..., Any]] = _catalog(
+    *CLASSIFIERS.values(),
+    *(deeplab_v2, deeplab_compact, unet_care, unet_residual, unet_projection, psmnet_stacked, psmnet_basic),
+    *(i3d_resnet50, video_resnet, sagan, bert_base, bert_large, bert_small, mask_rcnn, faster_rcnn),
 )
 # Name of a model in a saved configuration -> the class whose arguments the configuration has.
 _FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
@@ -281,8 +259,6 @@ def register_timm() -> list[str]:
 
 
 def _timm_entry(name: str) -> Callable[..., nn.Module]:
-    """Make the entry point of a `CompactNet` for timm, which takes timm's argument names."""
-
     def build(
         *, in_chans: int = 3, drop_rate: float = 0.2, drop_path_rate: float = 0.0, **arguments: Any
     ) -> CompactNet:

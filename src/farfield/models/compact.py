@@ -322,7 +322,6 @@ def initialize(net: nn.Module) -> nn.Module:
 
 
 def _check_arguments(model: str, num_classes: int, in_channels: int, width: float, dropout: float) -> None:
-    """Refuse numbers out of range."""
     check_whole(model, "num_classes", num_classes, 0)
     check_whole(model, "in_channels", in_channels, 1)
     if not 0 < width < math.inf:

@@ -41,8 +41,8 @@ _DEFAULTS_IN_1: dict[str, dict[str, Any]] = {
 def translate_format_1(config: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a configuration of version 0.1 to the current names and defaults.
 
-    In version 0.1 kronecker_qkv was the operator as printed in the paper, the default scale of products was 1.0, and
-    U-Nets, SAGAN and DeepLab did not normalize before or in their attention.
+    Then kronecker_qkv was the operator as printed in the paper, the default scale of products was 1.0, and U-Nets,
+    SAGAN and DeepLab did not normalize before or in their attention.
     """
     translated = {
         _CALLED_IN_1.get(name, name): _MEANT_IN_1.get(name, {}).get(value, value) if isinstance(value, str) else value
@@ -69,11 +69,7 @@ def _translate_format_2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Read a configuration file.
-
-    Raises:
-        ValueError: If the file is too long, or not UTF-8. The text begins with the file.
-    """
+    """Read a configuration file; the text of a `ValueError` for a long or damaged one begins with the file."""
     size = path.stat().st_size
     if size > _LONGEST:
         raise ValueError(f"{path} has {size:,} bytes, and a configuration at most {_LONGEST:,}; fix: another file.")
@@ -84,11 +80,7 @@ def read_text(path: Path) -> str:
 
 
 def read_config(caller: str, path: Path) -> dict[str, Any]:
-    """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds.
-
-    Raises:
-        ValueError: If the file is damaged, too large, of a newer format, or has other content.
-    """
+    """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds."""
     try:
         text = read_text(path)
     except ValueError as error:
@@ -123,10 +115,6 @@ def check_values(file: Path, values: Any) -> None:
     """Refuse everything but numbers, strings, booleans, null, and lists and mappings of them; refuse too many of them.
 
     A list that is referenced twice counts twice: a few lines can contain 9 ** 9 values, or a list that contains itself.
-
-    Raises:
-        ValueError: If there is another value, a key that is not a string, or too many values or levels. The text has
-            the file and, for one value, its place in the file.
     """
     left, seen = [("", values, 0)], 0
     while left:
@@ -153,9 +141,7 @@ def check_values(file: Path, values: Any) -> None:
 def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments from a file that are not plain values, that name a class, or that are out of bounds.
 
-    Raises:
-        ValueError: If there is such an argument. The text has the file and the argument, and for one out of bounds how
-            to build the network anyway.
+    The text of the `ValueError` has the file, the argument and, for one out of bounds, how to build the network anyway.
     """
     check_values(file, dict(arguments))
     for name, value in arguments.items():

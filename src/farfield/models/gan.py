@@ -288,7 +288,6 @@ def _check_arguments(model: str, operator: str | Operator | None, side: int, att
 
 
 def _attend(channels: int, operator: str | Operator | None, normalized: bool) -> nn.Module:
-    """Build gated attention, or the identity without an operator."""
     return nn.Identity() if operator is None else GatedAttention(channels, operator, normalized)
 
 

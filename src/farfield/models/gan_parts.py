@@ -15,12 +15,7 @@ from farfield.nn.initialization import DrawnByItself
 
 
 class ConditionalNorm(nn.Module):
-    """Batch norm with a scale and a shift for each class; without classes, ordinary batch norm.
-
-    Args:
-        channels: Channels of the grid.
-        num_classes: Number of classes; 0 for none.
-    """
+    """Batch norm with a scale and a shift for each class; without classes, ordinary batch norm."""
 
     _is_hf_initialized = DrawnByItself()
 
@@ -72,13 +67,8 @@ class GeneratorBlock(nn.Module):
 class DiscriminatorBlock(nn.Module):
     """Residual block: two 3x3 convolutions, each after ReLU, plus a shortcut; half the size if `halve`.
 
-    The shortcut is a 1x1 convolution of the input, or the input itself if size and channels are kept.
-
-    Args:
-        channels: Channels of the grid.
-        out_channels: Channels of the result.
-        activate: Whether ReLU is applied before the first convolution; False for the block whose input is an image.
-        halve: Whether the size is halved, by average pooling.
+    The shortcut is a 1x1 convolution of the input, or the input itself if size and channels are kept. The block whose
+    input is an image does not activate it.
     """
 
     def __init__(self, channels: int, out_channels: int, *, activate: bool = True, halve: bool = True) -> None:

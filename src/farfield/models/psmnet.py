@@ -192,8 +192,7 @@ def psmnet_basic(
 class Features(nn.Module):
     """Features of an image at a quarter of its height and width: four stages, optional attention, pyramid pooling.
 
-    Args:
-        channels: Channels of the first stage and of the features.
+    `channels` are those of the first stage and of the features.
     """
 
     def __init__(self, channels: int) -> None:
@@ -233,11 +232,7 @@ class Features(nn.Module):
 
 
 class Hourglasses(nn.Module):
-    """Score disparities from the volume by three stacked hourglasses; the scores of each add to the previous ones.
-
-    Args:
-        channels: Channels of the features; the volume has twice as many.
-    """
+    """Score disparities from the volume, of `2 * channels`, by three stacked hourglasses; their scores add up."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -265,11 +260,7 @@ class Hourglasses(nn.Module):
 
 
 class ResidualBlocks(nn.Module):
-    """Score disparities from the volume by four residual blocks and one output: the "basic" network.
-
-    Args:
-        channels: Channels of the features; the volume has twice as many.
-    """
+    """Score disparities from the volume, of `2 * channels`, by four residual blocks: the "basic" network."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -15,11 +15,7 @@ from farfield.nn.spatial_dims import layers
 class BasicBlock(nn.Module):
     """`shortcut(x) + norm(convolve(relu(norm(convolve(x)))))`: a residual block without a ReLU after the sum.
 
-    Args:
-        before: Channels of the grid.
-        after: Channels of the result.
-        stride: Stride of the first convolution.
-        dilation: Dilation of both convolutions.
+    The first convolution has the stride, both have the dilation.
     """
 
     def __init__(self, before: int, after: int, stride: int, dilation: int) -> None:
@@ -35,11 +31,7 @@ class BasicBlock(nn.Module):
 
 
 class Hourglass(nn.Module):
-    """Halve the size twice and double it twice; grids of earlier hourglasses, at half the size, are added.
-
-    Args:
-        channels: Channels of the grid; inside there are twice as many.
-    """
+    """Halve the size twice and double it twice, with twice the channels; grids of earlier hourglasses are added."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -56,11 +48,8 @@ class Hourglass(nn.Module):
     def forward(self, grid: Tensor, way_down: Tensor | None, way_up: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the result, and the grids at half the size on the way down and on the way up.
 
-        Args:
-            grid: `(b, c, i, h, w)`, i being the disparity.
-            way_down: The first hourglass's grid on the way down, added on the way up; None in the first hourglass,
-                which adds its own.
-            way_up: The previous hourglass's grid on the way up, added on the way down; None in the first hourglass.
+        Of `(b, c, i, h, w)`, i is the disparity. `way_down` is the first hourglass's grid on the way down, which is
+        added on the way up; `way_up` is the previous one's on the way up, which is added on the way down.
         """
         down = self.down(grid)
         down = F.relu(down if way_up is None else down + way_up)
@@ -71,7 +60,6 @@ class Hourglass(nn.Module):
 def _conv_norm(
     before: int, after: int, *, spatial_dims: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
 ) -> list[nn.Module]:
-    """Build a convolution without bias and its batch norm."""
     kinds, padding = layers("psmnet", spatial_dims), dilation * (kernel // 2)
     convolution = kinds.convolution(before, after, kernel, stride, padding, dilation, bias=False)
     return [convolution, kinds.batch_norm(after)]

@@ -148,12 +148,7 @@ class Stored(PyTorchModelHubMixin):
         }
 
     def rebuilt(self) -> nn.Module:
-        """Build the model of the configuration, in eval mode on the meta device.
-
-        Raises:
-            ValueError: If the configuration has an operator without a name or arguments that `from_pretrained` refuses,
-                or if the names or shapes of its weights are not this model's.
-        """
+        """Build the model of the configuration, in eval mode on the meta device; refuse one that was changed since."""
         caller = f"{self.config['model']}.save_pretrained"
         fix = "safetensors.torch.save_model(model, path) keeps the weights, and load_model restores them."
         if None in (self.config[key] for key in _IDENTITY if key in self.config):
@@ -193,19 +188,8 @@ class Stored(PyTorchModelHubMixin):
 def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
     """Build a model from a folder or a repository of the Hub, fill in its weights and put it in eval mode.
 
-    The model is first built on the meta device and compared with the weights, so that a configuration that does not fit
-    them allocates no memory.
-
-    Args:
-        caller: The function that errors name.
-        source: The folder or the repository.
-        build: Builds the model of a configuration.
-        hub: Options of `hf_hub_download`.
-
-    Raises:
-        OSError: If the files are missing.
-        ValueError: If one of them is damaged, or they belong to different models.
-        LookupError: If the model or one of its parts has an unknown name.
+    `build` makes the model of a configuration; `hub` has options of `hf_hub_download`. The model is first built on the
+    meta device and compared with the weights: a configuration that does not fit them allocates no memory.
     """
     config_file, weights_file = _find_files(caller, source, hub)
     saved = read_config(caller, config_file)
@@ -226,12 +210,7 @@ def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any]
 
 
 def _find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Path, Path]:
-    """Return the paths of configuration and weights; download both if the source is a repository.
-
-    Raises:
-        FileNotFoundError: If there is no such folder or repository, or it lacks one of the files.
-        NotADirectoryError: If the source is a file.
-    """
+    """Return the paths of configuration and weights; download both if the source is a repository."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         for name in (_CONFIG, _WEIGHTS):
@@ -264,8 +243,8 @@ def _find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[P
 def _is_path(source: str) -> bool:
     """Return whether a source that does not exist on this machine is a path, and not the name of a repository.
 
-    A repository is an owner, a slash and a name. The source is a path if it has another form, if the owner is a local
-    folder or begins with "." or "~", or if the name ends like a file of weights or a configuration.
+    A repository is an owner, a slash and a name; no owner is a local folder or begins with "." or "~", and no name ends
+    like a file of weights or a configuration.
     """
     owner, slash, name = source.partition("/")
     if not (owner and slash and name) or "/" in name or "\\" in source or owner.startswith((".", "~")):
@@ -288,18 +267,7 @@ def _read_header(caller: str, path: Path) -> tuple[dict[str, str], dict[str, Ten
 
 
 def _check_weights(caller: str, config: dict[str, Any], metadata: Mapping[str, str], problems: str, path: Path) -> None:
-    """Refuse weights of another model.
-
-    Args:
-        caller: The function that errors name.
-        config: The configuration, as saved.
-        metadata: The metadata of the weights.
-        problems: What differs between the model and the weights, from `_differences`.
-        path: The file of the weights.
-
-    Raises:
-        ValueError: If metadata and configuration disagree, or there are problems.
-    """
+    """Refuse weights whose metadata are not those of the configuration, or that have `problems`."""
     for key in _IDENTITY:
         if key in metadata and metadata[key] != config.get(key):
             raise ValueError(
@@ -314,12 +282,7 @@ def _check_weights(caller: str, config: dict[str, Any], metadata: Mapping[str, s
 
 
 def read_weights(caller: str, path: Path) -> dict[str, Tensor]:
-    """Read a state dict from a `.safetensors` file or a file of `torch.save`, without running code in it.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file is damaged, or holds something else.
-    """
+    """Read a state dict from a `.safetensors` file or a file of `torch.save`, without running code in it."""
     if not path.is_file():
         fix = "the path of a .safetensors file, or of a .pth or .bin that torch.save wrote."
         raise FileNotFoundError(f"{caller}: there are no weights {path}; fix: {fix}")
@@ -337,8 +300,7 @@ def read_weights(caller: str, path: Path) -> dict[str, Tensor]:
 def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
     """Read a file of `torch.save` that holds only tensors and plain values; no other content is executed.
 
-    Raises:
-        ValueError: If it is damaged or holds other content. The text lacks the path, which the caller adds.
+    The text of the `ValueError` for any other file lacks the path, which the caller adds.
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
@@ -356,15 +318,7 @@ def is_entry(entry: tuple[Any, Any]) -> bool:
 
 
 def _differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
-    """Describe the first three differences in names and shapes of two state dicts, and count the rest.
-
-    Args:
-        expected: The state dict of the model.
-        given: The state dict that is compared with it, which the text calls "it".
-
-    Returns:
-        The text, empty if there are no differences.
-    """
+    """Describe the first three differences in names and shapes of two state dicts, of which "it" is the given one."""
     problems = [f"it lacks {name}" for name in expected if name not in given]
     problems += [f"{name} is unknown" for name in given if name not in expected]
     problems += [

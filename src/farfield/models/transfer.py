@@ -27,17 +27,11 @@ class Loaded(NamedTuple):
 
 
 class _Counterpart(NamedTuple):
-    """The entry of torchvision's state dict that is copied into an entry of a network.
-
-    Attributes:
-        name: Name in torchvision's state dict.
-        dimension: Index of the dim with the expanded channels; None if the entry has none.
-        shared: How many of these channels, the first ones, have the same meaning in both networks.
-    """
+    """The entry of torchvision's state dict that is copied into an entry of a network."""
 
     name: str
-    dimension: int | None = None
-    shared: int = 0
+    dimension: int | None = None  # the dim with the expanded channels
+    shared: int = 0  # how many of these, the first ones, have the same meaning in both networks
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the part of an entry, of either network, that has the same meaning in both."""
@@ -91,7 +85,6 @@ def load_torchvision(net: CompactNet, state_dict: Mapping[str, Tensor]) -> Loade
 
 
 def _find_sources(net: CompactNet) -> Iterator[tuple[str, _Counterpart]]:
-    """Yield the name of each entry that has a counterpart, and the counterpart."""
     entries = net.state_dict()
     for module, other, dimension, shared in _find_modules(net):
         for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):

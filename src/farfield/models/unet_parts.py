@@ -113,22 +113,13 @@ class ResidualBlock(nn.Module):
 
 
 class UNetParts(NamedTuple):
-    """Modules of a U-Net, from its input to its last features.
-
-    Attributes:
-        stem: Module before the first level.
-        encoder: One block per level above the bottom, from the top.
-        down: Modules that halve the size, one after each encoder block.
-        attending: The bottom block and the decoder blocks, from the bottom, each with its output channels.
-        up: Modules that double the size, one before each decoder block.
-        activation: Activation of the last features.
-    """
+    """Modules of a U-Net, from its input to its last features."""
 
     stem: nn.Module
-    encoder: list[nn.Module]
-    down: list[nn.Module]
-    attending: list[tuple[nn.Module, int]]
-    up: list[nn.Module]
+    encoder: list[nn.Module]  # one block per level above the bottom, from the top
+    down: list[nn.Module]  # they halve the size, one after each encoder block
+    attending: list[tuple[nn.Module, int]]  # the bottom and decoder blocks, from the bottom, with their output channels
+    up: list[nn.Module]  # they double the size, one before each decoder block
     activation: nn.Module
 
 

@@ -29,19 +29,12 @@ _EXPANSION = 4
 
 
 class _VideoStage(NamedTuple):
-    """A stage of I3D-ResNet-50.
+    """A stage of I3D-ResNet-50."""
 
-    Attributes:
-        inner: Inner channels of its blocks.
-        temporal: Kernel size over time of each block.
-        stride: Stride of the first block over height and width; all other blocks have stride 1.
-        attending: Indices of the blocks that are followed by a non-local block, if the network has an operator.
-    """
-
-    inner: int
-    temporal: tuple[int, ...]
-    stride: int
-    attending: tuple[int, ...] = ()
+    inner: int  # channels inside its blocks
+    temporal: tuple[int, ...]  # kernel size over time of each block
+    stride: int  # of the first block, over height and width; the others have 1
+    attending: tuple[int, ...] = ()  # indices of the blocks that non-local blocks follow
 
 
 _STAGES = (
@@ -299,16 +292,9 @@ def _build_stage(stage: _VideoStage, channels: int, operator: str | Operator | N
 
 
 def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
-    """Fill I3D with the weights of a ResNet-50: each kernel is repeated over time and divided by its length in time.
+    """Fill I3D with the state dict of a ResNet-50: each kernel is repeated over time and divided by its length in time.
 
-    Attention and classifier are unchanged.
-
-    Args:
-        net: The network, changed in place.
-        tensors: The state dict of torchvision's `resnet50`.
-
-    Raises:
-        ValueError: If a weight is missing or of another shape; nothing is copied then.
+    Attention and classifier are unchanged. If a weight is missing or of another shape, nothing is copied.
 
     Reference: Wang et al. 2018.
 
@@ -336,7 +322,6 @@ def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_arguments(model: str, operator: str | Operator | None, num_classes: int) -> None:
-    """Refuse unknown operators, and numbers of classes below 1."""
     if operator is not None:
         find_operator(model, operator)
     check_whole(model, "num_classes", num_classes, 1)

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from farfield._checks import shape_error
-from farfield.tasks.base import Task
+from farfield.tasks.training_task import TrainingTask
 
 Decay = Literal["weights", "weights and depthwise", "all"]
 Schedule = Literal["cosine", "one-cycle"]
@@ -41,15 +41,13 @@ class Predicted(NamedTuple):
     probabilities: Tensor
 
 
-class Classify(Task):
+class Classify(TrainingTask):
     """Train a network that computes one score per class of an image; defaults are the settings of KAN and SAN.
 
     SGD with momentum; the learning rate is divided by ten after the epochs of `schedule`. Weight decay acts on weights
     of convolutions and linear layers and, by default, not on depthwise kernels, norms, biases and the weight vectors of
     attention, as in the code that the authors of the papers published. Logged: `train/loss`, `val/loss`,
     `val/accuracy`, `val/top5` if there are more than five classes, the same for `test`, and `learning_rate`.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module from images `(batch, 3, height, width)` to scores `(batch, classes)`.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, MultiStepLR
 from torchmetrics.detection import MeanAveragePrecision
 
-from farfield.tasks.base import Task
+from farfield.tasks.training_task import TrainingTask
 
 # Share of the learning rate at the first step.
 _WARM = 1e-3
@@ -41,7 +41,7 @@ class Detected(NamedTuple):
     found: list[list[dict[str, Any]]]
 
 
-class Detect(Task):
+class Detect(TrainingTask):
     """Train a detector with the interface of torchvision's; defaults are the settings of FA and of torchvision.
 
     `learning rate = lr_per_image · images per step`, divided by ten at each milestone
@@ -55,8 +55,6 @@ class Detect(Task):
     `train/loss` and its terms, `learning_rate`, `val/box_ap`, `val/box_ap50`, `val/box_ap75`, the same for masks if
     network and data have them, and for `test` also of `small`, `medium` and `large` objects and of each class. An
     average precision is -1 if there are no objects of its kind.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Module with the interface of torchvision's detectors. Its arguments are a list of images and, in
@@ -245,8 +243,7 @@ def _solid(masks: Float[Tensor, "objects 1 h w"]) -> Tensor:
 def entries_of(detections: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Convert the detections in one image to a list of COCO's results, without `image_id` and `category_id`.
 
-    Each entry has `bbox` as x, y, width and height, `score`, `label` (the label of the network, not a category id) and,
-    if there are masks, `segmentation` as RLE.
+    Each has `bbox` as x, y, width and height, `score`, `label` (the network's) and, if there are masks, `segmentation`.
     """
     corners = detections["boxes"].double().cpu()
     boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from farfield.tasks.base import Task
 from farfield.tasks.checkpoints import written
+from farfield.tasks.training_task import TrainingTask
 
 # Images in the picture of an epoch.
 _SHOWN = 80
@@ -31,7 +31,7 @@ class Drawn(NamedTuple):
     images: UInt8[Tensor, "b 3 h w"]
 
 
-class Generate(Task):
+class Generate(TrainingTask):
     """Train a generator against a discriminator; defaults are the settings of SAGAN.
 
     `discriminator: mean max(0, 1 - D(x)) + mean max(0, 1 + D(G(z)))`, `generator: -mean D(G(z))`
@@ -44,8 +44,6 @@ class Generate(Task):
 
     Logged: the losses `train/discriminator` and `train/generator`, and `val/discriminator`, that of the discriminator
     on images it was not trained on. None of them measures the quality of images, so the last epoch counts as the best.
-
-    A checkpoint holds the networks' weights and the arguments below, never the networks' code.
 
     Args:
         network: A module with a `generator` from noise `(batch, noise_channels)` and labels to images, a

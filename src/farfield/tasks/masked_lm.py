@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.text import Perplexity
 
 from farfield._checks import shape_error
-from farfield.tasks.base import Task
+from farfield.tasks.training_task import TrainingTask
 
 # Label of tokens that the loss and the measures ignore.
 _IGNORED = -100
@@ -40,7 +40,7 @@ class Filled(NamedTuple):
     probabilities: list[Tensor]
 
 
-class MaskedLM(Task):
+class MaskedLM(TrainingTask):
     """Train a network that computes one logit per word for each hidden token; defaults are the settings of BERT.
 
     `loss = mean over hidden tokens of -log softmax(logits)[word]`
@@ -50,8 +50,6 @@ class MaskedLM(Task):
     norms and biases do not. Gradients with a norm above `clip` are scaled down to it. The network computes logits of
     hidden tokens alone; a batch without hidden tokens has the loss 0. Logged: `train/loss`, `learning_rate`, and
     `val/loss`, `val/perplexity`, `val/accuracy` over all hidden tokens of the split, the same for `test`.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module `(words, mask=…, chosen=…) -> logits`, as `models.Bert`; `words` and the boolean `mask` and

@@ -13,15 +13,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from farfield._checks import shape_error
 from farfield._outputs import check_not_input, output_path
-from farfield.tasks.base import Task
 from farfield.tasks.metrics import EPSILON, care_metrics
 from farfield.tasks.restore_stack import restore
+from farfield.tasks.training_task import TrainingTask
 from farfield.tasks.writers.predictions import inputs_of
 
 Loss = Literal["mae", "laplace"]
 
 
-class Restore(Task):
+class Restore(TrainingTask):
     """Train a network that restores noisy or blurred grids; defaults are the settings of CARE.
 
     `mae: mean |μ - y|`, `laplace: mean(|μ - y| / σ + log σ + log 2)`
@@ -31,8 +31,6 @@ class Restore(Task):
     `tasks.restore_stack.restore`. Logged: `train/loss`, `val/loss`, `val/psnr` (of the patches, scaled and shifted as
     in CARE), `learning_rate`, and for `test` PSNR, SSIM and NRMSE, over all stacks and for each condition, such as
     `test/psnr` and `test/<condition>/psnr`; for the stacks before restoration, `test/psnr_before` and so on.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module from grids `(batch, channels, *size)` to such grids, or to means and scales, concatenated
@@ -190,8 +188,7 @@ def laplace_loss(mean: Tensor, scale: Tensor, target: Tensor) -> Tensor:
 def scaled_psnr(restored: Float[Tensor, "b c *n"], target: Float[Tensor, "b c *n"]) -> Tensor:
     """Return the mean PSNR, in dB, of a batch with targets from 0 to 1, each grid shifted and scaled to its target.
 
-    This is the PSNR of `tasks.metrics.care_metrics` without the percentiles of the truth: patches are already
-    normalised by the percentiles of their stack.
+    Unlike `care_metrics`, it takes no percentiles of the truth: patches are already normalised by those of their stack.
     """
     restored, target = (grid.detach().flatten(1).double() for grid in (restored, target))
     restored, target = (grid - grid.mean(1, keepdim=True) for grid in (restored, target))

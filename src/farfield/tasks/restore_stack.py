@@ -31,10 +31,7 @@ _COUNTED = 2**25
 class ScaledNetwork(nn.Module):
     """A network on the grey levels of each channel: `network((x - low) / (high - low)) · (high - low) + low`.
 
-    Args:
-        network: From normalised grids of one channel to restored ones; the scales of a probabilistic network are
-            dropped.
-        levels: For each channel the grey levels that become 0 and 1.
+    `levels` are those that become 0 and 1, of each channel. The scales of a probabilistic network are dropped.
     """
 
     low: Tensor

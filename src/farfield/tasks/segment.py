@@ -14,8 +14,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from farfield._checks import shape_error, unknown
-from farfield.tasks.base import Task
 from farfield.tasks.classify import decayed_parameters
+from farfield.tasks.training_task import TrainingTask
 
 # The label of pixels that the loss and the measures ignore.
 _VOID = 255
@@ -29,7 +29,7 @@ class Segmented(NamedTuple):
     labels: list[Tensor]
 
 
-class Segment(Task):
+class Segment(TrainingTask):
     """Train a network that computes one logit per class for each position; defaults are the settings of DeepLab.
 
     `rate_t = learning_rate · (1 - t / steps)^power`
@@ -41,8 +41,6 @@ class Segment(Task):
     to the size of the labels. Pixel accuracy and mean IoU, the mean over classes of intersection over union, are
     computed from one confusion matrix of all images. Logged: `train/loss`, `val/loss`, `val/accuracy`, `val/miou`, the
     same for `test`, `test/iou/<class>` and `learning_rate`.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module from images `(batch, 3, height, width)` to logits `(batch, classes, y, x)`.
@@ -227,5 +225,4 @@ def reduced(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]
 
 
 def _enlarged(logits: Float[Tensor, "b classes y x"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, "b classes h w"]:
-    """Interpolate logits to the size of labels, bilinearly."""
     return functional.interpolate(logits, labels.shape[1:], mode="bilinear")

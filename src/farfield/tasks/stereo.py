@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from farfield._checks import shape_error
-from farfield.tasks.base import Task
+from farfield.tasks.training_task import TrainingTask
 
 # Weights of the losses of PSMNet's three outputs; a network with fewer outputs has the last ones.
 _WEIGHTS = (0.5, 0.7, 1.0)
@@ -31,7 +31,7 @@ class Matched(NamedTuple):
     disparities: list[Tensor]
 
 
-class Stereo(Task):
+class Stereo(TrainingTask):
     """Train a network that computes the disparity of each pixel of the left image; defaults are PSMNet's settings.
 
     `0.5 L(first) + 0.7 L(second) + L(third)`, `L(d) = mean smooth_l1(d, d*)` over pixels with `d* < max_disparity`
@@ -41,8 +41,6 @@ class Stereo(Task):
     and on the right to multiples of the network's strides, and the disparities are cropped again. Logged:
     `train/loss`, for `val` and `test` `epe`, `epe_batches_of_8`, `error_3px` and `d1` (see `DisparityErrors`), and
     `learning_rate`.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module from images `(batch, 3, height, width)`, left and right, to disparities

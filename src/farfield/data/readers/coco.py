@@ -35,21 +35,13 @@ _ROUNDING = 1.0
 
 @dataclass(frozen=True)
 class Annotated:
-    """The images of one file of annotations, and the objects in each.
-
-    Attributes:
-        file: The file of annotations.
-        folder: Where its images lie.
-        images: Entries of its images: `id`, `file_name`, `width`, `height`.
-        objects: Image id -> the entries of its objects: `bbox`, `category_id`, `segmentation`, `iscrowd` …
-        categories: Names by id, in the order of the ids.
-    """
+    """The images of one file of annotations, and the objects in each."""
 
     file: Path
-    folder: Path
-    images: list[dict[str, Any]]
-    objects: dict[int, list[dict[str, Any]]]
-    categories: dict[int, str]
+    folder: Path  # of the images
+    images: list[dict[str, Any]]  # `id`, `file_name`, `width`, `height`
+    objects: dict[int, list[dict[str, Any]]]  # by image id: `bbox`, `category_id`, `segmentation`, `iscrowd` …
+    categories: dict[int, str]  # names by id, in the order of the ids
 
     def path(self, image: Mapping[str, Any]) -> Path:
         """Return the path of an image."""

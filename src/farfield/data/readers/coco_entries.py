@@ -14,16 +14,10 @@ _LARGEST = 1e9
 
 
 class _Field(NamedTuple):
-    """The values that a key may have.
-
-    Attributes:
-        fits: Returns whether a value is allowed.
-        kind: The allowed values in words, for errors.
-        needed: Whether an entry must have the key.
-    """
+    """The values that a key may have."""
 
     fits: Callable[[Any], bool]
-    kind: str
+    kind: str  # the allowed values in words, for errors
     needed: bool = True
 
 

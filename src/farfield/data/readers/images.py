@@ -62,7 +62,6 @@ def classes_of(folder: Path) -> list[str]:
 
 
 def _is_image(path: str | Path) -> bool:
-    """Return whether a file is an image, by its suffix, and not hidden."""
     path = Path(path)
     return path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith(".")
 
@@ -101,7 +100,6 @@ def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _identity_of(folder: Path | str) -> tuple[int, int]:
-    """Return the device and inode of a folder, which are the same by every path to it."""
     status = os.stat(folder)
     return status.st_dev, status.st_ino
 

@@ -64,19 +64,12 @@ LAYOUTS = {
 
 
 class Frame(NamedTuple):
-    """The files of one pair.
-
-    Attributes:
-        left: The left image.
-        right: The right image.
-        disparity: The disparities of the left image's pixels; None where there are none.
-        name: The left image's path below the folder, without suffix.
-    """
+    """The files of one pair."""
 
     left: Path
     right: Path
-    disparity: Path | None
-    name: str
+    disparity: Path | None  # of the left image's pixels
+    name: str  # the left image's path below the folder, without suffix
 
     @property
     def names(self) -> set[str]:
@@ -177,7 +170,6 @@ def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> 
 
 
 def _fault_of_frame(frame: Frame) -> str | None:
-    """Read one frame; return what is wrong with it, or None."""
     size = {}
     for path in (frame.left, frame.right):
         damaged = fault_of(path)

@@ -122,7 +122,7 @@ def _channels_axis(shape: Sequence[int], letters: str) -> int | None:
     """Return the axis of several channels, or of the samples of a colour image; None if there is none.
 
     Example:
-        >>> channels_axis((5, 2, 64, 64), "ZCYX"), channels_axis((5, 1, 64, 64), "ZCYX")
+        >>> _channels_axis((5, 2, 64, 64), "ZCYX"), _channels_axis((5, 1, 64, 64), "ZCYX")
         (1, None)
     """
     named = [axis for axis, letter in enumerate(letters[: len(shape)]) if letter in "CS" and shape[axis] > 1]
@@ -186,7 +186,7 @@ def _letters_for(shape: Sequence[int], spatial_dims: int, channels: bool) -> str
     """Return letters of axes that can be read: Q for those of length 1, C for channels if there may be any.
 
     Example:
-        >>> letters_for((2, 5, 64, 64), 3, True), letters_for((1, 5, 1, 64, 64), 3, True)
+        >>> _letters_for((2, 5, 64, 64), 3, True), _letters_for((1, 5, 1, 64, 64), 3, True)
         ('CZYX', 'QZQYX')
     """
     names = "ZYX"[-spatial_dims:]

@@ -74,5 +74,4 @@ def volume_of(path: Path, spatial_dims: int, axes: str | None, channel: int | Se
 
 
 def _has_channels(path: Path) -> bool:
-    """Whether a zarr folder has an axis of several channels."""
     return "C" in open_volume(path).metadata.axes

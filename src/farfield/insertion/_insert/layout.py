@@ -83,7 +83,6 @@ def batches(example: Any) -> set[int]:
 
 
 def _repeat_batch(example: Any) -> Any:
-    """Return the example with every sample twice."""
     if isinstance(example, list):
         return example * 2
     if isinstance(example, Mapping):

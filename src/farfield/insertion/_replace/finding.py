@@ -45,13 +45,7 @@ def chosen_operator(module: nn.Module) -> tuple[str, Operator] | None:
 
 
 def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return every supported attention at and below some paths.
-
-    Raises:
-        LookupError: If a path matches nothing, or there is no supported attention at or below it.
-        TypeError: If `where` is no path.
-        ValueError: If there is also unsupported attention, or no path is given.
-    """
+    """Return every supported attention at and below some paths."""
     chosen: dict[str, nn.Module] = {}
     patterns = [where or ""] if where is None or isinstance(where, str) else where
     if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
@@ -99,5 +93,4 @@ def other_attention(model: nn.Module, places: list[str], known: list[str]) -> st
 
 
 def _lies_in(path: str, place: str) -> bool:
-    """Whether a path is a place or one below it."""
     return place in ("", path) or path.startswith(f"{place}.")

@@ -81,13 +81,7 @@ def _attend(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with the signature of transformers: `(b, h, n, d)` to `(b, n, h, d)`, and the matrix if requested.
-
-    Raises:
-        ShapeError: If the mask does not fit the keys.
-        TypeError: If the mask is neither boolean nor additive.
-        ValueError: If the attention is causal, or has a bias, a window, or any other unknown option.
-    """
+    """Attend with the signature of transformers: `(b, h, n, d)` to `(b, n, h, d)`, and the matrix if requested."""
     caller = f"farfield_{name} in {type(module).__name__}"
     for option, given in options.items():
         if option not in _IGNORED and given is not None and given is not False:
@@ -119,11 +113,7 @@ def _make_mask(
     kv_offset: int = 0,
     **_: Any,
 ) -> Tensor | None:
-    """Return which keys are valid, `(b, 1, 1, n)`; refuse a mask that is more than padding.
-
-    Raises:
-        ValueError: If the model requests a causal mask, a window or another function of pairs.
-    """
+    """Return which keys are valid, `(b, 1, 1, n)`; refuse a mask that is more than padding."""
     from transformers.masking_utils import bidirectional_mask_function
 
     if mask_function is not bidirectional_mask_function:
@@ -155,14 +145,10 @@ def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module]) -> s
 
 
 def _is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
-    """Whether an attention is causal.
+    """Whether an attention is causal; `around` has the modules around it, from the nearest to the model.
 
     The module's own `is_causal` does not settle it: some encoders have none, and some have True though their model
     makes padding masks only. Transformers itself uses it only where there is no mask.
-
-    Args:
-        module: The attention.
-        around: The modules around it, from the nearest to the model.
     """
     if getattr(module.config, "model_type", None) in _CAUSAL_TOWERS:
         return True
@@ -216,15 +202,7 @@ def _configs_of(model: nn.Module) -> set[int]:
 
 
 def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> list[object]:
-    """Set the implementation in the configs of the chosen attention modules of a model.
-
-    A config that only chosen modules use is changed in place, so that the model makes masks for the implementation,
-    linear in the positions. If other attention modules share it, or can, as the model that it belongs to is not known,
-    each chosen one gets a copy of it, and the model still makes masks for the other implementation.
-
-    Returns:
-        The configs whose model is not known.
-    """
+    """Set the implementation in the configs of the chosen attention modules of a model."""
     sharing: dict[int, list[nn.Module]] = {}  # by the id of a config
     for module in filter(uses_interface, model.modules()):
         sharing.setdefault(id(module.config), []).append(module)

@@ -19,13 +19,7 @@ _MASKED = -1e4
 
 
 def resolve_operator(caller: str, operator: str | Operator) -> tuple[str, Operator]:
-    """Return an operator and its name, "custom" for a user's own; refuse one that does not work on tokens.
-
-    Raises:
-        LookupError: If there is no operator of this name.
-        TypeError: If it is neither a name nor an operator.
-        ValueError: If it does not work on the tokens and weights of a transformer; the text has the reason and the fix.
-    """
+    """Return an operator and its name, "custom" for a user's own; refuse one that does not work on tokens."""
     if isinstance(operator, str):
         if operator not in OPERATORS:
             raise unknown(caller, "operator", operator, OPERATORS)
@@ -66,20 +60,10 @@ def find_obstacle(operator: Operator) -> str | None:
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 def valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Return which keys are valid under a mask of pairs.
+    """Return which keys `(b, h, n, d)` are valid under a mask of pairs, as `(b, 1, 1, n)`; None without a mask.
 
-    Args:
-        caller: The name for error texts.
-        mask: `(b, h, m, n)` or a shape that broadcasts to it: boolean, True where a pair attends, or additive.
-        key: `(b, h, n, d)`.
-
-    Returns:
-        `(b, 1, 1, n)`, True where a key is valid; None without a mask.
-
-    Raises:
-        ShapeError: If the mask does not fit the keys.
-        TypeError: If it is neither boolean nor additive.
-        ValueError: If it differs between queries or heads, or adds a bias.
+    The mask broadcasts to `(b, h, m, n)` and is boolean, True where a pair attends, or additive. One that differs
+    between queries or heads, or that adds a bias, is refused.
     """
     if mask is None:
         return None

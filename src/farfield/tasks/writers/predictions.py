@@ -213,7 +213,7 @@ def _voc_palette() -> list[int]:
     Bits 0, 3 and 6 of a label are the highest of red; bits 1, 4 and 7 those of green, bits 2, 5 and 8 those of blue.
 
     Example:
-        >>> voc_palette()[3:12]
+        >>> _voc_palette()[3:12]
         [128, 0, 0, 0, 128, 0, 128, 128, 0]
     """
     return [

@@ -11,7 +11,7 @@ from farfield.tasks.checkpoints import check_same_network
 from farfield.tasks.replay import Replay
 
 
-class Task(LightningModule):
+class TrainingTask(LightningModule):
     """Train and evaluate a network; `_evaluate` gets validation and test batches, `_measure` logs after the last one.
 
     A checkpoint holds the network's weights and the arguments of the task, never the network's code.
