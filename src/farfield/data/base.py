@@ -41,19 +41,19 @@ def check_root(root: Path | None, caller: str, entry: str = "") -> Path:
         )
     if not root.is_dir():
         what = f"{root} is a file, not a folder" if root.is_file() else f"there is no folder {root}"
-        raise FolderError(f"{caller}: {what}.\n  fix: {_folder_instead(root, entry)}")
+        raise FolderError(f"{caller}: {what}.\n  fix: {_advise_folder(root, entry)}")
     if entry and not (root / entry).is_dir():
-        refuse_level(root, caller, entry, [*folders_below(root), *root.absolute().parents[:2]])
+        refuse_level(root, caller, entry, [*list_folders(root), *root.absolute().parents[:2]])
     return root
 
 
-def _folder_instead(path: Path, entry: str) -> str:
+def _advise_folder(path: Path, entry: str) -> str:
     """Return the advice for a root that is no folder: one around it or of a similar name, or what there is."""
     around = [folder for folder in path.absolute().parents if folder.is_dir()]
     if path.is_file():
         root = next((folder for folder in around[:3] if entry and (folder / entry).is_dir()), None)
         return f"--data.root {root}." if root else "--data.root with a folder; an archive has to be unpacked first."
-    beside = [folder.name for folder in folders_below(around[0])]
+    beside = [folder.name for folder in list_folders(around[0])]
     near = difflib.get_close_matches(path.name, beside, n=3) if around[0] == path.absolute().parent else []
     if near:
         return f"--data.root {around[0] / near[0]}" + "".join(f", or {around[0] / name}" for name in near[1:]) + "."
@@ -64,14 +64,14 @@ def refuse_level(root: Path, caller: str, entry: str, others: Sequence[Path]) ->
     """Raise FolderError if one of some folders has the entry of a root, which `root` itself has not."""
     other = next((folder for folder in others if (folder / entry).is_dir()), None)
     if other is not None:
-        held = _show_folders([folder.name for folder in folders_below(root)])
+        held = _show_folders([folder.name for folder in list_folders(root)])
         raise FolderError(
             f"{caller}: {root} is not the folder of the data: it has {held}, and not {entry}.\n"
             f"  fix: --data.root {other}, which has {entry}."
         )
 
 
-def folders_below(folder: Path) -> list[Path]:
+def list_folders(folder: Path) -> list[Path]:
     """Return the folders in a folder, without hidden ones, in sorted order."""
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 

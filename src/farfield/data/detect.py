@@ -13,16 +13,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
 from farfield.data.base import Loading, check_root, read_entry
-from farfield.data.object_datasets import AnnotatedImages, ImagesToPredict, LeftOut, fault_of_image, trained
+from farfield.data.object_datasets import AnnotatedImages, ImagesToPredict, LeftOut, find_image_fault, select_training
 from farfield.data.readers.coco import (
     Annotated,
     check_files,
-    faults_of_boxes,
-    faults_of_masks,
+    find_box_faults,
+    find_mask_faults,
     has_masks,
     read_annotated,
 )
-from farfield.data.readers.images import Check, FolderError, check_each, check_images, images_of, note_of, refuse
+from farfield.data.readers.images import Check, FolderError, check_each, check_images, find_note, list_images, refuse
 from farfield.data.sampler import Draw, EpochSampler
 
 # Boundaries between the groups of aspect ratios (width / height) that are batched together, as in torchvision.
@@ -99,13 +99,13 @@ class CocoFolders(Loading):
             refuse_here = partial(refuse, f"CocoFolders: {part.file}")
             if "faulty_boxes" not in self.leave_out:
                 fix = 'correct them, or train without them: --data.leave_out "[faulty_boxes]".'
-                refuse_here("boxes are faulty", list(faults_of_boxes(part)), fix)
+                refuse_here("boxes are faulty", list(find_box_faults(part)), fix)
             if with_masks:
                 fix = "correct them, or train boxes alone: --data.masks false."
-                refuse_here("masks are faulty", list(faults_of_masks(part)), fix)
+                refuse_here("masks are faulty", list(find_mask_faults(part)), fix)
             files = [part.path(image) for image in part.images]
-            fault = partial(fault_of_image, part)
-            note = note_of(part.folder, [*files, part.file])
+            fault = partial(find_image_fault, part)
+            note = find_note(part.folder, [*files, part.file])
             fix = "replace these images or correct their entries, or remove both."
             check_each(
                 "CocoFolders", part.images, fault, self.check, note, f"images of {part.file} are not as listed", fix
@@ -114,7 +114,7 @@ class CocoFolders(Loading):
     def setup(self, stage: str) -> None:
         """List the images of train, val and test, or those to predict."""
         if stage == "predict" and self.predict is not None:
-            paths = images_of(self.predict, "CocoFolders")
+            paths = list_images(self.predict, "CocoFolders")
             names = [path.relative_to(self.predict).as_posix() for path in paths]
             self.parts["predict"] = ImagesToPredict(paths, names, range(1, len(paths) + 1))
             return
@@ -123,7 +123,7 @@ class CocoFolders(Loading):
         if not with_masks:
             rank_zero_info(f"CocoFolders: {self.root}: boxes without masks.")
         self.category_ids, self.classes = list(parts["val"].categories), list(parts["val"].categories.values())
-        parts["train"] = trained(parts["train"], self.leave_out)
+        parts["train"] = select_training(parts["train"], self.leave_out)
         self.parts |= {name: AnnotatedImages(part, name == "train", with_masks) for name, part in parts.items()}
         if "test" not in parts:
             if stage == "test":
@@ -174,7 +174,7 @@ class CocoFolders(Loading):
         return GroupedSampler(samples, groups.tolist(), self.batch_size, seed=self.run_seed, ranks=ranks, rank=rank)
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
-        return super()._loader(samples, collate_fn=_side_by_side, **options)
+        return super()._loader(samples, collate_fn=_collate_lists, **options)
 
 
 class GroupedSampler(EpochSampler):
@@ -206,6 +206,6 @@ class GroupedSampler(EpochSampler):
         yield from chain.from_iterable(waiting.values())
 
 
-def _side_by_side(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def _collate_lists(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Batch samples of different sizes: return one list for each part of a sample."""
     return [list(part) for part in zip(*samples, strict=True)]

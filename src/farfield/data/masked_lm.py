@@ -13,17 +13,17 @@ from torch.utils.data import Dataset
 from farfield._checks import install_command
 from farfield.data.base import Loading
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.text import CALLER, Text, parted, read_text
+from farfield.data.readers.text import CALLER, Text, read_parts, read_text_file
 from farfield.data.tokenizer import (
     Collate,
     Fixed,
     TokenSamples,
-    from_text,
+    build_tokenizer,
+    list_special_words,
+    load_tokenizer,
     read_blanks,
-    saved_tokenizer,
-    special_words,
-    tokenised,
-    trained_tokenizer,
+    tokenise,
+    train_tokenizer,
 )
 
 Unit = Literal["blocks", "documents", "lines"]
@@ -97,7 +97,7 @@ class TextFolder(Loading):
         if importlib.util.find_spec("transformers") is None:
             raise ImportError(f"{CALLER}: it needs transformers; fix: {install_command('text')}")
         if stage == "predict" and self.predict is not None:
-            self.texts["predict"] = [read_text(self.predict)]
+            self.texts["predict"] = [read_text_file(self.predict)]
             if not any(True for _ in self.texts["predict"][0].pieces("lines")):
                 raise FolderError(
                     f"{CALLER}: {self.predict} has no lines; fix: lines of text with [MASK] for each word to predict."
@@ -123,13 +123,13 @@ class TextFolder(Loading):
 
     def _read(self) -> None:
         if self.root is not None and "train" not in self.texts:
-            self.texts |= parted(self.root, self.val_share)
+            self.texts |= read_parts(self.root, self.val_share)
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer: that of a checkpoint, else the saved one, else one that is trained on the training text."""
         if self._tokenizer is None and self.saved is not None:
-            self._tokenizer = saved_tokenizer(self.saved)
+            self._tokenizer = load_tokenizer(self.saved)
         if self._tokenizer is None:
             self._read()
             if "train" not in self.texts:
@@ -138,26 +138,26 @@ class TextFolder(Loading):
                     "--data.root."
                 )
             pieces = (piece.text for text in self.texts["train"] for piece in text.pieces("lines"))
-            self._tokenizer = trained_tokenizer(pieces, self.vocabulary)
+            self._tokenizer = train_tokenizer(pieces, self.vocabulary)
             rank_zero_info(f"{CALLER}: trained a tokenizer of {len(self._tokenizer):,} words.")
         return self._tokenizer
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data entries of a checkpoint: those of `Loading`, the tokenizer and its special words."""
         text = self.tokenizer.backend_tokenizer.to_str()
-        return super().state_dict() | {"tokenizer": text, "special": special_words(self.tokenizer)}
+        return super().state_dict() | {"tokenizer": text, "special": list_special_words(self.tokenizer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the seed and the tokenizer of a checkpoint; a given `tokenizer` must have the same words."""
         super().load_state_dict(state_dict)
         try:
-            kept = from_text(state_dict["tokenizer"], state_dict["special"])
+            kept = build_tokenizer(state_dict["tokenizer"], state_dict["special"])
         # tokenizers raises a plain Exception.
         except Exception as error:
             raise FolderError(
                 f"{CALLER}: the checkpoint's tokenizer is damaged: {error!r}; fix: train anew."
             ) from error
-        given = None if self.saved is None else saved_tokenizer(self.saved)
+        given = None if self.saved is None else load_tokenizer(self.saved)
         if given is not None and given.get_vocab() != kept.get_vocab():
             raise FolderError(
                 f"{CALLER}: the tokenizer in {self.saved} has other words than the checkpoint's, {len(given):,} and "
@@ -171,7 +171,7 @@ class TextFolder(Loading):
             blanks: Any = read_blanks(list(self.texts[part][0].pieces("lines")), self.tokenizer, self.length)
             return blanks
         pieces = (piece for text in self.texts[part] for piece in text.pieces(self.options["unit"]))
-        samples = TokenSamples(*tokenised(pieces, self.tokenizer, **self.options), self.tokenizer, self.share)
+        samples = TokenSamples(*tokenise(pieces, self.tokenizer, **self.options), self.tokenizer, self.share)
         if not len(samples):
             raise FolderError(
                 f"{CALLER}: the {part} part of {self.root} has no token of the tokenizer; fix: other text, or another "

@@ -16,8 +16,8 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as images
 
 from farfield._outputs import output_path
-from farfield.data.readers.coco import Annotated, fault_of_box, masks_of
-from farfield.data.readers.images import check_names, fault_of, read_image
+from farfield.data.readers.coco import Annotated, draw_masks, find_box_fault
+from farfield.data.readers.images import check_names, find_fault, read_image
 
 LeftOut = Literal["images_without_objects", "faulty_boxes"]
 
@@ -35,7 +35,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
         self.view = v2.Compose(
             [
                 v2.ClampBoundingBoxes(),
-                v2.SanitizeBoundingBoxes(labels_getter=_labels_in),
+                v2.SanitizeBoundingBoxes(labels_getter=_find_labels),
                 v2.RandomHorizontalFlip(),
                 v2.ToPureTensor(),
             ]
@@ -46,7 +46,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         entry = self.part.images[index]
-        image, target = read(self.part.path(entry)), self._target(entry)
+        image, target = read_image_tensor(self.part.path(entry)), self._target(entry)
         if self.training:
             image, target = self.view(image, target)
         return images.to_dtype(image, torch.float32, scale=True), target
@@ -61,7 +61,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
         target: dict[str, Any] = {"boxes": boxes}
         target["labels"] = torch.tensor([self.labels[each["category_id"]] for each in objects], dtype=torch.int64)
         if self.masks:
-            target["masks"] = masks_of(objects, *size)
+            target["masks"] = draw_masks(objects, *size)
         if self.training:
             # As tv_tensors, boxes and masks are mirrored and removed together.
             box: Any = tv_tensors.BoundingBoxes
@@ -87,11 +87,11 @@ class ImagesToPredict(Dataset[tuple[Tensor, str, str, int]]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, str, str, int]:
-        image = images.to_dtype(read(self.paths[index]), torch.float32, scale=True)
+        image = images.to_dtype(read_image_tensor(self.paths[index]), torch.float32, scale=True)
         return image, str(self.paths[index]), self.names[index], self.numbers[index]
 
 
-def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
+def select_training(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
     """Return the training images and their objects without what `leave_out` names."""
     kept, objects = part.images, part.objects
     if "faulty_boxes" in leave_out:
@@ -99,7 +99,7 @@ def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
             image["id"]: [
                 each
                 for each in objects[image["id"]]
-                if fault_of_box(each["bbox"], image["width"], image["height"]) is None
+                if find_box_fault(each["bbox"], image["width"], image["height"]) is None
             ]
             for image in kept
         }
@@ -108,10 +108,10 @@ def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
     return Annotated(part.file, part.folder, kept, objects, part.categories)
 
 
-def fault_of_image(part: Annotated, image: Mapping[str, Any]) -> str | None:
+def find_image_fault(part: Annotated, image: Mapping[str, Any]) -> str | None:
     """Decode an image and compare its size with that in its entry; return what is wrong, or None."""
     path = part.path(image)
-    fault = fault_of(path)
+    fault = find_fault(path)
     if fault is None:
         with Image.open(path) as opened:
             if opened.size != (image["width"], image["height"]):
@@ -120,11 +120,11 @@ def fault_of_image(part: Annotated, image: Mapping[str, Any]) -> str | None:
     return fault
 
 
-def read(path: Path) -> tv_tensors.Image:
+def read_image_tensor(path: Path) -> tv_tensors.Image:
     """Read an image as `uint8` `(3, height, width)`."""
     return tv_tensors.Image(images.pil_to_tensor(read_image(path, "CocoFolders")))
 
 
-def _labels_in(sample: Any) -> Tensor:
+def _find_labels(sample: Any) -> Tensor:
     """Return the labels of a sample, for `SanitizeBoundingBoxes`, which removes labels with their boxes."""
     return sample[1]["labels"]

@@ -63,7 +63,7 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
                 "  fix: a smaller patch (--data.patch), or leave this pair out."
             )
         random = np.random.default_rng(seed)
-        self.corners = _drawn_corners(name, target, source.shape, self.patch, number, random)
+        self.corners = _draw_corners(name, target, source.shape, self.patch, number, random)
         percentiles = np.stack([random.uniform(*_LOW, len(self.corners)), random.uniform(*_HIGH, len(self.corners))])
         self.levels = [np.percentile(stack, percentiles).T for stack in (source, target)]
         for what, levels in zip(("source", "target"), self.levels, strict=True):
@@ -86,7 +86,7 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
         )
 
 
-def _drawn_corners(
+def _draw_corners(
     name: str,
     target: NDArray[Any],
     size: Sequence[int],

@@ -14,8 +14,15 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from farfield.data.base import Listed, Loading
 from farfield.data.patches import Patches
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.tiff import checked, load_npz, pairs_in, several_of, stack_of, stacks_in
-from farfield.data.readers.volumes import files_of, is_zarr, volume_of, volumes_in
+from farfield.data.readers.tiff import (
+    check_stack_values,
+    list_stack_pairs,
+    list_stacks,
+    load_npz,
+    open_stack,
+    open_stacks,
+)
+from farfield.data.readers.volumes import is_zarr, list_stack_files, list_volumes, open_stack_volume
 
 # Share of the patches, the last ones, that is held out where there is no validation folder.
 _HELD_OUT = 0.1
@@ -24,7 +31,7 @@ _DRAW = 0
 
 
 # The loader would make tensors of arrays.
-def _as_it_is(sample: Any) -> Any:
+def _keep(sample: Any) -> Any:
     return sample
 
 
@@ -33,7 +40,7 @@ _ONE_BY_ONE: dict[str, Any] = {
     "batch_size": None,
     "num_workers": 0,
     "persistent_workers": False,
-    "collate_fn": _as_it_is,
+    "collate_fn": _keep,
 }
 
 
@@ -153,7 +160,7 @@ class StackPairs(Loading):
         if files:
             return TensorDataset(*(torch.from_numpy(part) for part in load_npz(files[0], len(self.patch))))
         parts = []
-        for place, pair in enumerate(pairs_in(folder, self.sources, self.target)):
+        for place, pair in enumerate(list_stack_pairs(folder, self.sources, self.target)):
             source, target = self._pair(str(pair.source), pair.source, pair.target)
             name = f"{pair.condition}/{pair.source.name}"
             parts.append(Patches(name, source, target, self.patch, self.patches_per_stack, seed=_DRAW + place))
@@ -167,66 +174,71 @@ class StackPairs(Loading):
         if isinstance(channel, list):
             fix = f"fix: --data.channel {channel[0] if channel else 0}; predict takes several."
             raise FolderError(f"StackPairs: pairs are read by one channel, got channel={channel}.\n  {fix}")
-        stack = checked(source, stack_of(source, spatial_dims, self.axes, channel))
-        truth = _target_of(target, spatial_dims, self.axes, channel)
-        return stack, checked(target, _fitting(name, stack, truth))
+        stack = check_stack_values(source, open_stack(source, spatial_dims, self.axes, channel))
+        truth = _open_target(target, spatial_dims, self.axes, channel)
+        return stack, check_stack_values(target, _fit_target(name, stack, truth))
 
     def _tests(self) -> Dataset[Any]:
         """Return the pairs of the test folder, read on access as source, target, name and condition."""
         folder = self._folder("test", "test_data")
         if folder is None:
             raise FolderError(f"StackPairs: there is no folder {self.root / 'test'} or {self.root / 'test_data'}.")
-        several = stacks_in(folder)
+        several = list_stacks(folder)
         if several:
             # The clean stack is last, the first source before it, and so on.
             names = list(enumerate(self.sources))
             pairs = [(path.name, name, _Several(path, -2 - place)) for path in several for place, name in names]
             return Listed(pairs, self._test)
-        files = pairs_in(folder, self.sources, self.target)
+        files = list_stack_pairs(folder, self.sources, self.target)
         return Listed([(pair.source.name, pair.condition, pair) for pair in files], self._test)
 
     def _test(self, entry: tuple[str, str, Any]) -> tuple[Any, Any, str, str]:
         name, condition, place = entry
         if isinstance(place, _Several):
-            stacks = several_of(place.path, len(self.sources) + 1, len(self.patch))
-            return checked(place.path, stacks[place.place]), checked(place.path, stacks[-1]), name, condition
+            stacks = open_stacks(place.path, len(self.sources) + 1, len(self.patch))
+            return (
+                check_stack_values(place.path, stacks[place.place]),
+                check_stack_values(place.path, stacks[-1]),
+                name,
+                condition,
+            )
         return *self._pair(f"{condition}/{name}", place.source, place.target), name, condition
 
     def _predictions(self) -> Dataset[Any]:
         """Return the stacks to restore, read on access, each with its path and its name."""
         single = self.root.is_file() or is_zarr(self.root)
-        files = [self.root] if single else volumes_in(self.root)
+        files = [self.root] if single else list_volumes(self.root)
         test = None if files else self._folder("test", "test_data")
         if test is not None:
-            files = [path for source in self.sources for path in volumes_in(test / source)]
+            files = [path for source in self.sources for path in list_volumes(test / source)]
         if not files:
             raise FolderError(
                 f"StackPairs: {self.root} has no TIFF files to restore, .tif or .tiff, and no zarr folders."
             )
         above = test or (self.root.parent if single else self.root)
-        inputs = [part for path in files for part in files_of(path)]
+        inputs = [part for path in files for part in list_stack_files(path)]
         return Listed([(path, str(path.relative_to(above))) for path in files], self._prediction, inputs)
 
     def _prediction(self, entry: tuple[Path, str]) -> tuple[Any, str, str]:
         path, name = entry
-        return volume_of(path, len(self.patch), self.axes, self.channel), str(path), name
+        return open_stack_volume(path, len(self.patch), self.axes, self.channel), str(path), name
 
 
-def _target_of(path: Path, spatial_dims: int, axes: str | None, channel: int | None) -> NDArray[Any]:
+def _open_target(path: Path, spatial_dims: int, axes: str | None, channel: int | None) -> NDArray[Any]:
     """Open a clean stack or, if it is not a stack, the image of a projection; an error is that of the stack."""
     try:
-        return stack_of(path, spatial_dims, axes, channel)
+        return open_stack(path, spatial_dims, axes, channel)
     except FolderError:
         if spatial_dims == 2:
             raise
         try:
-            return stack_of(path, 2, channel=channel)
+            return open_stack(path, 2, channel=channel)
         except FolderError:
             pass
         raise
 
 
-def _fitting(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]:
+def _fit_target(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]:
     """Return a clean stack, or its only plane as an image, after checking that it has the size of its source."""
     if truth.ndim == 3 and len(truth) == 1 < len(stack):
         truth = truth[0]

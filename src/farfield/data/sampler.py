@@ -33,7 +33,7 @@ class EpochSampler(DistributedSampler[Draw]):
         self, samples: Dataset[Any], *, seed: int, ranks: int = 1, rank: int = 0, draws: int | None = None
     ) -> None:
         # The base class adds seed and epoch: with the plain seed, the second epoch of seed 1 would be the first of 2.
-        super().__init__(samples, num_replicas=ranks, rank=rank, seed=_mixed(seed))
+        super().__init__(samples, num_replicas=ranks, rank=rank, seed=_mix_seed(seed))
         self.draws = draws
         if draws is not None:
             self.num_samples = draws
@@ -43,14 +43,14 @@ class EpochSampler(DistributedSampler[Draw]):
         if self.draws is None:
             order: Iterator[Any] = super().__iter__()
             for place in order:
-                yield Draw(place, _mixed(self.seed, self.epoch, place))
+                yield Draw(place, _mix_seed(self.seed, self.epoch, place))
             return
         length = len(self.dataset)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(_mixed(self.seed, self.epoch))
+        generator = torch.Generator().manual_seed(_mix_seed(self.seed, self.epoch))
         passes = -(-self.draws * self.num_replicas // length)
         places = torch.cat([torch.randperm(length, generator=generator) for _ in range(passes)])
         for turn in range(self.rank, self.draws * self.num_replicas, self.num_replicas):
-            yield Draw(int(places[turn]), _mixed(self.seed, self.epoch, turn))
+            yield Draw(int(places[turn]), _mix_seed(self.seed, self.epoch, turn))
 
 
 class DrawnSamples(Dataset[Any]):
@@ -73,5 +73,5 @@ class DrawnSamples(Dataset[Any]):
             torch.set_rng_state(state)
 
 
-def _mixed(*parts: int) -> int:
+def _mix_seed(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -17,8 +17,17 @@ from torchvision.transforms.v2 import functional as images
 
 from farfield.data.base import Listed, Loading, check_root
 from farfield.data.classify import IMAGENET
-from farfield.data.readers.images import Check, FolderError, check_images, check_names, images_of, read_image
-from farfield.data.readers.masks import LISTS, VOID, Pair, check_pairs, classes_of_masks, pairs_in, read_mask, train_aug
+from farfield.data.readers.images import Check, FolderError, check_images, check_names, list_images, read_image
+from farfield.data.readers.masks import (
+    LISTS,
+    VOID,
+    Pair,
+    check_pairs,
+    list_mask_pairs,
+    list_train_aug,
+    read_mask,
+    read_mask_classes,
+)
 
 _NEAREST = InterpolationMode.NEAREST_EXACT
 
@@ -87,16 +96,16 @@ class VOCFolders(Loading):
             check_images([self.predict], self.check, "VOCFolders")
         if self.predict is None or (self.root is not None and self.root.is_dir()):
             pairs = [pair for part in self._pairs().values() for pair in part]
-            check_pairs(list(dict.fromkeys(pairs)), classes_of_masks(self.folder), self.folder, self.check)
+            check_pairs(list(dict.fromkeys(pairs)), read_mask_classes(self.folder), self.folder, self.check)
 
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or the images to predict."""
         if stage == "predict" and self.predict is not None:
-            self.parts["predict"] = _images_to_predict(
-                self.predict, images_of(self.predict, "VOCFolders"), self.shorter_side
+            self.parts["predict"] = _list_images_to_predict(
+                self.predict, list_images(self.predict, "VOCFolders"), self.shorter_side
             )
             return
-        pairs, self.classes = self._pairs(), classes_of_masks(self.folder)
+        pairs, self.classes = self._pairs(), read_mask_classes(self.folder)
         for name, part in pairs.items():
             self.parts[name] = Listed(
                 part, partial(_read_pair, self.random_view if name == "train" else self._whole_view)
@@ -110,23 +119,23 @@ class VOCFolders(Loading):
             # Lists may refer to any folder, with `..` or by links; names are relative to the common parent folder.
             paths = [path.parent.resolve() / path.name for path in listed]
             folder = Path(os.path.commonpath([path.parent for path in paths]))
-            self.parts["predict"] = _images_to_predict(folder, paths, self.shorter_side)
+            self.parts["predict"] = _list_images_to_predict(folder, paths, self.shorter_side)
 
     def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return a whole normalised image, with `shorter_side`, and its labels at their original size."""
-        return normalized(_shortened(image, self.shorter_side)), labels.long()
+        return normalize_image(_shorten(image, self.shorter_side)), labels.long()
 
     def _pairs(self) -> dict[str, list[Pair]]:
         """List the pairs of train, val and, if there is such a list, test."""
         root = self.folder
         named, given = root / LISTS / f"{self.train}.txt", Path(self.train)
         if given.is_dir() and not named.is_file():
-            parts = {"train": train_aug(root, given)}
+            parts = {"train": list_train_aug(root, given)}
         else:
-            parts = {"train": pairs_in(root, given if given.is_file() and not named.is_file() else named)}
-        parts["val"] = pairs_in(root, root / LISTS / "val.txt")
+            parts = {"train": list_mask_pairs(root, given if given.is_file() and not named.is_file() else named)}
+        parts["val"] = list_mask_pairs(root, root / LISTS / "val.txt")
         if (root / LISTS / "test.txt").is_file():
-            parts["test"] = pairs_in(root, root / LISTS / "test.txt")
+            parts["test"] = list_mask_pairs(root, root / LISTS / "test.txt")
         return parts
 
 
@@ -166,7 +175,7 @@ class RandomView:
         image = images.resize(image, size, antialias=True)
         labels = images.resize(labels[None], size, interpolation=_NEAREST)[0]
         top, left = (int(torch.randint(max(0, side - self.crop) + 1, ())) for side in size)
-        image = normalized(self.jitter(image[:, top : top + self.crop, left : left + self.crop]))
+        image = normalize_image(self.jitter(image[:, top : top + self.crop, left : left + self.crop]))
         labels = labels[top : top + self.crop, left : left + self.crop].long()
         missing = (0, self.crop - labels.shape[1], 0, self.crop - labels.shape[0])
         image, labels = functional.pad(image, missing), functional.pad(labels, missing, value=VOID)
@@ -174,10 +183,10 @@ class RandomView:
 
 
 def _read_pair(view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], pair: Pair) -> tuple[Tensor, Tensor]:
-    return view(read(pair.image), read_mask(pair.mask))
+    return view(read_pixels(pair.image), read_mask(pair.mask))
 
 
-def _images_to_predict(folder: Path, paths: Sequence[Path], shorter_side: int | None) -> Listed:
+def _list_images_to_predict(folder: Path, paths: Sequence[Path], shorter_side: int | None) -> Listed:
     """List images to predict: the normalised image, its path, its name below the folder, and its original size."""
     names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
     check_names(names, f"VOCFolders: {folder} has several images of", "masks")
@@ -186,21 +195,21 @@ def _images_to_predict(folder: Path, paths: Sequence[Path], shorter_side: int | 
 
 def _read_to_predict(shorter_side: int | None, entry: tuple[Path, str]) -> tuple[Tensor, str, str, Tensor]:
     path, name = entry
-    image = read(path)
-    return normalized(_shortened(image, shorter_side)), str(path), name, torch.tensor(image.shape[1:])
+    image = read_pixels(path)
+    return normalize_image(_shorten(image, shorter_side)), str(path), name, torch.tensor(image.shape[1:])
 
 
-def read(path: Path, caller: str = "VOCFolders") -> Tensor:
+def read_pixels(path: Path, caller: str = "VOCFolders") -> Tensor:
     """Read an image as a `uint8` tensor `(3, height, width)`; errors name the caller."""
     return images.pil_to_tensor(read_image(path, caller))
 
 
-def _shortened(image: Tensor, side: int | None) -> Tensor:
+def _shorten(image: Tensor, side: int | None) -> Tensor:
     """Resize an image so that its shorter side has the length `side`; None returns it unchanged."""
     return image if side is None else images.resize(image, [side], antialias=True)
 
 
-def normalized(image: Tensor) -> Tensor:
+def normalize_image(image: Tensor) -> Tensor:
     """Normalise a `uint8` image by the mean and standard deviation of ImageNet's colours."""
     mean, deviation = IMAGENET
     return images.normalize(images.to_dtype(image, torch.float32, scale=True), list(mean), list(deviation))

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
 from farfield.data.base import Listed
-from farfield.data.readers.images import FolderError, classes_of, images_of, read_image
+from farfield.data.readers.images import FolderError, list_classes, list_images, read_image
 
 
 def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +37,7 @@ def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.n
     return np.sort(parts[0]), np.sort(parts[1])
 
 
-def drawn(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
+def draw_subset(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
     """Draw a number of samples with the same share of each class; return their indices, sorted."""
     if number > len(labels):
         raise FolderError(
@@ -81,12 +81,12 @@ class ClassFolders(ImageFolder):
             (str(path), place)
             for name, place in sorted(class_to_idx.items())
             # In torchvision's order, a folder's files before the folders in it, as splits depend on the order.
-            for path in sorted(images_of(Path(directory, name)), key=lambda path: (str(path.parent), path.name))
+            for path in sorted(list_images(Path(directory, name)), key=lambda path: (str(path.parent), path.name))
         ]
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """Return the class folders, without hidden ones, and their labels."""
-        names = classes_of(Path(directory))
+        names = list_classes(Path(directory))
         return names, {name: place for place, name in enumerate(names)}
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from farfield.data.base import Loading, check_root
 from farfield.data.readers.images import Check, FolderError, check_names, list_some, refuse
-from farfield.data.readers.stereo import CALLER, Frame, check_frames, frames_in, read_disparity
-from farfield.data.segment import normalized, read
+from farfield.data.readers.stereo import CALLER, Frame, check_frames, list_frames, read_disparity
+from farfield.data.segment import normalize_image, read_pixels
 
 # The disparity of pixels where it is not known: above every largest disparity, so that one comparison excludes them.
 _UNKNOWN = float("inf")
@@ -76,7 +76,7 @@ class StereoFrames(Loading):
     def prepare_data(self) -> None:
         """Check that all files of `root` and `predict` exist, and decode them; runs in one process of each machine."""
         if self.predict is not None:
-            check_frames(frames_in(self.predict), self.predict, self.check)
+            check_frames(list_frames(self.predict), self.predict, self.check)
         if self.root is not None and (self.predict is None or self.root.is_dir()):
             frames = dict.fromkeys(frame for part in self._frames().values() for frame in part)
             check_frames(list(frames), self.root, self.check)
@@ -84,7 +84,7 @@ class StereoFrames(Loading):
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or those to predict."""
         if stage == "predict" and self.predict is not None:
-            self.parts["predict"] = _Unmeasured(frames_in(self.predict))
+            self.parts["predict"] = _Unmeasured(list_frames(self.predict))
             return
         frames = self._frames()
         self.parts["train"] = _Cropped(frames["train"], self.zero_is_unknown, self.crop)
@@ -95,7 +95,7 @@ class StereoFrames(Loading):
     def _frames(self) -> dict[str, list[Frame]]:
         """List the pairs of train, val and test, each with its disparities."""
         root = check_root(self.root, CALLER)
-        frames = frames_in(root)
+        frames = list_frames(root)
         known = {name for frame in frames for name in frame.names}
         strange = [name for name in self.held_out if name not in known]
         if strange:
@@ -142,7 +142,7 @@ class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         left, right, disparity = self.raw(index)
-        return normalized(left), normalized(right), disparity
+        return normalize_image(left), normalize_image(right), disparity
 
     def raw(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Read one pair as `uint8` images, and its disparities, infinite where they are not known."""
@@ -151,8 +151,8 @@ class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
         disparity = np.abs(read_disparity(self.truths[index]))
         known = np.isfinite(disparity) & ((disparity > 0) | (not self.zero_is_unknown))
         return (
-            read(frame.left, CALLER),
-            read(frame.right, CALLER),
+            read_pixels(frame.left, CALLER),
+            read_pixels(frame.right, CALLER),
             torch.from_numpy(np.where(known, disparity, np.float32(_UNKNOWN))),
         )
 
@@ -181,7 +181,12 @@ class _Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str, str]:
         frame = self.frames[index]
-        return normalized(read(frame.left, CALLER)), normalized(read(frame.right, CALLER)), str(frame.left), frame.name
+        return (
+            normalize_image(read_pixels(frame.left, CALLER)),
+            normalize_image(read_pixels(frame.right, CALLER)),
+            str(frame.left),
+            frame.name,
+        )
 
 
 class RandomCrop:
@@ -209,5 +214,5 @@ class RandomCrop:
             part[..., top : top + height, start : start + width] for part in (left, right, disparity)
         )
         lacking = (0, width - disparity.shape[1], height - disparity.shape[0], 0)
-        images = [functional.pad(normalized(image), lacking) for image in (left, right)]
+        images = [functional.pad(normalize_image(image), lacking) for image in (left, right)]
         return images[0], images[1], functional.pad(disparity, lacking, value=_UNKNOWN)

@@ -28,7 +28,7 @@ _CHARACTERS = 1000
 _MANY = 8192
 
 
-def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
+def train_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
     """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text; without random numbers.
 
     The vocabulary has at most this number of words, the five special ones included.
@@ -57,10 +57,10 @@ def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
     )
     tokenizer.train_from_iterator(lines, trainer)
     tokenizer = tokenizer_of(tokenizer.get_vocab())
-    return from_text(tokenizer.to_str(), {f"{name}_token": word for name, word in _SPECIAL.items()})
+    return build_tokenizer(tokenizer.to_str(), {f"{name}_token": word for name, word in _SPECIAL.items()})
 
 
-def from_text(text: str, special: dict[str, str]) -> Any:
+def build_tokenizer(text: str, special: dict[str, str]) -> Any:
     """Build a tokenizer of transformers from the JSON text of `tokenizers`, and its special words.
 
     If the text has no post-processor, the tokenizer gets one that puts the first and the last word around each text.
@@ -78,7 +78,7 @@ def from_text(text: str, special: dict[str, str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def saved_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
     """Load a tokenizer that `save_pretrained` wrote and that has all special words; nothing is downloaded."""
     from transformers import AutoTokenizer
 
@@ -100,7 +100,7 @@ def saved_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def special_words(tokenizer: Any) -> dict[str, str]:
+def list_special_words(tokenizer: Any) -> dict[str, str]:
     """Return the special words of a tokenizer, by transformers' names for them, such as `mask_token`."""
     return {f"{name}_token": str(getattr(tokenizer, f"{name}_token")) for name in _SPECIAL}
 
@@ -199,7 +199,7 @@ def read_blanks(lines: Sequence[TextPiece], tokenizer: Any, length: int) -> list
     return [(words, torch.full_like(words, _IGNORED), name) for words, name in samples]
 
 
-def tokenised(
+def tokenise(
     pieces: Iterator[TextPiece], tokenizer: Any, *, length: int, unit: str, too_long: str
 ) -> tuple[Tensor, list[tuple[int, int]], list[str]]:
     """Tokenise pieces of text and cut them into samples of at most `length` tokens, first and last word included.

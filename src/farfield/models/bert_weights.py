@@ -73,7 +73,7 @@ def load_hugging_face(net: _Network, state_dict: Mapping[str, Tensor]) -> _Netwo
     """
     theirs = {_modernize_name(name): tensor for name, tensor in state_dict.items()}
     own, tensors = net.state_dict(), {}
-    scores = [name for name in own if name.endswith(_SCORES) and _source_of(name) not in theirs]
+    scores = [name for name in own if name.endswith(_SCORES) and _name_source(name) not in theirs]
     if scores:
         raise ValueError(
             f"load_hugging_face: {net.name} has a score vector in its attention, {scores[0]}, which no BERT has; "
@@ -81,7 +81,7 @@ def load_hugging_face(net: _Network, state_dict: Mapping[str, Tensor]) -> _Netwo
         )
     problems = []
     for name, mine in own.items():
-        source = _source_of(name)
+        source = _name_source(name)
         tensor = theirs.get(source)
         if tensor is None:
             problems.append(f"it lacks {source}")
@@ -108,7 +108,7 @@ def _modernize_name(name: str) -> str:
     return name
 
 
-def _source_of(name: str) -> str:
+def _name_source(name: str) -> str:
     if name == "head.bias":
         return "cls.predictions.bias"
     module, _, leaf = name.rpartition(".")
@@ -126,7 +126,7 @@ def fill_from_file(net: _Network, path: Path) -> _Network:
     tensors = read_weights(cast(str, net.name), path)
     _check_number_of_heads(net, path.parent / "config.json")
     if set(tensors) == set(net.state_dict()):
-        tensors = {_source_of(name): tensor for name, tensor in tensors.items()}
+        tensors = {_name_source(name): tensor for name, tensor in tensors.items()}
     return load_hugging_face(net, tensors)
 
 

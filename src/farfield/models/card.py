@@ -42,7 +42,7 @@ def write_card(
     alone = "" if part is net else f", in its {type(part).__name__} alone"
     weights, parameters = (sum(weight.numel() for weight in those) for those in (weights_of(net), net.parameters()))
     rows = {
-        "operator": ", ".join(f"`{name}`" for name in operators_of(net)) or "none",
+        "operator": ", ".join(f"`{name}`" for name in list_operators(net)) or "none",
         "weights": f"{weights:,} (parameters without biases and norms, as the papers count)",
         "parameters": f"{parameters:,}",
         "MACs": f"{count(part, inputs).macs:,} for {what}{alone}",
@@ -60,7 +60,7 @@ def write_card(
     return _seal("\n\n".join(parts) + "\n\n")
 
 
-def operators_of(net: nn.Module) -> list[str]:
+def list_operators(net: nn.Module) -> list[str]:
     """Return the names of the operators of a network's attention, in order, each once."""
     return list(dict.fromkeys(part.operator_name for part in net.modules() if isinstance(part, GridAttention)))
 

@@ -159,10 +159,10 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         if variant.path != "squeeze_excite":
             del self.config["reduction"]
 
-        channels = _divisible(_STEM * width)
+        channels = _round_channels(_STEM * width)
         self.stem = convolved(in_channels, channels, kernel=3, stride=strides[0])
         rows, later, (_, dilation) = [], iter(places[1:]), places[0]
-        self.row_channels = [_divisible(stage.out * width) for stage in STAGES]
+        self.row_channels = [_round_channels(stage.out * width) for stage in STAGES]
         for stage, out in zip(STAGES, self.row_channels, strict=True):
             before, (stride, dilation) = dilation, next(later) if stage.s > 1 else (stage.s, dilation)
             path = operator or variant.path
@@ -171,7 +171,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
                 dilate_blocks(rows[-1], before, dilation)
             channels = out
         self.rows, self.feature_rows = nn.Sequential(*rows), _PYRAMID
-        self.num_features = _divisible(_HEAD * max(1.0, width))
+        self.num_features = _round_channels(_HEAD * max(1.0, width))
         self.head = convolved(channels, self.num_features)
         self.dropout = nn.Dropout(dropout)
         self.reset_classifier(num_classes, global_pool)
@@ -191,7 +191,9 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         if not is_bare(self.rows, nn.Sequential):
             return self.head(self.run(self.rows, self.stem(image)))
         first, others = [*self.rows][:_FIRST_ROWS], [*self.rows][_FIRST_ROWS:]
-        channels = 2 * _divisible(_STEM * self.config["width"]) + self.row_channels[0]  # of the grids of these layers
+        channels = (
+            2 * _round_channels(_STEM * self.config["width"]) + self.row_channels[0]
+        )  # of the grids of these layers
 
         def enter(part: Tensor) -> Tensor:
             return self.run_each(first, self.stem(part))
@@ -303,7 +305,7 @@ def _build_row(
     return nn.Sequential(*blocks)
 
 
-def _divisible(channels: float, divisor: int = 8) -> int:
+def _round_channels(channels: float, divisor: int = 8) -> int:
     """Round channels to a multiple of the divisor, up if rounding would lose more than a tenth (MobileNetV2)."""
     rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < 0.9 * channels else rounded

@@ -145,7 +145,7 @@ def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
     """
     check_values(file, dict(arguments))
     for name, value in arguments.items():
-        for nested in _mappings_in(value):
+        for nested in _walk_mappings(value):
             if "class_path" in nested:
                 raise ValueError(
                     f"{file}: {name} names a class, {nested['class_path']!r}, which only a network may; "
@@ -159,25 +159,25 @@ def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{file}: {name} has {len(values):,} values, but at most {_LISTED} are allowed; fix: {fix}"
             )
-        for number in _numbers_in(value):
+        for number in _walk_numbers(value):
             # `not <=` also refuses NaN.
             if not abs(number) <= bound:
                 raise ValueError(f"{file}: {name} is {str(number)[:40]}, but at most {bound:,} is allowed; fix: {fix}")
 
 
-def _mappings_in(value: Any) -> Iterator[dict[str, Any]]:
+def _walk_mappings(value: Any) -> Iterator[dict[str, Any]]:
     """Yield a mapping itself, and the mappings in a list and in the lists within it."""
     if isinstance(value, dict):
         yield value
     elif isinstance(value, list):
         for each in value:
-            yield from _mappings_in(each)
+            yield from _walk_mappings(each)
 
 
-def _numbers_in(value: Any) -> Iterator[float]:
+def _walk_numbers(value: Any) -> Iterator[float]:
     """Yield a number itself, and the numbers in a list and in the lists within it."""
     if isinstance(value, int | float):
         yield value
     elif isinstance(value, list):
         for each in value:
-            yield from _numbers_in(each)
+            yield from _walk_numbers(each)

@@ -197,16 +197,16 @@ class Encoder(nn.Module):
             for part in rows:
                 grid = self.run(part, grid)
             return grid
-        return cast(Tensor, checkpoint(rows, grid, use_reentrant=False, context_fn=partial(_contexts, rows)))
+        return cast(Tensor, checkpoint(rows, grid, use_reentrant=False, context_fn=partial(_make_contexts, rows)))
 
 
-def _contexts(block: nn.Module) -> tuple[Any, Any]:
+def _make_contexts(block: nn.Module) -> tuple[Any, Any]:
     """Return the contexts of the forward run and of the second run in the backward pass, for `checkpoint`."""
-    return contextlib.nullcontext(), _statistics_of_once(block)
+    return contextlib.nullcontext(), _restore_statistics(block)
 
 
 @contextlib.contextmanager
-def _statistics_of_once(block: nn.Module) -> Iterator[None]:
+def _restore_statistics(block: nn.Module) -> Iterator[None]:
     """Restore running statistics after the second run of a block: its first run has counted the batch already."""
     kept = [buffer.clone() for buffer in block.buffers()]
     try:

@@ -88,11 +88,11 @@ class Generator(nn.Module):
     ) -> None:
         super().__init__()
         self.noise_channels, self.num_classes = noise_channels, num_classes
-        widths = [channels * 2**level for level in reversed(range(_halvings(side)))]
+        widths = [channels * 2**level for level in reversed(range(_count_halvings(side)))]
         self.linear = bound_weight(nn.Linear(noise_channels, widths[0] * _SMALLEST**2))
         pairs = itertools.pairwise([widths[0], *widths])
         self.blocks = nn.ModuleList(GeneratorBlock(before, after, num_classes) for before, after in pairs)
-        self.attending = _halvings(attention_at) - 1
+        self.attending = _count_halvings(attention_at) - 1
         self.attention = _attend(widths[self.attending], operator, normalized)
         self.norm = nn.BatchNorm2d(channels)
         self.last = bound_weight(nn.Conv2d(channels, 3, 3, padding=1))
@@ -137,11 +137,11 @@ class Discriminator(nn.Module):
     ) -> None:
         super().__init__()
         self.side = side
-        widths = [channels * 2**level for level in range(_halvings(side))]
+        widths = [channels * 2**level for level in range(_count_halvings(side))]
         self.blocks = nn.ModuleList([DiscriminatorBlock(3, channels, activate=False)])
         self.blocks.extend(DiscriminatorBlock(before, after) for before, after in itertools.pairwise(widths))
         self.blocks.append(DiscriminatorBlock(widths[-1], widths[-1], halve=False))
-        self.attending = _halvings(side) - _halvings(attention_at) - 1
+        self.attending = _count_halvings(side) - _count_halvings(attention_at) - 1
         self.attention = _attend(widths[self.attending], operator, normalized)
         self.score = bound_weight(nn.Linear(widths[-1], 1))
         self.classes = bound_weight(nn.Embedding(num_classes, widths[-1])) if num_classes else None
@@ -279,7 +279,7 @@ def _check_arguments(model: str, operator: str | Operator | None, side: int, att
     check_whole(model, "side", side, 4 * _SMALLEST)
     if side & (side - 1):
         raise ValueError(f"{model}: side must be a power of two from {4 * _SMALLEST}, got {side}.")
-    allowed = [2 * _SMALLEST * 2**level for level in range(_halvings(side) - 1)]
+    allowed = [2 * _SMALLEST * 2**level for level in range(_count_halvings(side) - 1)]
     if attention_at not in allowed:
         raise ValueError(
             f"{model}: attention_at must be the side of a grid inside both networks, "
@@ -291,6 +291,6 @@ def _attend(channels: int, operator: str | Operator | None, normalized: bool) ->
     return nn.Identity() if operator is None else GatedAttention(channels, operator, normalized)
 
 
-def _halvings(side: int) -> int:
+def _count_halvings(side: int) -> int:
     """Return how often a height or width is halved until it is `_SMALLEST`: 5 times for 128."""
     return (side // _SMALLEST).bit_length() - 1

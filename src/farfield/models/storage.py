@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from farfield._checks import unknown
 from farfield._files import stage_files
-from farfield.models.card import is_edited, operators_of, write_card
+from farfield.models.card import is_edited, list_operators, write_card
 from farfield.models.description import FORMAT, check_arguments, read_config, translate
 
 _WEIGHTS, _CONFIG, _CARD = "model.safetensors", "config.json", "README.md"
@@ -128,7 +128,7 @@ class Stored(PyTorchModelHubMixin):
         """
         net = self.rebuilt()
         data = ModelCardData(**self._hub_mixin_info.model_card_data.to_dict() | {"license": license})
-        data.tags = ["farfield", self.config["model"], *operators_of(net), *(data.tags or [])]
+        data.tags = ["farfield", self.config["model"], *list_operators(net), *(data.tags or [])]
         header = data.to_yaml()
         text = write_card(net, self.config, header, image_size=image_size, training_data=training_data, metrics=metrics)
         return ModelCard(text)
@@ -159,7 +159,7 @@ class Stored(PyTorchModelHubMixin):
             raise ValueError(f"{caller}: from_pretrained would not read it: {error} {fix}") from error
         with torch.device("meta"):
             net: nn.Module = type(self)(**self.config)  # type: ignore[assignment]
-        problems = _differences(net.state_dict(), self.state_dict())  # type: ignore[attr-defined]
+        problems = _describe_differences(net.state_dict(), self.state_dict())  # type: ignore[attr-defined]
         if problems:
             raise ValueError(
                 f"{caller}: the model was changed after it was built, so that its configuration would not bring it "
@@ -203,7 +203,7 @@ def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any]
         raise ValueError(
             f"{caller}: {config_file} does not describe a model of this version: {error}\n  fix: {fix}"
         ) from error
-    _check_weights(caller, saved, metadata, _differences(skeleton.state_dict(), shapes), weights_file)
+    _check_weights(caller, saved, metadata, _describe_differences(skeleton.state_dict(), shapes), weights_file)
     model = build(config)
     model.load_state_dict(load_file(weights_file))
     return model.eval()
@@ -317,7 +317,7 @@ def is_entry(entry: tuple[Any, Any]) -> bool:
     return isinstance(entry[0], str) and isinstance(entry[1], Tensor)
 
 
-def _differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+def _describe_differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
     """Describe the first three differences in names and shapes of two state dicts, of which "it" is the given one."""
     problems = [f"it lacks {name}" for name in expected if name not in given]
     problems += [f"{name} is unknown" for name in given if name not in expected]

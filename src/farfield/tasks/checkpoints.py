@@ -107,7 +107,7 @@ def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
         checkpoint = read_pickled(path, map_location)
     except ValueError as error:
         raise CheckpointError(f"{path} {error}; fix: another checkpoint of the run, or start a new run.") from error
-    fault = _fault_of(checkpoint)
+    fault = _find_fault(checkpoint)
     if fault:
         raise CheckpointError(
             f"{path} is no checkpoint of a training run: {fault}; fix: best.ckpt or last.ckpt of a run."
@@ -115,7 +115,7 @@ def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
     return checkpoint
 
 
-def _fault_of(checkpoint: Any) -> str | None:
+def _find_fault(checkpoint: Any) -> str | None:
     if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
         return "it has no state_dict"
     if not all(map(is_entry, checkpoint["state_dict"].items())):
@@ -164,7 +164,7 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     with stage_files(folder) as staging:
         if isinstance(network, Stored):
             try:
-                network.save_pretrained(staging, model_card_kwargs=_card_of(trainer))
+                network.save_pretrained(staging, model_card_kwargs=_describe_fit(trainer))
             except ValueError as error:  # its configuration does not describe it; the weights of a long fit are kept
                 rank_zero_warn(f"only the weights are written, without config.json: {error}")
                 save = None
@@ -175,7 +175,7 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     return folder
 
 
-def _card_of(trainer: Trainer) -> dict[str, Any]:
+def _describe_fit(trainer: Trainer) -> dict[str, Any]:
     """Return what the model card records of a fit: the best value of the metric, the data, the image size if known."""
     best, data = trainer.checkpoint_callback, getattr(trainer, "datamodule", None)
     score, monitor = getattr(best, "best_model_score", None), getattr(best, "monitor", None)

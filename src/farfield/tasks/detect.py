@@ -138,7 +138,7 @@ class Detect(TrainingTask):
     def predict_step(self, batch: tuple[list[Tensor], list[str], list[str], list[int]], batch_idx: int) -> Detected:
         """Return the detections in the images, as COCO's results."""
         images, paths, names, numbers = batch
-        return Detected(paths, names, numbers, [entries_of(detections) for detections in self(images)])
+        return Detected(paths, names, numbers, [list_entries(detections) for detections in self(images)])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return SGD on the trained parameters, the warm-up, which changes per step, and the milestones, per epoch."""
@@ -178,14 +178,14 @@ class Detect(TrainingTask):
         detections = [dict(each) for each in self(images)]
         masks = "masks" in detections[0] and "masks" in targets[0]
         if self.measures is None:
-            self.measures = _measures_of(masks, self.hparams["max_detections"]).to(self.device)
+            self.measures = _build_measures(masks, self.hparams["max_detections"]).to(self.device)
         if masks:
             for each in detections:
-                each["masks"] = _solid(each["masks"])
+                each["masks"] = _threshold_masks(each["masks"])
         self.measures.update(detections, targets)
 
     def _measure(self, stage: str) -> None:
-        values = {} if self.measures is None else _precisions(self.measures.compute(), self.classes)
+        values = {} if self.measures is None else _compute_precisions(self.measures.compute(), self.classes)
         if stage == "val":
             values = {name: value for name, value in values.items() if name.partition("_")[2] in _BRIEF}
         self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=stage == "val")
@@ -196,9 +196,9 @@ def _gives_masks(network: nn.Module) -> bool:
     return any(getattr(module, "mask_head", None) is not None for module in network.modules())
 
 
-def _measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
+def _build_measures(masks: bool, max_detections: int) -> MeanAveragePrecision:
     """Build the metric of COCO's average precision of boxes and, with `masks`, of masks."""
-    # torchmetrics' own mean is -1 for limits other than 100 detections; `_precisions` takes the mean at the last limit.
+    # torchmetrics' own mean is -1 for limits other than 100 detections, so `_compute_precisions` takes the means.
     measures = MeanAveragePrecision(
         iou_type=("bbox", "segm") if masks else "bbox",
         max_detection_thresholds=[max_detections] * 3,
@@ -209,8 +209,8 @@ def _measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
     return measures
 
 
-def _precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, float]:
-    """Compute name -> mean precision as COCO reports it, and for each of `classes`, from the result of `_measures_of`.
+def _compute_precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, float]:
+    """Compute name -> mean precision as COCO reports it, and for each of `classes`, from what `_build_measures` found.
 
     Precisions are tensors (thresholds of the IoU, recalls, classes, areas, limits of detections).
     """
@@ -220,27 +220,32 @@ def _precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dic
             continue
         # Index 0 of areas is all sizes; index 0 of thresholds is 0.50 and index 5 is 0.75.
         values = computed[key][..., -1]
-        result |= {f"{name}_ap": mean_of(values[..., 0])}
-        result |= {f"{name}_ap50": mean_of(values[0, ..., 0]), f"{name}_ap75": mean_of(values[5, ..., 0])}
-        result |= {f"{name}_ap_{area}": mean_of(values[..., place]) for place, area in enumerate(_AREAS) if place}
+        result |= {f"{name}_ap": average_defined(values[..., 0])}
+        result |= {
+            f"{name}_ap50": average_defined(values[0, ..., 0]),
+            f"{name}_ap75": average_defined(values[5, ..., 0]),
+        }
+        result |= {
+            f"{name}_ap_{area}": average_defined(values[..., place]) for place, area in enumerate(_AREAS) if place
+        }
         for place, label in enumerate(computed["classes"].reshape(-1).tolist()):
             if classes:
-                result[f"{name}_ap/{classes[label - 1]}"] = mean_of(values[:, :, place, 0])
+                result[f"{name}_ap/{classes[label - 1]}"] = average_defined(values[:, :, place, 0])
     return result
 
 
-def mean_of(values: Tensor) -> float:
+def average_defined(values: Tensor) -> float:
     """Return the mean of the defined precisions; COCO has -1 where there is no object."""
     defined = values[values > -1]
     return float(defined.mean()) if len(defined) else -1.0
 
 
-def _solid(masks: Float[Tensor, "objects 1 h w"]) -> Tensor:
+def _threshold_masks(masks: Float[Tensor, "objects 1 h w"]) -> Tensor:
     """Return binary masks: 1 where the probability of the object is above one half."""
     return (masks[:, 0] > 0.5).to(torch.uint8)
 
 
-def entries_of(detections: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def list_entries(detections: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Convert the detections in one image to a list of COCO's results, without `image_id` and `category_id`.
 
     Each has `bbox` as x, y, width and height, `score`, `label` (the network's) and, if there are masks, `segmentation`.
@@ -252,7 +257,7 @@ def entries_of(detections: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         {"bbox": box, "score": score, "label": label} for box, score, label in zip(boxes, scores, labels, strict=True)
     ]
     if "masks" in detections:
-        for entry, mask in zip(entries, _solid(detections["masks"]).cpu().numpy(), strict=True):
+        for entry, mask in zip(entries, _threshold_masks(detections["masks"]).cpu().numpy(), strict=True):
             rle = coco.encode(np.asfortranarray(mask))
             entry["segmentation"] = {"size": list(rle["size"]), "counts": rle["counts"].decode("ascii")}
     return entries

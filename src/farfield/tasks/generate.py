@@ -139,7 +139,7 @@ class Generate(TrainingTask):
             update_bn([self._noise(size) for _ in range(batches)], self.averaged)
         folder = self.trainer.log_dir
         if folder and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            pixels = sheet(self.samples(range(_SHOWN)).cpu(), self.columns)
+            pixels = arrange_images(self.samples(range(_SHOWN)).cpu(), self.columns)
             with written(Path(folder) / "samples" / f"{self.current_epoch:04}.png") as file:
                 Image.fromarray(pixels.numpy()).save(file, "PNG")
 
@@ -217,11 +217,11 @@ class Generate(TrainingTask):
         self.log(name, loss.detach(), prog_bar=True, on_step=training, on_epoch=True, batch_size=size)
 
 
-def sheet(images: UInt8[Tensor, "b 3 h w"], columns: int, gap: int = 2) -> UInt8[Tensor, "y x 3"]:
+def arrange_images(images: UInt8[Tensor, "b 3 h w"], columns: int, gap: int = 2) -> UInt8[Tensor, "y x 3"]:
     """Arrange images of one size in rows of `columns`, with a black gap of some pixels between them.
 
     Example:
-        >>> sheet(torch.zeros(7, 3, 10, 10, dtype=torch.uint8), 3).shape
+        >>> arrange_images(torch.zeros(7, 3, 10, 10, dtype=torch.uint8), 3).shape
         torch.Size([34, 34, 3])
     """
     padded = F.pad(images, (0, gap, 0, gap, 0, 0, 0, -len(images) % columns))

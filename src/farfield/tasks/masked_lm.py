@@ -107,7 +107,7 @@ class MaskedLM(TrainingTask):
         if batch_idx == 0:
             self._check_vocabulary(batch[0])
         logits, labels = self._hidden(batch)
-        loss = loss_of(logits, labels)
+        loss = compute_word_loss(logits, labels)
         self._log_loss(loss, max(1, len(labels)))
         self._log_rate()
         return loss
@@ -148,7 +148,7 @@ class MaskedLM(TrainingTask):
                 f"MaskedLM: warmup_steps={warmup:,} are not fewer than the {steps:,} steps of the training, so the "
                 f"learning rate never falls; fix: --model.warmup_steps {steps // 10} for a warm-up of a tenth of them."
             )
-        schedule = LambdaLR(optimizer, lambda step: rate_of(step, warmup, steps))
+        schedule = LambdaLR(optimizer, lambda step: compute_rate(step, warmup, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_gradient_clipping(
@@ -174,7 +174,7 @@ class MaskedLM(TrainingTask):
             return
         logits = logits.float()
         self.hidden.update(len(labels))
-        self.loss.update(loss_of(logits, labels), len(labels))
+        self.loss.update(compute_word_loss(logits, labels), len(labels))
         self.perplexity.update(logits[None], labels[None])
         self.accuracy.update(logits.argmax(1) == labels)
 
@@ -202,16 +202,16 @@ class MaskedLM(TrainingTask):
             raise shape_error("MaskedLM", problem, fix, words=words)
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+def compute_word_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy of logits `(tokens, vocabulary)`, averaged over the tokens; 0 without tokens."""
     return functional.cross_entropy(logits, labels, reduction="sum") / max(1, len(labels))
 
 
-def rate_of(step: int, warmup: int, steps: int) -> float:
+def compute_rate(step: int, warmup: int, steps: int) -> float:
     """Return the factor of the highest learning rate: it rises over the warm-up, then falls to 0 after the last step.
 
     Example:
-        >>> [round(rate_of(step, 2, 6), 2) for step in range(6)]
+        >>> [round(compute_rate(step, 2, 6), 2) for step in range(6)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     rising = (step + 1) / warmup if step < warmup else 1.0

@@ -65,7 +65,7 @@ def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
         raise ValueError(f"care_metrics: the truth is constant: percentiles 0.1 and 99.9 are both {low:g}.")
     truth = (truth - low) / (high - low + EPSILON)
     truth, restored = truth - truth.mean(), restored - restored.mean()
-    restored = restored * _scale(truth, restored)
+    restored = restored * _fit_factor(truth, restored)
     smallest = min(truth.shape)
     return CareMetrics(
         psnr=float(peak_signal_noise_ratio(truth, restored, data_range=1)),
@@ -74,7 +74,7 @@ def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
     )
 
 
-def _scale(truth: NDArray[Any], restored: NDArray[Any]) -> float:
+def _fit_factor(truth: NDArray[Any], restored: NDArray[Any]) -> float:
     """Return `cov(restored, truth) / var(restored)` of two images of mean 0; 0 if the restored image is constant."""
     variance = float(restored.var())
     if variance == 0:

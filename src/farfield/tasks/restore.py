@@ -16,7 +16,7 @@ from farfield._outputs import check_not_input, output_path
 from farfield.tasks.metrics import EPSILON, care_metrics
 from farfield.tasks.restore_stack import restore
 from farfield.tasks.training_task import TrainingTask
-from farfield.tasks.writers.predictions import inputs_of
+from farfield.tasks.writers.predictions import list_inputs
 
 Loss = Literal["mae", "laplace"]
 
@@ -125,7 +125,7 @@ class Restore(TrainingTask):
                 f"farfield predict: {output} exists; fix: another output, overwrite=true to replace it, or "
                 "overwrite=skip to go on with the other stacks."
             )
-        inputs = inputs_of(self.trainer) if self._trainer is not None else []
+        inputs = list_inputs(self.trainer) if self._trainer is not None else []
         check_not_input("farfield predict", output, [Path(path), *inputs])
         output.parent.mkdir(parents=True, exist_ok=True)
         restore(self.network, stack, tile=self.tile, out=output, overwrite=self.overwrite is True, quiet=False)

@@ -48,14 +48,16 @@ class ScaledNetwork(nn.Module):
         """Return the restored grid; its channels pass through the network as samples."""
         batch, channels = grid.shape[:2]
         low, length = (each.repeat(batch) for each in (self.low, self.range))
-        restored = self.network((grid.flatten(0, 1)[:, None] - _like(low, grid)) / _like(length, grid))[:, :1]
+        restored = self.network(
+            (grid.flatten(0, 1)[:, None] - _expand_levels(low, grid)) / _expand_levels(length, grid)
+        )[:, :1]
         # Grey levels of 16 bits are infinite in float16.
         restored = restored.to(torch.promote_types(restored.dtype, torch.float32))
-        restored = restored * _like(length, restored) + _like(low, restored)
+        restored = restored * _expand_levels(length, restored) + _expand_levels(low, restored)
         return restored.reshape(batch, channels, *restored.shape[2:])
 
 
-def _like(levels: Tensor, grid: Tensor) -> Tensor:
+def _expand_levels(levels: Tensor, grid: Tensor) -> Tensor:
     """Return one number for each sample, with as many axes as a grid and its dtype."""
     return levels.to(grid.dtype).reshape(-1, *(1,) * (grid.dim() - 1))
 
@@ -118,23 +120,23 @@ def restore(
     if len(stack.shape) > len(multiples):
         kept = range(1, len(stack.shape))
         channels = [AxesView(array, kept, {0: [channel]}) for channel in range(stack.shape[0])]
-    scaled = ScaledNetwork(network, [grey_levels(channel) for channel in channels]).eval()
+    scaled = ScaledNetwork(network, [find_grey_levels(channel) for channel in channels]).eval()
     if not hasattr(network, "project"):
         each = tile if isinstance(tile, Sequence) else [tile] * len(multiples)
         # Always a sequence: its length gives the number of spatial dims, which the network's first layer may not give.
         tiles = None if tile is None else list(each)
         return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
     if out is None:
-        return _projected(scaled, stack, multiples)
+        return _project_stack(scaled, stack, multiples)
     refuse_aliasing("restore", out, {"stack": array})
     check_path("restore", Path(out), overwrite)  # before the work
-    image = _projected(scaled, stack, multiples)
+    image = _project_stack(scaled, stack, multiples)
     axes = "CYX"[-image.ndim :]
     metadata = known.with_axes(axes) if known is not None else ImageMetadata(axes)
     return write_whole("restore", Path(out), image, metadata, overwrite)
 
 
-def _projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
+def _project_stack(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
     """Project a whole stack to a restored image; the stack is padded to multiples of the strides, the image cropped."""
     # Half of the padding on each side; NumPy reflects repeatedly if the padding is longer than the axis.
     size = stack.shape[-len(multiples) :]
@@ -151,7 +153,7 @@ def _projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDAr
     return image if len(stack.shape) > len(size) else image[0]
 
 
-def grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> tuple[float, float]:
+def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> tuple[float, float]:
     """Return the grey levels of two percentiles, from 0 to 100, of a stack that need not fit in memory.
 
     They are exact for unsigned integers up to 16 bits, which are counted, and for other stacks up to 33 million
@@ -161,12 +163,12 @@ def grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> 
         ValueError: If the two levels are equal, or values in the planes that are read are NaN, infinite or masked.
 
     Example:
-        >>> grey_levels(np.arange(101, dtype=np.uint8), (2, 98.5))
+        >>> find_grey_levels(np.arange(101, dtype=np.uint8), (2, 98.5))
         (2.0, 98.5)
     """
     dtype = np.dtype(stack.dtype)
     if dtype.kind == "u" and dtype.itemsize <= 2:
-        low, high = _counted(stack, percentiles)
+        low, high = _count_levels(stack, percentiles)
     else:
         step = max(1, math.ceil(math.prod(stack.shape) / _COUNTED))
         planes = np.stack([without_mask("restore", stack[index]) for index in range(0, stack.shape[0], step)])
@@ -185,7 +187,7 @@ def grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> 
     return low, high
 
 
-def _counted(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
+def _count_levels(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
     """Return percentiles of unsigned integers from counts per plane, interpolated as in `numpy.percentile`."""
     counts = np.zeros(256 ** np.dtype(stack.dtype).itemsize, np.int64)
     for index in range(stack.shape[0]):

@@ -87,7 +87,7 @@ class Segment(TrainingTask):
         if head not in dict(network.named_modules()):
             raise unknown("Segment", f"module of {type(network).__name__}", head, dict(network.named_children()))
         if freeze_norms:
-            for norm in _norms_of(network):
+            for norm in _list_norms(network):
                 norm.requires_grad_(False)
         self.measures: MetricCollection | None = None
         # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
@@ -101,7 +101,7 @@ class Segment(TrainingTask):
         """Set training or eval mode; frozen norms stay in eval mode."""
         super().train(mode)
         if self.hparams["freeze_norms"]:
-            for norm in _norms_of(self.network):
+            for norm in _list_norms(self.network):
                 norm.eval()
         return self
 
@@ -110,10 +110,10 @@ class Segment(TrainingTask):
         images, labels = batch
         logits = self._logits(images)
         if self.hparams["upsample_logits"]:
-            logits = _enlarged(logits, labels)
+            logits = _enlarge_logits(logits, labels)
         else:
-            labels = reduced(labels, logits)
-        loss = loss_of(logits, labels)
+            labels = reduce_labels(labels, logits)
+        loss = compute_pixel_loss(logits, labels)
         self._log_loss(loss, len(images))
         self._log_rate()
         return loss
@@ -175,10 +175,12 @@ class Segment(TrainingTask):
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
-        logits = _enlarged(self._logits(images).float(), labels)
-        self.log(f"{stage}/loss", loss_of(logits, labels), on_epoch=True, sync_dist=True, batch_size=len(images))
+        logits = _enlarge_logits(self._logits(images).float(), labels)
+        self.log(
+            f"{stage}/loss", compute_pixel_loss(logits, labels), on_epoch=True, sync_dist=True, batch_size=len(images)
+        )
         if self.measures is None:
-            self.measures = measures_of(logits.shape[1]).to(self.device)
+            self.measures = build_pixel_measures(logits.shape[1]).to(self.device)
         self.measures.update(logits.argmax(1), labels)
 
     def _measure(self, stage: str) -> None:
@@ -191,7 +193,7 @@ class Segment(TrainingTask):
             self.log_dict({f"test/iou/{name}": value for name, value in zip(self.classes, each, strict=True)})
 
 
-def measures_of(classes: int) -> MetricCollection:
+def build_pixel_measures(classes: int) -> MetricCollection:
     """Build pixel accuracy, mean IoU and IoU per class from one confusion matrix; void pixels are ignored."""
     return MetricCollection(
         {
@@ -202,27 +204,29 @@ def measures_of(classes: int) -> MetricCollection:
     )
 
 
-def _norms_of(network: nn.Module) -> list[nn.Module]:
+def _list_norms(network: nn.Module) -> list[nn.Module]:
     """List the modules of a network with running statistics: batch norms, including those of attention."""
     return [module for module in network.modules() if getattr(module, "running_mean", None) is not None]
 
 
-def loss_of(logits: Float[Tensor, "b classes h w"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, ""]:
+def compute_pixel_loss(logits: Float[Tensor, "b classes h w"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, ""]:
     """Return the cross-entropy, averaged over the pixels that are not void; 0 if all pixels are void."""
     total = functional.cross_entropy(logits, labels, ignore_index=_VOID, reduction="sum")
     return total / (labels != _VOID).sum().clamp(min=1)
 
 
-def reduced(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]) -> Int[Tensor, "b y x"]:
+def reduce_labels(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]) -> Int[Tensor, "b y x"]:
     """Reduce labels to the size of logits, by nearest neighbour: each position has the label at its centre.
 
     Example:
-        >>> reduced(torch.arange(9).expand(1, 9, 9), torch.zeros(1, 2, 3, 3))[0, 0]
+        >>> reduce_labels(torch.arange(9).expand(1, 9, 9), torch.zeros(1, 2, 3, 3))[0, 0]
         tensor([1, 4, 7])
     """
     small = functional.interpolate(labels[:, None].float(), logits.shape[2:], mode="nearest-exact")
     return small[:, 0].to(labels.dtype)
 
 
-def _enlarged(logits: Float[Tensor, "b classes y x"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, "b classes h w"]:
+def _enlarge_logits(
+    logits: Float[Tensor, "b classes y x"], labels: Int[Tensor, "b h w"]
+) -> Float[Tensor, "b classes h w"]:
     return functional.interpolate(logits, labels.shape[1:], mode="bilinear")

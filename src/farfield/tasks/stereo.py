@@ -81,7 +81,7 @@ class Stereo(TrainingTask):
         """Return the disparities of each output of the network, in the size of the images, which may be any."""
         height, width = left.shape[2:]
         multiples = getattr(self.network, "multiples", _MULTIPLES)
-        images = [padded(self._as_weights(image), multiples) for image in (left, right)]
+        images = [pad_to_multiples(self._as_weights(image), multiples) for image in (left, right)]
         disparities = self.network(*images)
         if disparities.dim() != 4 or disparities.shape[2:] != images[0].shape[2:]:
             problem = "the network must return (batch, outputs, height, width), in the size of the images."
@@ -92,7 +92,7 @@ class Stereo(TrainingTask):
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         left, right, disparity = batch
-        loss = loss_of(self(left, right).float(), disparity, self.max_disparity)
+        loss = compute_disparity_loss(self(left, right).float(), disparity, self.max_disparity)
         self._log_loss(loss, len(left))
         self._log_rate()
         return loss
@@ -157,7 +157,7 @@ class DisparityErrors(Metric):
         Each frame gives four numbers to `sums`: the sum of its errors, the numbers of wrong pixels by `error_3px` and
         by `d1`, and the number of pixels that count.
         """
-        known = _known_below(truth, self.max_disparity)
+        known = _find_known(truth, self.max_disparity)
         error = torch.where(known, (disparity.double() - truth.double()).abs(), 0.0)
         wrong = error > 3
         outliers = wrong & (error > 0.05 * truth)
@@ -176,14 +176,14 @@ class DisparityErrors(Metric):
         return {name: value.float() for name, value in values.items()}
 
 
-def loss_of(
+def compute_disparity_loss(
     disparities: Float[Tensor, "b k h w"], truth: Float[Tensor, "b h w"], max_disparity: float
 ) -> Float[Tensor, ""]:
     """Return the weighted sum of the outputs' smooth L1 losses, each the mean over the pixels with a valid disparity.
 
     The weights are the last k of `_WEIGHTS`. If a batch has no valid disparity, the loss is 0.
     """
-    known = _known_below(truth, max_disparity)
+    known = _find_known(truth, max_disparity)
     # Indexed instead of multiplied by 0, because unknown disparities are infinite.
     target, pixels = truth[known], known.sum().clamp(min=1)
     losses = [
@@ -193,16 +193,16 @@ def loss_of(
     return torch.stack(losses).sum()
 
 
-def _known_below(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Tensor, "b h w"]:
+def _find_known(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Tensor, "b h w"]:
     """Return the mask of the pixels with a valid disparity: known, so finite, and below `max_disparity`."""
     return truth < max_disparity
 
 
-def padded(image: Float[Tensor, "b c h w"], multiples: tuple[int, int]) -> Float[Tensor, "b c y x"]:
+def pad_to_multiples(image: Float[Tensor, "b c h w"], multiples: tuple[int, int]) -> Float[Tensor, "b c y x"]:
     """Pad an image at the top and on the right, to multiples of two numbers in y and x, with 0, the mean colour.
 
     Example:
-        >>> padded(torch.zeros(1, 3, 540, 960), (16, 16)).shape
+        >>> pad_to_multiples(torch.zeros(1, 3, 540, 960), (16, 16)).shape
         torch.Size([1, 3, 544, 960])
     """
     top, right = (-side % multiple for side, multiple in zip(image.shape[2:], multiples, strict=True))

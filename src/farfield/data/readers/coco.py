@@ -21,13 +21,13 @@ from torch import Tensor
 from farfield.data.readers.coco_entries import (
     FIELDS,
     are_numbers,
-    faults_of_sections,
-    faults_of_values,
+    find_missing_keys,
+    find_section_faults,
+    find_value_faults,
     is_box,
-    missing_keys,
 )
-from farfield.data.readers.images import SHOWN, FolderError, images_of, list_some, read_utf8, refuse
-from farfield.data.readers.run_lengths import fault_of_rle
+from farfield.data.readers.images import SHOWN, FolderError, list_images, list_some, read_utf8, refuse
+from farfield.data.readers.run_lengths import find_rle_fault
 
 # Number of pixels by which a box may exceed its image: annotators' coordinates are rounded.
 _ROUNDING = 1.0
@@ -97,11 +97,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
     """Refuse a file without images or categories, and entries with missing keys, wrong types or unknown references."""
     refuse_here = partial(refuse, f"CocoFolders: {file}")
-    refuse_here("parts are not in COCO's format", list(faults_of_sections(content)), "use lists of objects with keys.")
+    refuse_here("parts are not in COCO's format", list(find_section_faults(content)), "use lists of objects with keys.")
     if not content["images"] or not content["categories"]:
         raise FolderError(f"CocoFolders: {file} lists no {'categories' if content['images'] else 'images'}.")
-    refuse_here("keys are missing", list(missing_keys(content)), "add them; COCO's format needs all of these.")
-    refuse_here("values are of another kind", list(faults_of_values(content)), "use values of the kind after 'not'.")
+    refuse_here("keys are missing", list(find_missing_keys(content)), "add them; COCO's format needs all of these.")
+    refuse_here("values are of another kind", list(find_value_faults(content)), "use values of the kind after 'not'.")
     for section in FIELDS:
         counted = Counter(each["id"] for each in content[section])
         twice = [f"{section}: id {number}, {times} times" for number, times in counted.items() if times > 1]
@@ -141,25 +141,25 @@ def check_files(part: Annotated) -> None:
         "put them there, or take them out of the file.",
     )
     if part.folder.name != "images":
-        extra = sorted(str(path) for path in set(images_of(part.folder, "CocoFolders")) - listed)
+        extra = sorted(str(path) for path in set(list_images(part.folder, "CocoFolders")) - listed)
         fix = "list them too, without annotations if nothing is on them, or move them elsewhere."
         refuse_here(f"images in {part.folder} are not listed", extra, fix)
 
 
-def faults_of_boxes(part: Annotated) -> Iterator[str]:
+def find_box_faults(part: Annotated) -> Iterator[str]:
     """Yield a text for each box that has no size or lies outside its image."""
     for image in part.images:
         for each in part.objects[image["id"]]:
-            fault = fault_of_box(each["bbox"], image["width"], image["height"])
+            fault = find_box_fault(each["bbox"], image["width"], image["height"])
             if fault:
                 yield f"annotation {each['id']} in {image['file_name']}: {fault}"
 
 
-def fault_of_box(box: Sequence[float], width: int, height: int) -> str | None:
+def find_box_fault(box: Sequence[float], width: int, height: int) -> str | None:
     """Return what is wrong with a box `(x, y, width, height)`, None if nothing.
 
     Example:
-        >>> fault_of_box([90, 10, 20, 5], 100, 50)
+        >>> find_box_fault([90, 10, 20, 5], 100, 50)
         'box [90, 10, 20, 5] lies outside the image of 100x50 pixels'
     """
     x, y, wide, high = box
@@ -170,19 +170,19 @@ def fault_of_box(box: Sequence[float], width: int, height: int) -> str | None:
     return None
 
 
-def faults_of_masks(part: Annotated) -> Iterator[str]:
+def find_mask_faults(part: Annotated) -> Iterator[str]:
     """Yield a text for each segmentation that is neither polygons of at least three points nor valid RLE."""
     for image in part.images:
         for each in part.objects[image["id"]]:
-            fault = fault_of_mask(each.get("segmentation"), image["width"], image["height"])
+            fault = find_mask_fault(each.get("segmentation"), image["width"], image["height"])
             if fault:
                 yield f"annotation {each['id']} in {image['file_name']}: {fault}"
 
 
-def fault_of_mask(segmentation: Any, width: int, height: int) -> str | None:
+def find_mask_fault(segmentation: Any, width: int, height: int) -> str | None:
     """Return what is wrong with the segmentation of an object in an image of this size, None if nothing."""
     if isinstance(segmentation, Mapping):
-        return fault_of_rle(segmentation, width, height)
+        return find_rle_fault(segmentation, width, height)
     if not segmentation:
         return "it has no segmentation"
     if not isinstance(segmentation, list) or not all(isinstance(polygon, list) for polygon in segmentation):
@@ -213,13 +213,13 @@ def is_rectangle(each: Mapping[str, Any]) -> bool:
     return all(np.abs(points - corner).max(1).min() < _ROUNDING / 2 for corner in corners)
 
 
-def masks_of(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> UInt8[Tensor, "objects h w"]:
+def draw_masks(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> UInt8[Tensor, "objects h w"]:
     """Turn the segmentations of objects, polygons or RLE (compressed or not), into masks: 1 on the object, else 0.
 
     Example:
         >>> square = [1, 1, 3, 1, 3, 3, 1, 3]
         >>> column = {"size": [4, 5], "counts": [8, 4, 8]}
-        >>> masks_of([{"segmentation": [square]}, {"segmentation": column}], 4, 5).sum((1, 2))
+        >>> draw_masks([{"segmentation": [square]}, {"segmentation": column}], 4, 5).sum((1, 2))
         tensor([4, 4])
     """
     masks = np.zeros((len(objects), height, width), np.uint8)

@@ -63,7 +63,7 @@ FIELDS: dict[str, dict[str, _Field]] = {
 }
 
 
-def faults_of_sections(content: Mapping[str, Any]) -> Iterator[str]:
+def find_section_faults(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield a text for each section that is not a list, and for each entry that is not an object with keys."""
     for section in FIELDS:
         if not isinstance(content[section], list):
@@ -74,7 +74,7 @@ def faults_of_sections(content: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{section}[{place}] is {reprlib.repr(entry)}, not an object with keys"
 
 
-def missing_keys(content: Mapping[str, Any]) -> Iterator[str]:
+def find_missing_keys(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield a text for each key that an entry must have and lacks."""
     for section, fields in FIELDS.items():
         for place, entry in enumerate(content[section]):
@@ -82,7 +82,7 @@ def missing_keys(content: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{section}[{place}] has no {key}" for key in lacking)
 
 
-def faults_of_values(content: Mapping[str, Any]) -> Iterator[str]:
+def find_value_faults(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield a text for each value of an entry that is not allowed."""
     for section, fields in FIELDS.items():
         for place, entry in enumerate(content[section]):

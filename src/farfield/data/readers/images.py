@@ -43,7 +43,7 @@ def refuse(caller: str, problem: str, faults: Sequence[object], fix: str) -> Non
         raise FolderError(f"{caller}: {len(faults)} {problem}.\n  {lines}\n  fix: {fix}")
 
 
-def classes_of(folder: Path) -> list[str]:
+def list_classes(folder: Path) -> list[str]:
     """List the class folders of a folder in sorted order, of which there must be two; no link to a folder above it."""
     if not folder.is_dir():
         raise FolderError(f"ImageFolders: there is no folder {folder}.")
@@ -66,7 +66,7 @@ def _is_image(path: str | Path) -> bool:
     return path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith(".")
 
 
-def files_of(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     """List all files below a folder in sorted order, without hidden files and file managers' clutter.
 
     Links to folders are followed; one that leads back to one of its parent folders is skipped with a warning.
@@ -79,13 +79,13 @@ def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield a folder and each below it, with the names of its files; links are followed, but not in a circle."""
     ways: dict[str, tuple[tuple[int, int], ...]] = {}
     if folder.is_dir():
-        ways[str(folder)] = (_identity_of(folder),)
+        ways[str(folder)] = (_identify(folder),)
     times: Counter[tuple[int, int]] = Counter()
     for place, folders, names in os.walk(folder, followlinks=True):
         way = ways.pop(place)
         for name in [*folders]:
             path = os.path.join(place, name)
-            identity = _identity_of(path)
+            identity = _identify(path)
             times[identity] += 1
             if identity in way:
                 folders.remove(name)
@@ -99,7 +99,7 @@ def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
         yield place, names
 
 
-def _identity_of(folder: Path | str) -> tuple[int, int]:
+def _identify(folder: Path | str) -> tuple[int, int]:
     status = os.stat(folder)
     return status.st_dev, status.st_ino
 
@@ -133,11 +133,11 @@ def check_names(names: Iterable[str], problem: str, outputs: str) -> None:
         )
 
 
-def images_of(folder: Path, caller: str = "ImageFolders") -> list[Path]:
+def list_images(folder: Path, caller: str = "ImageFolders") -> list[Path]:
     """List all image files below a folder in sorted order."""
     if not folder.is_dir():
         raise FolderError(f"{caller}: {folder} is not a folder.\n  fix: the path of a folder with images.")
-    images = [path for path in files_of(folder) if _is_image(path)]
+    images = [path for path in list_files(folder) if _is_image(path)]
     if not images:
         raise FolderError(f"{caller}: {folder} has no images ({', '.join(IMG_EXTENSIONS)}).")
     return images
@@ -181,9 +181,9 @@ def check_images(folders: Sequence[Path], check: Check = "once", caller: str = "
     if check == "never":
         return
     for folder in folders:
-        files = files_of(folder)
+        files = list_files(folder)
         problem = f"files in {folder} cannot be read as images"
-        check_each(caller, files, fault_of, check, note_of(folder, files), problem, "remove or replace them.")
+        check_each(caller, files, find_fault, check, find_note(folder, files), problem, "remove or replace them.")
 
 
 def check_each(
@@ -207,7 +207,7 @@ def check_each(
     _leave(note)
 
 
-def fault_of(path: Path) -> str | None:
+def find_fault(path: Path) -> str | None:
     """Read one file to its end; return what is wrong with it, or None."""
     try:
         if not _is_image(path):
@@ -224,7 +224,7 @@ def fault_of(path: Path) -> str | None:
     return None
 
 
-def note_of(folder: Path, files: Iterable[Path], also: str = "") -> Path:
+def find_note(folder: Path, files: Iterable[Path], also: str = "") -> Path:
     """Return the path of the note that files passed a check: a hash of folder, `also`, names, sizes and times."""
     digest = hashlib.sha256(f"{folder.resolve()}{also}".encode())
     for path in files:

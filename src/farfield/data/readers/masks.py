@@ -15,7 +15,16 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from farfield.data.readers.images import Check, FolderError, check_each, fault_of, list_some, note_of, read_utf8, refuse
+from farfield.data.readers.images import (
+    Check,
+    FolderError,
+    check_each,
+    find_fault,
+    find_note,
+    list_some,
+    read_utf8,
+    refuse,
+)
 
 VOC_CLASSES = (
     *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -36,7 +45,7 @@ class Pair(NamedTuple):
     mask: Path
 
 
-def classes_of_masks(root: Path) -> list[str]:
+def read_mask_classes(root: Path) -> list[str]:
     """Read the names of the classes from `root/classes.txt`, one per line in the order of their labels; else VOC's 21.
 
     All lines may begin with the label itself; void, 255, is then skipped.
@@ -62,7 +71,7 @@ def classes_of_masks(root: Path) -> list[str]:
     return [" ".join(line).strip() for line in lines]
 
 
-def names_in(path: Path) -> list[list[str]]:
+def read_list(path: Path) -> list[list[str]]:
     """Read the lines of a list of images, each split into words."""
     if not path.is_file():
         held = ", ".join(sorted(entry.stem for entry in path.parent.glob("*.txt"))) or "no lists"
@@ -73,25 +82,25 @@ def names_in(path: Path) -> list[list[str]]:
     return lines
 
 
-def pairs_in(root: Path, path: Path) -> list[Pair]:
-    """Return the pairs of a list: names of images (VOC), or two paths per line below the root (`train_aug` lists)."""
+def list_mask_pairs(root: Path, path: Path) -> list[Pair]:
+    """Return the pairs of a list: names of images (VOC), or two paths per line below the root (train_aug lists)."""
     pairs = [
         Pair(root / words[0].lstrip("/"), root / words[1].lstrip("/"))
         if len(words) == 2
-        else Pair(_image_of(root / _IMAGES, words[0]), root / _MASKS / f"{words[0]}.png")
-        for words in names_in(path)
+        else Pair(_find_image(root / _IMAGES, words[0]), root / _MASKS / f"{words[0]}.png")
+        for words in read_list(path)
     ]
-    return _complete(pairs, path)
+    return _check_complete(pairs, path)
 
 
-def train_aug(root: Path, sbd: Path) -> list[Pair]:
+def list_train_aug(root: Path, sbd: Path) -> list[Pair]:
     """List VOC's 10,582 training images with SBD's masks: (SBD train and val, and VOC train) without VOC val.
 
     VOC's own masks take precedence. `sbd` has `cls`, `train.txt` and `val.txt`, or is the folder around `dataset`.
     """
     sbd = sbd / "dataset" if (sbd / "dataset").is_dir() else sbd
     ids = {
-        place: {words[0] for words in names_in(path)}
+        place: {words[0] for words in read_list(path)}
         for place, path in {
             "sbd train": sbd / "train.txt",
             "sbd val": sbd / "val.txt",
@@ -100,34 +109,34 @@ def train_aug(root: Path, sbd: Path) -> list[Pair]:
         }.items()
     }
     pairs = [
-        Pair(_image_of(root / _IMAGES, name), root / _MASKS / f"{name}.png")
+        Pair(_find_image(root / _IMAGES, name), root / _MASKS / f"{name}.png")
         if name in ids["train"]
-        else Pair(_image_of(root / _IMAGES, name), sbd / "cls" / f"{name}.mat")
-        for name in augmented(ids["sbd train"], ids["sbd val"], ids["train"], ids["val"])
+        else Pair(_find_image(root / _IMAGES, name), sbd / "cls" / f"{name}.mat")
+        for name in list_augmented(ids["sbd train"], ids["sbd val"], ids["train"], ids["val"])
     ]
-    return _complete(pairs, sbd)
+    return _check_complete(pairs, sbd)
 
 
-def augmented(
+def list_augmented(
     sbd_train: Iterable[str], sbd_val: Iterable[str], voc_train: Iterable[str], voc_val: Iterable[str]
 ) -> list[str]:
     """List the names of train_aug in sorted order.
 
     Example:
-        >>> augmented(["a", "b"], ["c", "v"], ["a", "t"], ["b", "v"])
+        >>> list_augmented(["a", "b"], ["c", "v"], ["a", "t"], ["b", "v"])
         ['a', 'c', 't']
     """
     return sorted({*sbd_train, *sbd_val, *voc_train} - {*voc_val})
 
 
-def _image_of(folder: Path, name: str) -> Path:
+def _find_image(folder: Path, name: str) -> Path:
     """Return the file of an image by its name without suffix; that with `.jpg` if there is none."""
     paths = (folder / f"{name}{suffix}" for suffix in (".jpg", *IMG_EXTENSIONS))
     # pathlib's is_file raises for names that no file can have, which a damaged list may hold.
     return next((path for path in paths if os.path.isfile(path)), folder / f"{name}.jpg")
 
 
-def _complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
+def _check_complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
     """Return the pairs; raise `FolderError` if a file is missing. `source` is their list or folder, for the error."""
     missing = [path for pair in pairs for path in pair if not os.path.isfile(path)]
     fix = f"an image and a mask for each name, {_IMAGES}/<name>.jpg and {_MASKS}/<name>.png."
@@ -158,17 +167,17 @@ def check_pairs(pairs: Sequence[Pair], classes: Sequence[str], root: Path, check
     """Decode every pair and refuse those that cannot be trained on, in one error."""
     if check == "never":
         return
-    note = note_of(root, [path for pair in pairs for path in pair], f"{len(classes)} classes")
+    note = find_note(root, [path for pair in pairs for path in pair], f"{len(classes)} classes")
     fix = (
         f"labels are 0 to {len(classes) - 1} and {VOID} for void, on an image of the same size; classes.txt names them."
     )
-    fault = partial(fault_of_pair, classes=len(classes))
+    fault = partial(find_pair_fault, classes=len(classes))
     check_each("VOCFolders", pairs, fault, check, note, f"pairs in {root} cannot be trained on", fix)
 
 
-def fault_of_pair(pair: Pair, classes: int) -> str | None:
+def find_pair_fault(pair: Pair, classes: int) -> str | None:
     """Read one pair; return what is wrong with it, or None."""
-    damaged = fault_of(pair.image)
+    damaged = find_fault(pair.image)
     if damaged:
         return damaged
     try:
@@ -179,13 +188,13 @@ def fault_of_pair(pair: Pair, classes: int) -> str | None:
         warnings.simplefilter("ignore")
         size = image.size[::-1]
     if tuple(labels.shape) != size:
-        return f"{pair.mask} is {sized(labels.shape)}, {pair.image} is {sized(size)}"
+        return f"{pair.mask} is {format_size(labels.shape)}, {pair.image} is {format_size(size)}"
     foreign = [label for label in labels.unique().tolist() if label >= classes and label != VOID]
     if foreign:
         return f"{pair.mask}: labels {list_some(foreign)} are no classes"
     return None
 
 
-def sized(size: Sequence[int]) -> str:
+def format_size(size: Sequence[int]) -> str:
     """Format the size of an image as width x height, as image viewers do."""
     return f"{size[1]}x{size[0]}"

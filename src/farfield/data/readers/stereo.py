@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from farfield.data.readers.images import Check, FolderError, check_each, fault_of, files_of, note_of, refuse
-from farfield.data.readers.masks import sized
+from farfield.data.readers.images import Check, FolderError, check_each, find_fault, find_note, list_files, refuse
+from farfield.data.readers.masks import format_size
 
 CALLER = "StereoFrames"
 # Folders of test pairs in Scene Flow, KITTI and Middlebury.
@@ -82,14 +82,14 @@ class Frame(NamedTuple):
         return not _TESTS.isdisjoint(self.name.split("/")[:-1])
 
 
-def frames_in(folder: Path) -> list[Frame]:
+def list_frames(folder: Path) -> list[Frame]:
     """List the pairs of a folder, of every layout, in sorted order."""
     if not folder.is_dir():
         raise FolderError(f"{CALLER}: there is no folder {folder}.")
-    there = {path.relative_to(folder).as_posix() for path in files_of(folder)}
+    there = {path.relative_to(folder).as_posix() for path in list_files(folder)}
     frames, missing = [], []
     for path in sorted(there):
-        matched = _layout_of(path)
+        matched = _match_layout(path)
         if matched is None:
             continue
         layout, match = matched
@@ -109,7 +109,7 @@ def frames_in(folder: Path) -> list[Frame]:
     return frames
 
 
-def _layout_of(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
+def _match_layout(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
     """Return the layout of the path of a left image, with the match; None for other files."""
     matches = ((layout, layout.left.fullmatch(path)) for layout in LAYOUTS.values())
     return next(((layout, match) for layout, match in matches if match), None)
@@ -164,15 +164,15 @@ def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> 
     """Decode every frame and refuse those that cannot be read or whose files differ in size, in one error."""
     if check == "never":
         return
-    note = note_of(root, [path for frame in frames for path in frame[:3] if path is not None])
+    note = find_note(root, [path for frame in frames for path in frame[:3] if path is not None])
     fix = "two images and disparities of one size for each pair, rectified."
-    check_each(CALLER, frames, _fault_of_frame, check, note, f"pairs in {root} cannot be read", fix)
+    check_each(CALLER, frames, _find_frame_fault, check, note, f"pairs in {root} cannot be read", fix)
 
 
-def _fault_of_frame(frame: Frame) -> str | None:
+def _find_frame_fault(frame: Frame) -> str | None:
     size = {}
     for path in (frame.left, frame.right):
-        damaged = fault_of(path)
+        damaged = find_fault(path)
         if damaged:
             return damaged
         with warnings.catch_warnings(), Image.open(path) as image:
@@ -185,5 +185,5 @@ def _fault_of_frame(frame: Frame) -> str | None:
             return str(error).removeprefix(f"{CALLER}: ").splitlines()[0]
     for path, own in size.items():
         if own != size[frame.left]:
-            return f"{path} is {sized(own)}, {frame.left} is {sized(size[frame.left])}"
+            return f"{path} is {format_size(own)}, {frame.left} is {format_size(size[frame.left])}"
     return None

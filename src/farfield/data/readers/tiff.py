@@ -29,7 +29,7 @@ class PairOfFiles(NamedTuple):
     condition: str
 
 
-def stacks_in(folder: Path) -> list[Path]:
+def list_stacks(folder: Path) -> list[Path]:
     """List the TIFF files of a folder in sorted order, without hidden ones; none if the folder does not exist.
 
     Two that differ in the suffix alone are refused: pairs and outputs go by the name without suffix.
@@ -44,12 +44,12 @@ def stacks_in(folder: Path) -> list[Path]:
     return stacks
 
 
-def pairs_in(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
+def list_stack_pairs(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
     """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`."""
-    truths = {path.stem: path for path in stacks_in(folder / target)}
+    truths = {path.stem: path for path in list_stacks(folder / target)}
     pairs = []
     for source in sources:
-        files = {path.stem: path for path in stacks_in(folder / source)}
+        files = {path.stem: path for path in list_stacks(folder / source)}
         layout = f"{folder / source / 'a.tif'} and {folder / target / 'a.tif'} for each stack; "
         layout += "--data.sources and --data.target name the folders."
         if not files or not truths:
@@ -69,7 +69,7 @@ def check_depths(*groups: Sequence[Path]) -> None:
     for files in groups:
         first: dict[str, Path] = {}
         for path in files:
-            with opened(path) as file:
+            with open_tiff(path) as file:
                 first.setdefault(str(file.series[0].dtype), path)
         if len(first) > 1:
             listed = "\n  ".join(f"{dtype:8} {path}" for dtype, path in first.items())
@@ -79,7 +79,7 @@ def check_depths(*groups: Sequence[Path]) -> None:
             )
 
 
-def opened(path: Path) -> tifffile.TiffFile:
+def open_tiff(path: Path) -> tifffile.TiffFile:
     """Open a TIFF file whose first series is whole."""
     try:
         file = tifffile.TiffFile(path)
@@ -93,7 +93,7 @@ def opened(path: Path) -> tifffile.TiffFile:
     return file
 
 
-def stack_of(path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None) -> NDArray[Any]:
+def open_stack(path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None) -> NDArray[Any]:
     """Open a stack `(z, y, x)` or an image `(y, x)` without loading it, where the file allows that.
 
     Args:
@@ -102,36 +102,36 @@ def stack_of(path: Path, spatial_dims: int, axes: str | None = None, channel: in
         axes: The axes, e.g. "ZYX"; None takes those that the file gives.
         channel: Index of the channel to read, for files of several; ignored for others.
     """
-    with opened(path) as file:
+    with open_tiff(path) as file:
         shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
-    place = _channels_axis(shape, letters)
+    place = _find_channels_axis(shape, letters)
     if channel is None or place is None:
-        keep = _kept_axes(path, shape, letters, spatial_dims)
-        return array_of(path).reshape([shape[axis] for axis in keep])
+        keep = _find_axes(path, shape, letters, spatial_dims)
+        return open_array(path).reshape([shape[axis] for axis in keep])
     if not 0 <= channel < shape[place]:
         raise FolderError(
             f"StackPairs: {path} has {shape[place]} channels, and no channel {channel}.\n"
             f"  fix: --data.channel, a number from 0 to {shape[place] - 1}."
         )
-    one = array_of(path).reshape(shape)[(slice(None),) * place + (channel,)]
-    keep = _kept_axes(path, one.shape, letters[:place] + letters[place + 1 :], spatial_dims, place)
+    one = open_array(path).reshape(shape)[(slice(None),) * place + (channel,)]
+    keep = _find_axes(path, one.shape, letters[:place] + letters[place + 1 :], spatial_dims, place)
     return one.reshape([one.shape[axis] for axis in keep])
 
 
-def _channels_axis(shape: Sequence[int], letters: str) -> int | None:
+def _find_channels_axis(shape: Sequence[int], letters: str) -> int | None:
     """Return the axis of several channels, or of the samples of a colour image; None if there is none.
 
     Example:
-        >>> _channels_axis((5, 2, 64, 64), "ZCYX"), _channels_axis((5, 1, 64, 64), "ZCYX")
+        >>> _find_channels_axis((5, 2, 64, 64), "ZCYX"), _find_channels_axis((5, 1, 64, 64), "ZCYX")
         (1, None)
     """
     named = [axis for axis, letter in enumerate(letters[: len(shape)]) if letter in "CS" and shape[axis] > 1]
     return named[0] if len(named) == 1 else None
 
 
-def several_of(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
+def open_stacks(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
     """Open a file of several stacks, or images, along its first axis; axes of length 1 are left out."""
-    whole = array_of(path)
+    whole = open_array(path)
     whole = whole.reshape([side for side in whole.shape if side > 1])
     if whole.ndim != spatial_dims + 1 or len(whole) != number:
         raise FolderError(
@@ -141,9 +141,9 @@ def several_of(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
     return whole
 
 
-def array_of(path: Path) -> NDArray[Any]:
+def open_array(path: Path) -> NDArray[Any]:
     """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read."""
-    with opened(path) as file:
+    with open_tiff(path) as file:
         series = file.series[0]
         if len(file.series) > 1:
             others = "".join(f"\n  series {place}  {describe_series(each)}" for place, each in enumerate(file.series))
@@ -162,16 +162,16 @@ def array_of(path: Path) -> NDArray[Any]:
         raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
 
 
-def _axes_fix(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None) -> str:
-    """Return the advice for axes that are not those of one stack or image; the arguments are those of `_kept_axes`."""
+def _advise_axes(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None) -> str:
+    """Return the advice for axes that are not those of one stack or image; the arguments are those of `_find_axes`."""
     wanted = "ZYX"[-spatial_dims:]
     split, longer = f"one grey stack per file with the axes {wanted}.", [side for side in shape if side > 1]
-    place = _channels_axis(shape, axes)
+    place = _find_channels_axis(shape, axes)
     if len(longer) > spatial_dims + (taken is None):
         return split
     if place is not None and len(axes) == len(shape):
         return f"--data.channel, one of its {shape[place]} channels, a number from 0."
-    letters = _letters_for(shape, spatial_dims, taken is None)
+    letters = _suggest_letters(shape, spatial_dims, taken is None)
     if taken is not None:
         return f"--data.axes {letters[:taken]}C{letters[taken:]}, beside --data.channel; or {split}"
     if "C" in letters:
@@ -182,11 +182,11 @@ def _axes_fix(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | N
     return f"--data.axes {letters}, if these are its axes; or {split}"
 
 
-def _letters_for(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
+def _suggest_letters(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
     """Return letters of axes that can be read: Q for those of length 1, C for channels if there may be any.
 
     Example:
-        >>> _letters_for((2, 5, 64, 64), 3, True), _letters_for((1, 5, 1, 64, 64), 3, True)
+        >>> _suggest_letters((2, 5, 64, 64), 3, True), _suggest_letters((1, 5, 1, 64, 64), 3, True)
         ('CZYX', 'QZQYX')
     """
     names = "ZYX"[-spatial_dims:]
@@ -199,13 +199,13 @@ def _letters_for(shape: Sequence[int], spatial_dims: int, channels: bool) -> str
     return "".join(named.get(place, "Q") for place in range(len(shape)))
 
 
-def _kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None = None) -> list[int]:
+def _find_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None = None) -> list[int]:
     """Return which axes of an array are z, y and x; the others must have length 1.
 
     `axes` has a letter for each; `taken` is where an axis of channels stood, of which one was taken, or None.
     """
     wanted = "ZYX"[-spatial_dims:]
-    fix = f"fix: {_axes_fix(shape, axes, spatial_dims, taken)}"
+    fix = f"fix: {_advise_axes(shape, axes, spatial_dims, taken)}"
     if len(axes) != len(shape) or len(set(axes) - set(_UNNAMED)) != len(
         [axis for axis in axes if axis not in _UNNAMED]
     ):
@@ -223,7 +223,7 @@ def _kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, t
     return many
 
 
-def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
+def check_stack_values(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
     """Return a stack unchanged, if its values are finite and differ; warn if many positions are saturated."""
     if not stack.size:
         raise FolderError(f"StackPairs: {path}: it has no positions, its size is {stack.shape}.")
@@ -283,13 +283,13 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
         or source.shape[2 + projected :] != target.shape[2 + projected :]
     ):
         raise FolderError(f"StackPairs: {path}: X {source.shape} and Y {target.shape} are not pairs of one channel.")
-    source, target = (_normalised(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
+    source, target = (_normalise_patches(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
     return source, target[:, :, 0] if projected else target
 
 
-def _normalised(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
+def _normalise_patches(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
     """Check patches, and scale those of whole numbers so that percentiles 2 and 99.8 of them all become 0 and 1."""
-    checked(name, patches)
+    check_stack_values(name, patches)
     if patches.dtype.kind == "f":
         return np.asarray(patches, np.float32)
     low, high = np.percentile(patches, (2, 99.8))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.tiff import SUFFIXES, array_of, check_depths, opened, stack_of, stacks_in
+from farfield.data.readers.tiff import SUFFIXES, check_depths, list_stacks, open_array, open_stack, open_tiff
 from farfield.volumes import Volume, open_volume
 from farfield.volumes.tiff_metadata import read_tiff_metadata
 from farfield.volumes.tiff_parts import paths_of
@@ -22,23 +22,23 @@ def is_zarr(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in _ZARR)
 
 
-def volumes_in(folder: Path) -> list[Path]:
+def list_volumes(folder: Path) -> list[Path]:
     """List the TIFF files and zarr folders of a folder in sorted order, without hidden ones."""
-    stacks = stacks_in(folder)
+    stacks = list_stacks(folder)
     check_depths(stacks)
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted([*stacks, *(path for path in entries if is_zarr(path) and not path.name.startswith("."))])
 
 
-def files_of(path: Path) -> list[Path]:
+def list_stack_files(path: Path) -> list[Path]:
     """Return the files, or the zarr folder, that a stack is in: those of an OME-TIFF can be several."""
     if path.suffix.lower() not in SUFFIXES:
         return [path]
-    with opened(path) as file:
+    with open_tiff(path) as file:
         return [path, *sorted(paths_of(file.series[0]) - {path})]
 
 
-def volume_of(path: Path, spatial_dims: int, axes: str | None, channel: int | Sequence[int] | None) -> Volume:
+def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: int | Sequence[int] | None) -> Volume:
     """Open a stack `(z, y, x)` or an image `(y, x)` with its voxel size, without loading it.
 
     Args:
@@ -50,17 +50,17 @@ def volume_of(path: Path, spatial_dims: int, axes: str | None, channel: int | Se
     """
     wanted = "ZYX"[-spatial_dims:]
     if path.suffix.lower() in SUFFIXES:
-        with opened(path) as file:
+        with open_tiff(path) as file:
             shape, metadata = tuple(file.series[0].shape), read_tiff_metadata(file)
         metadata = replace(metadata, axes=(axes or metadata.axes).upper())
         if not isinstance(channel, Sequence) or "C" not in metadata.axes or len(metadata.axes) != len(shape):
             single = channel if isinstance(channel, int) else None
             if single is not None and "C" in metadata.axes:
                 metadata = metadata.with_channels([single], shape[metadata.axes.index("C")])
-            return Volume(stack_of(path, spatial_dims, axes, single), metadata.with_axes(wanted))
+            return Volume(open_stack(path, spatial_dims, axes, single), metadata.with_axes(wanted))
     try:
         if path.suffix.lower() in SUFFIXES:
-            volume = arrange(path, array_of(path).reshape(shape), metadata, channel)
+            volume = arrange(path, open_array(path).reshape(shape), metadata, channel)
         else:
             volume = open_volume(path, channel=channel if _has_channels(path) else None)
     except ValueError as error:

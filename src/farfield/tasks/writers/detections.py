@@ -18,7 +18,7 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
 from farfield.tasks.checkpoints import written
 from farfield.tasks.detect import Detected
-from farfield.tasks.writers.predictions import PALETTE, PredictionFolder, beside, gather_parts
+from farfield.tasks.writers.predictions import PALETTE, PredictionFolder, gather_parts, hide_path
 
 
 class DetectionFolder(PredictionFolder):
@@ -53,7 +53,7 @@ class DetectionFolder(PredictionFolder):
                 kept = {key: value for key, value in entry.items() if key != "label"}
                 category = ids[entry["label"] - 1] if ids else entry["label"]
                 self.results.append({"image_id": number, "category_id": category, **kept, "file_name": name})
-            picture = Image.fromarray(drawn(path, entries, classes, self.draw_above).permute(1, 2, 0).numpy())
+            picture = Image.fromarray(draw_detections(path, entries, classes, self.draw_above).permute(1, 2, 0).numpy())
             stem = os.path.splitext(name)[0]
             with written(self.output(trainer, "pictures", path, stem, ".jpg", number)) as file:
                 picture.save(file, "JPEG", quality=90)
@@ -62,12 +62,12 @@ class DetectionFolder(PredictionFolder):
         """Gather the results of all processes, write them, and move the folder to its final name."""
         results = gather_parts(trainer, self.results)
         if trainer.is_global_zero:
-            with written(beside(self.place(trainer)) / "results.json") as file:
-                file.write(json.dumps(unique(results)).encode())
+            with written(hide_path(self.place(trainer)) / "results.json") as file:
+                file.write(json.dumps(merge_results(results)).encode())
         super().on_predict_end(trainer, pl_module)
 
 
-def unique(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def merge_results(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Merge the results of several processes; an image that two processes predicted counts once."""
     by_image: dict[Any, list[dict[str, Any]]] = {}
     for part in parts:
@@ -78,7 +78,7 @@ def unique(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [entry for image in sorted(by_image) for entry in by_image[image]]
 
 
-def drawn(
+def draw_detections(
     path: str, entries: Sequence[Mapping[str, Any]], classes: Sequence[str], above: float
 ) -> UInt8[Tensor, "3 h w"]:
     """Read an image, and draw its detections with a score above `above`; with several classes also names and scores."""

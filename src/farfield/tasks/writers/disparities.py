@@ -34,14 +34,14 @@ class DisparityFolder(PredictionFolder):
                 # In Pillow, PFM is a variant of the format PPM.
                 Image.fromarray(disparity).save(file, "PPM")
             with written(self.output(trainer, "colours", path, name, ".png")) as file:
-                coloured(disparity).save(file, "PNG")
+                colour_disparities(disparity).save(file, "PNG")
 
 
-def coloured(disparity: NDArray[np.float32], largest: float | None = None) -> Image.Image:
+def colour_disparities(disparity: NDArray[np.float32], largest: float | None = None) -> Image.Image:
     """Draw disparities as a palette image: blue for 0, red for `largest`, black where they are not finite.
 
     Example:
-        >>> coloured(np.array([[0.0, 5.0, 10.0]], np.float32)).convert("RGB").getpixel((2, 0))
+        >>> colour_disparities(np.array([[0.0, 5.0, 10.0]], np.float32)).convert("RGB").getpixel((2, 0))
         (122, 4, 3)
     """
     finite = np.isfinite(disparity)

@@ -46,18 +46,18 @@ class FilledTable(PredictionFile):
     ) -> None:
         """Gather the samples of all processes and write each once, in the order of the data."""
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
-        samples = {sample["name"]: sample for filled in predictions for sample in samples_of(filled, tokenizer)}
+        samples = {sample["name"]: sample for filled in predictions for sample in list_samples(filled, tokenizer)}
         # Process i of n has samples i, i + n, i + 2n and so on.
         turns = itertools.zip_longest(*(part.values() for part in gather_parts(trainer, samples)))
         samples = {sample["name"]: sample for turn in turns for sample in turn if sample is not None}
         if trainer.is_global_zero:
             place = self.place(trainer)
-            text = as_csv(samples.values()) if place.suffix == ".csv" else json.dumps([*samples.values()], indent=1)
+            text = format_csv(samples.values()) if place.suffix == ".csv" else json.dumps([*samples.values()], indent=1)
             with written(place) as file:
                 file.write(text.encode())
 
 
-def samples_of(filled: Filled, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def list_samples(filled: Filled, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Yield for each sample of a batch its entry of the JSON file."""
     for name, words, likeliest, probabilities in zip(*filled, strict=True):
         blanks = [
@@ -74,7 +74,7 @@ def samples_of(filled: Filled, tokenizer: Any) -> Iterator[dict[str, Any]]:
         yield {"name": name, "text": texts[0], "filled": texts[1], "blanks": blanks}
 
 
-def as_csv(samples: Any) -> str:
+def format_csv(samples: Any) -> str:
     """Return a CSV table with one row for each likely word of each blank."""
     text = io.StringIO()
     table = csv.writer(text)

@@ -32,7 +32,7 @@ class PredictionFile(BasePredictionWriter):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a file that is one of the inputs."""
-        check_not_input("farfield predict", self.place(trainer), inputs_of(trainer))
+        check_not_input("farfield predict", self.place(trainer), list_inputs(trainer))
 
     def place(self, trainer: Trainer) -> Path:
         """Return the path of the file."""
@@ -59,7 +59,7 @@ class PredictionTable(PredictionFile):
     ) -> None:
         """Gather the rows of all processes and write them, sorted by path; an image predicted twice is written once."""
         classes = getattr(trainer.datamodule, "classes", None) or []  # type: ignore[attr-defined]
-        rows = {row[0]: row for predicted in predictions for row in _rows(predicted, classes)}
+        rows = {row[0]: row for predicted in predictions for row in _list_rows(predicted, classes)}
         rows = {name: row for part in gather_parts(trainer, rows) for name, row in part.items()}
         if trainer.is_global_zero:
             text = io.StringIO()
@@ -70,7 +70,7 @@ class PredictionTable(PredictionFile):
                 file.write(text.getvalue().encode())
 
 
-def _rows(predicted: Predicted, classes: Sequence[str]) -> list[tuple[str, str, str]]:
+def _list_rows(predicted: Predicted, classes: Sequence[str]) -> list[tuple[str, str, str]]:
     names = [classes[index] if classes else str(index) for index in predicted.classes.tolist()]
     chances = [f"{probability:.6f}" for probability in predicted.probabilities.tolist()]
     return list(zip(predicted.names, names, chances, strict=True))
@@ -111,7 +111,7 @@ class PredictionFolder(BasePredictionWriter):
             )
         if trainer.is_global_zero:
             place.parent.mkdir(parents=True, exist_ok=True)
-            self.growing = OwnedFolder("farfield predict", beside(place), place)
+            self.growing = OwnedFolder("farfield predict", hide_path(place), place)
             self.growing.hold()
             self.growing.empty()
         trainer.strategy.barrier()
@@ -158,7 +158,7 @@ class PredictionFolder(BasePredictionWriter):
         self, trainer: Trainer, kind: str, source: str, name: str, suffix: str, number: int | None = None
     ) -> Path:
         """Return the path for the image at `source` in the folder `kind`; refuse another image's. See `output_path`."""
-        path = output_path(beside(self.place(trainer)) / kind, name, suffix, number)
+        path = output_path(hide_path(self.place(trainer)) / kind, name, suffix, number)
         other = self.sources.setdefault(path, source)
         if other != source:
             raise FileExistsError(
@@ -187,7 +187,7 @@ class MaskFolder(PredictionFolder):
                 overlay.save(file, "JPEG", quality=90)
 
 
-def inputs_of(trainer: Trainer) -> list[Path]:
+def list_inputs(trainer: Trainer) -> list[Path]:
     """Return the input files of a prediction, if the data module lists them."""
     inputs: Callable[[], list[Path]] = getattr(getattr(trainer, "datamodule", None), "inputs", list)
     return inputs()
@@ -202,7 +202,7 @@ def gather_parts(trainer: Trainer, own: Any) -> list[Any]:
     return parts
 
 
-def beside(place: Path) -> Path:
+def hide_path(place: Path) -> Path:
     """Return the hidden path at which a folder is written until it is complete."""
     return place.with_name(f".{place.name}.partial")
 
