@@ -196,12 +196,8 @@ class StackPairs(Loading):
         name, condition, place = entry
         if isinstance(place, _Several):
             stacks = open_stacks(place.path, len(self.sources) + 1, len(self.patch))
-            return (
-                check_stack_values(place.path, stacks[place.place]),
-                check_stack_values(place.path, stacks[-1]),
-                name,
-                condition,
-            )
+            pair = [check_stack_values(place.path, each) for each in (stacks[place.place], stacks[-1])]
+            return pair[0], pair[1], name, condition
         return *self._pair(f"{condition}/{name}", place.source, place.target), name, condition
 
     def _predictions(self) -> Dataset[Any]:

@@ -101,15 +101,13 @@ class VOCFolders(Loading):
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or the images to predict."""
         if stage == "predict" and self.predict is not None:
-            self.parts["predict"] = _list_images_to_predict(
-                self.predict, list_images(self.predict, "VOCFolders"), self.shorter_side
-            )
+            paths = list_images(self.predict, "VOCFolders")
+            self.parts["predict"] = _list_images_to_predict(self.predict, paths, self.shorter_side)
             return
         pairs, self.classes = self._pairs(), read_mask_classes(self.folder)
         for name, part in pairs.items():
-            self.parts[name] = Listed(
-                part, partial(_read_pair, self.random_view if name == "train" else self._whole_view)
-            )
+            view = self.random_view if name == "train" else self._whole_view
+            self.parts[name] = Listed(part, partial(_read_pair, view))
         if "test" not in pairs:
             if stage == "test":
                 rank_zero_info(f"VOCFolders: {self.root} has no list test: using val.")

@@ -181,12 +181,8 @@ class _Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str, str]:
         frame = self.frames[index]
-        return (
-            normalize_image(read_pixels(frame.left, CALLER)),
-            normalize_image(read_pixels(frame.right, CALLER)),
-            str(frame.left),
-            frame.name,
-        )
+        left, right = (normalize_image(read_pixels(path, CALLER)) for path in (frame.left, frame.right))
+        return left, right, str(frame.left), frame.name
 
 
 class RandomCrop:

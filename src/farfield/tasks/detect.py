@@ -220,17 +220,11 @@ def _compute_precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()
             continue
         # Index 0 of areas is all sizes; index 0 of thresholds is 0.50 and index 5 is 0.75.
         values = computed[key][..., -1]
-        result |= {f"{name}_ap": average_defined(values[..., 0])}
-        result |= {
-            f"{name}_ap50": average_defined(values[0, ..., 0]),
-            f"{name}_ap75": average_defined(values[5, ..., 0]),
-        }
-        result |= {
-            f"{name}_ap_{area}": average_defined(values[..., place]) for place, area in enumerate(_AREAS) if place
-        }
-        for place, label in enumerate(computed["classes"].reshape(-1).tolist()):
-            if classes:
-                result[f"{name}_ap/{classes[label - 1]}"] = average_defined(values[:, :, place, 0])
+        parts = {"": values[..., 0], "50": values[0, ..., 0], "75": values[5, ..., 0]}
+        parts |= {f"_{area}": values[..., place] for place, area in enumerate(_AREAS) if place}
+        labels = computed["classes"].reshape(-1).tolist() if classes else []
+        parts |= {f"/{classes[label - 1]}": values[:, :, place, 0] for place, label in enumerate(labels)}
+        result |= {f"{name}_ap{which}": average_defined(part) for which, part in parts.items()}
     return result
 
 
