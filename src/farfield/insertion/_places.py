@@ -171,7 +171,6 @@ def no_match(caller: str, model: nn.Module, path: str) -> LookupError:
     return LookupError(f'{caller}: no module of {name} matches "{path}"; {stem or "it"} has {children}{hint}.')
 
 
-# ---- sequences -------------------------------------------------------------------------------------------------------
 def runs_in_order(host: nn.Module) -> bool:
     """Whether a host runs its children one after the other and does nothing else."""
     # A scripted module has no `forward` of its class.

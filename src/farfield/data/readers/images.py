@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -34,6 +35,17 @@ def list_some(names: Iterable[object], separator: str = ", ") -> str:
     """Join the first few names, and "..." if there are more."""
     first = [str(name) for name in itertools.islice(names, SHOWN + 1)]
     return separator.join([*first[:SHOWN], "..."] if len(first) > SHOWN else first)
+
+
+@contextlib.contextmanager
+def name_file(caller: str, path: str | Path) -> Iterator[None]:
+    """Turn what a reader raises for a damaged file, which can be anything, into a `FolderError` that names the file."""
+    try:
+        yield
+    except FolderError:
+        raise
+    except Exception as error:
+        raise FolderError(f"{caller}: cannot read {path}: {str(error) or type(error).__name__}") from error
 
 
 def refuse(caller: str, problem: str, faults: Sequence[object], fix: str) -> None:
@@ -145,10 +157,8 @@ def list_images(folder: Path, caller: str = "ImageFolders") -> list[Path]:
 
 def read_image(path: str | Path, caller: str = "ImageFolders") -> Image.Image:
     """Read an image file as RGB."""
-    try:
+    with name_file(caller, path):
         return pil_loader(path)
-    except Exception as error:
-        raise FolderError(f"{caller}: cannot read {path}: {error}") from error
 
 
 def check_classes(

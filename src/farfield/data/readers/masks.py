@@ -22,6 +22,7 @@ from farfield.data.readers.images import (
     find_fault,
     find_note,
     list_some,
+    name_file,
     read_utf8,
     refuse,
 )
@@ -146,15 +147,13 @@ def _check_complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
 
 def read_mask(path: Path) -> Tensor:
     """Read the labels of a mask as a `uint8` tensor `(height, width)`; refuse colours."""
-    try:
+    with name_file("VOCFolders", path):
         if path.suffix == ".mat":
             from scipy.io import loadmat
 
             return torch.from_numpy(loadmat(path, mat_dtype=False)["GTcls"][0]["Segmentation"][0].astype(np.uint8))
         with Image.open(path) as image:
             mode, labels = image.mode, torch.from_numpy(np.array(image))
-    except Exception as error:
-        raise FolderError(f"VOCFolders: cannot read {path}: {error}") from error
     if mode not in _INDEXED:
         raise FolderError(
             f"VOCFolders: {path} has colours (mode {mode}) and not one label per pixel.\n"

@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from farfield.data.readers.images import Check, FolderError, check_each, find_fault, find_note, list_files, refuse
+from farfield.data.readers.images import (
+    Check,
+    FolderError,
+    check_each,
+    find_fault,
+    find_note,
+    list_files,
+    name_file,
+    refuse,
+)
 from farfield.data.readers.masks import format_size
 
 CALLER = "StereoFrames"
@@ -119,11 +128,8 @@ def read_disparity(path: Path) -> NDArray[np.float32]:
     """Read the disparities of a PFM file, or of KITTI's 16-bit PNG files, which store 256 times the disparity."""
     if path.suffix.lower() == ".pfm":
         return read_pfm(path)
-    try:
-        with Image.open(path) as image:
-            mode, values = image.mode, np.array(image)
-    except Exception as error:
-        raise FolderError(f"{CALLER}: cannot read {path}: {error}") from error
+    with name_file(CALLER, path), Image.open(path) as image:
+        mode, values = image.mode, np.array(image)
     if not mode.startswith("I"):
         raise FolderError(
             f"{CALLER}: {path} has 8 bits or colours (mode {mode}), whose unit is unknown.\n"

@@ -11,7 +11,7 @@ import tifffile
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
-from farfield.data.readers.images import CLUTTER, FolderError, check_names, refuse
+from farfield.data.readers.images import CLUTTER, FolderError, check_names, name_file, refuse
 from farfield.volumes.tiff_parts import check_parts, check_planes, describe_series
 
 SUFFIXES = (".tif", ".tiff")
@@ -81,16 +81,13 @@ def check_depths(*groups: Sequence[Path]) -> None:
 
 def open_tiff(path: Path) -> tifffile.TiffFile:
     """Open a TIFF file whose first series is whole."""
-    try:
+    with name_file("StackPairs", path):
         file = tifffile.TiffFile(path)
         check_parts(file)
         if not file.series:
             raise tifffile.TiffFileError("no images in it")
         check_planes(file)
-    # tifffile raises all kinds of errors for damaged files.
-    except Exception as error:
-        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
-    return file
+        return file
 
 
 def open_stack(path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None) -> NDArray[Any]:
@@ -156,10 +153,8 @@ def open_array(path: Path) -> NDArray[Any]:
                 f"StackPairs: {path} holds {series.dtype}; stacks are grey levels, whole numbers or floats."
             )
         in_one_piece = series.dataoffset is not None
-    try:
+    with name_file("StackPairs", path):
         return tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
-    except Exception as error:
-        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
 
 
 def _advise_axes(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None) -> str:
@@ -254,17 +249,11 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
     Returns:
         Sources `(samples, 1, z, y, x)` and targets of the same size, or `(samples, 1, y, x)` if they have one plane.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            missing = [name for name in ("X", "Y", "axes") if name not in file]
-            if missing:
-                raise FolderError(f"StackPairs: {path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
-            source, target, axes = file["X"], file["Y"], str(file["axes"])
-    except FolderError:
-        raise
-    # NumPy, zipfile and zlib raise all kinds of errors for damaged files.
-    except Exception as error:
-        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
+    with name_file("StackPairs", path), np.load(path, allow_pickle=False) as file:
+        missing = [name for name in ("X", "Y", "axes") if name not in file]
+        if missing:
+            raise FolderError(f"StackPairs: {path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
+        source, target, axes = file["X"], file["Y"], str(file["axes"])
     for name, part in (("X", source), ("Y", target)):
         if part.dtype.kind not in "uif":
             raise FolderError(f"StackPairs: {path}: {name} holds {part.dtype}; patches are whole numbers or floats.")

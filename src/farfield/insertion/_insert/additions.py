@@ -76,7 +76,6 @@ def with_entry(outputs: Any, key: Any, grid: Tensor) -> Any:
     return copy
 
 
-# ---- the child -------------------------------------------------------------------------------------------------------
 def _name_of_addition(host: nn.Module) -> str | None:
     """Return the name of the child that is the addition of a host: `del` gives the elements of a sequence new names."""
     for name in (CHILD, *(host._modules if runs_in_order(host) else ())):
@@ -132,7 +131,6 @@ def detach(host: nn.Module, entry: str | None) -> None:
             del host.__module__
 
 
-# ---- hooks -----------------------------------------------------------------------------------------------------------
 def _hooks(module: nn.Module, kind: str = "forward") -> OrderedDict[Any, Any]:
     """Return the hooks of a module; their keys are torch's numbers, and CHILD for ours."""
     return cast("OrderedDict[Any, Any]", vars(module)[f"_{kind}_hooks"])

@@ -82,7 +82,6 @@ def probe(
     return seen
 
 
-# ---- the example -----------------------------------------------------------------------------------------------------
 def run_example(caller: str, model: nn.Module, paths: Iterable[str], example: Any) -> Seen:
     """Run the model and record the modules at some paths; refuse an example that it does not take, or without batch."""
     try:

@@ -27,7 +27,6 @@ _IGNORED = (
 _CAUSAL_TOWERS = ("clip_text_model",)
 
 
-# ---- registering -----------------------------------------------------------------------------------------------------
 def register_transformers() -> list[str]:
     """Register every operator that is defined on tokens with transformers, as `farfield_<operator>`; return the names.
 
@@ -68,7 +67,6 @@ def register(name: str, operator: Operator) -> str:
     return implementation
 
 
-# ---- registered functions --------------------------------------------------------------------------------------------
 def _attend(
     name: str,
     operator: Operator,
@@ -125,7 +123,6 @@ def _make_mask(
     return None if attention_mask is None else attention_mask[:, None, None, kv_offset : kv_offset + kv_length].bool()
 
 
-# ---- choosing layers -------------------------------------------------------------------------------------------------
 def uses_interface(module: nn.Module) -> bool:
     """Whether a module looks its attention up in transformers' `AttentionInterface`, by a name in its config."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)

@@ -58,7 +58,6 @@ def find_obstacle(operator: Operator) -> str | None:
     return None
 
 
-# ---- masks -----------------------------------------------------------------------------------------------------------
 def valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
     """Return which keys `(b, h, n, d)` are valid under a mask of pairs, as `(b, 1, 1, n)`; None without a mask.
 
