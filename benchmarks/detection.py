@@ -24,7 +24,7 @@ from training import fit, minutes
 
 from farfield import models
 from farfield.data.object_datasets import read_image_tensor
-from farfield.data.readers.coco import draw_masks
+from farfield.data.readers.coco import decode_masks
 from farfield.tasks.detect import list_entries
 from farfield.tasks.writers.detections import draw_detections
 
@@ -110,7 +110,7 @@ def picture(root: Path, runs: dict[str, Path], file: Path) -> None:
     for row, image in zip(grid, images, strict=True):
         path = root / "val" / image["file_name"]
         there = [each for each in annotations["annotations"] if each["image_id"] == image["id"]]
-        masks = draw_masks(there, image["height"], image["width"])[:, None].float()
+        masks = decode_masks(there, image["height"], image["width"])[:, None].float()
         panels = {"annotated": list_entries(as_detections(there, masks))}
         with torch.no_grad():
             for place, net in nets.items():

@@ -17,7 +17,7 @@ from PIL import Image
 from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
 from farfield.data.classify import Digits, ImageFolders
 from farfield.data.readers.images import FolderError
-from farfield.data.splits import draw_subset, split
+from farfield.data.splits import draw_subset, split_by_class
 from helpers.made_images import make_folder, make_root
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -37,11 +37,11 @@ def opened(root: Path, stage: str = "fit", **options: Any) -> ImageFolders:
 @given(some.lists(some.integers(10, 40), min_size=2, max_size=5), some.integers(0, 9))
 def test_a_split_is_stratified_fixed_and_disjoint(numbers: list[int], seed: int) -> None:
     labels = np.repeat(np.arange(len(numbers)), numbers)
-    first, second = split(labels.tolist(), 0.2, seed)
+    first, second = split_by_class(labels.tolist(), 0.2, seed)
     assert sorted([*first, *second]) == list(range(len(labels)))
     for name, number in enumerate(numbers):
         assert abs((labels[second] == name).sum() - number / 5) < 1.5
-    assert all(map(np.array_equal, split(labels.tolist(), 0.2, seed), (first, second)))
+    assert all(map(np.array_equal, split_by_class(labels.tolist(), 0.2, seed), (first, second)))
 
 
 def test_a_subset_has_the_number_requested_and_the_same_share_of_each_class() -> None:

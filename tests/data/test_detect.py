@@ -21,7 +21,7 @@ from farfield.data.object_datasets import AnnotatedImages
 from farfield.data.readers.coco import (
     Annotated,
     check_files,
-    draw_masks,
+    decode_masks,
     find_box_fault,
     find_box_faults,
     find_mask_faults,
@@ -69,7 +69,7 @@ def test_masks_are_those_of_pycocotools(tmp_path: Path) -> None:
     part, theirs = read_annotated(root, "val"), COCO(str(root / "annotations" / "instances_val.json"))
     for image in part.images:
         objects = part.objects[image["id"]]
-        ours = draw_masks(objects, image["height"], image["width"]).numpy()
+        ours = decode_masks(objects, image["height"], image["width"]).numpy()
         assert all(np.array_equal(mask, theirs.annToMask(each)) for mask, each in zip(ours, objects, strict=True))
 
 

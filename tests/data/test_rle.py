@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from hypothesis.extra import numpy as arrays
 from pycocotools import mask as coco
 
-from farfield.data.readers.coco import draw_masks, find_mask_fault
+from farfield.data.readers.coco import decode_masks, find_mask_fault
 from farfield.data.readers.run_lengths import find_rle_fault, read_runs
 
 
@@ -35,7 +35,7 @@ def test_runs_are_those_that_pycocotools_wrote(mask: np.ndarray) -> None:
     for form in (counts, runs_by_hand(mask)):
         segmentation = {"size": [height, width], "counts": form}
         assert find_rle_fault(segmentation, width, height) is None
-        assert np.array_equal(draw_masks([{"segmentation": segmentation}], height, width)[0].numpy(), mask)
+        assert np.array_equal(decode_masks([{"segmentation": segmentation}], height, width)[0].numpy(), mask)
 
 
 def test_rle_without_counts() -> None:
@@ -101,7 +101,7 @@ def test_what_is_let_through_is_decoded_and_is_a_mask_of_its_size(counts: Any) -
     segmentation = {"size": [4, 5], "counts": counts}
     fault = find_mask_fault(segmentation, 5, 4)
     if fault is None:
-        mask = draw_masks([{"segmentation": segmentation}], 4, 5)
+        mask = decode_masks([{"segmentation": segmentation}], 4, 5)
         assert (tuple(mask.shape), sum(read_runs(counts))) == ((1, 4, 5), 20)
     else:
         assert fault.startswith("its RLE ")

@@ -62,16 +62,16 @@ def build_training_transform(augmentation: Augmentation, side: int) -> v2.Compos
         case "none":
             return build_evaluation_transform(augmentation, side)
         case "paper":
-            return _compose(v2.Resize((_before_crop(side),) * 2, antialias=True), v2.RandomCrop(side), flip)
+            return _chain(v2.Resize((_before_crop(side),) * 2, antialias=True), v2.RandomCrop(side), flip)
         case "shift" | "cutout":
             whole = (v2.Resize(side, antialias=True), v2.CenterCrop(side))
             hole = [v2.RandomErasing(1.0, (1 / 4, 1 / 4), (1, 1), list(_GREY))] if augmentation == "cutout" else []
-            return _compose(*whole, v2.RandomCrop(side, padding=side // 8), flip, *hole)
+            return _chain(*whole, v2.RandomCrop(side, padding=side // 8), flip, *hole)
         case "crop":
-            return _compose(v2.RandomResizedCrop(side, scale=(0.35, 1.0), antialias=True), flip)
+            return _chain(v2.RandomResizedCrop(side, scale=(0.35, 1.0), antialias=True), flip)
         case "author":
             crop = v2.RandomResizedCrop(side, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), antialias=True)
-            return _compose(crop, flip, v2.ColorJitter(0.4, 0.4, 0.4), Lighting(0.1))
+            return _chain(crop, flip, v2.ColorJitter(0.4, 0.4, 0.4), Lighting(0.1))
     raise unknown("data.classify", "augmentation", augmentation, get_args(Augmentation))
 
 
@@ -86,10 +86,10 @@ def build_evaluation_transform(augmentation: Augmentation, side: int) -> v2.Comp
         torch.Size([3, 32, 32])
     """
     shorter = _before_crop(side) if augmentation in ("paper", "author") else side
-    return _compose(v2.Resize(shorter, antialias=True), v2.CenterCrop(side))
+    return _chain(v2.Resize(shorter, antialias=True), v2.CenterCrop(side))
 
 
-def _compose(*transforms: torch.nn.Module) -> v2.Compose:
+def _chain(*transforms: torch.nn.Module) -> v2.Compose:
     # PILToTensor leaves tensors unchanged.
     return v2.Compose([v2.PILToTensor(), *transforms])
 

@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional
 from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
 from farfield.data.base import Loading, check_root, list_folders, refuse_level
 from farfield.data.readers.images import Check, FolderError, check_classes, check_images, list_classes, list_images
-from farfield.data.splits import ClassFolders, Images, draw_subset, name_images, split
+from farfield.data.splits import ClassFolders, Images, draw_subset, name_images, split_by_class
 
 Colours = tuple[float, float, float]
 
@@ -141,7 +141,7 @@ class ImageFolders(_Classification):
         train = ClassFolders(folder, self.training_transform)
         kept, held = np.arange(len(train)), np.arange(0)
         if "val" not in self.folders:
-            kept, held = split(train.targets, _HELD_OUT, self.seed)
+            kept, held = split_by_class(train.targets, _HELD_OUT, self.seed)
         if self.subset is not None:
             kept = kept[draw_subset([train.targets[index] for index in kept], self.subset, self.seed)]
         still = ClassFolders(folder, self.evaluation_transform)
@@ -193,7 +193,7 @@ class Digits(_Classification):
         self.classes = [str(name) for name in bunch.target_names]
         small = torch.from_numpy(bunch.images * (255 / 16)).float()[:, None].expand(-1, 3, -1, -1)
         large = functional.resize(small, [self.image_size] * 2, antialias=True).round().clamp(0, 255).to(torch.uint8)
-        kept, held = split(bunch.target, _HELD_OUT, self.seed)
+        kept, held = split_by_class(bunch.target, _HELD_OUT, self.seed)
         if self.subset is not None:
             kept = kept[draw_subset(bunch.target[kept], self.subset, self.seed)]
         labels = bunch.target.tolist()

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as images
 
 from farfield._outputs import output_path
-from farfield.data.readers.coco import Annotated, draw_masks, find_box_fault
+from farfield.data.readers.coco import Annotated, decode_masks, find_box_fault
 from farfield.data.readers.images import check_names, find_fault, read_image
 
 LeftOut = Literal["images_without_objects", "faulty_boxes"]
@@ -61,7 +61,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
         target: dict[str, Any] = {"boxes": boxes}
         target["labels"] = torch.tensor([self.labels[each["category_id"]] for each in objects], dtype=torch.int64)
         if self.masks:
-            target["masks"] = draw_masks(objects, *size)
+            target["masks"] = decode_masks(objects, *size)
         if self.training:
             # As tv_tensors, boxes and masks are mirrored and removed together.
             box: Any = tv_tensors.BoundingBoxes

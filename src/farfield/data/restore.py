@@ -31,7 +31,7 @@ _DRAW = 0
 
 
 # The loader would make tensors of arrays.
-def _keep(sample: Any) -> Any:
+def _return_sample(sample: Any) -> Any:
     return sample
 
 
@@ -40,7 +40,7 @@ _ONE_BY_ONE: dict[str, Any] = {
     "batch_size": None,
     "num_workers": 0,
     "persistent_workers": False,
-    "collate_fn": _keep,
+    "collate_fn": _return_sample,
 }
 
 

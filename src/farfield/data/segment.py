@@ -121,7 +121,7 @@ class VOCFolders(Loading):
 
     def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return a whole normalised image, with `shorter_side`, and its labels at their original size."""
-        return normalize_image(_shorten(image, self.shorter_side)), labels.long()
+        return normalize_image(_shorten_side(image, self.shorter_side)), labels.long()
 
     def _pairs(self) -> dict[str, list[Pair]]:
         """List the pairs of train, val and, if there is such a list, test."""
@@ -194,7 +194,7 @@ def _list_images_to_predict(folder: Path, paths: Sequence[Path], shorter_side: i
 def _read_to_predict(shorter_side: int | None, entry: tuple[Path, str]) -> tuple[Tensor, str, str, Tensor]:
     path, name = entry
     image = read_pixels(path)
-    return normalize_image(_shorten(image, shorter_side)), str(path), name, torch.tensor(image.shape[1:])
+    return normalize_image(_shorten_side(image, shorter_side)), str(path), name, torch.tensor(image.shape[1:])
 
 
 def read_pixels(path: Path, caller: str = "VOCFolders") -> Tensor:
@@ -202,7 +202,7 @@ def read_pixels(path: Path, caller: str = "VOCFolders") -> Tensor:
     return images.pil_to_tensor(read_image(path, caller))
 
 
-def _shorten(image: Tensor, side: int | None) -> Tensor:
+def _shorten_side(image: Tensor, side: int | None) -> Tensor:
     """Resize an image so that its shorter side has the length `side`; None returns it unchanged."""
     return image if side is None else images.resize(image, [side], antialias=True)
 

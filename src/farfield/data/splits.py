@@ -17,13 +17,13 @@ from farfield.data.base import Listed
 from farfield.data.readers.images import FolderError, list_classes, list_images, read_image
 
 
-def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_by_class(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split samples into two parts with the same share of each class; return the indices of both, sorted.
 
     `fraction` is the share of the samples in the second part, or, as an int, their number.
 
     Example:
-        >>> first, second = split([0] * 10 + [1] * 20, 0.2, seed=0)
+        >>> first, second = split_by_class([0] * 10 + [1] * 20, 0.2, seed=0)
         >>> len(first), len(second)
         (24, 6)
     """
@@ -43,7 +43,7 @@ def draw_subset(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
         raise FolderError(
             f"data.classify: subset={number} of {len(labels)} training images; fix: a subset of {len(labels)} at most."
         )
-    return np.arange(number) if number == len(labels) else split(labels, len(labels) - number, seed)[0]
+    return np.arange(number) if number == len(labels) else split_by_class(labels, len(labels) - number, seed)[0]
 
 
 class Images(Dataset[Any]):

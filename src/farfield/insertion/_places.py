@@ -19,7 +19,7 @@ from farfield._checks import unknown
 CHILD = "farfield"
 
 # Functions that count or iterate over what they get. Others, such as `checkpoint_sequential`, may run a sequence whole.
-ITERATE = {"enumerate", "iter", "len", "list", "map", "reversed", "set", "tuple", "zip"}
+_ITERATE = {"enumerate", "iter", "len", "list", "map", "reversed", "set", "tuple", "zip"}
 
 # Names of the stages of a residual network in the papers; their numbers are one less than in Detectron.
 _STAGES = {f"res{stage}": f"layer{stage}" for stage in range(1, 5)}
@@ -229,6 +229,6 @@ def _opened_parts(node: ast.AST) -> list[Any]:
             return [part]
         case ast.Subscript(value=part) | ast.Attribute(value=part) | ast.Starred(value=part) | ast.Assign(value=part):
             return [part]
-        case ast.Call(func=ast.Name(id=name)) if name in ITERATE:
+        case ast.Call(func=ast.Name(id=name)) if name in _ITERATE:
             return list(node.args)
     return []

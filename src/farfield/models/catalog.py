@@ -15,7 +15,7 @@ from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
 from farfield.models.detector import Detector, faster_rcnn, mask_rcnn
 from farfield.models.gan import SAGAN, sagan
 from farfield.models.psmnet import PSMNet, psmnet_basic, psmnet_stacked
-from farfield.models.storage import load
+from farfield.models.storage import load_model
 from farfield.models.unet import ProjectionUNet, UNet, unet_care, unet_projection, unet_residual
 from farfield.models.video import I3D, VideoResNet, i3d_resnet50, video_resnet
 from farfield.ops.table import OPERATORS, Operator
@@ -218,7 +218,7 @@ def from_pretrained(
         )
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token}
     hub |= {"local_files_only": local_files_only, "force_download": force_download}
-    return load("models.from_pretrained", path_or_repo, rebuild, hub)
+    return load_model("models.from_pretrained", path_or_repo, rebuild, hub)
 
 
 def rebuild(config: dict[str, Any]) -> nn.Module:

@@ -152,7 +152,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         config = bind_arguments(locals())
         super().__init__()
         self.config, variant = config, _find_variant(model, operator)
-        _check_arguments(model, num_classes, in_channels, width, dropout)
+        _check_sizes(model, num_classes, in_channels, width, dropout)
         strides, places = _check_strides(model, strides, output_stride)
         self.name, self.in_channels, self.strides = model, in_channels, tuple(stride for stride, _ in places)
         self.config["strides"] = list(strides)
@@ -179,7 +179,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
     def reset_parameters(self) -> None:
         """Draw all weights but those of norms, which initialize themselves."""
-        initialize(self)
+        draw_weights(self)
 
     def forward(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"] | Float[Tensor, "b d y x"]:
         """Return one logit per class; without a classifier the pooled features, or the grid if nothing is pooled."""
@@ -268,7 +268,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         self.global_pool = check_pool(self.name, pool, num_classes)
         old = next(self.parameters())
         classifier = nn.Linear(self.head_hidden_size, num_classes) if num_classes else nn.Identity()
-        self.classifier = initialize(classifier.to(old.device, old.dtype))
+        self.classifier = draw_weights(classifier.to(old.device, old.dtype))
         self.num_classes = self.config["num_classes"] = num_classes
         self.config.pop("global_pool", None)
         if self.global_pool != "avg":
@@ -311,7 +311,7 @@ def _round_channels(channels: float, divisor: int = 8) -> int:
     return rounded + divisor if rounded < 0.9 * channels else rounded
 
 
-def initialize(net: nn.Module) -> nn.Module:
+def draw_weights(net: nn.Module) -> nn.Module:
     """Draw all weights as in the papers: Glorot uniform, biases 0; batch norm initializes itself to 1 and 0."""
     for module in net.modules():
         if isinstance(module, GridAttention):
@@ -323,7 +323,7 @@ def initialize(net: nn.Module) -> nn.Module:
     return net
 
 
-def _check_arguments(model: str, num_classes: int, in_channels: int, width: float, dropout: float) -> None:
+def _check_sizes(model: str, num_classes: int, in_channels: int, width: float, dropout: float) -> None:
     check_whole(model, "num_classes", num_classes, 0)
     check_whole(model, "in_channels", in_channels, 1)
     if not 0 < width < math.inf:

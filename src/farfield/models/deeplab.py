@@ -16,7 +16,7 @@ from farfield._checks import unknown
 from farfield.insertion._places import CHILD
 from farfield.models.channel_norm import ChannelNorm
 from farfield.models.choices import bind_arguments, check_whole, find_operator
-from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, initialize
+from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, draw_weights
 from farfield.models.storage import Stored, read_weights
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself, draw
@@ -153,7 +153,7 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
                 if isinstance(convolution, nn.Conv2d):
                     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
         else:
-            initialize(self.backbone)
+            draw_weights(self.backbone)
         _draw_head(self.head)
 
     def card_shape(self, side: int) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class Generator(nn.Module):
         pairs = itertools.pairwise([widths[0], *widths])
         self.blocks = nn.ModuleList(GeneratorBlock(before, after, num_classes) for before, after in pairs)
         self.attending = _count_halvings(attention_at) - 1
-        self.attention = _attend(widths[self.attending], operator, normalized)
+        self.attention = _build_attention(widths[self.attending], operator, normalized)
         self.norm = nn.BatchNorm2d(channels)
         self.last = bound_weight(nn.Conv2d(channels, 3, 3, padding=1))
 
@@ -142,7 +142,7 @@ class Discriminator(nn.Module):
         self.blocks.extend(DiscriminatorBlock(before, after) for before, after in itertools.pairwise(widths))
         self.blocks.append(DiscriminatorBlock(widths[-1], widths[-1], halve=False))
         self.attending = _count_halvings(side) - _count_halvings(attention_at) - 1
-        self.attention = _attend(widths[self.attending], operator, normalized)
+        self.attention = _build_attention(widths[self.attending], operator, normalized)
         self.score = bound_weight(nn.Linear(widths[-1], 1))
         self.classes = bound_weight(nn.Embedding(num_classes, widths[-1])) if num_classes else None
 
@@ -223,7 +223,7 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
     ) -> None:
         config = bind_arguments(locals())
         super().__init__()
-        _check_arguments(model, operator, side, attention_at)
+        _check_sides(model, operator, side, attention_at)
         check_whole(model, "num_classes", num_classes, 0)
         sizes = {"noise_channels": noise_channels, "generator_channels": generator_channels}
         sizes |= {"discriminator_channels": discriminator_channels}
@@ -270,7 +270,7 @@ def sagan(
     return SAGAN(**locals())
 
 
-def _check_arguments(model: str, operator: str | Operator | None, side: int, attention_at: int) -> None:
+def _check_sides(model: str, operator: str | Operator | None, side: int, attention_at: int) -> None:
     """Refuse unknown models and operators, and sizes of images or grids that the networks cannot have."""
     if model != "sagan":
         raise unknown("models.SAGAN", "model", model, ["sagan"])
@@ -287,7 +287,7 @@ def _check_arguments(model: str, operator: str | Operator | None, side: int, att
         )
 
 
-def _attend(channels: int, operator: str | Operator | None, normalized: bool) -> nn.Module:
+def _build_attention(channels: int, operator: str | Operator | None, normalized: bool) -> nn.Module:
     return nn.Identity() if operator is None else GatedAttention(channels, operator, normalized)
 
 

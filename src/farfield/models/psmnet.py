@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from farfield._checks import shape_error, unknown
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.compact import check_image
-from farfield.models.psmnet_parts import BasicBlock, Hourglass, classifier, conv_norm_relu, initialize, residual
+from farfield.models.psmnet_parts import BasicBlock, Hourglass, classifier, conv_norm_relu, draw_kernels, residual
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself
@@ -110,7 +110,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
 
     def reset_parameters(self) -> None:
         """Draw the convolutions; attention draws itself."""
-        initialize(self)
+        draw_kernels(self)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """Return the shape of each image whose MACs a model card counts: channels, height, width."""

@@ -93,7 +93,7 @@ def classifier(channels: int) -> nn.Sequential:
     )
 
 
-def initialize(net: nn.Module) -> nn.Module:
+def draw_kernels(net: nn.Module) -> nn.Module:
     """Draw convolutions from N(0, 2 / (kernel positions · output channels)); transposed ones keep torch's values."""
     for module in net.modules():
         if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd):

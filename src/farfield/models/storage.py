@@ -182,10 +182,10 @@ class Stored(PyTorchModelHubMixin):
         caller = f"{cls.__name__}.from_pretrained"
         hub = {"force_download": force_download, "token": token, "cache_dir": cache_dir}
         hub |= {"local_files_only": local_files_only, "revision": revision}
-        return load(caller, pretrained_model_name_or_path, lambda config: cls(**config), hub)
+        return load_model(caller, pretrained_model_name_or_path, lambda config: cls(**config), hub)
 
 
-def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
+def load_model(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
     """Build a model from a folder or a repository of the Hub, fill in its weights and put it in eval mode.
 
     `build` makes the model of a configuration; `hub` has options of `hf_hub_download`. The model is first built on the

@@ -66,7 +66,7 @@ def load_torchvision(net: CompactNet, state_dict: Mapping[str, Tensor]) -> Loade
         [314, 0, 0]
     """
     sources, own = dict(_find_sources(net)), net.state_dict()
-    _check_names(net, {source.name for source in sources.values()}, set(state_dict))
+    _check_mobilenet(net, {source.name for source in sources.values()}, set(state_dict))
     report, copies = Loaded([], [], [*(own.keys() - sources.keys())]), []
     for name, source in sources.items():
         mine, other = own[name], state_dict[source.name]
@@ -116,7 +116,7 @@ def _is_replaceable(net: CompactNet, name: str) -> bool:
     return name.startswith("classifier.") or (name == "stem.convolution.weight" and net.in_channels != 3)
 
 
-def _check_names(net: CompactNet, expected: set[str], given: set[str]) -> None:
+def _check_mobilenet(net: CompactNet, expected: set[str], given: set[str]) -> None:
     """Refuse a state dict that lacks entries of MobileNetV2 or has others."""
     classifier = {"classifier.1.weight", "classifier.1.bias"}  # unused by a net without classes
     lacking, strange = sorted(expected - given), sorted(given - expected - classifier)

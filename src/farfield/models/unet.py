@@ -20,10 +20,10 @@ from farfield.models.unet_parts import (
     build_care,
     build_residual,
     build_selection,
-    check_numbers,
     check_stack,
-    initialize,
-    reach,
+    check_unet,
+    draw_convolutions,
+    find_reach,
 )
 from farfield.nn.initialization import DrawnByItself
 from farfield.nn.spatial_dims import layers
@@ -94,7 +94,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         if model not in VARIANTS:
             raise unknown("models.UNet", "model", model, VARIANTS)
         sizes = {"depth": depth, "first_channels": first_channels, "in_channels": in_channels}
-        check_numbers(model, operator, sizes, kernel)
+        check_unet(model, operator, sizes, kernel)
         self.config, self.name, self.spatial_dims, self.depth = config, model, spatial_dims, depth
         self.in_channels, self.kernel = in_channels, kernel
         build = build_care if model == "unet_care" else build_residual
@@ -113,7 +113,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
 
     def reset_parameters(self) -> None:
         """Draw the convolutions; attention draws itself."""
-        initialize(self)
+        draw_convolutions(self)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *n"]:
         """Return the restored grid; for a probabilistic net means, then scales, concatenated along the channels."""
@@ -143,7 +143,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         radius = self.kernel // 2
         care = self.name == "unet_care"
         spans = [
-            (place, reach(place, place, self.depth, 2 * radius, None if care else radius))
+            (place, find_reach(place, place, self.depth, 2 * radius, None if care else radius))
             for place in range(2**self.depth)
         ]
         stem = 0 if care else radius
@@ -211,7 +211,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         super().__init__()
         if model != "unet_projection":
             raise unknown("models.ProjectionUNet", "model", model, ["unet_projection"])
-        check_numbers(model, operator, {"depth": depth, "first_channels": first_channels}, kernel)
+        check_unet(model, operator, {"depth": depth, "first_channels": first_channels}, kernel)
         self.unet = UNet(
             operator=operator,
             spatial_dims=2,
@@ -229,7 +229,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
 
     def reset_parameters(self) -> None:
         """Draw the convolutions that weigh the depth; the U-Net draws itself."""
-        initialize(self.select)
+        draw_convolutions(self.select)
 
     def forward(self, stack: Float[Tensor, "b 1 z y x"]) -> Float[Tensor, "b p y x"]:
         """Return the restored image; for a probabilistic net means, then scales, concatenated along the channels."""

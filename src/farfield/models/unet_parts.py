@@ -211,7 +211,7 @@ def append_attention(
     return nn.Sequential(OrderedDict(block=block, attention=attention if alone else PreActivated(attention)))
 
 
-def initialize(net: nn.Module) -> nn.Module:
+def draw_convolutions(net: nn.Module) -> nn.Module:
     """Initialize convolutions as in the papers: Glorot uniform, biases 0; attention keeps its own initialization."""
     for module in net.modules():
         if isinstance(module, _ConvNd):
@@ -221,7 +221,7 @@ def initialize(net: nn.Module) -> nn.Module:
     return net
 
 
-def reach(low: int, high: int, levels: int, block: int, radius: int | None) -> tuple[int, int]:
+def find_reach(low: int, high: int, levels: int, block: int, radius: int | None) -> tuple[int, int]:
     """Return the first and the last input position on which outputs `low` to `high` depend, without attention.
 
     The positions may lie outside the grid. `block` is the sum of the radii of a block's convolutions, `radius` that of
@@ -232,12 +232,12 @@ def reach(low: int, high: int, levels: int, block: int, radius: int | None) -> t
         return low, high
     before = 0 if radius is None else radius
     # In a transposed convolution of stride 2, outputs 2i - radius to 2i + radius depend on input i.
-    below = reach(-((before - low) // 2), (high + before) // 2, levels - 1, block, radius)
+    below = find_reach(-((before - low) // 2), (high + before) // 2, levels - 1, block, radius)
     last = 1 if radius is None else radius
     return min(low, 2 * below[0] - before) - block, max(high, 2 * below[1] + last) + block
 
 
-def check_numbers(model: str, operator: str | Operator | None, numbers: Mapping[str, int], kernel: int) -> None:
+def check_unet(model: str, operator: str | Operator | None, numbers: Mapping[str, int], kernel: int) -> None:
     """Refuse an unknown operator, numbers below 1, and a kernel whose size is even."""
     if operator is not None:
         find_operator(model, operator)

@@ -159,7 +159,7 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         super().__init__()
         if model != "i3d_resnet50":
             raise unknown("models.I3D", "model", model, ["i3d_resnet50"])
-        _check_arguments(model, operator, num_classes)
+        _check_choices(model, operator, num_classes)
         self.config = config
         self.conv1 = nn.Conv3d(3, 64, (5, 7, 7), stride=(1, 2, 2), padding=(2, 3, 3), bias=False)
         self.bn1 = nn.BatchNorm3d(64)
@@ -231,7 +231,7 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
         super().__init__()
         if model != "video_resnet":
             raise unknown("models.VideoResNet", "model", model, ["video_resnet"])
-        _check_arguments(model, operator, num_classes)
+        _check_choices(model, operator, num_classes)
         check_whole(model, "channels", channels, 1)
         if backbone not in BACKBONES:
             raise unknown(model, "backbone", backbone, BACKBONES)
@@ -321,7 +321,7 @@ def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
                 tensor.copy_(tensors[name])
 
 
-def _check_arguments(model: str, operator: str | Operator | None, num_classes: int) -> None:
+def _check_choices(model: str, operator: str | Operator | None, num_classes: int) -> None:
     if operator is not None:
         find_operator(model, operator)
     check_whole(model, "num_classes", num_classes, 1)

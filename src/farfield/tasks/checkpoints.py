@@ -107,7 +107,7 @@ def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
         checkpoint = read_pickled(path, map_location)
     except ValueError as error:
         raise CheckpointError(f"{path} {error}; fix: another checkpoint of the run, or start a new run.") from error
-    fault = _find_fault(checkpoint)
+    fault = _describe_fault(checkpoint)
     if fault:
         raise CheckpointError(
             f"{path} is no checkpoint of a training run: {fault}; fix: best.ckpt or last.ckpt of a run."
@@ -115,7 +115,7 @@ def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
     return checkpoint
 
 
-def _find_fault(checkpoint: Any) -> str | None:
+def _describe_fault(checkpoint: Any) -> str | None:
     if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
         return "it has no state_dict"
     if not all(map(is_entry, checkpoint["state_dict"].items())):

@@ -213,13 +213,13 @@ def is_rectangle(each: Mapping[str, Any]) -> bool:
     return all(np.abs(points - corner).max(1).min() < _ROUNDING / 2 for corner in corners)
 
 
-def draw_masks(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> UInt8[Tensor, "objects h w"]:
+def decode_masks(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> UInt8[Tensor, "objects h w"]:
     """Turn the segmentations of objects, polygons or RLE (compressed or not), into masks: 1 on the object, else 0.
 
     Example:
         >>> square = [1, 1, 3, 1, 3, 3, 1, 3]
         >>> column = {"size": [4, 5], "counts": [8, 4, 8]}
-        >>> draw_masks([{"segmentation": [square]}, {"segmentation": column}], 4, 5).sum((1, 2))
+        >>> decode_masks([{"segmentation": [square]}, {"segmentation": column}], 4, 5).sum((1, 2))
         tensor([4, 4])
     """
     masks = np.zeros((len(objects), height, width), np.uint8)

@@ -73,7 +73,7 @@ def list_classes(folder: Path) -> list[str]:
     return names
 
 
-def _is_image(path: str | Path) -> bool:
+def _is_image_file(path: str | Path) -> bool:
     path = Path(path)
     return path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith(".")
 
@@ -149,7 +149,7 @@ def list_images(folder: Path, caller: str = "ImageFolders") -> list[Path]:
     """List all image files below a folder in sorted order."""
     if not folder.is_dir():
         raise FolderError(f"{caller}: {folder} is not a folder.\n  fix: the path of a folder with images.")
-    images = [path for path in list_files(folder) if _is_image(path)]
+    images = [path for path in list_files(folder) if _is_image_file(path)]
     if not images:
         raise FolderError(f"{caller}: {folder} has no images ({', '.join(IMG_EXTENSIONS)}).")
     return images
@@ -214,13 +214,13 @@ def check_each(
     with ThreadPoolExecutor() as pool:
         faults = [text for text in pool.map(fault, items, chunksize=64) if text]
     refuse(caller, f"of the {len(items)} {problem}", faults, fix)
-    _leave(note)
+    _leave_note(note)
 
 
 def find_fault(path: Path) -> str | None:
     """Read one file to its end; return what is wrong with it, or None."""
     try:
-        if not _is_image(path):
+        if not _is_image_file(path):
             return f"{path}: not an image by its suffix"
         # A pipe would block.
         if not path.is_file():
@@ -247,7 +247,7 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfield" / "checked"
 
 
-def _leave(note: Path) -> None:
+def _leave_note(note: Path) -> None:
     """Write an empty file as a note; where that is not permitted, the folder is checked again next time."""
     try:
         note.parent.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ def check_depths(*groups: Sequence[Path]) -> None:
     for files in groups:
         first: dict[str, Path] = {}
         for path in files:
-            with open_tiff(path) as file:
+            with open_tiff_file(path) as file:
                 first.setdefault(str(file.series[0].dtype), path)
         if len(first) > 1:
             listed = "\n  ".join(f"{dtype:8} {path}" for dtype, path in first.items())
@@ -79,7 +79,7 @@ def check_depths(*groups: Sequence[Path]) -> None:
             )
 
 
-def open_tiff(path: Path) -> tifffile.TiffFile:
+def open_tiff_file(path: Path) -> tifffile.TiffFile:
     """Open a TIFF file whose first series is whole."""
     with name_file("StackPairs", path):
         file = tifffile.TiffFile(path)
@@ -99,7 +99,7 @@ def open_stack(path: Path, spatial_dims: int, axes: str | None = None, channel: 
         axes: The axes, e.g. "ZYX"; None takes those that the file gives.
         channel: Index of the channel to read, for files of several; ignored for others.
     """
-    with open_tiff(path) as file:
+    with open_tiff_file(path) as file:
         shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
     place = _find_channels_axis(shape, letters)
     if channel is None or place is None:
@@ -140,7 +140,7 @@ def open_stacks(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
 
 def open_array(path: Path) -> NDArray[Any]:
     """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read."""
-    with open_tiff(path) as file:
+    with open_tiff_file(path) as file:
         series = file.series[0]
         if len(file.series) > 1:
             others = "".join(f"\n  series {place}  {describe_series(each)}" for place, each in enumerate(file.series))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.tiff import SUFFIXES, check_depths, list_stacks, open_array, open_stack, open_tiff
+from farfield.data.readers.tiff import SUFFIXES, check_depths, list_stacks, open_array, open_stack, open_tiff_file
 from farfield.volumes import Volume, open_volume
 from farfield.volumes.tiff_metadata import read_tiff_metadata
 from farfield.volumes.tiff_parts import paths_of
@@ -34,7 +34,7 @@ def list_stack_files(path: Path) -> list[Path]:
     """Return the files, or the zarr folder, that a stack is in: those of an OME-TIFF can be several."""
     if path.suffix.lower() not in SUFFIXES:
         return [path]
-    with open_tiff(path) as file:
+    with open_tiff_file(path) as file:
         return [path, *sorted(paths_of(file.series[0]) - {path})]
 
 
@@ -50,7 +50,7 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
     """
     wanted = "ZYX"[-spatial_dims:]
     if path.suffix.lower() in SUFFIXES:
-        with open_tiff(path) as file:
+        with open_tiff_file(path) as file:
             shape, metadata = tuple(file.series[0].shape), read_tiff_metadata(file)
         metadata = replace(metadata, axes=(axes or metadata.axes).upper())
         if not isinstance(channel, Sequence) or "C" not in metadata.axes or len(metadata.axes) != len(shape):

@@ -106,7 +106,7 @@ def additions(model: nn.Module) -> dict[Place, nn.Module]:
     return {place: host for path, host in hosts.items() for place in places_of(path, host)}
 
 
-def attach(host: nn.Module, entry: str | None, module: nn.Module) -> None:
+def attach_addition(host: nn.Module, entry: str | None, module: nn.Module) -> None:
     module.__module__ = _CALLED
     module.train(host.training)
     if entry is None:
@@ -118,7 +118,7 @@ def attach(host: nn.Module, entry: str | None, module: nn.Module) -> None:
         _hang(host)
 
 
-def detach(host: nn.Module, entry: str | None) -> None:
+def detach_addition(host: nn.Module, entry: str | None) -> None:
     """Remove the addition, or that of one entry, from its host."""
     name = _name_of_addition(host) or CHILD
     addition = host.get_submodule(name)
@@ -165,7 +165,7 @@ class Watch:
             if CHILD not in host._modules:
                 continue
             now = _module_at(module, path)
-            if now is None or not _is_same(now._modules.get(CHILD), host._modules[CHILD]):
+            if now is None or not _are_one(now._modules.get(CHILD), host._modules[CHILD]):
                 old = type(host).__name__
                 kinds = f"its {old} was removed" if now is None else f"{type(now).__name__} has replaced its {old}"
                 raise RuntimeError(
@@ -198,7 +198,7 @@ def watch(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> No
             watched.hosts[inside(around, place.path)] = host
 
 
-def _is_same(one: nn.Module | None, other: nn.Module | None) -> bool:
+def _are_one(one: nn.Module | None, other: nn.Module | None) -> bool:
     """Whether two additions are one, or replicas of one on several GPUs: these share the dict of their hooks."""
     # The first comparison is the one that Dynamo evaluates.
     return one is other or (one is not None and other is not None and _hooks(one) is _hooks(other))

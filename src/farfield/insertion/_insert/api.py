@@ -7,8 +7,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from farfield.insertion._insert.additions import ChannelsLast, additions, attach, detach, read_old, tidy, watch
-from farfield.insertion._insert.checks import check_batch, check_free, check_open, check_types, grid_at, look, verify
+from farfield.insertion._insert.additions import (
+    ChannelsLast,
+    additions,
+    attach_addition,
+    detach_addition,
+    read_old,
+    tidy,
+    watch,
+)
+from farfield.insertion._insert.checks import (
+    check_batch,
+    check_free,
+    check_open,
+    check_types,
+    grid_at,
+    record_places,
+    verify,
+)
 from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, check_layouts, look_elsewhere
 from farfield.insertion._places import Place, find_places, inside
 
@@ -94,7 +110,7 @@ def insert(
     places = {place: model.get_submodule(place.path) for place in named.values()}
     for place in places:
         check_free("insert", model, place)
-    seen = look(model, [*named, *places], example)
+    seen = record_places(model, [*named, *places], example)
     grids = {place: grid_at(model, place, seen, example) for place in places}
     elsewhere = look_elsewhere(model, places, example)
     for place in places:
@@ -102,12 +118,12 @@ def insert(
     check_layouts(model, {place: tuple(grid.shape) for place, grid in grids.items()}, elsewhere, layout)
     made = _make_all(make, grids, layout)
     for place, module in made.items():
-        attach(places[place], place.entry, ChannelsLast(module) if layout == "channels_last" else module)
+        attach_addition(places[place], place.entry, ChannelsLast(module) if layout == "channels_last" else module)
     try:
         verify(model, grids, seen, example)
     except BaseException:
         for place, host in places.items():
-            detach(host, place.entry)
+            detach_addition(host, place.entry)
         raise
     watch(model, places, seen)
     for name, place in named.items():
@@ -149,7 +165,7 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
             raise LookupError(f'remove: no addition at "{pattern}"; there are {", ".join(map(str, present))}.')
         chosen += matched
     for place in dict.fromkeys(chosen):
-        detach(present[place], place.entry)
+        detach_addition(present[place], place.entry)
     tidy(model, [place.path for place in chosen])
 
 

@@ -13,7 +13,7 @@ from farfield._checks import ShapeError, unknown
 from farfield.insertion._insert.additions import Entries, child_of, grid_of, places_of
 from farfield.insertion._insert.effects import Effects
 from farfield.insertion._insert.layout import Elsewhere, Shape, batches, changes, is_floating, look_elsewhere
-from farfield.insertion._insert.probe import Seen, describe, describe_error, entries, probe, run_example
+from farfield.insertion._insert.probe import Seen, describe_error, describe_value, entries, probe, run_example
 from farfield.insertion._places import CHILD, Place, join, parents
 from farfield.nn.attention import GridAttention
 
@@ -113,16 +113,18 @@ def check_free(caller: str, model: nn.Module, place: Place) -> None:
         )
 
 
-def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
+def record_places(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
     """Record each place, its parents, its children and the children of the model in one run; refuse repeated calls."""
-    watched = {path for place in places for path in (place.path, *parents(place.path), *children(model, place.path))}
-    seen = run_example("insert", model, watched | set(children(model, "")), example)
+    watched = {
+        path for place in places for path in (place.path, *parents(place.path), *_list_children(model, place.path))
+    }
+    seen = run_example("insert", model, watched | set(_list_children(model, "")), example)
     for path in dict.fromkeys(place.path for place in places):
         parent = seen.caller_of(path)
         around, calls = parent or type(model).__name__, seen.calls[path]
         if not calls:
-            inside = [child for child in children(model, path) if seen.calls[child]] + [parent] * bool(parent)
-            whole = [child for child in children(model, "") if seen.calls[child]]
+            inside = [child for child in _list_children(model, path) if seen.calls[child]] + [parent] * bool(parent)
+            whole = [child for child in _list_children(model, "") if seen.calls[child]]
             raise ValueError(
                 f"insert: {path} is never called with this example, in eval; its weights may be read without a call."
                 f"\n  fix: insert at a module that runs: {', '.join(inside or whole)}."
@@ -136,13 +138,13 @@ def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
     return seen
 
 
-def children(model: nn.Module, path: str) -> list[str]:
+def _list_children(model: nn.Module, path: str) -> list[str]:
     """Return the paths of a module's children, and of the children of those that are lists or dicts of modules."""
     paths = []
     for name, child in model.get_submodule(path).named_children():
         paths.append(join(path, name))
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            paths += children(model, paths[-1])
+            paths += _list_children(model, paths[-1])
     return paths
 
 
@@ -153,17 +155,19 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     if several and place.entry is None:
         near = _find_alternatives(model, place, seen, example)
         fix = f'choose an entry, "{near[0]}" for example' if near and near[0].path == place.path else _fix_text(near)
-        raise TypeError(f"insert: {path} returns several values, {describe(outputs)}; fix: {fix}.")
+        raise TypeError(f"insert: {path} returns several values, {describe_value(outputs)}; fix: {fix}.")
     if not several and place.entry is not None:
         fix = f'insert at "{place.path}"'
-        raise TypeError(f"insert: {path} returns {describe(outputs)} and has no entries; fix: {fix}.")
+        raise TypeError(f"insert: {path} returns {describe_value(outputs)} and has no entries; fix: {fix}.")
     try:
         grid = grid_of(outputs, place.entry)
     except LookupError:
         raise unknown("insert", f"entry of {path}", place.entry, entries(outputs)) from None
     if not is_floating(grid):
         fix = _fix_text(_find_alternatives(model, place, seen, example))
-        raise TypeError(f"insert: {place.label} must return a grid of floats, got {describe(grid)}.\n  fix: {fix}.")
+        raise TypeError(
+            f"insert: {place.label} must return a grid of floats, got {describe_value(grid)}.\n  fix: {fix}."
+        )
     if grid.dim() < 3:
         raise ShapeError(
             f"insert: {place.label} returns {tuple(grid.shape)}, which has no spatial dims to attend over.\n"
@@ -280,7 +284,7 @@ def _find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any)
     Each returns a floating-point grid with the batch first, is called once, and affects the output of the model.
     """
     candidates: dict[Place, Shape] = {}
-    for path in (place.path, *reversed(children(model, place.path)), *parents(place.path)):
+    for path in (place.path, *reversed(_list_children(model, place.path)), *parents(place.path)):
         if seen.calls[path] == seen.calls[seen.caller_of(path)]:
             grids = grids_in(path, seen.outputs.get(path)).items()
             candidates |= {other: tuple(grid.shape) for other, grid in grids if _is_grid(grid, batches(example))}

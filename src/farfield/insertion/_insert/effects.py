@@ -57,7 +57,7 @@ class Effects:
                 after = probe(self.model, self.example, [""], change={path: partial(change, disturb=disturb)})
             except Exception:  # noqa: BLE001
                 return True
-            if not _same(self.outputs, after.outputs[""]):
+            if not _are_equal(self.outputs, after.outputs[""]):
                 return True
         return False
 
@@ -102,8 +102,8 @@ def _needs_gradient(tensor: Tensor, start: int) -> Tensor:
 def _is_taken(before: Any, after: Any, disturbed: list[Tensor]) -> bool:
     """Whether a module's output changes in tensors other than the disturbed grids, which it may pass on."""
     pairs = itertools.zip_longest(tensors(before), tensors(after))
-    moved = [two for one, two in pairs if not _same(one, two)]
-    return any(not any(_same(two, grid) for grid in disturbed) for two in moved)
+    moved = [two for one, two in pairs if not _are_equal(one, two)]
+    return any(not any(_are_equal(two, grid) for grid in disturbed) for two in moved)
 
 
 def _related(path: str, place: str) -> bool:
@@ -134,7 +134,7 @@ def add_noise(grid: Tensor) -> Tensor:
     return grid + noise * (grid.abs().mean() + 1)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     """Whether two outputs hold equal numbers; NaN equals NaN."""
     pairs = list(zip(tensors(one), tensors(other), strict=False))
     return len(tensors(one)) == len(tensors(other)) and all(

@@ -177,7 +177,7 @@ def _find_misfit(
     )
 
 
-def find_layout(
+def choose_layout(
     model: nn.Module, place: Place, shape: Shape, elsewhere: Elsewhere, layout: Layout | None
 ) -> Layout | None:
     """Return the layout with which `insert` accepts a place: the given one, or by default the one that is confirmed."""

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from farfield.insertion._insert.additions import attach, child_of, grid_of
+from farfield.insertion._insert.additions import attach_addition, child_of, grid_of
 from farfield.insertion._insert.checks import check_free, check_open, grids_in, has_grid
 from farfield.insertion._insert.effects import Effects, linked
-from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, find_layout, look_elsewhere
+from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, choose_layout, look_elsewhere
 from farfield.insertion._insert.probe import Seen, probe, run_example
 from farfield.insertion._places import CHILD, Place, host_of
 from farfield.nn.network_copy import copied, share_parameters
@@ -83,7 +83,7 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
     fitting = {}
     for place, grid in grids.items():
         shape = tuple(grid.shape)
-        fits = find_layout(model, place, shape, elsewhere[place], layout)
+        fits = choose_layout(model, place, shape, elsewhere[place], layout)
         if fits is None or not elsewhere[place].keeps_batch(shape, example):
             continue
         axis, kind = channel_axis(len(shape), fits), type(modules[place.path]).__name__
@@ -116,7 +116,7 @@ def _called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> li
     paths = [path for place in tried for path in (place.path, child_of(place))]
     with copied(model, share_parameters) as own:
         for place in tried:
-            attach(own.get_submodule(place.path), place.entry, nn.Identity())
+            attach_addition(own.get_submodule(place.path), place.entry, nn.Identity())
         with suppress(Exception):  # a model may raise anything
             calls = probe(own, example, paths).calls
             return [place for place in tried if calls[child_of(place)] == calls[place.path] > 0]

@@ -91,7 +91,7 @@ def run_example(caller: str, model: nn.Module, paths: Iterable[str], example: An
     except Exception as error:
         weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
         raise ValueError(
-            f"{caller}: {type(model).__name__} refuses example {describe(example)}: {describe_error(error)}\n"
+            f"{caller}: {type(model).__name__} refuses example {describe_value(example)}: {describe_error(error)}\n"
             f"  its weights are {weights}.\n  fix: {_fix_of_example(model, example)}"
         ) from error
     _check_has_batch(caller, model, example)
@@ -147,12 +147,12 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if len(lines) > 5 else error}"
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Describe a value by its shapes: `(1, 3, 8, 8) of torch.float32`, within their tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return "a nested tensor" if value.is_nested else f"{tuple(value.shape)} of {value.dtype}"
     if isinstance(value, Mapping | tuple | list):
-        inside = ", ".join(f"{name}: {describe(part)}" for name, part in entries(value).items())
+        inside = ", ".join(f"{name}: {describe_value(part)}" for name, part in entries(value).items())
         return f"{type(value).__name__}({inside})"
     return type(value).__name__
 

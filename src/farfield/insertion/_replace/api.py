@@ -15,7 +15,7 @@ from farfield.insertion._replace.hugging_face import (
     choose,
     find_attention_obstacle,
     is_rotary,
-    register,
+    register_operator,
     uses_interface,
 )
 from farfield.insertion._replace.masks import resolve_operator
@@ -87,13 +87,13 @@ def replace_attention(
     name, resolved = resolve_operator(CALLER, operator)
     chosen = find_attention(model, where)
     for path, module in chosen.items():
-        _check_attention(model, path, module)
+        _check_supported(model, path, module)
     hugging_face = {path: module for path, module in chosen.items() if uses_interface(module)}
     if hugging_face:
         rotary = [f"{path} ({type(module).__name__})" for path, module in hugging_face.items() if is_rotary(module)]
         if rotary and not resolved.weighs_by_products:
             warnings.warn(_rotary_warning(name, rotary), stacklevel=2)
-        for config in choose(model, list(hugging_face.values()), register(name, resolved)):
+        for config in choose(model, list(hugging_face.values()), register_operator(name, resolved)):
             note_part(config)
     for module in chosen.values():
         kind = replaced_class(module)
@@ -121,7 +121,7 @@ def _check_model(model: nn.Module) -> None:
             raise TypeError(f"{CALLER}: {type(model).__name__} is {kind} already; fix: replace first, then compile.")
 
 
-def _check_attention(model: nn.Module, path: str, module: nn.Module) -> None:
+def _check_supported(model: nn.Module, path: str, module: nn.Module) -> None:
     """Refuse a supported attention with options that no operator supports."""
     reason = None
     if uses_interface(module):

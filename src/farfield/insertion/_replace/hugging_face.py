@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from farfield.insertion._replace.masks import causal_error, find_obstacle, valid_positions
+from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
 
@@ -50,10 +50,12 @@ def register_transformers() -> list[str]:
         >>> "farfield_factorized_gaussian" in register_transformers()
         True
     """
-    return [register(name, operator) for name, operator in OPERATORS.items() if find_obstacle(operator) is None]
+    return [
+        register_operator(name, operator) for name, operator in OPERATORS.items() if find_obstacle(operator) is None
+    ]
 
 
-def register(name: str, operator: Operator) -> str:
+def register_operator(name: str, operator: Operator) -> str:
     """Register one operator as `farfield_<name>`; for another operator of the same name, a number is appended."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -62,12 +64,12 @@ def register(name: str, operator: Operator) -> str:
     while implementation in registered and registered[implementation].args != (name, operator):
         number += 1
         implementation = f"farfield_{name}_{number}"
-    AttentionInterface.register(implementation, partial(_attend, name, operator))
+    AttentionInterface.register(implementation, partial(_attend_tokens_of_model, name, operator))
     AttentionMaskInterface.register(implementation, partial(_make_mask, implementation))
     return implementation
 
 
-def _attend(
+def _attend_tokens_of_model(
     name: str,
     operator: Operator,
     module: nn.Module,
@@ -96,7 +98,7 @@ def _attend(
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         # Made for flash attention, which the layers that are not replaced still use.
         attention_mask = attention_mask[:, None, None].bool()
-    valid = valid_positions(caller, attention_mask, key)
+    valid = find_valid_positions(caller, attention_mask, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))
     return attend_tokens(operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
@@ -177,7 +179,7 @@ def registered_operator(module: nn.Module) -> tuple[str, Operator] | None:
 
     registered: Mapping[str, Any] = AttentionInterface()
     function = registered.get(cast(Any, module.config)._attn_implementation)
-    return function.args if isinstance(function, partial) and function.func is _attend else None
+    return function.args if isinstance(function, partial) and function.func is _attend_tokens_of_model else None
 
 
 def configured_models(model: nn.Module) -> Iterator[Any]:

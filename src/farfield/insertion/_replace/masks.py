@@ -58,7 +58,7 @@ def find_obstacle(operator: Operator) -> str | None:
     return None
 
 
-def valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
+def find_valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
     """Return which keys `(b, h, n, d)` are valid under a mask of pairs, as `(b, 1, 1, n)`; None without a mask.
 
     The mask broadcasts to `(b, h, m, n)` and is boolean, True where a pair attends, or additive. One that differs

@@ -26,7 +26,7 @@ def note_operators(model: nn.Module) -> None:
     """Write the entry into the configurations of a model and of the models inside it; remove it if all is softmax."""
     # In this order, as a model can share its configuration with one inside it.
     for holder in reversed(list(configured_models(model))):
-        sentence = _describe(holder)
+        sentence = _describe_replacements(holder)
         if sentence is None:
             vars(holder.config).pop(_ENTRY, None)
         else:
@@ -39,7 +39,7 @@ def note_part(config: object) -> None:
     setattr(config, _ENTRY, _SENTENCE.format(part=" in a part of this model", implementation="eager", calls=calls))
 
 
-def _describe(model: nn.Module) -> str | None:
+def _describe_replacements(model: nn.Module) -> str | None:
     """Return the sentence that tells how to repeat the replacements in a model; None if there is none."""
     known = known_attention(model)
     operators = {path: chosen_operator(module) for path, module in known.items()}
@@ -53,7 +53,7 @@ def _describe(model: nn.Module) -> str | None:
     for (name, _), paths in groups.items():
         complete = len(paths) == len(known) and not other_attention(model, [""], paths)
         operator = repr(name) if name in OPERATORS else "your_operator"
-        where = "" if complete else f", where={_shorten(model, paths)!r}"
+        where = "" if complete else f", where={_shorten_paths(model, paths)!r}"
         calls.append(f"farfield.replace_attention(model, {operator}{where})")
     own = [module.config for path, module in known.items() if operators[path] is None and uses_interface(module)]
     # Not the name of flash attention: transformers would try to load it where it reads the sentence.
@@ -61,7 +61,7 @@ def _describe(model: nn.Module) -> str | None:
     return _SENTENCE.format(part="", implementation="sdpa" if sdpa else "eager", calls=" and ".join(calls))
 
 
-def _shorten(model: nn.Module, paths: list[str]) -> str | list[str]:
+def _shorten_paths(model: nn.Module, paths: list[str]) -> str | list[str]:
     """Return paths of modules with `*` in place of indices, where that matches no other module."""
     patterns = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in paths))
     matched = {path for pattern in patterns for path, _ in matching(model, pattern)}
