@@ -33,7 +33,7 @@ def parts_of(root: Path, **options: Any) -> StereoFrames:
 
 
 def names(data: StereoFrames, part: str) -> list[str]:
-    return [frame.name for frame in data.parts[part].frames]  # type: ignore[attr-defined]
+    return [frame.name for frame in data.parts[part].entries]  # type: ignore[attr-defined]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

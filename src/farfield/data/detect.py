@@ -13,7 +13,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
 from farfield.data.base import Loading, check_root, read_entry
-from farfield.data.object_datasets import AnnotatedImages, ImagesToPredict, LeftOut, find_image_fault, select_training
+from farfield.data.object_datasets import (
+    AnnotatedImages,
+    LeftOut,
+    find_image_fault,
+    list_numbered_images,
+    select_training,
+)
 from farfield.data.readers.coco import (
     Annotated,
     check_files,
@@ -116,7 +122,7 @@ class CocoFolders(Loading):
         if stage == "predict" and self.predict is not None:
             paths = list_images(self.predict, "CocoFolders")
             names = [path.relative_to(self.predict).as_posix() for path in paths]
-            self.parts["predict"] = ImagesToPredict(paths, names, range(1, len(paths) + 1))
+            self.parts["predict"] = list_numbered_images(paths, names, range(1, len(paths) + 1))
             return
         parts = self._read()
         with_masks = self._with_masks(parts)
@@ -132,7 +138,7 @@ class CocoFolders(Loading):
         if stage == "predict":
             part = parts.get("test", parts["val"])
             paths, names = [part.path(image) for image in part.images], [image["file_name"] for image in part.images]
-            self.parts["predict"] = ImagesToPredict(paths, names, [image["id"] for image in part.images])
+            self.parts["predict"] = list_numbered_images(paths, names, [image["id"] for image in part.images])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data entries of a checkpoint: those of `Loading` and the ids of the categories."""

@@ -16,6 +16,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as images
 
 from farfield._outputs import output_path
+from farfield.data.base import Listed
 from farfield.data.readers.coco import Annotated, decode_masks, find_box_fault
 from farfield.data.readers.images import check_names, find_fault, read_image
 
@@ -72,23 +73,17 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
         return target | {"area": torch.tensor(areas, dtype=torch.float32)}
 
 
-class ImagesToPredict(Dataset[tuple[Tensor, str, str, int]]):
-    """Images to predict: the image, its path, its name below the folder, and its number or id."""
+def list_numbered_images(paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> Listed:
+    """List images to predict: the image, its path, its name below the folder, and its number or id."""
+    entries = list(zip(paths, names, numbers, strict=True))
+    stems = [output_path(Path(), os.path.splitext(name)[0], number=number).as_posix() for _, name, number in entries]
+    check_names(stems, "CocoFolders: several images have", "pictures")
+    return Listed(entries, _read_numbered_image, paths)
 
-    def __init__(self, paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> None:
-        self.paths, self.names, self.numbers = paths, names, numbers
-        stems = [
-            output_path(Path(), os.path.splitext(name)[0], number=number).as_posix()
-            for name, number in zip(names, numbers, strict=True)
-        ]
-        check_names(stems, "CocoFolders: several images have", "pictures")
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str, str, int]:
-        image = images.to_dtype(read_image_tensor(self.paths[index]), torch.float32, scale=True)
-        return image, str(self.paths[index]), self.names[index], self.numbers[index]
+def _read_numbered_image(entry: tuple[Path, str, int]) -> tuple[Tensor, str, str, int]:
+    path, name, number = entry
+    return images.to_dtype(read_image_tensor(path), torch.float32, scale=True), str(path), name, number
 
 
 def select_training(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:

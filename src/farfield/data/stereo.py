@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
 
-from farfield.data.base import Loading, check_root
+from farfield.data.base import Listed, Loading, check_root
 from farfield.data.readers.images import Check, FolderError, check_names, list_some, refuse
 from farfield.data.readers.stereo import CALLER, Frame, check_frames, list_frames, read_disparity
 from farfield.data.segment import normalize_image, read_pixels
@@ -84,13 +85,15 @@ class StereoFrames(Loading):
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or those to predict."""
         if stage == "predict" and self.predict is not None:
-            self.parts["predict"] = _Unmeasured(list_frames(self.predict))
+            self.parts["predict"] = _list_frames_to_predict(list_frames(self.predict))
             return
-        frames = self._frames()
-        self.parts["train"] = _Cropped(frames["train"], self.zero_is_unknown, self.crop)
+        frames, unknown = self._frames(), self.zero_is_unknown
+        self.parts["train"] = Listed(
+            frames["train"], partial(_read_cropped_frame, zero_is_unknown=unknown, crop=self.crop)
+        )
         for name in ("val", "test"):
-            self.parts[name] = Measured(frames[name], self.zero_is_unknown)
-        self.parts["predict"] = _Unmeasured(frames["test"])
+            self.parts[name] = Listed(frames[name], partial(read_whole_frame, zero_is_unknown=unknown))
+        self.parts["predict"] = _list_frames_to_predict(frames["test"])
 
     def _frames(self) -> dict[str, list[Frame]]:
         """List the pairs of train, val and test, each with its disparities."""
@@ -130,59 +133,34 @@ def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     refuse(CALLER, f"pairs in {root} have no disparities", missing, fix)
 
 
-class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Whole pairs, normalised, with their disparities."""
-
-    def __init__(self, frames: Sequence[Frame], zero_is_unknown: bool) -> None:
-        self.frames, self.zero_is_unknown = frames, zero_is_unknown
-        self.truths = [frame.disparity for frame in frames if frame.disparity is not None]
-
-    def __len__(self) -> int:
-        return len(self.frames)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        left, right, disparity = self.raw(index)
-        return normalize_image(left), normalize_image(right), disparity
-
-    def raw(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Read one pair as `uint8` images, and its disparities, infinite where they are not known."""
-        frame = self.frames[index]
-        # Some renderers write disparities as negative shifts to the left.
-        disparity = np.abs(read_disparity(self.truths[index]))
-        known = np.isfinite(disparity) & ((disparity > 0) | (not self.zero_is_unknown))
-        return (
-            read_pixels(frame.left, CALLER),
-            read_pixels(frame.right, CALLER),
-            torch.from_numpy(np.where(known, disparity, np.float32(_UNKNOWN))),
-        )
+def read_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Read a pair as `uint8` images, and its disparities, infinite where they are not known."""
+    # Some renderers write disparities as negative shifts to the left.
+    disparity = np.abs(read_disparity(cast(Path, frame.disparity)))
+    known = np.isfinite(disparity) & ((disparity > 0) | (not zero_is_unknown))
+    truth = torch.from_numpy(np.where(known, disparity, np.float32(_UNKNOWN)))
+    return read_pixels(frame.left, CALLER), read_pixels(frame.right, CALLER), truth
 
 
-class _Cropped(Measured):
-    """Pairs with their disparities, cropped at random and normalised on access."""
-
-    def __init__(self, frames: Sequence[Frame], zero_is_unknown: bool, crop: RandomCrop) -> None:
-        super().__init__(frames, zero_is_unknown)
-        self.crop = crop
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.crop(*self.raw(index))
+def read_whole_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Read a pair as normalised images, and its disparities."""
+    left, right, disparity = read_frame(frame, zero_is_unknown)
+    return normalize_image(left), normalize_image(right), disparity
 
 
-class _Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
-    """Pairs to predict: the normalised images, the left one's path, and its name below the folder."""
+def _read_cropped_frame(frame: Frame, zero_is_unknown: bool, crop: RandomCrop) -> tuple[Tensor, Tensor, Tensor]:
+    return crop(*read_frame(frame, zero_is_unknown))
 
-    def __init__(self, frames: Sequence[Frame]) -> None:
-        self.frames = frames
-        self.paths = [path for frame in frames for path in (frame.left, frame.right)]
-        check_names((frame.name for frame in frames), f"{CALLER}: several pairs have", "disparities")
 
-    def __len__(self) -> int:
-        return len(self.frames)
+def _list_frames_to_predict(frames: Sequence[Frame]) -> Listed:
+    """List pairs to predict: the normalised images, the left one's path, and its name below the folder."""
+    check_names((frame.name for frame in frames), f"{CALLER}: several pairs have", "disparities")
+    return Listed(frames, _read_images, [path for frame in frames for path in (frame.left, frame.right)])
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str, str]:
-        frame = self.frames[index]
-        left, right = (normalize_image(read_pixels(path, CALLER)) for path in (frame.left, frame.right))
-        return left, right, str(frame.left), frame.name
+
+def _read_images(frame: Frame) -> tuple[Tensor, Tensor, str, str]:
+    left, right = (normalize_image(read_pixels(path, CALLER)) for path in (frame.left, frame.right))
+    return left, right, str(frame.left), frame.name
 
 
 class RandomCrop:
