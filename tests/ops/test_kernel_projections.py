@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from farfield.nn import AttentionBlock, GridAttention
-from farfield.nn.conv_norm_act import fuses
+from farfield.nn.layer_kernels import fuses
 from farfield.ops.engine import SWITCH, attend
 from farfield.ops.fast import kernel_attention, kernels
 from farfield.ops.projection import Projection

@@ -52,6 +52,11 @@ def are_free(*arguments: object) -> bool:
     return True
 
 
+def is_watched(*tensors: Tensor) -> bool:
+    """Whether the operations on tensors are recorded: by autograd, a transform, a compiler or an exporter."""
+    return is_recorded() or not are_free(*tensors)
+
+
 def autocasts(tensor: Tensor) -> bool:
     """Whether autocast is on for the tensor's device; some devices, such as meta, have none."""
     device = tensor.device.type

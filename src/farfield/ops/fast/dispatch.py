@@ -19,7 +19,6 @@ from farfield.ops.fast import kernel_attention, kernels
 from farfield.ops.fast.autograd import project_and_summarize, respond_from
 from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.fast.combination import add_product
-from farfield.ops.fast.kernel_norms import norm_and_clamp
 from farfield.ops.fast.order import cheaper_order, has_orders
 from farfield.ops.grid import (
     Gathered,
@@ -50,7 +49,6 @@ class FastSteps(NamedTuple):
         respond: `(call, query_positions, query, summary, matrix, bias) -> responses (b, out, m)` or None.
         add_responses: `(call, query, summary, out) -> out`, with the projected responses added; the operator has a
             basis and queries at all positions.
-        norm_and_clamp: Batch norm in training and a clamp, `(grid, statistics, momentum, eps, bounds) -> grid` or None.
     """
 
     attend: Callable[[Call, Tensor, Target | None], Tensor | None]
@@ -59,7 +57,6 @@ class FastSteps(NamedTuple):
     summarize: Callable[[Call, Gathered, Tensor, bool, bool], tuple[Tensor | None, Summary] | None]
     respond: Callable[[Call, Gathered, Tensor, Summary, Tensor | None, Tensor | None], Tensor | None]
     add_responses: Callable[[Call, Tensor, Summary, Tensor], Tensor]
-    norm_and_clamp: Callable[[Tensor, Sequence[Tensor], float, float, tuple[float, float]], Tensor | None]
 
 
 def attend(call: Call, grid: Tensor, target: Target | None) -> Tensor | None:
@@ -153,4 +150,4 @@ def add_responses(call: Call, query: Tensor, summary: Summary, out: Tensor) -> T
     return add_product(out, slots, operator.coefficients(query, summary).flatten(1, 2))
 
 
-FAST = FastSteps(attend, reorder, prepare, summarize, respond_once, add_responses, norm_and_clamp)
+FAST = FastSteps(attend, reorder, prepare, summarize, respond_once, add_responses)
