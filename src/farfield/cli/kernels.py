@@ -25,21 +25,25 @@ def main(argv: Sequence[str]) -> None:
 
 
 def kernels_table(arguments: argparse.Namespace) -> Table:
-    """Show whether the CPU kernels run, their library, and the grids they take."""
+    """Show whether the CPU kernels run, their library, and the kernel table: what computes what, and when."""
     from farfield.ops.fast import kernels
 
     rows: list[Row] = [
         {"what": "state", "value": state()},
         {"what": "library", "value": str(kernels.LIBRARY)},
-        {
-            "what": "take",
-            "value": "float32, bfloat16 and float16 grids on a CPU, contiguous or channels-last: Kronecker operators "
-            "(2 or more spatial dims), siamese ones, factorized, averaged and factorized_gaussian",
-        },
+        {"what": "grids", "value": "float32, bfloat16 and float16 on a CPU, contiguous or channels-last"},
         {"what": "blocks", "value": blocks()},
         {"what": "switch", "value": f"{kernels.SWITCH}=0 turns them off"},
+        *lines(),
     ]
     return Table("CPU kernels", [Column("what", "", left=True), Column("value", "", left=True)], rows)
+
+
+def lines() -> list[Row]:
+    """Return the lines of the kernel table: what is computed, for which operators, when, and the gradient's kernels."""
+    from farfield.ops.fast import table
+
+    return [{"what": ", ".join(line.names) or "–", "value": table.describe(line)} for line in table.LINES]
 
 
 def blocks() -> str:
@@ -53,10 +57,7 @@ def blocks() -> str:
 
 
 def state() -> str:
-    """Return "run" and the instruction set, or every reason why the kernels do not run."""
-    import torch
-
+    """Return "run" and the instruction set, or the reason why the kernels do not run."""
     from farfield.ops.fast import kernels
 
-    reasons = list(kernels.why_not(torch.empty(0)))
-    return "; ".join(reasons) if reasons else f"run, compiled for {kernels.instructions()}"
+    return kernels.why_not() or f"run, compiled for {kernels.instructions()}"

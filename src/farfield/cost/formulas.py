@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from farfield.ops.fast.order import cheaper_order
 from farfield.ops.table import OPERATORS, exponentials
 from farfield.ops.work import Work
 
@@ -191,7 +190,7 @@ def work(s: Sizes, steps: OperatorSteps) -> Work:
 
 def in_order(operator: str, s: Sizes, steps: OperatorSteps) -> OperatorSteps:
     """Return the steps in the order that executes: for few positions KᵀQ comes first, and no slots are formed."""
-    if cheaper_order(OPERATORS[operator], work(s, steps)).basis is not None or not steps.basis:
+    if OPERATORS[operator].in_cheaper_order(work(s, steps)).basis is not None or not steps.basis:
         return steps
     return dot(s)._replace(printed=steps.printed)
 

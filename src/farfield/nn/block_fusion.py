@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn.attention import GridAttention
+from farfield.nn.bare import is_bare
 from farfield.nn.conv_norm_act import Convolved, add_convolved, convolve
-from farfield.ops.bare import is_bare
 from farfield.ops.engine import attend
 from farfield.ops.grid import in_channels_last, in_layout_of
 from farfield.ops.modes import is_recorded, is_watched

@@ -19,7 +19,7 @@ from farfield._checks import (
     check_same_kind,
     shape_error,
 )
-from farfield.ops.bare import is_unchanged
+from farfield.nn.bare import is_unchanged
 from farfield.ops.grid import Place
 from farfield.ops.modes import autocasts
 from farfield.ops.slots import Summary

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from farfield.nn.bare import is_bare
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.layer_kernels import Place, convolve_and, norm_and_clamp
 from farfield.nn.spatial_dims import LAYERS, layers
-from farfield.ops.bare import is_bare
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import is_itself, is_recorded, is_recorded_by_autograd, is_watched
 

@@ -120,7 +120,7 @@ def norm_and_clamp(
     if is_recorded() or not is_on() or not is_recorded_by_autograd(grid) or not are_themselves(grid, *statistics):
         return None
     one_each = grid.numel() <= grid.shape[1]  # which torch refuses
-    if grid.dim() < 3 or one_each or not kernels.fit(grid, *statistics):
+    if grid.dim() < 3 or one_each or kernels.why_not(grid, *statistics) is not None:
         return None
     if any(each.dtype != torch.float32 for each in (grid, *statistics)):
         return None

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from farfield._checks import check_heads, check_mask, shape_error, unknown
 from farfield.nn.attention import GridAttention
+from farfield.nn.bare import is_bare
 from farfield.nn.token_attention import attend_tokens
-from farfield.ops.bare import is_bare
 from farfield.ops.grid import ALL, hide
 from farfield.ops.modes import autocasts
 from farfield.ops.table import OPERATORS, Operator

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from farfield._checks import add_memory_note, check_attention
 from farfield.ops import engine
-from farfield.ops.call import Call
-from farfield.ops.projection import IDENTITY, project_to_scores
+from farfield.ops.projection import IDENTITY, Call, project_to_scores
 from farfield.ops.table import Operator
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])

@@ -14,23 +14,13 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has a storage; one that a transform of torch.func wraps has none, and torch raises an error."""
-    try:
-        tensor.untyped_storage()
-    except NotImplementedError:
-        return False
-    return True
-
-
 def is_itself(tensor: Tensor) -> bool:
     """Whether no transform of torch.func wraps a tensor and it carries no forward-mode tangent."""
-    return has_memory(tensor) and not has_tangent(tensor)
-
-
-def has_tangent(argument: object) -> bool:
-    """Whether an argument is a tensor that carries a forward-mode tangent."""
-    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:  # a wrapped tensor has no memory
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is None
 
 
 def is_recorded_by_autograd(*arguments: object) -> bool:

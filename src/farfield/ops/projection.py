@@ -1,16 +1,16 @@
-"""Projections of the channels of a grid to queries, keys, values and outputs."""
+"""Projections of the channels of a grid to queries, keys, values and outputs, and an operator with those around it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from farfield.ops.bare import is_bare, is_unchanged
-from farfield.ops.grid import accumulation
+from farfield.ops.grid import Gathered
+from farfield.ops.slots import Summary
+from farfield.ops.table import Operator
 
 
 class Projection(NamedTuple):
@@ -45,46 +45,6 @@ class ProjectionRuns(NamedTuple):
 NO_RUNS = ProjectionRuns()
 
 
-def read_projection(module: nn.Module | None, like: Tensor) -> tuple[Projection, Run | None]:
-    """Return a projection as a matrix and bias, which can act on a summary, or a function that runs it on positions.
-
-    The matrix and bias are the weight and bias of a bare `nn.Linear`, and the identity for None. Any other affine
-    module m (LoRA, parametrized) runs once on unit vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ. That m is affine is
-    not checked. Where m has hooks, patched methods, weights of a tensor subclass or active dropout, it runs on the
-    positions: hooks then see those and their gradients, and dropout is drawn for each of them.
-
-    Args:
-        module: An affine module with `in_features`, or None.
-        like: A grid; the matrix and bias of a module that is run have its dtype and device.
-    """
-    if module is None:
-        return IDENTITY, None
-    if is_bare(module, nn.Linear):
-        return Projection(module.weight, module.bias), None
-    if not all(is_unchanged(part) and not drops(part) for part in module.modules()):
-        return IDENTITY, partial(run_on_positions, module, like.dtype)
-    parameter = next(module.parameters(), None)
-    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
-    width = cast(int, module.in_features)
-    outputs = module(torch.eye(width + 1, width, dtype=dtype, device=like.device))  # the last row is 0
-    return Projection((outputs[:-1] - outputs[-1]).mT.to(like.dtype), outputs[-1].to(like.dtype)), None
-
-
-def run_on_positions(module: nn.Module, dtype: torch.dtype, positions: Tensor) -> Tensor:
-    """Run a module of channels-last inputs on positions `(b, in, n)`, in the dtype of the grid."""
-    return cast(Tensor, module(positions.mT.to(dtype)).mT)
-
-
-def drops(module: nn.Module) -> bool:
-    """Whether a module is a dropout that draws at each call."""
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
-
-
-def is_biased(module: nn.Module | None) -> bool:
-    """Whether a module adds a bias; assumed for a module that is not a bare `nn.Linear`."""
-    return module is not None and not (is_bare(module, nn.Linear) and module.bias is None)
-
-
 def project_to_scores(projection: Projection, vector: Tensor, heads: int) -> Projection:
     """Compose a projection with the scores by a vector, one score per head: wᵀ(Wx + b) = (wᵀW)x + wᵀb."""
     scores, (matrix, bias) = score_matrix(vector, heads), projection
@@ -114,3 +74,119 @@ def project(positions: Tensor, projection: Projection) -> Tensor:
     if bias is None:
         return torch.bmm(matrix, positions)
     return torch.baddbmm(bias[:, None].to(positions.dtype), matrix, positions)
+
+
+class Norm(Protocol):
+    """Batch norm of coefficients or of responses, folded into the queries and the summary."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The shift of the responses; None if they are not shifted."""
+        ...
+
+    @property
+    def weight(self) -> Tensor:
+        """The factors that are learned."""
+        ...
+
+    @property
+    def is_factor(self) -> bool:
+        """Whether the norm does no more than to multiply the queries of each head with a factor, `factors`."""
+        ...
+
+    def factors(self) -> Tensor:
+        """Return these factors, `(heads,)`."""
+        ...
+
+    def __call__(
+        self, query: Tensor, query_valid: Tensor, summary: Summary, operator: Operator | None = None
+    ) -> tuple[Tensor, Summary, Tensor | None]:
+        """Return the queries, the summary, and a shift `(channels,)` of the responses or None."""
+        ...
+
+
+class Call(NamedTuple):
+    """An operator with the projections around it.
+
+    Attributes:
+        operator: The operator.
+        heads: Number of heads; channels of queries, keys and values are split into them in order.
+        scale: Factor of the products of queries and keys, for operators with a softmax of them.
+        query: Projection of the query grid to queries, or to scores for operators with a score.
+        key: Projection of the key grid to keys, or to scores.
+        value: Projection of the value grid, which acts on the summary.
+        output: Projection of the responses, which acts on the summary where that is cheaper.
+        norm: Batch norm of coefficients or responses.
+        runs: Projections that run on positions, before the matrices above; that of the output on the responses.
+    """
+
+    operator: Operator
+    heads: int = 1
+    scale: float = 1.0
+    query: Projection = IDENTITY
+    key: Projection = IDENTITY
+    value: Projection = IDENTITY
+    output: Projection = IDENTITY
+    norm: Norm | None = None
+    runs: ProjectionRuns = NO_RUNS
+
+    @property
+    def is_operator_alone(self) -> bool:
+        """Whether nothing is projected or normed; queries and keys may be scores."""
+        same = self.query is self.key and (self.query.matrix is None or self.operator.score is not None)
+        return same and self.value.matrix is None and self.output.matrix is None and self.norm is None
+
+    @property
+    def runs_projections(self) -> bool:
+        """Whether a projection runs on positions."""
+        return self.runs != NO_RUNS
+
+
+def by_head(call: Call, dtype: torch.dtype) -> Tensor:
+    """Split the matrix of the output projection by the input channels of each head: `(h, out, c)`."""
+    return cast(Tensor, call.output.matrix).to(dtype).unflatten(1, (call.heads, -1)).transpose(0, 1)
+
+
+def run_projection(run: Run | None, gathered: Gathered, side_by_side: bool) -> Gathered:
+    """Run a projection on gathered positions; on the means of those that are sums, `side_by_side` False."""
+    if run is None:
+        return gathered
+    positions, valid = gathered
+    return Gathered(run(positions) if side_by_side else run(positions / valid.clamp_min(1)) * valid, valid)
+
+
+def run_values(call: Call, values: Tensor, valid: Tensor) -> Tensor:
+    """Run the projection of values, if no matrix defines it; masked positions stay 0."""
+    if call.runs.value is None:
+        return values
+    values = run_projection(call.runs.value, Gathered(values, valid), call.operator.keys_from.side_by_side).positions
+    return torch.where(valid > 0, values, 0)
+
+
+def project_keys(call: Call, gathered: Gathered) -> Tensor:
+    """Project gathered positions to keys `(b, h, d, n)`; d is 1 if the operator reduces keys to scores.
+
+    Sums of positions give sums of keys: the bias is multiplied by the number of positions in each sum. If the operator
+    does not read keys, nothing is projected and the result is `gathered.valid`, expanded to all heads.
+    """
+    side_by_side, (matrix, bias) = call.operator.keys_from.side_by_side, call.key
+    if not call.operator.reads_keys:
+        return gathered.valid[:, None].expand(-1, call.heads, -1, -1)
+    positions, valid = run_projection(call.runs.key, gathered, side_by_side)
+    if side_by_side or bias is None:
+        return split_heads(project(positions, call.key), call.heads)
+    return split_heads(project(positions, Projection(matrix)) + bias[:, None].to(positions.dtype) * valid, call.heads)
+
+
+def project_queries(call: Call, gathered: Gathered) -> Tensor:
+    """Project gathered positions to queries `(b, h, d, m)`; d is 1 if the operator reduces queries to scores.
+
+    Sums of positions are divided by their number first; a sum without a valid position gives 0.
+    """
+    side_by_side, (matrix, bias) = call.operator.queries_from.side_by_side, call.query
+    positions, valid = run_projection(call.runs.query, gathered, side_by_side)
+    if side_by_side:
+        return split_heads(project(positions, call.query), call.heads)
+    queries = project(positions / valid.clamp_min(1), Projection(matrix))
+    queries = queries if bias is None else queries + bias[:, None].to(positions.dtype) * (valid > 0)
+    return split_heads(queries, call.heads)

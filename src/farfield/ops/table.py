@@ -10,7 +10,7 @@ folded projections, norms and attention maps work with it. Shapes: keys `(b, h, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED, Positions
 from farfield.ops.slots import Summary
+from farfield.ops.work import Work, is_quadratic_cheaper
 
 
 # ---- basis(key, valid) -> weight (b, h, r, n) of each key in each slot, and the peak of its exponents or None ------
@@ -136,8 +137,26 @@ class Operator:
     @property
     def weighs_by_products(self) -> bool:
         """Whether the weights of values depend on products of keys and queries, as rotary position embeddings need."""
-        products_of_slots = self.basis is keys and self.coefficients is queries
-        return products_of_slots or self.coefficients in (products, softmax_of_products)
+        return self.has_orders or self.coefficients in (products, softmax_of_products)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the products of keys, queries and values can be taken in either order."""
+        return self.basis is keys and self.coefficients is queries
+
+    def in_cheaper_order(self, work: Work) -> Operator:
+        """Return the operator with products V (KᵀQ) where that takes fewer MACs than (V Kᵀ) Q, else this one.
+
+        Both have the same responses.
+
+        Args:
+            work: The sizes that determine the MACs.
+
+        Reference: FA Eq. 3, FA Eq. 6.
+        """
+        if self.has_orders and is_quadratic_cheaper(work):
+            return replace(self, basis=None, coefficients=products)
+        return self
 
 
 OPERATORS = {

@@ -17,20 +17,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from farfield.ops.fast import kernel_products, kernel_sums, kernels
+from farfield.ops.fast import kernels
 from farfield.ops.fast.combination import arrange, channels_last, combine
-from farfield.ops.fast.stacking import RowPlan, split_gradients, stack_projections
+from farfield.ops.fast.steps import (
+    ResponsePlan,
+    RowPlan,
+    are_small,
+    gradients_of_rows,
+    project_slots,
+    respond_by,
+    select_queries,
+    split_gradients,
+    stack_projections,
+)
+from farfield.ops.fast.steps import project as project_by_kernel
 from farfield.ops.function import accelerate
 from farfield.ops.modes import full_precision
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.slots import Summary
 from farfield.ops.summary import WIDENED, sum_over_positions, summarize
 from farfield.ops.table import Operator
-
-
-def are_small(rows: int, positions: Tensor) -> bool:
-    """Whether projected rows are so small beside the positions that they are kept and not recomputed."""
-    return 32 * rows <= positions.shape[1]
 
 
 # ---- the equations ---------------------------------------------------------------------------------------------------
@@ -56,34 +62,18 @@ def sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> t
     return select_queries(plan, rows), *summary[:3], summary.peak
 
 
-def select_queries(plan: RowPlan, rows: Tensor) -> Tensor | None:
-    """Return the queries among the rows."""
-    return split_heads(rows[:, rows.shape[1] - plan.queries :], plan.heads) if plan.queries else None
-
-
 # ---- the same with a backward pass that keeps the positions ----------------------------------------------------------
 def project_and_summarize(
-    operator: Operator,
-    heads: int,
-    positions: Tensor,
-    valid: Tensor,
-    key: Projection,
-    query: Projection | None,
-    *,
-    shared: bool,
-    complete: bool,
+    plan: RowPlan, positions: Tensor, valid: Tensor, key: Projection, query: Projection
 ) -> tuple[Tensor | None, Summary]:
-    """Project positions to keys, and to queries if wanted, and summarize them.
+    """Project positions to keys and queries, and summarize them.
 
     Args:
-        operator: The operator, which has a basis.
-        heads: Number of heads.
+        plan: The rows that are keys and queries.
         positions: `(b, c, n)`.
         valid: `(b, 1, 1, n)`, 1 where a position is valid.
         key: The projection of keys.
-        query: The projection of queries; None if no queries come from these positions.
-        shared: Whether every head summarizes all channels, as it does where the values are projected later.
-        complete: Whether all positions are valid.
+        query: The projection of queries, if it is another.
 
     Returns:
         The queries `(b, h, d, n)`, None if no queries come from these positions, and the summary.
@@ -92,20 +82,12 @@ def project_and_summarize(
         At most b·n·c·(projected rows + h·r) MACs forward, and three times that backward. The positions are kept for
         backward.
     """
-    key_projection = key if operator.reads_keys else None
-    keys, queries = (
-        0 if one is None else positions.shape[1] if one.matrix is None else len(one.matrix)
-        for one in (key_projection, query)
-    )
-    plan = RowPlan(operator, heads, keys, queries, key is query, shared, complete)
-    query_projection = None if key_projection is query else query  # the same projection is computed once
-    projections = (*(key_projection or Projection()), *(query_projection or Projection()))
-    query_rows, values, weights, count, peak, _ = _project_and_sum(plan, positions, valid, *projections)
-    return query_rows, Summary(values, weights, count, None, peak, False, complete)
+    queries, values, weights, count, peak, _ = _project_and_sum(plan, positions, valid, *key, *query)
+    return queries, Summary(values, weights, count, None, peak, False, plan.complete)
 
 
 def respond_from(
-    operator: Operator,
+    plan: ResponsePlan,
     positions: Tensor,
     projection: Projection,
     query: Tensor,
@@ -116,7 +98,7 @@ def respond_from(
     """Respond to a summary: `ops.respond`, with a projection of the responses that acts on the slots, and a bias.
 
     Args:
-        operator: The operator, which has a basis.
+        plan: The operator, which has a basis, and the kernels for it.
         positions: `(b, c, m)`, the positions that the queries come from.
         projection: The projection of queries.
         query: `(b, h, d, m)`, the projected queries.
@@ -132,39 +114,19 @@ def respond_from(
         of few channels; other queries are projected again.
     """
     parts = (summary.values, summary.weights, summary.count, summary.peak)
-    return cast(Tensor, _respond(operator, positions, *projection, query, *parts, matrix, bias))
-
-
-def project_slots(
-    operator: Operator, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Return slots `(b, g, s, p)`, divided and projected; slots of heads that add up are concatenated, and g is 1.
-
-    A bias is one slot more than there are coefficients; its coefficient is 1 at every position.
-    """
-    if matrix is not None:
-        summary = summary.project_values(matrix)
-    slots = (summary.values / operator.per(query, summary)).to(query.dtype)
-    if matrix is not None:
-        slots = slots.flatten(1, 2)[:, None]
-    if bias is None:
-        return slots
-    last = bias.to(slots.dtype).unflatten(0, (slots.shape[1], 1, -1)).expand(slots.shape[0], -1, -1, -1)
-    return torch.cat([slots, last], 2)
+    return cast(Tensor, _respond(plan, positions, *projection, query, *parts, matrix, bias))
 
 
 def project_and_keep(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
     """Return the same as `project_and_sum`, and the projected rows `(b, rows, n)` if they are small."""
     matrix, bias = stack_projections(*pair_projections(projections))
-    if matrix is not None and kernel_sums.sum_kernel_runs(plan, positions, matrix, bias):
-        rows, values, weights = kernel_sums.project_and_sum(plan, positions, valid, matrix, bias)
-        outputs = (select_queries(plan, rows), values, weights, valid.sum(-1, keepdim=True), None)
-    elif kernel_products.sums_run(plan, positions, matrix, bias):
-        return *kernel_products.summarize(plan, positions, valid, matrix, bias), None
-    else:
+    if plan.kernel is None:
         rows = project(positions, Projection(matrix, bias))
-        outputs = sum_rows(plan, positions, valid, rows)
-    return *outputs, rows if matrix is not None and are_small(rows.shape[1], positions) else None
+        *outputs, rows = *sum_rows(plan, positions, valid, rows), rows
+    else:
+        *outputs, rows = plan.kernel.run(plan, positions, valid, matrix, bias)
+    small = matrix is not None and rows is not None and are_small(rows.shape[1], positions)
+    return *outputs, rows if small else None
 
 
 def gradients_of_sums(
@@ -180,10 +142,9 @@ def gradients_of_sums(
     projection, other = pair_projections(projections)
     (matrix, bias), grad_rows, grad_matrix = stack_projections(projection, other), None, None
     grads_of_outputs = (grad_queries, grad_values, grad_weights)
-    with precision():
-        by_kernel = kernel_products.sums_run(plan, positions, matrix, bias, *grads_of_outputs)
-    if by_kernel:
-        grad_positions, *of_projection = kernel_products.gradients_of_sums(
+    kernel = plan.kernel
+    if kernel is not None and kernel.derive is not None and kernels.why_not(*grads_of_outputs, ordered=False) is None:
+        grad_positions, *of_projection = kernel.derive(
             plan, positions, valid, matrix, bias, peak, wanted[1], grads_of_outputs
         )
         return iter((None, grad_positions, None, *split_gradients(Projection(*of_projection), projection, other)))
@@ -197,10 +158,8 @@ def gradients_of_sums(
     if own is not None:  # the sums are relative to the peak of all blocks
         grad_values, grad_weights = grad_values * torch.exp(own - peak), grad_weights * torch.exp(own - peak)
     with full_precision(positions):
-        if plan.keys and kernel_sums.sum_kernel_runs(plan, positions, matrix, bias):
-            grad_rows, grad_matrix = kernel_sums.gradients_of_rows(
-                plan, positions, valid, grad_queries, grad_values, grad_weights
-            )
+        if plan.keys and kernel is not None and kernel.derive is None:
+            grad_rows, grad_matrix = gradients_of_rows(plan, positions, valid, grad_queries, grad_values, grad_weights)
         else:
             grad_basis = gradient_of_basis(plan, positions, valid, grad_values, grad_weights)
             grad_rows = join_rows(plan, gradient(basis, key, grad_basis), grad_queries, positions)
@@ -290,7 +249,7 @@ def gradients_of_projection(
 
 
 def respond_to(
-    operator: Operator,
+    plan: ResponsePlan,
     positions: Tensor,
     matrix: Tensor | None,
     bias: Tensor | None,
@@ -298,12 +257,12 @@ def respond_to(
     *parts: Tensor | None,
 ) -> Tensor:
     """Respond as `respond_from` does, to the parts of a summary."""
-    coefficients, slots = factors(operator, query, *parts)
+    coefficients, slots = factors(plan.operator, query, *parts)
     return combine(slots, coefficients, positions)
 
 
 def respond_in_blocks(
-    operator: Operator,
+    plan: ResponsePlan,
     positions: Tensor,
     matrix: Tensor | None,
     bias: Tensor | None,
@@ -311,47 +270,40 @@ def respond_in_blocks(
     *parts: Tensor | None,
 ) -> Tensor:
     """Respond as `respond_to` does, by a kernel if there is one."""
-    summary = build_summary(parts[:4])
-    slots = project_slots(operator, query, summary, *parts[4:])
-    if kernel_products.responses_run(operator, query, slots):
-        return kernel_products.combine(operator, query, slots, channels_last(positions))
-    return combine(slots, operator.coefficients(query, summary), positions)
+    return respond_by(plan, positions, query, build_summary(parts[:4]), *parts[4:])
 
 
 def save_query(arguments: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments of `respond_to` that are kept: the positions, and the queries only if they are small."""
-    operator, positions, matrix, bias, query, *parts = arguments
+    plan, positions, matrix, bias, query, *parts = arguments
     small = are_small(math.prod(query.shape[1:3]), positions)
-    return operator, positions, matrix, bias, query if small else (query.shape[1], query.dtype), *parts
+    return plan, positions, matrix, bias, query if small else (query.shape[1], query.dtype), *parts
 
 
 def restore_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
     """Return the arguments of `respond_to`, with the queries projected again if they were not kept."""
-    operator, positions, matrix, bias, query, *parts = arguments
+    plan, positions, matrix, bias, query, *parts = arguments
     if isinstance(query, tuple):
         heads, dtype = query
         with precision():
-            rows = kernel_products.project(positions, matrix, bias)
+            rows = project_by_kernel(positions, matrix, bias)
             rows = project(positions, Projection(matrix, bias)) if rows is None else rows
             query = split_heads(rows, heads).to(dtype)
-    return operator, positions, matrix, bias, query, *parts
+    return plan, positions, matrix, bias, query, *parts
 
 
 def gradients_of_response(
     arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], wanted: Sequence[bool], precision: Any
 ) -> Iterator[Tensor | None]:
     """Return gradients of `respond_to` for the query, the summary, and the projection and bias of the responses."""
-    (operator, _, _, _, query, *parts), (grad_output,) = arguments, grad_outputs
+    (plan, _, _, _, query, *parts), (grad_output,) = arguments, grad_outputs
     query, rest = leaf(query), [None if part is None else leaf(part) for part in parts]
     with torch.enable_grad():
-        coefficients, slots = factors(operator, query, *rest)
-    if kernel_sums.response_kernel_runs(operator, grad_output, query, slots):
-        grad_query, grad_slots = kernel_sums.gradients_of_response(operator, grad_output, query, slots)
-        return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))
+        coefficients, slots = factors(plan.operator, query, *rest)
     with precision():
-        by_kernel = kernel_products.responses_run(operator, query, slots) and kernels.is_readable(grad_output)
-    if by_kernel:
-        grad_query, grad_slots = kernel_products.gradients_of_response(operator, grad_output, query, slots)
+        kernel = kernels.choose(plan.kernels, plan.operator, query, slots, grad_output)
+    if kernel is not None:
+        grad_query, grad_slots = cast(Any, kernel.derive)(plan.operator, grad_output, query, slots)
         return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))
     with full_precision(grad_output):
         # Under autocast the product, and so its gradient, is of lower precision than its factors.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.grid import in_channels_last
+from farfield.ops.projection import Call, by_head
+from farfield.ops.slots import Summary
 from farfield.ops.work import is_a_slot
 
 
@@ -30,6 +34,14 @@ def add_product(out: Tensor, slots: Tensor, coefficients: Tensor) -> Tensor:
     if in_channels_last(out):
         return torch.baddbmm(positions.mT, coefficients.mT, slots).mT.unflatten(2, out.shape[2:])
     return torch.baddbmm(positions, slots.mT, coefficients).unflatten(2, out.shape[2:])
+
+
+def add_responses(call: Call, query: Tensor, summary: Summary, out: Tensor) -> Tensor:
+    """Add projected responses to a grid, as one product with the slots; for an operator with a basis."""
+    operator, matrix = call.operator, cast(Tensor, call.output.matrix)
+    summary = summary.project_values(by_head(call, matrix.dtype))
+    slots = (summary.values / operator.per(query, summary)).flatten(1, 2)
+    return add_product(out, slots, operator.coefficients(query, summary).flatten(1, 2))
 
 
 def arrange(coefficients: Tensor, slots: Tensor) -> Tensor:

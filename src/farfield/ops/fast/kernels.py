@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,50 @@ REASON = FOLDER / "not_built.txt"
 SWITCH = "FARFIELD_KERNELS"
 # What grids and positions may be; the kernels compute in float32.
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+AUTOCAST = "autocast computes in another dtype"
+MANY_SCORES = "more than 4 scores, or fewer than 8 channels a score, with which torch's products are faster"
+DERIVATIVE = "a derivative is wanted"
 NOT_INSTALLED = "not built: farfield runs from files that were not installed; fix: pip install -e . in their checkout"
+
+
+class Kernel(NamedTuple):
+    """A line of the kernel table: which kernels compute what, for which operators, and when.
+
+    Attributes:
+        names: The kernels.
+        gradient: The kernels of the gradient; none if the line is for inference, or torch computes it.
+        step: What is computed: "attention", "sums", "responses", "axis sums" or "outer sums".
+        form: "bare", "projected", "with a target" or "in training", in words.
+        operators: Kinds of operators: for fields of an `Operator`, the entries that the line is for.
+        needs: What else is needed, in words.
+        why_not: From the arguments of the step to the reason why the line does not run, in words, or None.
+        run: Computes the step.
+        derive: Computes the gradients of the step.
+    """
+
+    names: tuple[str, ...]
+    gradient: tuple[str, ...]
+    step: str
+    form: str
+    operators: tuple[dict[str, tuple[Any, ...]], ...]
+    needs: str
+    why_not: Callable[..., str | None]
+    run: Callable[..., Any]
+    derive: Callable[..., Any] | None = None
+
+    def is_for(self, operator: object) -> bool:
+        """Whether the line is for an operator."""
+        return any(
+            all(getattr(operator, field) in entries for field, entries in kind.items()) for kind in self.operators
+        )
+
+
+def choose(lines: Iterable[Kernel], *arguments: Any) -> Kernel | None:
+    """Return the first line that runs on these arguments of its step, or None."""
+    for line in lines:
+        if line.why_not(*arguments) is None:
+            return line
+    return None
 
 
 @functools.cache
@@ -145,40 +188,36 @@ def call(name: str, *arguments: Any) -> Any:
     return getattr(torch.ops.farfield, name)(*arguments)
 
 
-def why_not(*tensors: Tensor | None) -> Iterator[str]:
-    """Yield every reason against a kernel on these tensors; none if it may run."""
+def why_not(*tensors: Tensor | None, ordered: bool = True) -> str | None:
+    """Return the first reason against kernels on these tensors, in words; None if kernels may run.
+
+    Args:
+        *tensors: The tensors; None is none.
+        ordered: Whether they must be contiguous or channels-last.
+    """
     if os.environ.get(SWITCH) == "0":
-        yield f"switched off ({SWITCH}=0)"
-    elif text := problem():
-        yield text
-    for tensor in tensors:
-        if tensor is not None:
-            yield from why_not_on(tensor)
+        return f"switched off ({SWITCH}=0)"
     if is_recorded():
-        yield "compiled or traced"
-
-
-def why_not_on(tensor: Tensor) -> Iterator[str]:
-    """Yield every reason against a kernel on this tensor."""
-    if tensor.dtype not in FORMATS:
-        yield f"{tensor.dtype}, not {', '.join(map(str, FORMATS))}"
-    if tensor.device.type != "cpu":
-        yield f"on {tensor.device}, not on a CPU"
-    if type(tensor) not in (Tensor, nn.Parameter):
-        yield f"a {type(tensor).__name__}, not a plain tensor"
-    if not in_either_order(tensor):
-        yield f"strides {tuple(tensor.stride())}, neither contiguous nor channels-last"
+        return "compiled or traced"
+    if text := problem():
+        return text
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.dtype not in FORMATS:
+            return f"{tensor.dtype}, not {', '.join(map(str, FORMATS))}"
+        if not tensor.is_cpu:
+            return f"on {tensor.device}, not on a CPU"
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return f"a {type(tensor).__name__}, not a plain tensor"
+        if ordered and not (tensor.is_contiguous() or (tensor.dim() > 2 and tensor.movedim(1, -1).is_contiguous())):
+            return f"strides {tuple(tensor.stride())}, neither contiguous nor channels-last"
+    return None
 
 
 def run() -> bool:
     """Whether the kernels are loaded, or can be, and are not switched off."""
-    return are_built() and os.environ.get(SWITCH) != "0" and problem() is None
-
-
-@functools.cache
-def are_built() -> bool:
-    """Whether the library is loaded or there to be loaded, looked for once."""
-    return hasattr(torch.ops.farfield, "axis_sums") or LIBRARY.is_file()
+    return os.environ.get(SWITCH) != "0" and problem() is None
 
 
 def instructions() -> str:
@@ -196,23 +235,3 @@ def cache_bytes() -> tuple[int, int]:
 def multiplied_by_processor() -> frozenset[torch.dtype]:
     """Return the formats of half the width whose products the processor has; torch's products are then faster."""
     return frozenset(getattr(torch, name) for name in torch.ops.farfield.multiplied().split())
-
-
-def fit(*tensors: Tensor | None) -> bool:
-    """Whether `why_not` yields nothing, without building its texts, which take 5 % of the time on small grids."""
-    return run() and not is_recorded() and all(tensor is None or fits(tensor) for tensor in tensors)
-
-
-def fits(tensor: Tensor) -> bool:
-    """Whether `why_not_on` yields nothing."""
-    return is_readable(tensor) and in_either_order(tensor)
-
-
-def in_either_order(tensor: Tensor) -> bool:
-    """Whether a tensor is contiguous, or a grid or vectors along axes with contiguous channels."""
-    return tensor.is_contiguous() or (tensor.dim() > 2 and tensor.movedim(1, -1).is_contiguous())
-
-
-def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has numbers that kernels read, on a CPU, and is of no class of its own."""
-    return tensor.dtype in FORMATS and tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)

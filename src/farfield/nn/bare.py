@@ -7,15 +7,20 @@ ignored without a word.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 from types import MethodType
-from typing import TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as globals_of_torch
 from torch.utils.module_tracker import ModuleTracker
+
+from farfield.ops.grid import accumulation
+from farfield.ops.projection import IDENTITY, Projection, Run
 
 Kind = TypeVar("Kind", bound=nn.Module)
 # What torch calls between a layer and its numbers, if it is replaced on the instance (accelerate, diffusers do so).
@@ -63,3 +68,43 @@ def has_global_hooks() -> bool:
     return any(
         not isinstance(getattr(hook, "__self__", None), ModuleTracker) for each in hooks for hook in each.values()
     )
+
+
+def read_projection(module: nn.Module | None, like: Tensor) -> tuple[Projection, Run | None]:
+    """Return a projection as a matrix and bias, which can act on a summary, or a function that runs it on positions.
+
+    The matrix and bias are the weight and bias of a bare `nn.Linear`, and the identity for None. Any other affine
+    module m (LoRA, parametrized) runs once on unit vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ. That m is affine is
+    not checked. Where m has hooks, patched methods, weights of a tensor subclass or active dropout, it runs on the
+    positions: hooks then see those and their gradients, and dropout is drawn for each of them.
+
+    Args:
+        module: An affine module with `in_features`, or None.
+        like: A grid; the matrix and bias of a module that is run have its dtype and device.
+    """
+    if module is None:
+        return IDENTITY, None
+    if is_bare(module, nn.Linear):
+        return Projection(module.weight, module.bias), None
+    if not all(is_unchanged(part) and not drops(part) for part in module.modules()):
+        return IDENTITY, partial(run_on_positions, module, like.dtype)
+    parameter = next(module.parameters(), None)
+    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
+    width = cast(int, module.in_features)
+    outputs = module(torch.eye(width + 1, width, dtype=dtype, device=like.device))  # the last row is 0
+    return Projection((outputs[:-1] - outputs[-1]).mT.to(like.dtype), outputs[-1].to(like.dtype)), None
+
+
+def run_on_positions(module: nn.Module, dtype: torch.dtype, positions: Tensor) -> Tensor:
+    """Run a module of channels-last inputs on positions `(b, in, n)`, in the dtype of the grid."""
+    return cast(Tensor, module(positions.mT.to(dtype)).mT)
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether a module is a dropout that draws at each call."""
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+
+
+def is_biased(module: nn.Module | None) -> bool:
+    """Whether a module adds a bias; assumed for a module that is not a bare `nn.Linear`."""
+    return module is not None and not (is_bare(module, nn.Linear) and module.bias is None)
