@@ -24,9 +24,16 @@ from farfield.ops.projection import IDENTITY, Projection, Run
 
 Kind = TypeVar("Kind", bound=nn.Module)
 # What torch calls between a layer and its numbers, if it is replaced on the instance (accelerate, diffusers do so).
-METHODS = frozenset({"forward", "_call_impl", "_conv_forward", "_check_input_dim"})
+_METHODS = frozenset({"forward", "_call_impl", "_conv_forward", "_check_input_dim"})
+# Hooks of all modules, by their ids.
+_GLOBAL_HOOKS = (
+    globals_of_torch._global_forward_hooks,
+    globals_of_torch._global_forward_pre_hooks,
+    globals_of_torch._global_backward_hooks,
+    globals_of_torch._global_backward_pre_hooks,
+)
 # Torch's own tensors. Those of a network that is looked at, exported or transformed stand for the numbers of such ones.
-TENSORS = frozenset({Tensor, nn.Parameter, FakeTensor, FunctionalTensor})
+_TENSORS = frozenset({Tensor, nn.Parameter, FakeTensor, FunctionalTensor})
 
 
 def is_bare(module: nn.Module | None, *kinds: type[Kind]) -> TypeGuard[Kind]:
@@ -40,34 +47,26 @@ def is_bare(module: nn.Module | None, *kinds: type[Kind]) -> TypeGuard[Kind]:
 def is_unchanged(module: nn.Module) -> bool:
     """Whether a module of any class has its class's methods, no hooks and torch's own tensors."""
     return (
-        (METHODS.isdisjoint(vars(module)) or has_methods_of_class(module))
+        (_METHODS.isdisjoint(vars(module)) or _has_methods_of_class(module))
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
-        and not has_global_hooks()
+        # Those by which torch's FLOP counter names modules change nothing.
         and all(
-            each is None or type(each) in TENSORS
+            isinstance(getattr(hook, "__self__", None), ModuleTracker)
+            for each in _GLOBAL_HOOKS
+            for hook in each.values()
+        )
+        and all(
+            each is None or type(each) in _TENSORS
             for each in chain(module._parameters.values(), module._buffers.values())
         )
     )
 
 
-def has_methods_of_class(module: nn.Module) -> bool:
+def _has_methods_of_class(module: nn.Module) -> bool:
     """Whether the methods on the instance are its class's own, which accelerate leaves there when it removes hooks."""
     own, kind = vars(module), type(module)
-    return all(own[name] == MethodType(getattr(kind, name, object), module) for name in METHODS & own.keys())
-
-
-def has_global_hooks() -> bool:
-    """Whether hooks of all modules are registered; those by which torch's FLOP counter names modules do not count."""
-    hooks = (
-        globals_of_torch._global_forward_hooks,
-        globals_of_torch._global_forward_pre_hooks,
-        globals_of_torch._global_backward_hooks,
-        globals_of_torch._global_backward_pre_hooks,
-    )
-    return any(
-        not isinstance(getattr(hook, "__self__", None), ModuleTracker) for each in hooks for hook in each.values()
-    )
+    return all(own[name] == MethodType(getattr(kind, name, object), module) for name in _METHODS & own.keys())
 
 
 def read_projection(module: nn.Module | None, like: Tensor) -> tuple[Projection, Run | None]:
@@ -86,8 +85,8 @@ def read_projection(module: nn.Module | None, like: Tensor) -> tuple[Projection,
         return IDENTITY, None
     if is_bare(module, nn.Linear):
         return Projection(module.weight, module.bias), None
-    if not all(is_unchanged(part) and not drops(part) for part in module.modules()):
-        return IDENTITY, partial(run_on_positions, module, like.dtype)
+    if not all(is_unchanged(part) and not _drops(part) for part in module.modules()):
+        return IDENTITY, partial(_run_on_positions, module, like.dtype)
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
     width = cast(int, module.in_features)
@@ -95,12 +94,12 @@ def read_projection(module: nn.Module | None, like: Tensor) -> tuple[Projection,
     return Projection((outputs[:-1] - outputs[-1]).mT.to(like.dtype), outputs[-1].to(like.dtype)), None
 
 
-def run_on_positions(module: nn.Module, dtype: torch.dtype, positions: Tensor) -> Tensor:
+def _run_on_positions(module: nn.Module, dtype: torch.dtype, positions: Tensor) -> Tensor:
     """Run a module of channels-last inputs on positions `(b, in, n)`, in the dtype of the grid."""
     return cast(Tensor, module(positions.mT.to(dtype)).mT)
 
 
-def drops(module: nn.Module) -> bool:
+def _drops(module: nn.Module) -> bool:
     """Whether a module is a dropout that draws at each call."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from functools import partial
+from typing import cast
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from farfield.ops.modes import is_recorded
 from farfield.ops.projection import Call, by_head, project_keys, project_queries, run_values, split_heads
 from farfield.ops.slots import Summary
 from farfield.ops.summary import respond, summarize
-from farfield.ops.work import Work
+from farfield.ops.work import Work, is_quadratic_cheaper
 
 SWITCH = "FARFIELD_FAST"
 
@@ -66,11 +67,11 @@ def attend(
         if kernel is not None:
             response: Tensor = kernel.run(call, query, target)
             return response
-    # The responses of a target are products of slots, of which the other order has more.
+    # The responses of a target are products of slots, of which the quadratic order has more.
     if fast and target is None and call.operator.has_orders:
         positions = math.prod(query.shape[2:]), math.prod(key.shape[2:])
-        work = _count_work(call, *positions, query.shape[1], value.shape[1])
-        call = call._replace(operator=call.operator.in_cheaper_order(work))
+        if is_quadratic_cheaper(_count_work(call, *positions, query.shape[1], value.shape[1])):
+            call = call._replace(operator=call.operator.in_quadratic_order())
     keys, queries = call.operator.keys_from, call.operator.queries_from
     gathered = _gather(fast, keys, key, mask)
     values = gathered.positions if value is key else _gather(fast, keys, value, mask).positions
@@ -141,7 +142,7 @@ def _summarize_positions(
     """
     result = table.summarize(call, gathered, values, complete, itself_queries) if fast else None
     if result is None:
-        values = run_values(call, values, gathered.valid)
+        values = values if call.runs.value is None else run_values(call, values, gathered.valid)
         key, shared = project_keys(call, gathered), call.value.matrix is not None
         itself_key = call.operator.reads_keys and call.key.matrix is None and call.runs.key is None
         same = values is gathered.positions and itself_key and not shared
@@ -152,7 +153,7 @@ def _summarize_positions(
     if call.value.matrix is None:
         return projected, summary
     bias = None if call.value.bias is None else call.value.bias.unflatten(0, (call.heads, -1))
-    return projected, summary.project_values(call.value.by_head(call.heads), bias)
+    return projected, summary.project_values(call.value.matrix.unflatten(0, (call.heads, -1)), bias)
 
 
 def _respond_positions(
@@ -179,10 +180,13 @@ def _respond_positions(
     spatial_dims, of_axes = grid.dim() - 2, None if queries.side_by_side else bias
     bias = bias if queries.side_by_side else None
     responses = _project_responses(fast, call, query_positions, query, summary, scale, bias)
-    responses = queries.normalized(responses, query_positions.valid, spatial_dims)
+    if queries.normalize is not None:
+        responses = queries.normalize(responses, query_positions.valid, spatial_dims)
     if of_axes is not None:  # each position adds up one response per axis
         responses = responses + (of_axes / spatial_dims)[:, None].to(responses.dtype)
-    responses = laid_out_for(grid, responses.to(grid.dtype))
+    responses = responses.to(grid.dtype)
+    if not queries.side_by_side:  # what is written more than once is first brought into the order of the grid
+        responses = laid_out_for(grid, responses)
     scatter = partial(axes.scatter, queries) if fast and not queries.side_by_side else queries.scatter
     responses = scatter(responses, grid.shape[2:], place)
     if call.runs.output is not None:
@@ -200,40 +204,28 @@ def _project_responses(
     scale: float,
     bias: Tensor | None,
 ) -> Tensor:
-    """Return responses `(b, out, m)` after the output projection, which acts on the slots where that is cheaper."""
-    matrix, slots = call.output.matrix, summary.values.shape[2]
-    if matrix is None:
-        return _respond_projected(fast, call, query_positions, query, summary, scale, None, bias)
-    width = summary.values.shape[1] * summary.values.shape[3]
-    work = _count_work(call, query.shape[3], slots, query.shape[1] * query.shape[2], width)
-    if work.folds_output(slots, basis=call.operator.basis is not None):
-        return _respond_projected(fast, call, query_positions, query, summary, scale, by_head(call, query.dtype), bias)
-    responses = _respond_projected(fast, call, query_positions, query, summary, scale, None, None)
-    responses = matrix.to(responses.dtype) @ responses
-    return responses if bias is None else responses + bias[:, None].to(responses.dtype)
+    """Return responses `(b, out, m)`: the heads concatenated or, with an output projection, projected and added up.
 
-
-def _respond_projected(
-    fast: bool,
-    call: Call,
-    query_positions: Gathered,
-    query: Tensor,
-    summary: Summary,
-    scale: float,
-    matrix: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """Return responses `(b, out, m)`: the heads concatenated or, with a matrix `(h, out, c)`, projected and added up.
-
-    The matrix projects the slots.
+    The output projection acts on the slots where that is cheaper.
     """
-    responses = table.respond(call, query_positions, query, summary, matrix, bias) if fast else None
-    if responses is not None:
-        return responses
-    if matrix is None:
-        responses = respond(call.operator, query, summary, scale).flatten(1, 2)
+    last, slots, by_slots = call.output.matrix, summary.values.shape[2], None
+    if last is not None:
+        width = summary.values.shape[1] * summary.values.shape[3]
+        work = _count_work(call, query.shape[3], slots, query.shape[1] * query.shape[2], width)
+        if work.folds_output(slots, basis=call.operator.basis is not None):
+            last, by_slots = None, by_head(call, query.dtype)
+    if fast:
+        responses = table.respond(call, query_positions, query, summary, by_slots, bias if last is None else None)
+        if responses is not None and last is None:
+            return responses
     else:
-        responses = respond(call.operator, query, summary.project_values(matrix), scale).sum(1)
+        responses = None
+    if responses is None and by_slots is None:
+        responses = respond(call.operator, query, summary, scale).flatten(1, 2)
+    elif responses is None:
+        responses = respond(call.operator, query, summary.project_values(cast(Tensor, by_slots)), scale).sum(1)
+    if last is not None:
+        responses = last.to(responses.dtype) @ responses
     return responses if bias is None else responses + bias[:, None].to(responses.dtype)
 
 

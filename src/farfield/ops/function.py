@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.ops.modes import are_themselves, autocasts, is_recorded_by_autograd
+from farfield.ops.modes import are_themselves, autocast_dtype, is_recorded_by_autograd
 
 _ANY_ARGUMENTS = inspect.Signature([inspect.Parameter("arguments", inspect.Parameter.VAR_POSITIONAL)])
 
@@ -226,7 +226,7 @@ def compute_vmap(
 
 def precision(tensor: Tensor) -> Precision:
     """Return a function that makes a context with the current autocast, for a backward pass that recomputes."""
-    device = tensor.device.type
-    if not autocasts(tensor):
+    dtype = autocast_dtype(tensor)
+    if dtype is None:
         return contextlib.nullcontext
-    return functools.partial(torch.autocast, device, torch.get_autocast_dtype(device))
+    return functools.partial(torch.autocast, tensor.device.type, dtype)

@@ -261,7 +261,7 @@ def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Positions:
         raise LookupError(f'pooled: no kind "{kind}"; it has max, mean.')
     if min((size,) if isinstance(size, int) else size, default=0) < 1:
         raise ValueError(f"pooled: a window needs whole numbers from 1, got size={size!r}; fix: pooled(2).")
-    return Positions(Pool(size, kind))
+    return Positions(Pool(size if isinstance(size, int) else tuple(size), kind))
 
 
 POOLED = pooled()

@@ -36,9 +36,14 @@ def are_themselves(*arguments: object) -> bool:
 def are_free(*arguments: object) -> bool:
     """Whether values are all that is wanted of these arguments: no gradient, no tangent, and no transform."""
     recording = torch.is_grad_enabled()
-    for each in arguments:  # at every call of a kernel, so no generators, which take twice the time
-        if isinstance(each, Tensor) and ((recording and each.requires_grad) or not is_itself(each)):
-            return False
+    try:  # at every call of a kernel, so no calls of the functions above, which take twice the time
+        for each in arguments:
+            if isinstance(each, Tensor):
+                each.untyped_storage()
+                if (recording and each.requires_grad) or forward_ad.unpack_dual(each).tangent is not None:
+                    return False
+    except NotImplementedError:
+        return False
     return True
 
 
@@ -47,17 +52,18 @@ def is_watched(*tensors: Tensor) -> bool:
     return is_recorded() or not are_free(*tensors)
 
 
-def autocasts(tensor: Tensor) -> bool:
-    """Whether autocast is on for the tensor's device; some devices, such as meta, have none."""
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype in which autocast computes for the tensor's device; None if it is off, or there is none."""
     device = tensor.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def casts(tensor: Tensor) -> bool:
-    """Whether autocast is on for the tensor's device and would compute in another dtype than the tensor's."""
-    return autocasts(tensor) and tensor.dtype != torch.get_autocast_dtype(tensor.device.type)
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """Return a context without autocast, in which operations keep the dtypes of their arguments."""
-    return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else contextlib.nullcontext()
+    return (
+        contextlib.nullcontext()
+        if autocast_dtype(tensor) is None
+        else torch.autocast(tensor.device.type, enabled=False)
+    )

@@ -147,20 +147,16 @@ def by_head(call: Call, dtype: torch.dtype) -> Tensor:
     return cast(Tensor, call.output.matrix).to(dtype).unflatten(1, (call.heads, -1)).transpose(0, 1)
 
 
-def run_projection(run: Run | None, gathered: Gathered, side_by_side: bool) -> Gathered:
+def _run_projection(run: Run, gathered: Gathered, side_by_side: bool) -> Gathered:
     """Run a projection on gathered positions; on the means of those that are sums, `side_by_side` False."""
-    if run is None:
-        return gathered
     positions, valid = gathered
     return Gathered(run(positions) if side_by_side else run(positions / valid.clamp_min(1)) * valid, valid)
 
 
 def run_values(call: Call, values: Tensor, valid: Tensor) -> Tensor:
-    """Run the projection of values, if no matrix defines it; masked positions stay 0."""
-    if call.runs.value is None:
-        return values
-    values = run_projection(call.runs.value, Gathered(values, valid), call.operator.keys_from.side_by_side).positions
-    return torch.where(valid > 0, values, 0)
+    """Run the projection of values, which no matrix defines; masked positions stay 0."""
+    side_by_side, run = call.operator.keys_from.side_by_side, cast(Run, call.runs.value)
+    return torch.where(valid > 0, _run_projection(run, Gathered(values, valid), side_by_side).positions, 0)
 
 
 def project_keys(call: Call, gathered: Gathered) -> Tensor:
@@ -172,7 +168,8 @@ def project_keys(call: Call, gathered: Gathered) -> Tensor:
     side_by_side, (matrix, bias) = call.operator.keys_from.side_by_side, call.key
     if not call.operator.reads_keys:
         return gathered.valid[:, None].expand(-1, call.heads, -1, -1)
-    positions, valid = run_projection(call.runs.key, gathered, side_by_side)
+    run = call.runs.key
+    positions, valid = gathered if run is None else _run_projection(run, gathered, side_by_side)
     if side_by_side or bias is None:
         return split_heads(project(positions, call.key), call.heads)
     return split_heads(project(positions, Projection(matrix)) + bias[:, None].to(positions.dtype) * valid, call.heads)
@@ -184,7 +181,8 @@ def project_queries(call: Call, gathered: Gathered) -> Tensor:
     Sums of positions are divided by their number first; a sum without a valid position gives 0.
     """
     side_by_side, (matrix, bias) = call.operator.queries_from.side_by_side, call.query
-    positions, valid = run_projection(call.runs.query, gathered, side_by_side)
+    run = call.runs.query
+    positions, valid = gathered if run is None else _run_projection(run, gathered, side_by_side)
     if side_by_side:
         return split_heads(project(positions, call.query), call.heads)
     queries = project(positions / valid.clamp_min(1), Projection(matrix))

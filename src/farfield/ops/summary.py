@@ -16,7 +16,7 @@ from torch import Tensor
 
 from farfield.ops.fused import fused_attention
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import autocasts, full_precision
+from farfield.ops.modes import autocast_dtype, full_precision
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, softmax_of_products, weight
 
@@ -169,7 +169,7 @@ def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
 
     False where the products would round to half precision, and in a compiled graph, which is one for all sizes.
     """
-    if torch.compiler.is_compiling() or autocasts(query) or query.dtype != accumulation(query.dtype):
+    if torch.compiler.is_compiling() or autocast_dtype(query) is not None or query.dtype != accumulation(query.dtype):
         return False
     return max(query.shape[-1], slots.shape[2]) <= SMALL * min(query.shape[2], slots.shape[3])
 
@@ -177,8 +177,8 @@ def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
 def fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:
     """Combine slots by `softmax_of_products`, by torch's kernel, which takes `(…, positions, channels)`."""
     dtype = query.dtype
-    if autocasts(query) and dtype != torch.float64:  # the kernel would cast too, and keep the casts
-        dtype = torch.get_autocast_dtype(query.device.type)
+    if dtype != torch.float64:  # the kernel would cast too, and keep the casts
+        dtype = autocast_dtype(query) or dtype
     q, v = (positions.to(dtype).contiguous() for positions in (query.mT, slots))
     k = v if keys is slots else keys.to(dtype).contiguous()
     if summary.complete:

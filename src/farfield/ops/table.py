@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED, Positions
 from farfield.ops.slots import Summary
-from farfield.ops.work import Work, is_quadratic_cheaper
 
 
 # ---- basis(key, valid) -> weight (b, h, r, n) of each key in each slot, and the peak of its exponents or None ------
@@ -139,24 +139,14 @@ class Operator:
         """Whether the weights of values depend on products of keys and queries, as rotary position embeddings need."""
         return self.has_orders or self.coefficients in (products, softmax_of_products)
 
-    @property
+    @cached_property
     def has_orders(self) -> bool:
         """Whether the products of keys, queries and values can be taken in either order."""
         return self.basis is keys and self.coefficients is queries
 
-    def in_cheaper_order(self, work: Work) -> Operator:
-        """Return the operator with products V (KᵀQ) where that takes fewer MACs than (V Kᵀ) Q, else this one.
-
-        Both have the same responses.
-
-        Args:
-            work: The sizes that determine the MACs.
-
-        Reference: FA Eq. 3, FA Eq. 6.
-        """
-        if self.has_orders and is_quadratic_cheaper(work):
-            return replace(self, basis=None, coefficients=products)
-        return self
+    def in_quadratic_order(self) -> Operator:
+        """Return the operator with the same responses and products V (KᵀQ), for one that `has_orders` (FA Eq. 6)."""
+        return replace(self, basis=None, coefficients=products)
 
 
 OPERATORS = {

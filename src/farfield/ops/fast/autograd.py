@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from farfield.ops.fast import kernels
-from farfield.ops.fast.combination import arrange, channels_last, combine
+from farfield.ops.fast.combination import arrange, combine
 from farfield.ops.fast.steps import (
     ResponsePlan,
     RowPlan,
@@ -32,6 +32,7 @@ from farfield.ops.fast.steps import (
 )
 from farfield.ops.fast.steps import project as project_by_kernel
 from farfield.ops.function import accelerate
+from farfield.ops.grid import in_channels_last
 from farfield.ops.modes import full_precision
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.slots import Summary
@@ -230,7 +231,7 @@ def gradient_of_positions(
     if matrix is not None and grad_rows is not None:
         left = torch.cat([left, matrix.to(left.dtype).expand(left.shape[0], -1, -1)], 1)
         right = torch.cat([right, grad_rows], 1)
-    grad = (right.mT @ left).mT if channels_last(positions) else left.mT @ right
+    grad = (right.mT @ left).mT if in_channels_last(positions) else left.mT @ right
     return grad if matrix is not None or grad_rows is None else grad + grad_rows
 
 
@@ -301,7 +302,8 @@ def gradients_of_response(
     with torch.enable_grad():
         coefficients, slots = factors(plan.operator, query, *rest)
     with precision():
-        kernel = kernels.choose(plan.kernels, plan.operator, query, slots, grad_output)
+        lines = (line for line in plan.kernels if line.why_not(plan.operator, query, slots, grad_output) is None)
+        kernel = next(lines, None)
     if kernel is not None:
         grad_query, grad_slots = cast(Any, kernel.derive)(plan.operator, grad_output, query, slots)
         return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))

@@ -16,7 +16,7 @@ from farfield.ops.work import is_a_slot
 
 def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
     """Combine slots `(b, g, s, p)` by coefficients `(b, h, r, m)`: `(b, g, p, m)`, in the memory order of `like`."""
-    batch, wide = slots.shape[:2], channels_last(like)
+    batch, wide = slots.shape[:2], in_channels_last(like)
     rows = coefficients.shape[1] * coefficients.shape[2] // batch[1]
     slots, factors = slots.flatten(0, 1), coefficients.reshape(batch.numel(), rows, coefficients.shape[3])
     if factors.shape[1] < slots.shape[1] and not is_a_slot(factors.shape[1], slots.shape[2]):
@@ -52,8 +52,3 @@ def arrange(coefficients: Tensor, slots: Tensor) -> Tensor:
 def append_ones(coefficients: Tensor, slots: int) -> Tensor:
     """Return coefficients `(…, r, m)` for this number of slots: 1 for a last slot that has no coefficient."""
     return coefficients if coefficients.shape[-2] == slots else F.pad(coefficients, (0, 0, 0, 1), value=1.0)
-
-
-def channels_last(positions: Tensor) -> bool:
-    """Whether the channels of positions `(…, c, n)` are contiguous in memory."""
-    return positions.stride(-2) == 1 and positions.stride(-1) != 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +29,8 @@ FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST = "autocast computes in another dtype"
 MANY_SCORES = "more than 4 scores, or fewer than 8 channels a score, with which torch's products are faster"
 DERIVATIVE = "a derivative is wanted"
+# The forms of a call: the operator alone, with projections or a norm, and added to a target.
+BARE, PROJECTED, WITH_TARGET = "nothing projected or normed", "something projected or normed", "added to a target"
 NOT_INSTALLED = "not built: farfield runs from files that were not installed; fix: pip install -e . in their checkout"
 
 
@@ -36,40 +38,34 @@ class Kernel(NamedTuple):
     """A line of the kernel table: which kernels compute what, for which operators, and when.
 
     Attributes:
+        step: What is computed: "attention", "sums", "responses", "sums along axes" or "outer sums".
         names: The kernels.
-        gradient: The kernels of the gradient; none if the line is for inference, or torch computes it.
-        step: What is computed: "attention", "sums", "responses", "axis sums" or "outer sums".
-        form: "bare", "projected", "with a target" or "in training", in words.
         operators: Kinds of operators: for fields of an `Operator`, the entries that the line is for.
-        needs: What else is needed, in words.
         why_not: From the arguments of the step to the reason why the line does not run, in words, or None.
         run: Computes the step.
         derive: Computes the gradients of the step.
+        gradient: The kernels of the gradient.
+        forms: For attention, the forms of a call: BARE, PROJECTED, WITH_TARGET.
+        when: "in inference", "in training" or "always".
+        needs: What else is needed, in words.
     """
 
-    names: tuple[str, ...]
-    gradient: tuple[str, ...]
     step: str
-    form: str
+    names: tuple[str, ...]
     operators: tuple[dict[str, tuple[Any, ...]], ...]
-    needs: str
     why_not: Callable[..., str | None]
     run: Callable[..., Any]
     derive: Callable[..., Any] | None = None
+    gradient: tuple[str, ...] = ()
+    forms: tuple[str, ...] = ()
+    when: str = "always"
+    needs: str = "nothing else"
 
     def is_for(self, operator: object) -> bool:
         """Whether the line is for an operator."""
         return any(
             all(getattr(operator, field) in entries for field, entries in kind.items()) for kind in self.operators
         )
-
-
-def choose(lines: Iterable[Kernel], *arguments: Any) -> Kernel | None:
-    """Return the first line that runs on these arguments of its step, or None."""
-    for line in lines:
-        if line.why_not(*arguments) is None:
-            return line
-    return None
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch import Tensor
 from farfield.ops.fast import kernels
 from farfield.ops.fast.combination import combine
 from farfield.ops.grid import in_channels_last
-from farfield.ops.modes import are_free, casts
+from farfield.ops.modes import are_free, autocast_dtype
 from farfield.ops.projection import Projection
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, exponentials, one_and_key, query_and_one, softmax_over_channels
@@ -59,11 +59,6 @@ class ResponsePlan(NamedTuple):
 Sums = tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
-def split_by_head(positions: Tensor, heads: int) -> Tensor:
-    """View `(b, c, n)` as `(b, h, c/h, n)`."""
-    return positions[:, None] if heads == 1 else positions.unflatten(1, (heads, -1))
-
-
 # ---- projections -----------------------------------------------------------------------------------------------------
 def stack_projections(key: Projection, query: Projection) -> Projection:
     """Return one projection for keys and queries, so that positions are read once; either may be the identity."""
@@ -89,7 +84,7 @@ def split_gradients(grads: Projection, key: Projection, query: Projection) -> It
 
 def select_queries(plan: RowPlan, rows: Tensor) -> Tensor | None:
     """Return the queries `(b, h, d, n)` among the rows."""
-    return split_by_head(rows[:, rows.shape[1] - plan.queries :], plan.heads) if plan.queries else None
+    return rows[:, rows.shape[1] - plan.queries :].unflatten(1, (plan.heads, -1)) if plan.queries else None
 
 
 def project_slots(
@@ -115,9 +110,11 @@ def respond_by(
 ) -> Tensor:
     """Respond as `autograd.respond_from` does, by a kernel if one runs, else by a product of torch."""
     slots = project_slots(plan.operator, query, summary, matrix, bias)
-    kernel = kernels.choose(plan.kernels, plan.operator, query, slots)
-    if kernel is not None:
-        return cast(Tensor, kernel.run(plan.operator, query, slots, in_channels_last(positions)))
+    # A kernel would read beyond coefficients that are not as many as the slots; one more slot is the bias.
+    fits = slots.shape[2] - query.shape[1] * query.shape[2] // slots.shape[1] in (0, 1)
+    for kernel in plan.kernels if fits else ():
+        if kernel.names and kernel.why_not(plan.operator, query, slots) is None:
+            return cast(Tensor, kernel.run(plan.operator, query, slots, in_channels_last(positions)))
     return combine(slots, plan.operator.coefficients(query, summary), positions)
 
 
@@ -139,7 +136,11 @@ def why_not_scores(plan: RowPlan, positions: Tensor, *projections: Tensor | None
         return "keys are not scores"
     if not are_few(sum(map(len, matrices)), positions.shape[1]):
         return kernels.MANY_SCORES
-    return kernels.AUTOCAST if casts(positions) else kernels.why_not(positions, *projections)
+    return (
+        kernels.AUTOCAST
+        if autocast_dtype(positions) not in (None, positions.dtype)
+        else kernels.why_not(positions, *projections)
+    )
 
 
 def sum_scores(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor, bias: Tensor | None) -> Sums:
@@ -187,17 +188,13 @@ def gradients_of_rows(
     return rows.to(positions.dtype), sums[:, 1:].sum(0)
 
 
-def why_not_score_gradients(
-    operator: Operator, query: Tensor, slots: Tensor, grad_output: Tensor | None = None
-) -> str | None:
+def why_not_score_gradients(operator: Operator, query: Tensor, slots: Tensor, grad_output: Tensor) -> str | None:
     """Return why `gradients_of_scores` does not run, or None; responses themselves are a product of torch."""
-    if grad_output is None:
-        return "it is for gradients"
     if query.shape[2] != 1:
         return "queries are not scores"
     if not are_few(query.shape[1] // slots.shape[1], grad_output.shape[2]):
         return kernels.MANY_SCORES
-    if casts(grad_output):
+    if autocast_dtype(grad_output) not in (None, grad_output.dtype):
         return kernels.AUTOCAST
     return kernels.why_not(grad_output.flatten(0, 1), query, slots)
 
@@ -236,34 +233,22 @@ def expand_batch(matrix: Tensor, batch: int) -> Tensor:
 
 
 # ---- keys and their exponentials, queries and their softmax ----------------------------------------------------------
-def _why_not_multiplied(positions: Tensor, *others: Tensor | None) -> str | None:
-    """Return why kernels do not multiply positions `(b, c, n)` in float32, or None."""
-    if casts(positions):
+def why_not_multiplied(plan: object, positions: Tensor, *others: Tensor | None) -> str | None:
+    """Return why kernels do not multiply positions `(b, c, n)`, or queries `(b, h, d, n)`, in float32, or None."""
+    if autocast_dtype(positions) not in (None, positions.dtype):
         return kernels.AUTOCAST
     if text := kernels.why_not(positions, *others, ordered=False):
         return text
     if positions.dtype != torch.float32 and positions.dtype in kernels.multiplied_by_processor():
         return f"the processor multiplies {positions.dtype}, with which torch is faster"
+    if 1 not in positions.stride()[-2:]:
+        return f"strides {positions.stride()}, neither channels nor positions contiguous"
     return None
-
-
-def why_not_slots(plan: RowPlan, positions: Tensor, *projections: Tensor | None) -> str | None:
-    """Return why `sum_slots` does not run, or None."""
-    if text := _why_not_multiplied(positions, *projections):
-        return text
-    return None if _is_dense(positions) else f"strides {positions.stride()}, neither channels nor positions contiguous"
-
-
-def _is_dense(positions: Tensor) -> bool:
-    """Whether the channels or the positions of `(b, c, n)` are contiguous."""
-    return positions.stride(2) == 1 or positions.stride(1) == 1
 
 
 def project(positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Return `matrix · positions + bias`, `(b, rows, n)`; None if no kernel does it, or a derivative is wanted."""
-    if matrix is None or not _is_dense(positions) or not are_free(positions, matrix, bias):
-        return None
-    if _why_not_multiplied(positions, matrix, bias):
+    if matrix is None or not are_free(positions, matrix, bias) or why_not_multiplied(None, positions, matrix, bias):
         return None
     options = (None, 0, len(matrix), 1, False)
     rows = kernels.call("project_and_summarize", positions, _floats(matrix), _floats(bias), *options)[0]
@@ -276,11 +261,16 @@ def sum_slots(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | 
     projected = 0 if matrix is None else plan.queries
     options = (plan.keys, projected, groups, weighs_exponentials)
     rows, *sums = kernels.call(
-        "project_and_summarize", positions, _floats(matrix), _floats(bias), _flat(plan, valid), *options
+        "project_and_summarize",
+        positions,
+        _floats(matrix),
+        _floats(bias),
+        None if plan.complete else _floats(valid[:, 0, 0]),
+        *options,
     )
     rows = positions if matrix is None else rows
     values, weights, peak = (part.unflatten(1, (plan.heads, -1)) for part in sums)
-    query = split_by_head(rows, plan.heads) if plan.queries else None
+    query = rows.unflatten(1, (plan.heads, -1)) if plan.queries else None
     peak = peak[..., None] if weighs_exponentials else None
     return query, values, weights[..., None], valid.sum(-1, keepdim=True), peak, None
 
@@ -288,11 +278,6 @@ def sum_slots(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | 
 def _floats(tensor: Tensor | None) -> Tensor | None:
     """Return a small tensor in float32, which kernels compute in, and contiguous."""
     return None if tensor is None else tensor.float().contiguous()
-
-
-def _flat(plan: RowPlan, valid: Tensor) -> Tensor | None:
-    """Return which positions are valid, `(b, n)`; None if all are."""
-    return None if plan.complete else _floats(valid[:, 0, 0])
 
 
 def gradients_of_slots(
@@ -315,7 +300,7 @@ def gradients_of_slots(
         positions,
         _floats(matrix),
         _floats(bias),
-        _flat(plan, valid),
+        None if plan.complete else _floats(valid[:, 0, 0]),
         None if peak is None else _floats(peak.flatten(1)),
         _floats(grad_values.flatten(1, 2)),
         _floats(grad_weights.flatten(1)),
@@ -327,13 +312,6 @@ def gradients_of_slots(
     return grad_positions if wanted else None, grad_matrix, None if bias is None else grad_bias.to(bias.dtype)
 
 
-def why_not_combined(operator: Operator, query: Tensor, slots: Tensor, grad_output: Tensor | None = None) -> str | None:
-    """Return why `combine_slots` does not run, or `gradients_of_combination` if a gradient is given, or None."""
-    if slots.shape[2] - query.shape[1] * query.shape[2] // slots.shape[1] not in (0, 1):
-        return "not as many coefficients as slots, or one less beside a bias"
-    return _why_not_multiplied(query, slots, grad_output)
-
-
 def combine_slots(operator: Operator, query: Tensor, slots: Tensor, wide: bool) -> Tensor:
     """Combine slots `(b, g, s, p)` by the coefficients of queries `(b, h, d, m)`: `(b, g, p, m)`.
 
@@ -343,7 +321,7 @@ def combine_slots(operator: Operator, query: Tensor, slots: Tensor, wide: bool) 
         slots: The slots; `g` is 1 where the heads' responses are added up.
         wide: Whether the channels of the responses are contiguous in memory.
     """
-    rows, softmax = _in_either_order(query.flatten(1, 2)), operator.coefficients is softmax_over_channels
+    rows, softmax = query.flatten(1, 2), operator.coefficients is softmax_over_channels
     response = kernels.call("combine_slots", rows, _floats(slots), query.shape[1], softmax, wide)
     return cast(Tensor, response.unflatten(1, (slots.shape[1], -1)))
 
@@ -352,7 +330,7 @@ def gradients_of_combination(
     operator: Operator, grad_output: Tensor, query: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries `(b, h, d, m)` and slots `(b, g, s, p)`."""
-    rows, softmax = _in_either_order(query.flatten(1, 2)), operator.coefficients is softmax_over_channels
+    rows, softmax = query.flatten(1, 2), operator.coefficients is softmax_over_channels
     grad_rows, grad_slots = kernels.call(
         "combine_slots_backward",
         rows,
@@ -361,10 +339,10 @@ def gradients_of_combination(
         query.shape[1],
         softmax,
     )
-    return split_by_head(grad_rows, query.shape[1]), grad_slots.to(slots.dtype)
+    return grad_rows.unflatten(1, (query.shape[1], -1)), grad_slots.to(slots.dtype)
 
 
 def _in_either_order(positions: Tensor) -> Tensor:
     """Return positions whose channels or positions are contiguous, copied if they are not."""
     # `contiguous` would return a single position of a slice, which counts as contiguous whatever its strides.
-    return positions if _is_dense(positions) else positions.clone(memory_format=torch.contiguous_format)
+    return positions if 1 in positions.stride()[1:] else positions.clone(memory_format=torch.contiguous_format)

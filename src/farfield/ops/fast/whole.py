@@ -29,15 +29,9 @@ from farfield.ops.table import Operator, one_and_key
 Target = Callable[[Tensor | None, Tensor | None], Tensor]
 
 
-def _is_bare(call: Call, target: Target | None) -> bool:
-    return call.is_operator_alone and target is None
-
-
 # ---- means along the axes to means along the axes (KAN Eq. 13-18) ----------------------------------------------------
-def why_not_bare_means(call: Call, grid: Tensor, target: Target | None) -> str | None:
+def why_not_bare_means(call: Call, grid: Tensor) -> str | None:
     """Return why `attend_means` does not run, or None."""
-    if not _is_bare(call, target):
-        return "something is projected or normed"
     if grid.dim() < 4:
         return "one spatial dim"
     return None if are_free(grid) else kernels.DERIVATIVE
@@ -48,10 +42,8 @@ def attend_means(call: Call, grid: Tensor, target: Target | None) -> Tensor:
     return cast(Tensor, kernels.call("axis_attention", grid, call.heads, call.scale, _counts_once(call.operator)))
 
 
-def why_not_means_in_training(call: Call, grid: Tensor, target: Target | None) -> str | None:
+def why_not_means_in_training(call: Call, grid: Tensor) -> str | None:
     """Return why `learn_means` does not run, or None."""
-    if not _is_bare(call, target):
-        return "something is projected or normed"
     if grid.dim() < 4:
         return "one spatial dim"
     few = sum(grid.shape[2:]) <= SMALL * grid.shape[1] // call.heads
@@ -65,7 +57,7 @@ def learn_means(call: Call, grid: Tensor, target: Target | None) -> Tensor:
     return cast(Tensor, _respond_from_means(plan, _axis_means(grid, wide))[0])
 
 
-def why_not_projected_means(call: Call, grid: Tensor, target: Target | None) -> str | None:
+def why_not_projected_means(call: Call, grid: Tensor) -> str | None:
     """Return why `attend_projected_means` does not run, or None; queries and keys are the means themselves."""
     if grid.dim() < 4:
         return "one spatial dim"
@@ -176,10 +168,8 @@ _respond_from_means = accelerate(
 
 
 # ---- scores (SAN Eq. 4, SAN Eq. 5) -----------------------------------------------------------------------------------
-def why_not_bare_scores(call: Call, grid: Tensor, target: Target | None) -> str | None:
+def why_not_bare_scores(call: Call, grid: Tensor) -> str | None:
     """Return why `attend_scores` does not run, or None."""
-    if not _is_bare(call, target):
-        return "something is projected or normed"
     if not are_few(call.heads, grid.shape[1]):
         return kernels.MANY_SCORES
     if call.query.matrix is None:
@@ -193,10 +183,8 @@ def attend_scores(call: Call, grid: Tensor, target: Target | None) -> Tensor:
     return cast(Tensor, kernels.call("score_attention", grid, matrix, _weighs_keys(call.operator))[0])
 
 
-def why_not_scores_in_training(call: Call, grid: Tensor, target: Target | None) -> str | None:
+def why_not_scores_in_training(call: Call, grid: Tensor) -> str | None:
     """Return why `learn_scores` does not run, or None."""
-    if not _is_bare(call, target):
-        return "something is projected or normed"
     if not are_few(call.heads, grid.shape[1]):
         return kernels.MANY_SCORES
     if call.query.matrix is None:
@@ -212,10 +200,8 @@ def learn_scores(call: Call, grid: Tensor, target: Target | None) -> Tensor:
     return cast(Tensor, _attend_scores(call.operator, grid, call.query.matrix)[0])
 
 
-def why_not_projected_scores(call: Call, grid: Tensor, target: Target | None) -> str | None:
+def why_not_projected_scores(call: Call, grid: Tensor) -> str | None:
     """Return why `add_scores` does not run, or None."""
-    if target is None:
-        return "nothing to add to"
     if call.query.matrix is None or call.query is not call.key or call.query.bias is not None or call.norm is not None:
         return "queries and keys differ, or have a bias or a norm"
     if call.value.matrix is None or call.value.bias is not None or call.output.matrix is None:
