@@ -665,6 +665,14 @@ def test_the_kernel_table_names_every_kernel(built: None) -> None:
     assert all(table.operators_of(line) for line in table.LINES)
 
 
+def test_the_page_has_the_kernel_table() -> None:
+    lines = [
+        f"* {', '.join(f'`{name}`' for name in line.names) or 'none'}: {table.describe(line)}" for line in table.LINES
+    ]
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert page.split("<!-- kernels -->")[1].split("<!-- /kernels -->")[0].strip().splitlines() == lines
+
+
 @pytest.mark.parametrize("row", ["siamese", *MEAN_ROWS])
 @pytest.mark.unchecked("a compiler does not look through the checks")
 def test_what_no_kernel_takes_falls_back_to_the_equation(on: None, row: str) -> None:

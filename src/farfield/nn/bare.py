@@ -22,7 +22,7 @@ from torch.utils.module_tracker import ModuleTracker
 from farfield.ops.grid import accumulation
 from farfield.ops.projection import IDENTITY, Projection, Run
 
-Kind = TypeVar("Kind", bound=nn.Module)
+_Kind = TypeVar("_Kind", bound=nn.Module)
 # What torch calls between a layer and its numbers, if it is replaced on the instance (accelerate, diffusers do so).
 _METHODS = frozenset({"forward", "_call_impl", "_conv_forward", "_check_input_dim"})
 # Hooks of all modules, by their ids.
@@ -36,7 +36,7 @@ _GLOBAL_HOOKS = (
 _TENSORS = frozenset({Tensor, nn.Parameter, FakeTensor, FunctionalTensor})
 
 
-def is_bare(module: nn.Module | None, *kinds: type[Kind]) -> TypeGuard[Kind]:
+def is_bare(module: nn.Module | None, *kinds: type[_Kind]) -> TypeGuard[_Kind]:
     """Whether a module is of one of these classes, no subclass, and nothing on the instance changes what it computes.
 
     Parametrized modules are of a class of their own.

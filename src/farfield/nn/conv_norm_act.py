@@ -14,7 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from farfield.nn.bare import is_bare
 from farfield.nn.bn_folding import Fusable
-from farfield.nn.layer_kernels import Place, convolve_and, norm_and_clamp
+from farfield.nn.layer_kernels import Geometry, convolve_and, norm_and_clamp
 from farfield.nn.spatial_dims import LAYERS, layers
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import is_itself, is_recorded, is_recorded_by_autograd, is_watched
@@ -143,8 +143,8 @@ class Convolved(Fusable, nn.Sequential):
         layer, kernel = self.convolution, piece.weight
         groups = layer.groups * len(kernel) // len(layer.weight)  # the groups of this piece of a depthwise convolution
         if piece.statistics is None and not isinstance(layer.padding, str) and self.clamps:
-            place = Place(layer.padding, layer.stride, layer.dilation, groups)
-            clamped = convolve_and(grid, kernel, piece.bias, place, clamp=BOUNDS)
+            geometry = Geometry(layer.padding, layer.stride, layer.dilation, groups)
+            clamped = convolve_and(grid, kernel, piece.bias, geometry, clamp=BOUNDS)
             if clamped is not None:
                 return clamped
         out = convolve(grid, kernel, piece.bias, layer.stride, layer.padding, layer.dilation, groups)
@@ -251,7 +251,7 @@ def convolve(grid: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any
 
 def add_convolved(out: Tensor, grid: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Add a 1x1 convolution of a grid to `out`, in place of it or of the convolution's output, which is not saved."""
-    added = convolve_and(grid, weight, bias, Place(), add_to=out)
+    added = convolve_and(grid, weight, bias, Geometry(), add_to=out)
     return convolve(grid, weight, bias).add_(out) if added is None else added
 
 

@@ -38,8 +38,8 @@ def is_on() -> bool:
 
 
 # ---- torch's oneDNN --------------------------------------------------------------------------------------------------
-class Place(NamedTuple):
-    """Where a convolution reads."""
+class Geometry(NamedTuple):
+    """How a convolution moves over a grid."""
 
     padding: Sequence[int] = (0, 0)
     stride: Sequence[int] = (1, 1)
@@ -51,7 +51,7 @@ def convolve_and(
     grid: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    place: Place,
+    geometry: Geometry,
     *,
     clamp: tuple[float, ...] = (),
     add_to: Tensor | None = None,
@@ -61,8 +61,8 @@ def convolve_and(
         return None
     convolve, add = _private_operations()
     if add_to is not None:
-        return cast(Tensor, add(add_to, grid, weight, bias, *place, "add", 1.0, None, [], None))
-    return cast(Tensor, convolve(grid, weight, bias, *place, "hardtanh", [*clamp], ""))
+        return cast(Tensor, add(add_to, grid, weight, bias, *geometry, "add", 1.0, None, [], None))
+    return cast(Tensor, convolve(grid, weight, bias, *geometry, "hardtanh", [*clamp], ""))
 
 
 def fuses(grid: Tensor, weight: Tensor, *others: Tensor) -> bool:

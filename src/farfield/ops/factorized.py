@@ -6,7 +6,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield.ops.attend import attend, document_arguments
-from farfield.ops.table import OPERATORS
 
 
 @document_arguments
@@ -38,9 +37,7 @@ def averaged_attention(
         >>> ops.averaged_attention(volume, volume, volume).shape
         torch.Size([2, 8, 5, 6, 7])
     """
-    return attend(
-        "averaged_attention", OPERATORS["averaged"], query, key, value, heads=heads, mask=mask, query_mask=query_mask
-    )
+    return attend("averaged", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
 
 
 @document_arguments
@@ -74,8 +71,7 @@ def factorized_attention(
         torch.Size([2, 8, 512])
     """
     return attend(
-        "factorized_attention",
-        OPERATORS["factorized"],
+        "factorized",
         query,
         key,
         value,
@@ -117,8 +113,7 @@ def factorized_gaussian_attention(
         True
     """
     return attend(
-        "factorized_gaussian_attention",
-        OPERATORS["factorized_gaussian"],
+        "factorized_gaussian",
         query,
         key,
         value,

@@ -6,7 +6,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield.ops.attend import attend, document_arguments
-from farfield.ops.table import OPERATORS
 
 
 @document_arguments
@@ -40,8 +39,7 @@ def kronecker_kv_attention(
         torch.Size([2, 64, 56, 56])
     """
     return attend(
-        "kronecker_kv_attention",
-        OPERATORS["kronecker_kv"],
+        "kronecker_kv",
         query,
         key,
         value,
@@ -84,8 +82,7 @@ def kronecker_qkv_attention(
         torch.Size([2, 64, 8, 16, 16])
     """
     return attend(
-        "kronecker_qkv_attention",
-        OPERATORS["kronecker_qkv"],
+        "kronecker_qkv",
         query,
         key,
         value,
@@ -127,8 +124,7 @@ def kronecker_qkv_literal_attention(
         torch.Size([2, 64, 8, 16, 16])
     """
     return attend(
-        "kronecker_qkv_literal_attention",
-        OPERATORS["kronecker_qkv_literal"],
+        "kronecker_qkv_literal",
         query,
         key,
         value,

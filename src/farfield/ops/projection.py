@@ -42,18 +42,18 @@ class ProjectionRuns(NamedTuple):
     output: Run | None = None
 
 
-NO_RUNS = ProjectionRuns()
+_NO_RUNS = ProjectionRuns()
 
 
 def project_to_scores(projection: Projection, vector: Tensor, heads: int) -> Projection:
     """Compose a projection with the scores by a vector, one score per head: wᵀ(Wx + b) = (wᵀW)x + wᵀb."""
-    scores, (matrix, bias) = score_matrix(vector, heads), projection
+    scores, (matrix, bias) = _score_matrix(vector, heads), projection
     if matrix is None:
         return Projection(scores)
     return Projection(scores @ matrix.to(scores.dtype), None if bias is None else scores @ bias.to(scores.dtype))
 
 
-def score_matrix(vector: Tensor, heads: int) -> Tensor:
+def _score_matrix(vector: Tensor, heads: int) -> Tensor:
     """Return the matrix `(heads, c)` of one score per head, from a vector `(c,)` of c/heads numbers per head."""
     if heads == 1:
         return vector[None]
@@ -76,7 +76,7 @@ def project(positions: Tensor, projection: Projection) -> Tensor:
     return torch.baddbmm(bias[:, None].to(positions.dtype), matrix, positions)
 
 
-class Norm(Protocol):
+class _Norm(Protocol):
     """Batch norm of coefficients or of responses, folded into the queries and the summary."""
 
     @property
@@ -127,8 +127,8 @@ class Call(NamedTuple):
     key: Projection = IDENTITY
     value: Projection = IDENTITY
     output: Projection = IDENTITY
-    norm: Norm | None = None
-    runs: ProjectionRuns = NO_RUNS
+    norm: _Norm | None = None
+    runs: ProjectionRuns = _NO_RUNS
 
     @property
     def is_operator_alone(self) -> bool:
@@ -139,7 +139,7 @@ class Call(NamedTuple):
     @property
     def runs_projections(self) -> bool:
         """Whether a projection runs on positions."""
-        return self.runs != NO_RUNS
+        return self.runs != _NO_RUNS
 
 
 def by_head(call: Call, dtype: torch.dtype) -> Tensor:

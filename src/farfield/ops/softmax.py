@@ -6,7 +6,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield.ops.attend import attend, document_arguments
-from farfield.ops.table import OPERATORS
 
 
 @document_arguments
@@ -39,8 +38,7 @@ def softmax_attention(
         torch.Size([2, 8, 7, 7])
     """
     return attend(
-        "softmax_attention",
-        OPERATORS["softmax"],
+        "softmax",
         query,
         key,
         value,
@@ -83,8 +81,7 @@ def softmax_pooled_attention(
         torch.Size([2, 8, 7, 7])
     """
     return attend(
-        "softmax_pooled_attention",
-        OPERATORS["softmax_pooled"],
+        "softmax_pooled",
         query,
         key,
         value,

@@ -41,21 +41,21 @@ from farfield.ops.table import Operator
 
 
 # ---- the equations ---------------------------------------------------------------------------------------------------
-def project_and_sum(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
+def _plain_sums(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
     """Return the queries of positions `(b, c, n)`, and the values, weights, count and peak of their summary.
 
     `projections`: matrix and bias for the keys, then those for the queries if they are different.
     """
-    return sum_rows(plan, positions, valid, project(positions, stack_projections(*pair_projections(projections))))
+    return _sum_rows(plan, positions, valid, project(positions, stack_projections(*_pair_projections(projections))))
 
 
-def pair_projections(parts: Sequence[Tensor | None]) -> tuple[Projection, Projection]:
+def _pair_projections(parts: Sequence[Tensor | None]) -> tuple[Projection, Projection]:
     """Return the projections of keys and of queries."""
     return Projection(*parts[:2]), Projection(*parts[2:])
 
 
-def sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> tuple[Any, ...]:
-    """Return the same as `project_and_sum`, from rows that are already projected."""
+def _sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> tuple[Any, ...]:
+    """Return the same as `_plain_sums`, from rows that are already projected."""
     heads = plan.heads
     key = split_heads(rows[:, : plan.keys], heads) if plan.keys else valid.expand(-1, heads, -1, -1)
     value = positions[:, None] if plan.shared else split_heads(positions, heads)
@@ -118,29 +118,29 @@ def respond_from(
     return cast(Tensor, _respond(plan, positions, *projection, query, *parts, matrix, bias))
 
 
-def project_and_keep(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
-    """Return the same as `project_and_sum`, and the projected rows `(b, rows, n)` if they are small."""
-    matrix, bias = stack_projections(*pair_projections(projections))
+def _project_and_keep(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
+    """Return the same as `_plain_sums`, and the projected rows `(b, rows, n)` if they are small."""
+    matrix, bias = stack_projections(*_pair_projections(projections))
     if plan.kernel is None:
         rows = project(positions, Projection(matrix, bias))
-        *outputs, rows = *sum_rows(plan, positions, valid, rows), rows
+        *outputs, rows = *_sum_rows(plan, positions, valid, rows), rows
     else:
         *outputs, rows = plan.kernel.run(plan, positions, valid, matrix, bias)
     small = matrix is not None and rows is not None and are_small(rows.shape[1], positions)
     return *outputs, rows if small else None
 
 
-def gradients_of_sums(
+def _gradients_of_sums(
     arguments: Sequence[Any],
     kept: Sequence[Tensor | None],
     grad_outputs: Sequence[Any],
     wanted: Sequence[bool],
     precision: Any,
 ) -> Iterator[Tensor | None]:
-    """Return the gradients of `project_and_sum`; keys that were not kept are projected again."""
+    """Return the gradients of `_plain_sums`; keys that were not kept are projected again."""
     (plan, positions, valid, *projections), (_, peak, rows) = arguments, kept
     grad_queries, grad_values, grad_weights = grad_outputs
-    projection, other = pair_projections(projections)
+    projection, other = _pair_projections(projections)
     (matrix, bias), grad_rows, grad_matrix = stack_projections(projection, other), None, None
     grads_of_outputs = (grad_queries, grad_values, grad_weights)
     kernel = plan.kernel
@@ -153,7 +153,7 @@ def gradients_of_sums(
     if plan.keys:
         with precision():
             rows = project(positions, projection) if rows is None else rows[:, : plan.keys]
-        key = leaf(split_heads(rows, plan.heads).to(grad_values.dtype))
+        key = _leaf(split_heads(rows, plan.heads).to(grad_values.dtype))
     with torch.enable_grad():
         basis, own = cast(Any, plan.operator.basis)(key, valid)
     if own is not None:  # the sums are relative to the peak of all blocks
@@ -162,21 +162,21 @@ def gradients_of_sums(
         if plan.keys and kernel is not None and kernel.derive is None:
             grad_rows, grad_matrix = gradients_of_rows(plan, positions, valid, grad_queries, grad_values, grad_weights)
         else:
-            grad_basis = gradient_of_basis(plan, positions, valid, grad_values, grad_weights)
-            grad_rows = join_rows(plan, gradient(basis, key, grad_basis), grad_queries, positions)
+            grad_basis = _gradient_of_basis(plan, positions, valid, grad_values, grad_weights)
+            grad_rows = _join_rows(plan, _gradient(basis, key, grad_basis), grad_queries, positions)
         grad_positions = None
         if wanted[1]:
-            grad_positions = gradient_of_positions(plan, positions, grad_values, basis, matrix, grad_rows)
-        grads = gradients_of_projection(positions, matrix, bias, grad_rows, grad_matrix)
+            grad_positions = _gradient_of_positions(plan, positions, grad_values, basis, matrix, grad_rows)
+        grads = _gradients_of_projection(positions, matrix, bias, grad_rows, grad_matrix)
     return iter((None, grad_positions, None, *split_gradients(Projection(*grads), projection, other)))
 
 
-def leaf(tensor: Tensor) -> Tensor:
+def _leaf(tensor: Tensor) -> Tensor:
     """Detach a tensor, as a leaf that requires a gradient."""
     return tensor.detach().requires_grad_()
 
 
-def gradient(output: Tensor, by: Tensor, grad_output: Tensor) -> Tensor:
+def _gradient(output: Tensor, by: Tensor, grad_output: Tensor) -> Tensor:
     """Return the gradient with respect to `by`; 0 if `output` does not depend on it."""
     if not output.requires_grad or not by.requires_grad:
         return torch.zeros_like(by)
@@ -184,26 +184,26 @@ def gradient(output: Tensor, by: Tensor, grad_output: Tensor) -> Tensor:
     return grad
 
 
-def gradient_of_basis(
+def _gradient_of_basis(
     plan: RowPlan, positions: Tensor, valid: Tensor, grad_values: Tensor, grad_weights: Tensor
 ) -> Tensor:
     """Return `(b, h, r, n)`: a weight of the basis contributes to the values and to the weight of its slot."""
     if not plan.complete:
         grad_weights = grad_weights * valid
     if plan.shared:
-        products = multiply_widened(grad_values.flatten(1, 2), positions).unflatten(1, grad_values.shape[1:3])
+        products = _multiply_widened(grad_values.flatten(1, 2), positions).unflatten(1, grad_values.shape[1:3])
         return products + grad_weights
-    return multiply_widened(grad_values, split_heads(positions, plan.heads)) + grad_weights
+    return _multiply_widened(grad_values, split_heads(positions, plan.heads)) + grad_weights
 
 
-def multiply_widened(matrix: Tensor, positions: Tensor) -> Tensor:
+def _multiply_widened(matrix: Tensor, positions: Tensor) -> Tensor:
     """Return `matrix · positions` in the matrix's dtype, without a wider copy of all positions at once."""
     if matrix.dtype == positions.dtype:
         return matrix @ positions
     return torch.cat([matrix @ piece.to(matrix.dtype) for piece in positions.split(WIDENED, -1)], -1)
 
 
-def join_rows(plan: RowPlan, grad_keys: Tensor, grad_queries: Tensor | None, positions: Tensor) -> Tensor | None:
+def _join_rows(plan: RowPlan, grad_keys: Tensor, grad_queries: Tensor | None, positions: Tensor) -> Tensor | None:
     """Return gradients of all rows `(b, rows, n)`: keys first, queries last; added where the same rows are both."""
     rows = grad_keys.flatten(1, 2).to(positions.dtype) if plan.keys else None
     if grad_queries is None:
@@ -214,7 +214,7 @@ def join_rows(plan: RowPlan, grad_keys: Tensor, grad_queries: Tensor | None, pos
     return rows + queries if plan.same else torch.cat([rows, queries], 1)
 
 
-def gradient_of_positions(
+def _gradient_of_positions(
     plan: RowPlan,
     positions: Tensor,
     grad_values: Tensor,
@@ -235,7 +235,7 @@ def gradient_of_positions(
     return grad if matrix is not None or grad_rows is None else grad + grad_rows
 
 
-def gradients_of_projection(
+def _gradients_of_projection(
     positions: Tensor,
     matrix: Tensor | None,
     bias: Tensor | None,
@@ -249,7 +249,7 @@ def gradients_of_projection(
     return grad, None if bias is None else grad_rows.sum((0, 2), dtype=grad.dtype).to(bias.dtype)
 
 
-def respond_to(
+def _respond_to(
     plan: ResponsePlan,
     positions: Tensor,
     matrix: Tensor | None,
@@ -258,11 +258,11 @@ def respond_to(
     *parts: Tensor | None,
 ) -> Tensor:
     """Respond as `respond_from` does, to the parts of a summary."""
-    coefficients, slots = factors(plan.operator, query, *parts)
+    coefficients, slots = _factors(plan.operator, query, *parts)
     return combine(slots, coefficients, positions)
 
 
-def respond_in_blocks(
+def _respond_in_blocks(
     plan: ResponsePlan,
     positions: Tensor,
     matrix: Tensor | None,
@@ -270,19 +270,19 @@ def respond_in_blocks(
     query: Tensor,
     *parts: Tensor | None,
 ) -> Tensor:
-    """Respond as `respond_to` does, by a kernel if there is one."""
-    return respond_by(plan, positions, query, build_summary(parts[:4]), *parts[4:])
+    """Respond as `_respond_to` does, by a kernel if there is one."""
+    return respond_by(plan, positions, query, _build_summary(parts[:4]), *parts[4:])
 
 
-def save_query(arguments: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of `respond_to` that are kept: the positions, and the queries only if they are small."""
+def _save_query(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of `_respond_to` that are kept: the positions, and the queries only if they are small."""
     plan, positions, matrix, bias, query, *parts = arguments
     small = are_small(math.prod(query.shape[1:3]), positions)
     return plan, positions, matrix, bias, query if small else (query.shape[1], query.dtype), *parts
 
 
-def restore_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
-    """Return the arguments of `respond_to`, with the queries projected again if they were not kept."""
+def _restore_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
+    """Return the arguments of `_respond_to`, with the queries projected again if they were not kept."""
     plan, positions, matrix, bias, query, *parts = arguments
     if isinstance(query, tuple):
         heads, dtype = query
@@ -293,20 +293,20 @@ def restore_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
     return plan, positions, matrix, bias, query, *parts
 
 
-def gradients_of_response(
+def _gradients_of_response(
     arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], wanted: Sequence[bool], precision: Any
 ) -> Iterator[Tensor | None]:
-    """Return gradients of `respond_to` for the query, the summary, and the projection and bias of the responses."""
+    """Return gradients of `_respond_to` for the query, the summary, and the projection and bias of the responses."""
     (plan, _, _, _, query, *parts), (grad_output,) = arguments, grad_outputs
-    query, rest = leaf(query), [None if part is None else leaf(part) for part in parts]
+    query, rest = _leaf(query), [None if part is None else _leaf(part) for part in parts]
     with torch.enable_grad():
-        coefficients, slots = factors(plan.operator, query, *rest)
+        coefficients, slots = _factors(plan.operator, query, *rest)
     with precision():
         lines = (line for line in plan.kernels if line.why_not(plan.operator, query, slots, grad_output) is None)
         kernel = next(lines, None)
     if kernel is not None:
         grad_query, grad_slots = cast(Any, kernel.derive)(plan.operator, grad_output, query, slots)
-        return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))
+        return iter((None, None, None, None, *_gradients([query, *rest], {query: grad_query, slots: grad_slots})))
     with full_precision(grad_output):
         # Under autocast the product, and so its gradient, is of lower precision than its factors.
         arranged = arrange(coefficients, slots).to(grad_output.dtype)
@@ -314,17 +314,17 @@ def gradients_of_response(
         inner = slots.to(grad_output.dtype) @ grad_output
         inner = inner[:, :, : math.prod(coefficients.shape[1:3]) // slots.shape[1]]
         grad_coefficients = inner.reshape(coefficients.shape).to(coefficients.dtype)
-        grads = gradients([query, *rest], {coefficients: grad_coefficients, slots: grad_slots})
+        grads = _gradients([query, *rest], {coefficients: grad_coefficients, slots: grad_slots})
     return iter((None, None, None, None, *grads))
 
 
-def factors(operator: Operator, query: Tensor, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
+def _factors(operator: Operator, query: Tensor, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the coefficients and the slots, whose product the responses are."""
-    summary = build_summary(parts[:4])
+    summary = _build_summary(parts[:4])
     return operator.coefficients(query, summary), project_slots(operator, query, summary, *parts[4:])
 
 
-def gradients(inputs: list[Tensor | None], grad_outputs: dict[Tensor, Tensor]) -> Iterator[Tensor | None]:
+def _gradients(inputs: list[Tensor | None], grad_outputs: dict[Tensor, Tensor]) -> Iterator[Tensor | None]:
     """Return vector-Jacobian products for the inputs that are not None; None where no output depends on the input."""
     known = [tensor for tensor in inputs if tensor is not None]
     outputs = {output: grad for output, grad in grad_outputs.items() if output.requires_grad}
@@ -332,20 +332,20 @@ def gradients(inputs: list[Tensor | None], grad_outputs: dict[Tensor, Tensor]) -
     return (None if tensor is None else next(grads) for tensor in inputs)
 
 
-def build_summary(parts: Any) -> Summary:
+def _build_summary(parts: Any) -> Summary:
     """Return a summary of values, weights, count and peak, which coefficients may depend on."""
     values, weights, count, peak = parts
     return Summary(values, weights, count, None, peak)
 
 
 _project_and_sum = accelerate(
-    project_and_sum, project_and_keep, gradients_of_sums, constants=2, kept=1, kernels_run=kernels.run
+    _plain_sums, _project_and_keep, _gradients_of_sums, constants=2, kept=1, kernels_run=kernels.run
 )
 _respond = accelerate(
-    respond_to,
-    respond_in_blocks,
-    gradients_of_response,
-    save=save_query,
-    restore=restore_query,
+    _respond_to,
+    _respond_in_blocks,
+    _gradients_of_response,
+    save=_save_query,
+    restore=_restore_query,
     kernels_run=kernels.run,
 )

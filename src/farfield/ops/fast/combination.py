@@ -23,7 +23,7 @@ def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
         last, slots = slots[:, -1:], slots[:, :-1]
         response = torch.baddbmm(last, factors.mT, slots).mT if wide else torch.baddbmm(last.mT, slots.mT, factors)
     else:
-        factors = append_ones(factors, slots.shape[1])
+        factors = _append_ones(factors, slots.shape[1])
         response = torch.bmm(factors.mT, slots).mT if wide else torch.bmm(slots.mT, factors)
     return response.view(*batch, *response.shape[1:])
 
@@ -46,9 +46,9 @@ def add_responses(call: Call, query: Tensor, summary: Summary, out: Tensor) -> T
 
 def arrange(coefficients: Tensor, slots: Tensor) -> Tensor:
     """Return coefficients `(b, g, s, m)`: concatenated for heads that add up; 1 for a last slot that is a bias."""
-    return append_ones(coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1)), slots.shape[2])
+    return _append_ones(coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1)), slots.shape[2])
 
 
-def append_ones(coefficients: Tensor, slots: int) -> Tensor:
+def _append_ones(coefficients: Tensor, slots: int) -> Tensor:
     """Return coefficients `(…, r, m)` for this number of slots: 1 for a last slot that has no coefficient."""
     return coefficients if coefficients.shape[-2] == slots else F.pad(coefficients, (0, 0, 0, 1), value=1.0)

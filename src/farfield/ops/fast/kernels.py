@@ -25,7 +25,7 @@ REASON = FOLDER / "not_built.txt"
 # If this environment variable is 0, no kernel runs.
 SWITCH = "FARFIELD_KERNELS"
 # What grids and positions may be; the kernels compute in float32.
-FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST = "autocast computes in another dtype"
 MANY_SCORES = "more than 4 scores, or fewer than 8 channels a score, with which torch's products are faster"
 DERIVATIVE = "a derivative is wanted"
@@ -85,85 +85,87 @@ def problem() -> str | None:
 
 
 # ---- FLOPs for torch's flop counter: the products of the equations ---------------------------------------------------
-def count_nothing(*shapes: Any, out_shape: Any) -> int:
+def _count_nothing(*shapes: Any, out_shape: Any) -> int:
     """Return 0: sums have no products."""
     return 0
 
 
-def count_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count the products of the axes' means with each other, and of these weights with the values."""
     return 4 * grid[0] * grid[1] * sum(grid[2:]) ** 2
 
 
-def count_means(means: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_means(means: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count the products of the means with each other, and of these weights with the values."""
     return 4 * means[0] * means[1] * means[2] ** 2
 
 
-def count_values(means: Sequence[int], values: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_values(means: Sequence[int], values: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count the products of the means with each other, and of these weights with other values."""
     return 2 * means[0] * (means[1] + values[1]) * means[2] ** 2
 
 
-def count_means_backward(means: Sequence[int], weights: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_means_backward(means: Sequence[int], weights: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count four products, and a fifth for the matrix if it was not kept."""
     return (8 if weights[0] else 10) * means[0] * means[1] * means[2] ** 2
 
 
-def count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
+def _count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
     """Count scores, one or two slots, and the responses."""
     return 2 * math.prod(grid) * (matrix[0] + 2 * (1 + both))
 
 
-def count_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
-    """Count twice the products of `count_scores`."""
-    return 2 * count_scores(grid, matrix, both, out_shape=out_shape)
+def _count_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
+    """Count twice the products of `_count_scores`."""
+    return 2 * _count_scores(grid, matrix, both, out_shape=out_shape)
 
 
-def count_rows(positions: Sequence[int], matrix: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_rows(positions: Sequence[int], matrix: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count the projection to rows, and the sums over positions of row ⊗ position."""
     return 4 * math.prod(positions) * matrix[1]
 
 
-def count_summary(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
+def _count_summary(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
     """Count the projection, and the sums over positions of weight ⊗ position."""
     _, _, keys, _, groups, _ = others
     return 2 * math.prod(positions) * ((matrix[0] if matrix else 0) + keys // groups)
 
 
-def count_summary_backward(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
+def _count_summary_backward(
+    positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any
+) -> int:
     """Count the keys again, the gradients of their weights, and those of positions and matrix."""
     (_, keys, shared), each = others[3], 2 * positions[0] * positions[2]
     of_projection = 0 if matrix is None else positions[1] * (keys + 2 * matrix[0])
     return each * (2 * keys * shared + of_projection)
 
 
-def count_combination(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_combination(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count the products of coefficients with slots."""
     return 2 * math.prod(queries) * slots[3]
 
 
-def count_combination_backward(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Count twice the products of `count_combination`."""
-    return 2 * count_combination(queries, slots, out_shape=out_shape)
+def _count_combination_backward(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
+    """Count twice the products of `_count_combination`."""
+    return 2 * _count_combination(queries, slots, out_shape=out_shape)
 
 
 FLOPS: dict[str, Any] = {
-    "axis_sums": count_nothing,
-    "axis_means": count_nothing,
-    "outer_sum": count_nothing,
-    "norm_and_clamp_backward": count_nothing,
-    "axis_attention": count_axes,
-    "attend_means": count_values,
-    "axis_responses": count_means,
-    "axis_responses_backward": count_means_backward,
-    "score_attention": count_scores,
-    "score_attention_backward": count_scores_backward,
-    "project_and_sum": count_rows,
-    "project_and_summarize": count_summary,
-    "project_and_summarize_backward": count_summary_backward,
-    "combine_slots": count_combination,
-    "combine_slots_backward": count_combination_backward,
+    "axis_sums": _count_nothing,
+    "axis_means": _count_nothing,
+    "outer_sum": _count_nothing,
+    "norm_and_clamp_backward": _count_nothing,
+    "axis_attention": _count_axes,
+    "attend_means": _count_values,
+    "axis_responses": _count_means,
+    "axis_responses_backward": _count_means_backward,
+    "score_attention": _count_scores,
+    "score_attention_backward": _count_scores_backward,
+    "project_and_sum": _count_rows,
+    "project_and_summarize": _count_summary,
+    "project_and_summarize_backward": _count_summary_backward,
+    "combine_slots": _count_combination,
+    "combine_slots_backward": _count_combination_backward,
 }
 
 
@@ -200,8 +202,8 @@ def why_not(*tensors: Tensor | None, ordered: bool = True) -> str | None:
     for tensor in tensors:
         if tensor is None:
             continue
-        if tensor.dtype not in FORMATS:
-            return f"{tensor.dtype}, not {', '.join(map(str, FORMATS))}"
+        if tensor.dtype not in _FORMATS:
+            return f"{tensor.dtype}, not {', '.join(map(str, _FORMATS))}"
         if not tensor.is_cpu:
             return f"on {tensor.device}, not on a CPU"
         if type(tensor) not in (Tensor, nn.Parameter):

@@ -56,7 +56,7 @@ class ResponsePlan(NamedTuple):
     kernels: tuple[kernels.Kernel, ...] = ()
 
 
-Sums = tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+_Sums = tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 # ---- projections -----------------------------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ def why_not_scores(plan: RowPlan, positions: Tensor, *projections: Tensor | None
     )
 
 
-def sum_scores(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor, bias: Tensor | None) -> Sums:
-    """Project and sum as `autograd.project_and_sum` does, in one pass over the positions; return the rows too."""
+def sum_scores(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor, bias: Tensor | None) -> _Sums:
+    """Project and sum as `autograd` does by torch's products, in one pass over the positions; return the rows too."""
     batch, heads = positions.shape[0], plan.heads
     offset = None if bias is None else bias.float()[:, None].expand(batch, -1, positions.shape[2]).contiguous()
     rows, sums = kernels.call("project_and_sum", positions, expand_batch(matrix.float(), batch), offset, None)
@@ -170,7 +170,7 @@ def gradients_of_rows(
     grad_values: Tensor,
     grad_weights: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the rows, as `autograd.join_rows` does, and the sum over positions of gradient ⊗ position.
+    """Return the gradient of the rows, as `autograd` joins them, and the sum over positions of gradient ⊗ position.
 
     Returns:
         The gradient of the rows, `(b, rows, n)`, and that of the matrix, `(rows, c)`.
@@ -255,8 +255,8 @@ def project(positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Te
     return cast(Tensor, rows)
 
 
-def sum_slots(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Sums:
-    """Project and sum as `autograd.project_and_sum` does; the rows are not returned."""
+def sum_slots(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | None, bias: Tensor | None) -> _Sums:
+    """Project and sum as `autograd` does by torch's products; the rows are not returned."""
     weighs_exponentials, groups = plan.operator.basis is exponentials, 1 if plan.shared else plan.heads
     projected = 0 if matrix is None else plan.queries
     options = (plan.keys, projected, groups, weighs_exponentials)
