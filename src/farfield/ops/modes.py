@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,23 @@ def is_itself(tensor: Tensor) -> bool:
     except NotImplementedError:  # a wrapped tensor has no memory
         return False
     return forward_ad.unpack_dual(tensor).tangent is None
+
+
+class _Probe(torch.autograd.Function):
+    """Does nothing; has no setup_context, without which torch refuses a function in a transform of torch.func."""
+
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        """Do nothing."""
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is active, whatever it wraps."""
+    try:
+        _Probe.apply()
+    except RuntimeError:
+        return True
+    return False
 
 
 def is_recorded_by_autograd(*arguments: object) -> bool:
