@@ -37,10 +37,7 @@ _TENSORS = frozenset({Tensor, nn.Parameter, FakeTensor, FunctionalTensor})
 
 
 def is_bare(module: nn.Module | None, *kinds: type[_Kind]) -> TypeGuard[_Kind]:
-    """Whether a module is of one of these classes, no subclass, and nothing on the instance changes what it computes.
-
-    Parametrized modules are of a class of their own.
-    """
+    """Whether a module is of one of these classes, no subclass, and nothing on the instance changes it."""
     return module is not None and type(module) in kinds and is_unchanged(module)
 
 

@@ -82,17 +82,7 @@ def attend(
 
 
 def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, place: Place | None = None) -> Summary:
-    """Summarize the keys and values of a grid or of a tile.
-
-    Args:
-        call: The operator with its projections.
-        grid: `(b, c, *n)`.
-        mask: `(b, *n)`, True where a position is valid; None if all are.
-        place: The origin of a tile and the size of the whole grid; None for a whole grid.
-
-    Returns:
-        The summary; the summaries of all tiles merge, in any order, into that of the whole.
-    """
+    """Summarize the keys and values of a grid, or of a tile at a `place`, whose summaries merge in any order."""
     fast = is_fast()
     gathered = _gather(fast, call.operator.keys_from, grid, mask, place)
     return _summarize_positions(fast, call, gathered, gathered.positions, mask is None and place is None)[1]
@@ -107,19 +97,7 @@ def respond_grid(
     place: Place | None = None,
     query_sums: Gathered | None = None,
 ) -> Tensor:
-    """Respond to a summary at every position of a grid or of a tile.
-
-    Args:
-        call: The operator with its projections.
-        grid: The query grid, `(b, c, *m)`.
-        summary: The summary of keys and values.
-        mask: `(b, *m)`, True where a position is valid; others are read as 0. None if all are valid.
-        place: The origin of a tile and the size of the whole grid; None for a whole grid.
-        query_sums: The query sums of the whole grid, for a tile of an operator whose queries are sums over the grid.
-
-    Returns:
-        The responses, `(b, out, *m)`.
-    """
+    """Respond `(b, out, *m)` at every position of a grid, or of a tile; with queries that are sums by `query_sums`."""
     fast = is_fast()
     query_positions = _gather(fast, call.operator.queries_from, grid, mask) if query_sums is None else query_sums
     return _respond_positions(fast, call, grid, query_positions, None, summary, place)
@@ -133,13 +111,7 @@ def _gather(fast: bool, where: Positions, grid: Tensor, mask: Tensor | None, pla
 def _summarize_positions(
     fast: bool, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
 ) -> tuple[Tensor | None, Summary]:
-    """Project keys, summarize, and project the values of the slots.
-
-    With `itself_queries`, the queries come from the same positions, and a fast step may project them too.
-
-    Returns:
-        The queries `(b, h, d, n)`, None if they are not projected, and the summary.
-    """
+    """Return the queries `(b, h, d, n)` if a fast step projects them too (`itself_queries`), and the summary."""
     result = table.summarize(call, gathered, values, complete, itself_queries) if fast else None
     if result is None:
         values = values if call.runs.value is None else run_values(call, values, gathered.valid)
@@ -204,10 +176,7 @@ def _project_responses(
     scale: float,
     bias: Tensor | None,
 ) -> Tensor:
-    """Return responses `(b, out, m)`: the heads concatenated or, with an output projection, projected and added up.
-
-    The output projection acts on the slots where that is cheaper.
-    """
+    """Return responses `(b, out, m)`; the output projection, if any, acts on the slots where that is cheaper."""
     last, slots, by_slots = call.output.matrix, summary.values.shape[2], None
     if last is not None:
         width = summary.values.shape[1] * summary.values.shape[3]
@@ -239,15 +208,7 @@ def _project_shift(call: Call, shift: Tensor | None) -> Tensor | None:
 
 
 def _count_work(call: Call, queries: int, keys: int, channels: int, width: int) -> Work:
-    """Return the sizes that determine the MACs of one sample.
-
-    Args:
-        call: The operator with its projections.
-        queries: Number of queries.
-        keys: Number of keys.
-        channels: Channels of the queries if they are not projected.
-        width: Channels of the values if they are not projected.
-    """
+    """Return the sizes of one sample; channels and width are those of queries and values before projections."""
     inner = channels if call.query.matrix is None else len(call.query.matrix)
     value, output = call.value.matrix, call.output.matrix
     biased = call.output.bias is not None or (call.norm is not None and call.norm.bias is not None)

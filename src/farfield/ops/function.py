@@ -163,11 +163,7 @@ def _load_arguments(ctx: Any, restore: Callable[..., Sequence[Any]]) -> tuple[Se
 
 
 class _TensorFunction:
-    """`plain` as a function of its arguments at `places`; returns the tensors among its first `outputs` outputs.
-
-    Attributes:
-        is_tensor: Which outputs are tensors; known after the first call.
-    """
+    """`plain` as a function of its arguments at `places`; returns the tensors among its first outputs."""
 
     def __init__(self, plain: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int], outputs: int | None):
         self.plain, self.arguments, self.places, self.outputs = plain, arguments, places, outputs

@@ -19,22 +19,7 @@ from farfield.ops.modes import is_itself, is_recorded
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend by the softmax of products: softmax(scale · Q Kᵀ) V.
-
-    Args:
-        query: `(b, h, m, d)`.
-        key: `(b, h, n, d)`.
-        value: `(b, h, n, c)`.
-        mask: `(b, 1, 1, n)`, True where a key is valid, at least one per sample; None if all are.
-        scale: Factor of the products.
-
-    Returns:
-        `(b, h, m, c)`.
-
-    Cost:
-        b·h·m·n·(d + c) MACs, and 2.5 times that backward. Kept for backward are the arguments, the response and m
-        numbers per head; in forward mode, and for the derivative of a gradient, the matrix of b·h·m·n numbers.
-    """
+    """Compute softmax(scale · Q Kᵀ) V: `(b, h, m, c)`, from `(b, h, m, d)`, `(b, h, n, d)` and `(b, h, n, c)`."""
     if is_recorded():
         return _scaled_dot_product(query, key, value, mask, scale)
     if not all(map(is_itself, (query, key, value))):  # under a transform of torch.func, or with a tangent

@@ -152,11 +152,7 @@ def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
 
 # ---- axes ------------------------------------------------------------------------------------------------------------
 def axis_sums(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
-    """Gather, for each index of each axis, the sum over all other axes and the number of valid positions in it.
-
-    The axes follow one another in the grid's order. With `place`, the grid is a tile: the result has the length of the
-    whole grid's axes, and is 0 at indices outside the tile. See KAN Eq. 14 and 15.
-    """
+    """Gather the sums over all other axes and their numbers of valid positions, for each index of an axis (KAN 14)."""
     return Gathered(along_axes(hide(grid, mask), place), valid_counts(grid, mask, place))
 
 

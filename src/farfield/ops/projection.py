@@ -160,31 +160,25 @@ def run_values(call: Call, values: Tensor, valid: Tensor) -> Tensor:
 
 
 def project_keys(call: Call, gathered: Gathered) -> Tensor:
-    """Project gathered positions to keys `(b, h, d, n)`; d is 1 if the operator reduces keys to scores.
-
-    Sums of positions give sums of keys: the bias is multiplied by the number of positions in each sum. If the operator
-    does not read keys, nothing is projected and the result is `gathered.valid`, expanded to all heads.
-    """
+    """Project gathered positions to keys `(b, h, d, n)`; d is 1 for scores."""
     side_by_side, (matrix, bias) = call.operator.keys_from.side_by_side, call.key
-    if not call.operator.reads_keys:
+    if not call.operator.reads_keys:  # any keys do
         return gathered.valid[:, None].expand(-1, call.heads, -1, -1)
     run = call.runs.key
     positions, valid = gathered if run is None else _run_projection(run, gathered, side_by_side)
     if side_by_side or bias is None:
         return split_heads(project(positions, call.key), call.heads)
+    # Sums of positions give sums of keys, each with as many biases as positions.
     return split_heads(project(positions, Projection(matrix)) + bias[:, None].to(positions.dtype) * valid, call.heads)
 
 
 def project_queries(call: Call, gathered: Gathered) -> Tensor:
-    """Project gathered positions to queries `(b, h, d, m)`; d is 1 if the operator reduces queries to scores.
-
-    Sums of positions are divided by their number first; a sum without a valid position gives 0.
-    """
+    """Project gathered positions to queries `(b, h, d, m)`, of the means of those that are sums; d is 1 for scores."""
     side_by_side, (matrix, bias) = call.operator.queries_from.side_by_side, call.query
     run = call.runs.query
     positions, valid = gathered if run is None else _run_projection(run, gathered, side_by_side)
     if side_by_side:
         return split_heads(project(positions, call.query), call.heads)
-    queries = project(positions / valid.clamp_min(1), Projection(matrix))
+    queries = project(positions / valid.clamp_min(1), Projection(matrix))  # 0 for a sum without a valid position
     queries = queries if bias is None else queries + bias[:, None].to(positions.dtype) * (valid > 0)
     return split_heads(queries, call.heads)

@@ -111,10 +111,8 @@ class Summary(NamedTuple):
 
 
 def _project_heads(values: Tensor, matrix: Tensor) -> Tensor:
-    """Project values `(b, h, r, c)`, or `(b, 1, r, c)` that heads share, by `(h, p, c)` to `(b, h, r, p)`.
-
-    matmul would copy the matrix for every sample and keep the copies for the backward pass.
-    """
+    """Project `(b, h or 1, r, c)` by `(h, p, c)`: `(b, h, r, p)`."""
+    # matmul would copy the matrix for every sample and keep the copies for the backward pass.
     batch, heads, slots, _ = values.shape
     if heads == 1:
         joined = values[:, 0] @ matrix.flatten(0, 1).mT.expand(batch, -1, -1)

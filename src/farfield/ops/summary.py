@@ -96,14 +96,12 @@ def _sum_positions(
 
 
 def sum_over_positions(rows: Tensor, positions: Tensor) -> Tensor:
-    """Return Σ_j rows_j ⊗ positions_j, from `(…, r, n)` and `(…, c, n)` to `(…, r, c)`.
-
-    One matrix product sums at most PRODUCT positions, except in float64 and in compiled code.
-    """
+    """Return Σ_j rows_j ⊗ positions_j, from `(…, r, n)` and `(…, c, n)` to `(…, r, c)`."""
     length, dtype = positions.shape[-1], accumulation(positions.dtype)
     if dtype != positions.dtype:
         pieces = zip(rows.split(WIDENED, -1), positions.split(WIDENED, -1), strict=True)
         return torch.stack([sum_over_positions(r.to(dtype), c.to(dtype)) for r, c in pieces]).sum(0)
+    # Compiled code has one graph for all lengths, and float64 needs no blocks.
     if torch.compiler.is_compiling() or length <= PRODUCT or positions.dtype == torch.float64:
         return rows @ positions.mT
     if math.prod(positions.shape[:-2]) * BLOCK < length:  # few samples, long: all blocks of one at once
@@ -165,10 +163,8 @@ def attend_heads(
 
 
 def _matrix_is_small(query: Tensor, slots: Tensor) -> bool:
-    """Whether the matrix of coefficients is small (see SMALL): then two plain products are faster than the kernel.
-
-    False where the products would round to half precision, and in a compiled graph, which is one for all sizes.
-    """
+    """Whether the matrix of coefficients is small (see SMALL): two products are then faster than the kernel."""
+    # A compiled graph is one for all sizes; in half precision the products would round.
     if torch.compiler.is_compiling() or autocast_dtype(query) is not None or query.dtype != accumulation(query.dtype):
         return False
     return max(query.shape[-1], slots.shape[2]) <= SMALL * min(query.shape[2], slots.shape[3])

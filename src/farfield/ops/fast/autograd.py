@@ -42,10 +42,7 @@ from farfield.ops.table import Operator
 
 # ---- the equations ---------------------------------------------------------------------------------------------------
 def _plain_sums(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
-    """Return the queries of positions `(b, c, n)`, and the values, weights, count and peak of their summary.
-
-    `projections`: matrix and bias for the keys, then those for the queries if they are different.
-    """
+    """Return the queries of positions `(b, c, n)`, and the values, weights, count and peak of their summary."""
     return _sum_rows(plan, positions, valid, project(positions, stack_projections(*_pair_projections(projections))))
 
 
@@ -67,22 +64,8 @@ def _sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> 
 def project_and_summarize(
     plan: RowPlan, positions: Tensor, valid: Tensor, key: Projection, query: Projection
 ) -> tuple[Tensor | None, Summary]:
-    """Project positions to keys and queries, and summarize them.
-
-    Args:
-        plan: The rows that are keys and queries.
-        positions: `(b, c, n)`.
-        valid: `(b, 1, 1, n)`, 1 where a position is valid.
-        key: The projection of keys.
-        query: The projection of queries, if it is another.
-
-    Returns:
-        The queries `(b, h, d, n)`, None if no queries come from these positions, and the summary.
-
-    Cost:
-        At most b·n·c·(projected rows + h·r) MACs forward, and three times that backward. The positions are kept for
-        backward.
-    """
+    """Return the queries `(b, h, d, n)` of positions, or None, and the summary; `query` if it is no `key`."""
+    # Of large tensors, the positions alone are kept for the backward pass.
     queries, values, weights, count, peak, _ = _project_and_sum(plan, positions, valid, *key, *query)
     return queries, Summary(values, weights, count, None, peak, False, plan.complete)
 
@@ -96,24 +79,8 @@ def respond_from(
     matrix: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Respond to a summary: `ops.respond`, with a projection of the responses that acts on the slots, and a bias.
-
-    Args:
-        plan: The operator, which has a basis, and the kernels for it.
-        positions: `(b, c, m)`, the positions that the queries come from.
-        projection: The projection of queries.
-        query: `(b, h, d, m)`, the projected queries.
-        summary: The summary of keys and values.
-        matrix: `(h, p, c)`, a projection of each head's responses, which are then added up; None to concatenate heads.
-        bias: The bias of the responses, `(p,)`, or `(h·c,)` without a matrix; None adds nothing.
-
-    Returns:
-        `(b, 1, p, m)` with a matrix, else `(b, h, c, m)`, in the memory order of the positions.
-
-    Cost:
-        b·m·h·r·p MACs forward, and twice that backward. Kept for backward are the positions, the summary, and queries
-        of few channels; other queries are projected again.
-    """
+    """Return `(b, 1, p, m)` with a matrix `(h, p, c)` of responses, else `(b, h, c, m)`, as positions lie in memory."""
+    # Kept for the backward pass are the positions, the summary, and queries of few channels.
     parts = (summary.values, summary.weights, summary.count, summary.peak)
     return cast(Tensor, _respond(plan, positions, *projection, query, *parts, matrix, bias))
 

@@ -90,10 +90,7 @@ def select_queries(plan: RowPlan, rows: Tensor) -> Tensor | None:
 def project_slots(
     operator: Operator, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Return slots `(b, g, s, p)`, divided and projected; slots of heads that add up are concatenated, and g is 1.
-
-    A bias is one slot more than there are coefficients; its coefficient is 1 at every position.
-    """
+    """Return slots `(b, g, s, p)`, divided and projected; g is 1 where heads add up. A bias is a last slot."""
     if matrix is not None:
         summary = summary.project_values(matrix)
     slots = (summary.values / operator.per(query, summary)).to(query.dtype)
@@ -170,11 +167,7 @@ def gradients_of_rows(
     grad_values: Tensor,
     grad_weights: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the rows, as `autograd` joins them, and the sum over positions of gradient ⊗ position.
-
-    Returns:
-        The gradient of the rows, `(b, rows, n)`, and that of the matrix, `(rows, c)`.
-    """
+    """Return the gradient of the rows, `(b, rows, n)`, and that of the matrix, `(rows, c)`."""
     matrix = grad_values[:, :, 1]  # (b, h, c)
     if not plan.shared:
         matrix = torch.diag_embed(matrix.transpose(1, 2)).permute(0, 3, 2, 1).flatten(2)
@@ -200,18 +193,8 @@ def why_not_score_gradients(operator: Operator, query: Tensor, slots: Tensor, gr
 
 
 def gradients_of_scores(operator: Operator, grad_output: Tensor, query: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of queries and slots; the gradient of the responses is read once for both.
-
-    Args:
-        operator: The operator.
-        grad_output: `(b, g, p, m)`, the gradient of the responses.
-        query: `(b, h, 1, m)`.
-        slots: `(b, g, s, p)`: for each head one for its query and, for some operators, one with a coefficient of 1. A
-            last one with a coefficient of 1 may be the bias.
-
-    Returns:
-        `(b, h, 1, m)` and `(b, g, s, p)`.
-    """
+    """Return the gradients of scores `(b, h, 1, m)` and slots; that of the responses is read once for both."""
+    # A head's slots: one for its query and, for some operators, one with a coefficient of 1; the last may be the bias.
     batch, groups, count, channels = slots.shape
     step, rows = 1 + (operator.coefficients is query_and_one), query.shape[1] // groups
     matrix = slots.flatten(0, 1)[:, : rows * step : step].float().contiguous()
@@ -290,10 +273,7 @@ def gradients_of_slots(
     wanted: bool,
     grads: tuple[Tensor | None, Tensor, Tensor],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of positions (if wanted), matrix and bias (if there are these).
-
-    `grads` are those of queries, values and weights.
-    """
+    """Return the gradients of positions (if wanted), matrix and bias, from those of queries, values, weights."""
     grad_queries, grad_values, grad_weights = grads
     grad_positions, grad_matrix, grad_bias = kernels.call(
         "project_and_summarize_backward",
@@ -313,14 +293,7 @@ def gradients_of_slots(
 
 
 def combine_slots(operator: Operator, query: Tensor, slots: Tensor, wide: bool) -> Tensor:
-    """Combine slots `(b, g, s, p)` by the coefficients of queries `(b, h, d, m)`: `(b, g, p, m)`.
-
-    Args:
-        operator: The operator.
-        query: The queries.
-        slots: The slots; `g` is 1 where the heads' responses are added up.
-        wide: Whether the channels of the responses are contiguous in memory.
-    """
+    """Combine slots `(b, g, s, p)` by queries `(b, h, d, m)`: `(b, g, p, m)`, with contiguous channels if `wide`."""
     rows, softmax = query.flatten(1, 2), operator.coefficients is softmax_over_channels
     response = kernels.call("combine_slots", rows, _floats(slots), query.shape[1], softmax, wide)
     return cast(Tensor, response.unflatten(1, (slots.shape[1], -1)))
