@@ -70,15 +70,7 @@ def factorized_attention(
         >>> ops.factorized_attention(text, text, text, heads=2).shape
         torch.Size([2, 8, 512])
     """
-    return attend(
-        "factorized",
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-    )
+    return attend("factorized", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
 
 
 @document_arguments
@@ -112,12 +104,4 @@ def factorized_gaussian_attention(
         >>> torch.allclose(ops.factorized_gaussian_attention(image, image, ones), ones)
         True
     """
-    return attend(
-        "factorized_gaussian",
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-    )
+    return attend("factorized_gaussian", query, key, value, heads=heads, mask=mask, query_mask=query_mask)

@@ -38,16 +38,7 @@ def kronecker_kv_attention(
         >>> ops.kronecker_kv_attention(image, image, image, heads=4).shape
         torch.Size([2, 64, 56, 56])
     """
-    return attend(
-        "kronecker_kv",
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        scale=scale,
-    )
+    return attend("kronecker_kv", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale)
 
 
 @document_arguments
@@ -81,16 +72,7 @@ def kronecker_qkv_attention(
         >>> ops.kronecker_qkv_attention(volume, volume, volume).shape
         torch.Size([2, 64, 8, 16, 16])
     """
-    return attend(
-        "kronecker_qkv",
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        scale=scale,
-    )
+    return attend("kronecker_qkv", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale)
 
 
 @document_arguments
@@ -124,12 +106,5 @@ def kronecker_qkv_literal_attention(
         torch.Size([2, 64, 8, 16, 16])
     """
     return attend(
-        "kronecker_qkv_literal",
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        scale=scale,
+        "kronecker_qkv_literal", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale
     )

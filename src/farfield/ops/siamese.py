@@ -39,16 +39,7 @@ def siamese_attention(
         >>> ops.siamese_attention(text, text, text, weight=torch.ones(64), heads=4).shape
         torch.Size([2, 64, 512])
     """
-    return attend(
-        "siamese",
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        weight=weight,
-    )
+    return attend("siamese", query, key, value, heads=heads, mask=mask, query_mask=query_mask, weight=weight)
 
 
 @document_arguments
@@ -81,16 +72,7 @@ def siamese_local_attention(
         >>> ops.siamese_local_attention(text, text, text, weight=torch.ones(64)).shape
         torch.Size([2, 64, 512])
     """
-    return attend(
-        "siamese_local",
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        weight=weight,
-    )
+    return attend("siamese_local", query, key, value, heads=heads, mask=mask, query_mask=query_mask, weight=weight)
 
 
 @document_arguments
@@ -121,15 +103,7 @@ def siamese_ones_attention(
         >>> ops.siamese_ones_attention(text, text, text, heads=4).shape
         torch.Size([2, 64, 512])
     """
-    return attend(
-        "siamese_ones",
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-    )
+    return attend("siamese_ones", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
 
 
 def siamese_similarity(
