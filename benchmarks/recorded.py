@@ -12,9 +12,10 @@ that are multiples of 32: wheels that `python tests/helpers/brains.py` downloads
 plan, untiled, passes, window: CPU seconds of one thread, medians of `--repeats` in one warm process, in turns.
 MACs: of all passes, relative to those of the untiled network. ÷ untiled: the passes' seconds by the untiled network's.
 off: largest difference to the untiled network, relative to the largest number. labels: positions of another class.
-planned, counted, allocated, resident: MiB beside the volume and the output: what the plan states for a tile and for
-values that are stored in memory; the most bytes of tensors that operations return at once; the most that torch's
-allocator gives out at once, with what kernels take inside; how much the peak resident memory of a process grows.
+planned, counted, resident: MiB beside the volume and the output: what the plan states for a tile and for values that
+are stored in memory; the most that torch's allocator gives out at once, with what kernels take inside; how much the
+peak resident memory of a process grows, which is more as the heap of glibc is torn into pieces: with
+`MALLOC_MMAP_THRESHOLD_=1048576` in the environment it is what is counted, and takes longer.
 window resident: the same of MONAI's, which makes its output itself: that is taken off.
 MONAI's `sliding_window_inference` runs with an overlap of a quarter and Gaussian weights. ÷ window: plan and passes.
 """
@@ -41,7 +42,6 @@ from monai.inferers import sliding_window_inference
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from farfield.nn.tracing import LiveBytes
 from farfield.streaming import StreamingPlan, Tiles, plan_whole, predict_whole
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -73,7 +73,6 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "labels": lambda row: f"{row['labels']:,}",
     "planned": lambda row: f"{row['planned'] / MEBIBYTE:.1f}",
     "counted": lambda row: f"{row['counted'] / MEBIBYTE:.1f}",
-    "allocated": lambda row: f"{row['allocated'] / MEBIBYTE:.1f}",
     "resident": lambda row: f"{row['resident'] / MEBIBYTE:.0f}",
     "window": lambda row: f"{row['window']:.2f}",
     "÷ window": lambda row: f"{(row['plan'] + row['passes']) / row['window']:.2f}",
@@ -159,9 +158,7 @@ def measure_times(options: argparse.Namespace) -> dict[str, Any]:
         row[f"{prefix}off"] = float((result - whole).abs().max() / largest)
         row[f"{prefix}labels"] = int((result.argmax(1) != labels).sum())
     assert row["off"] < TOLERANCE, f"tiles differ by {row['off']}"
-    with LiveBytes() as live:
-        run.passes(plan, run.output())
-    row["counted"], row["allocated"] = live.peak, count_allocations(lambda: run.passes(plan, run.output()))
+    row["counted"] = count_allocations(lambda: run.passes(plan, run.output()))
     return row | {
         "tiles": len(plan.cores),
         "number of passes": len(plan.passes),

@@ -98,7 +98,15 @@ def thresholds(grid: Tensor, layer: nn.Module) -> Tensor:
     return layer(grid) * above.mean((2, 3), keepdim=True) * (grid > 0).to(grid.dtype).mean((2, 3), keepdim=True)
 
 
+def read_as_view(grid: Tensor, layer: nn.Module) -> Tensor:
+    """The numbers before ReLU, which has an operation that overwrites them, are read once more."""
+    result = layer(grid)
+    seen = result.transpose(2, 3)
+    return torch.relu(result) + 2 * seen.transpose(2, 3)
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "numbers read again through a view": (lambda: Written(read_as_view, c(1, 1)), 1),
     "dilation after a norm": (
         lambda: nn.Sequential(c(1, 4, 7), nn.ReLU(), c(4, 4), nn.InstanceNorm2d(4), c(4, 1, 3, 3)),
         1,
@@ -168,6 +176,30 @@ def test_ordinary_networks(name: str, values: str) -> None:
     terms = 68 * 50 if name == "softmax attention" else 1
     for store in (False, True):
         assert_exact(net, volume, (16, 24), store, terms)
+
+
+class Table(nn.Module):
+    """Operations on the volume, on a parameter, and on views of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 3, 68, 50))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        both = torch.relu(grid.transpose(1, 1)) + torch.tanh(self.table.expand(1, 3, 68, 50))
+        return both + torch.relu(torch.relu(self.table)) + torch.sigmoid(grid)
+
+
+def test_no_operation_writes_to_the_volume_or_to_parameters() -> None:
+    torch.manual_seed(0)
+    net, volume = Table().eval(), torch.randn(1, 3, 68, 50)
+    kept, table = volume.clone(), net.table.detach().clone()
+    with torch.no_grad():
+        whole = net(volume)
+    for store in (False, True):
+        assert relative(run_in_tiles(net, volume, (16, 24), store=store).output, whole) < 1e-6
+    assert torch.equal(volume, kept)
+    assert torch.equal(net.table, table)
 
 
 HOSTS: dict[str, tuple[Callable[[str], Any], tuple[int, ...], tuple[int, ...]]] = {

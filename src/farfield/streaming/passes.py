@@ -90,11 +90,29 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
             name = f'"{plan.labelled.graph.nodes[value.node].path}"'
             self[value] = StoredInFile(caller, path, name, info, boxes, device)
 
-    def end(self, stage: int) -> None:
-        """Remove what no pass after this one reads."""
-        for value, last in self.plan.stored.items():
-            if last <= stage:
+    def begin(self, stage: int) -> None:
+        """Let go of what no pass from this one on reads; what this one stores takes over files of that.
+
+        Files that are left stay for later passes, as far as the planned disk space has room.
+        """
+        stored, made, info = self.plan.stored, self.plan.stages[stage].writes, self.plan.labelled.graph.info
+        sizes = {value: info(value).bytes for value in stored}
+        # Pass 0 is of another sample, which reads nothing of the sample before.
+        gone = [value for value, last in stored.items() if stage == 0 or last < stage]
+        free = sorted((value for value in gone if value not in made and self[value].is_there), key=sizes.__getitem__)
+        for value in sorted(made, key=sizes.__getitem__, reverse=True):
+            before = value if self[value].is_there or not free else free.pop()
+            self[value].take_over(self[before])
+        room = self.plan.bytes_stored - sum(size for value, size in sizes.items() if value in made or value not in gone)
+        for value in reversed(free):
+            room -= sizes[value]
+            if room < 0:
                 self[value].remove()
+
+    def clear(self) -> None:
+        """Remove all."""
+        for each in self.values():
+            each.remove()
 
     def close(self) -> None:
         """Let go of memory and opened files; what is in files with a name stays there."""
@@ -121,7 +139,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
             elif level == stage:
                 needed = index
             if not each.holds(state.get(_name(value), {}), range(needed)):
-                self.end(len(self.plan.stages))
+                self.clear()
                 return False
         return True
 
@@ -151,7 +169,7 @@ class TiledRun:
             self.sums, self.sample = Sums(self.plan), sample
         if index == 0:
             # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
-            self.store.end((stage - 1) % len(self.plan.stages))
+            self.store.begin(stage)
         if self.run_patch is not None:
             self._run_patch(self.run_patch, stage, index)
         else:

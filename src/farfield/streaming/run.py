@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from farfield.streaming.graph import Value
+from farfield.streaming.graph import Value, find_operation, map_values
 from farfield.streaming.labels import LabelledGraph, is_read, last_uses, trace
-from farfield.streaming.rules.rule import Parts
+from farfield.streaming.rules import POINTWISE
+from farfield.streaming.rules.rule import OperationCall, Parts
 from farfield.streaming.spans import Box, Span, boxes_of, join_boxes, read_box, region_of, whole_box
 
 # (value, box) -> the numbers of a volume or of a stored value
@@ -30,6 +33,16 @@ def compute(
     regions, needs = trace(labelled, wanted, given)
     freed = last_uses(labelled.graph, regions, given, wanted)
     known: dict[Value, Tensor] = {}
+    # Values whose memory was made here, and is not that of a volume, a parameter, or a merged sum.
+    owned: set[Value] = set()
+
+    def may_overwrite(value: Value, call: OperationCall, tensors: Sequence[Tensor | None]) -> bool:
+        first, own = labelled.graph.nodes[value.node].inputs[0], tensors[0]
+        if own is None or own is not known.get(first) or first not in owned or first not in freed.get(value, ()):
+            return False
+        same = (call.operands[0].shape, own.dtype) == (call.shape, call.dtype)
+        others = (each for each in (*known.values(), *tensors) if each is not own)
+        return same and len(list(boxes_of(regions[value]))) == 1 and not _shares_memory(own, others)
 
     def run(value: Value, box: Box) -> Tensor:
         call, reduction = labelled.calls[value.node], labelled.reductions.get(value.node)
@@ -41,9 +54,19 @@ def compute(
                 tensors.append(_read_constant(labelled, source, own))
             else:
                 tensors.append(read_box(known[source], regions[source], own))
-        if reduction is None:
-            return labelled.rules[value.node].run(call, value.output, box, tensors)
-        return reduction.finish(call, value.output, box, tensors, parts[value.node])
+        held = tensors
+        if reduction is not None:
+            held = [*tensors, *_tensors_in(parts[value.node])]
+            result = reduction.finish(call, value.output, box, tensors, parts[value.node])
+        else:
+            rule = labelled.rules[value.node]
+            if rule is POINTWISE and (name := _find_in_place(call.op)) and may_overwrite(value, call, tensors):
+                call, held = call._replace(op=name), []
+            result = rule.run(call, value.output, box, tensors)
+        # A module of the user may return what it keeps.
+        if call.op != "layer" and not _shares_memory(result, held):
+            owned.add(value)
+        return result
 
     for value in sorted(regions):
         make = read if value in given else run
@@ -51,6 +74,31 @@ def compute(
         for source in freed.get(value, ()):
             known.pop(source, None)
     return {value: read_box(known[value], regions[value], box) for value, box in wanted.items()}
+
+
+@functools.cache
+def _find_in_place(op: str) -> str | None:
+    """Return the operation of torch that writes the result to its first operand; None if there is none."""
+    namespace, name, overload = op.split(".")
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    if packet is None or overload not in packet.overloads():
+        return None
+    names, own = (
+        [argument.name for argument in each._schema.arguments]
+        for each in (find_operation(op), getattr(packet, overload))
+    )
+    return f"{namespace}.{name}_.{overload}" if names == own and names[0] == "self" else None
+
+
+def _shares_memory(tensor: Tensor, others: Iterable[Tensor | None]) -> bool:
+    own = tensor.untyped_storage().data_ptr()
+    return any(each is not None and each.untyped_storage().data_ptr() == own for each in others)
+
+
+def _tensors_in(parts: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_values(parts, Tensor, found.append)
+    return found
 
 
 def _read_constant(labelled: LabelledGraph, value: Value, box: Box) -> Tensor:

@@ -50,6 +50,15 @@ class StoredInMemory:
         """Whether nothing of these tiles is needed."""
         return not tiles
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it takes memory."""
+        return self.whole is not None
+
+    def take_over(self, other: Any) -> None:
+        """Free a value that nothing reads any more."""
+        other.remove()
+
     def remove(self) -> None:
         """Free it."""
         self.whole = None
@@ -76,6 +85,11 @@ class StoredInFile:
         self.array: Any = None
 
     @property
+    def is_there(self) -> bool:
+        """Whether its file is open."""
+        return self.file is not None
+
+    @property
     def _described(self) -> str:
         return f'"{self.path}"' if self.path is not None else f"the temporary file of {self.name}"
 
@@ -92,16 +106,30 @@ class StoredInFile:
                 content = content[file.write(content) :]
 
     def _make(self) -> None:
-        self.remove()
         with self._explained():
             # Open until the last pass that reads it has run.
-            self.file = (
-                tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-                if self.path is None
-                else self.path.open("w+b", buffering=0)
-            )
+            if self.file is None:
+                self.remove()
+                self.file = (
+                    tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+                    if self.path is None
+                    else self.path.open("w+b", buffering=0)
+                )
+            os.truncate(self.file.fileno(), self.offsets[-1])
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.file.fileno(), 0, self.offsets[-1])
+
+    def take_over(self, other: Any) -> None:
+        """Take the file of a value that nothing reads any more: pages that are there are written ten times as fast."""
+        if other.file is None or os.name != "posix":  # elsewhere an opened file keeps its name
+            other.remove()
+            return
+        if self.path is not None and other.path is not None and other is not self:
+            with self._explained():
+                other.path.replace(self.path)
+        self.file, other.file = other.file, self.file
+        self.array = other.array = None
+        self.checksums, other.checksums = {}, {}
 
     def read(self, index: int, box: Box) -> Tensor:
         """Read a box for a tile; refuse a file of which the tile's own part was changed since it was written."""
