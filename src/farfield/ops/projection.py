@@ -76,7 +76,7 @@ def project(positions: Tensor, projection: Projection) -> Tensor:
     return torch.baddbmm(bias[:, None].to(positions.dtype), matrix, positions)
 
 
-class _Norm(Protocol):
+class _FoldedNorm(Protocol):
     """Batch norm of coefficients or of responses, folded into the queries and the summary."""
 
     @property
@@ -127,7 +127,7 @@ class Call(NamedTuple):
     key: Projection = IDENTITY
     value: Projection = IDENTITY
     output: Projection = IDENTITY
-    norm: _Norm | None = None
+    norm: _FoldedNorm | None = None
     runs: ProjectionRuns = _NO_RUNS
 
     @property
