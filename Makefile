@@ -1,20 +1,34 @@
 # Everything runs in .venv, which the first command makes with the first Python 3.11-3.13 it finds. `make help` lists what there is.
 # Another Python: make test PYTHON3=/path/to/python3.12
+# Another torch: make demo TORCH="torch==2.12.1"
 
 SHELL := /bin/sh
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --progress-bar off
+# What the demo needs, and everything.
+DEMO := $(VENV)/installed-demo
 STAMP := $(VENV)/installed
+TORCH ?= torch>=2.11,!=2.13.0
 PYTHON3 ?= python3.13 python3.12 python3.11 python3 python
 # Test processes side by side; each computes on one thread.
 JOBS ?= 2
 
 # The editable install names this folder, so a copied or moved checkout (or one whose Python has gone) installs again.
-ifneq ($(shell $(PYTHON) -c "print(open('$(STAMP)').read().strip())" 2>/dev/null),$(CURDIR))
+installed_for = $(shell $(PYTHON) -c "print(open('$(1)').read().strip())" 2>/dev/null)
+ifneq ($(call installed_for,$(DEMO)),$(CURDIR))
+.PHONY: $(DEMO)
+endif
+ifneq ($(call installed_for,$(STAMP)),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help install demo test ci test-slow test-everywhere lint types imports pytest coverage api docs bench dist format clean
+# What was asked for, also in the calls of make below.
+GOALS ?= $(MAKECMDGOALS)
+export GOALS
+
+.PHONY: help environment install demo test ci test-slow test-everywhere lint types imports pytest coverage api docs bench dist format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -22,10 +36,10 @@ help: ## list these commands
 
 install: $(STAMP) ## make .venv and install farfield with all extras into it
 
-demo: $(STAMP) ## train two small networks on real images, measure the operators, draw what they attend to
+demo: $(DEMO) ## install what it needs; train two small networks on real images, measure the operators, draw what they attend to
 	$(VENV)/bin/farfield demo
 
-test: $(STAMP) ## format, lint, types, import ladder, tests, doctests, docs, in minutes
+test: $(STAMP) ## install the rest; format, lint, types, import ladder, tests, doctests, docs, in minutes
 	$(MAKE) -j $(JOBS) lint types imports docs
 	$(MAKE) pytest
 
@@ -81,9 +95,26 @@ clean: ## remove .venv, caches and built pages
 	rm -rf $(VENV) build dist docs/_build docs/auto_gallery .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes first, since the kernels are compiled with its headers.
+# What an installation is made of: when it changes, it is made again.
+SOURCES := pyproject.toml hatch_build.py $(wildcard src/farfield/ops/fast/cpu/*)
+
+$(DEMO): $(SOURCES)
+	@$(MAKE) --no-print-directory environment
+	@echo "Installing farfield with what the demo needs into $(VENV): once, 0.2 GB"
+	$(INSTALL) -e ".[demo]"
+	@printf '%s\n' "$(CURDIR)" > $(DEMO)
+
+# Everything, and so what the demo needs.
+$(STAMP): $(SOURCES)
+	@$(MAKE) --no-print-directory environment
+	@echo "Installing farfield and everything that the tests use into $(VENV): once, a few minutes"
+	$(INSTALL) -e ".[dev]"
+	@printf '%s\n' "$(CURDIR)" | tee $(DEMO) > $(STAMP)
+
+# .venv with torch, which comes first, since the kernels are compiled with its headers.
 # Debian and Ubuntu split ensurepip off into python3-venv: such a Python is passed over, and named if no other is found.
-$(STAMP): pyproject.toml hatch_build.py $(wildcard src/farfield/ops/fast/cpu/*)
+# A CPU build of torch needs one of torchvision, whose compiled operators do not load otherwise: both or none.
+environment:
 	@set -e; \
 	if ! $(PYTHON) -m pip --version >/dev/null 2>&1; then \
 	  found=; bare=; \
@@ -99,12 +130,20 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard src/farfield/ops/fast/cpu/*)
 	  fi; \
 	  if [ -z "$$found" ]; then \
 	    echo "make: farfield needs Python 3.11, 3.12 or 3.13; none of these is one: $(PYTHON3)." >&2; \
-	    echo "  fix: install one, or name it: make $(MAKECMDGOALS) PYTHON3=/path/to/python3.12" >&2; exit 1; \
+	    echo "  fix: install one, or name it: make $(GOALS) PYTHON3=/path/to/python3.12" >&2; exit 1; \
 	  fi; \
 	  echo "Making $(VENV) with $$found ($$("$$found" --version))"; \
 	  "$$found" -m venv --clear $(VENV); \
 	fi
-	@echo "Installing farfield and what it needs into $(VENV): once, a few minutes"
-	$(PYTHON) -m pip install --disable-pip-version-check --progress-bar off "torch>=2.11,!=2.13.0"
-	$(PYTHON) -m pip install --disable-pip-version-check --progress-bar off -e ".[dev]"
-	@printf '%s\n' "$(CURDIR)" > $(STAMP)
+	@if $(PIP) show --quiet torch 2>/dev/null; then exit 0; fi; \
+	vision=; \
+	if ! nvidia-smi >/dev/null 2>&1; then \
+	  vision=$$($(PIP) index versions torchvision 2>/dev/null | tr -d ' ' | tr ',:' '\n\n' | grep '+cpu$$' | head -n 1); \
+	fi; \
+	if [ -n "$$vision" ]; then \
+	  echo "No GPU: downloading the CPU builds of torch and torchvision, about 0.2 GB"; \
+	  $(INSTALL) "torchvision==$$vision" "$(TORCH)" && exit 0; \
+	fi; \
+	echo "Downloading torch: 3 GB with CUDA's libraries, as PyPI has it for Linux, which take 5 GB on the disk"; \
+	echo "  smaller without a GPU: make $(GOALS) PIP_EXTRA_INDEX_URL=INDEX, the CPU index that pytorch.org names"; \
+	$(INSTALL) "$(TORCH)"

@@ -1,0 +1,69 @@
+"""Draw `images/windows.webp`: a trained network by a sliding window, and exactly, on a head: `python docs/windows.py`.
+
+The network is deepbet's (MIT): its weights find the brain in a head, and its 34 instance norms take their mean and
+variance from all positions that they get. The head is nilearn's MNI152 template (BSD-3-Clause). Both come from wheels
+that `python tests/helpers/brains.py` downloads. MONAI's sliding window comes with the extra `benchmarks`.
+
+It prints the numbers under the picture: how many positions have another class than in the untiled network.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from monai.inferers import sliding_window_inference
+
+from farfield.streaming import predict_whole
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from helpers import brains
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.colors import LinearSegmentedColormap
+
+PICTURE = Path(__file__).parent / "images" / "windows.webp"
+TILE, WINDOW, PLANE = 64, 128, 128
+
+
+def main() -> None:
+    """Run the network three ways, print how they differ, and draw one plane."""
+    network, head = brains.trained_network(), brains.prepare_head(brains.read_head())
+    tiles = np.asarray(predict_whole(network, head, tile=TILE, quiet=True))
+    with torch.no_grad():
+        whole = network(head).numpy()
+        windows = sliding_window_inference(head, (WINDOW,) * 3, 1, network, overlap=0.25, mode="gaussian").numpy()
+    for name, result in ((f"tiles of {TILE}³", tiles), (f"windows of {WINDOW}³", windows)):
+        labels = int((result.argmax(1) != whole.argmax(1)).sum())
+        share, off = 100 * labels / head.numel(), np.abs(result - whole).max()
+        print(f"{name}: {labels:,} of {head.numel():,} positions have another class ({share:.1f} %), off by {off:.0e}")
+    draw(*(np.rot90(each[0, -1, :, :, PLANE]) for each in (head.numpy(), tiles, windows)))
+    print(f"{PICTURE}: {PICTURE.stat().st_size:,} bytes")
+
+
+def draw(head: np.ndarray, tiles: np.ndarray, windows: np.ndarray) -> None:
+    """Draw a plane of the head, the probability of brain by tiles and by windows, and their difference."""
+    # Too much is red, too little blue; both have to be seen on black and on white.
+    signed = LinearSegmentedColormap.from_list("signed", ["#2b8cff", "#c8c8c8", "#ff3b30"])
+    panels = (
+        ("sliding window", windows, "viridis", (0, 1)),
+        ("predict_whole", tiles, "viridis", (0, 1)),
+        ("difference", windows - tiles, signed, (-1, 1)),
+    )
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.5), facecolor="white")
+    for axis, (title, values, colours, (low, high)) in zip(axes, panels, strict=True):
+        axis.imshow(head, cmap="gray")
+        axis.imshow(values, cmap=colours, vmin=low, vmax=high, alpha=0.8 * np.abs(values).clip(0, 1))
+        axis.set_title(title, fontsize=26)
+        axis.axis("off")
+    figure.subplots_adjust(left=0.005, right=0.995, top=0.88, bottom=0.01, wspace=0.02)
+    figure.savefig(PICTURE, dpi=100, pil_kwargs={"quality": 85, "method": 6})
+
+
+if __name__ == "__main__":
+    main()
