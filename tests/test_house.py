@@ -411,9 +411,16 @@ def faults_of_signature(name: str, function: Callable[..., object]) -> list[str]
 FOR_OLD_FILES = {
     "models/deeplab.py: DeepLab.__init__ has 11 arguments, at most 10",
     "models/deeplab.py: deeplab_compact has 9 arguments, at most 8",
+    # `predict`, which all data have; before, `root` stood for it here, and recipes still may.
+    "data/restore.py: StackPairs.__init__ has 11 arguments, at most 10",
 }
 # `plan_whole` alone makes it: its fields are what the plan knows.
 RECORDS = {"streaming/streaming_plan.py: StreamingPlan.__init__ has 13 arguments, at most 10"}
+# The parameters of a command are its options.
+OF_COMMANDS = {
+    "cli/plan.py: plan_operators has 9 arguments, at most 8",
+    "cli/tables.py: measure_operators has 10 arguments, at most 8",
+}
 
 
 def test_signatures_are_small() -> None:
@@ -421,7 +428,7 @@ def test_signatures_are_small() -> None:
     for path in SOURCES:
         for name, function in () if is_private(path) else public_functions(module_of(path)):
             offenders += faults_of_signature(f"{relative(path)}: {name}", function)
-    assert set(offenders) == FOR_OLD_FILES | RECORDS
+    assert set(offenders) == FOR_OLD_FILES | RECORDS | OF_COMMANDS
 
 
 def test_signatures_can_fail() -> None:
@@ -454,7 +461,7 @@ SHARED_MODULES = {
     *("axes", "kernels", "table"),  # ops and their fast form or their command
     *("api", "checks", "masks"),  # insertion._insert.checks and nn.checks, for example
     *("layers", "plan"),  # of streaming, beside maps.layers and cli.plan
-    *("planning", "patches"),  # of streaming, beside cost.planning and data.patches
+    "planning",  # of streaming, beside cost.planning
 }
 
 

@@ -22,12 +22,26 @@ from helpers.streamed_nets import Blocks, Hourglass, NormUNet, SoftmaxBetween, a
 GENERATOR = np.random.default_rng(0)
 SIZE = (32, 36)
 
+
+class Weighted(nn.Module):
+    """Two channels, each times a number of a tensor that the forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+        self.norm = nn.InstanceNorm2d(2)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(grid)) * torch.tensor([1.0, 2.0]).view(1, 2, 1, 1))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "hourglass": lambda: Hourglass("factorized_gaussian", 2),
     "norms": lambda: NormUNet(2, 2),
     "softmax": SoftmaxBetween,
     "folded": lambda: Blocks("siamese"),
     "flips": lambda: MeanOverFlips(Hourglass("siamese", 2), (0, 1)),
+    "constants": Weighted,
 }
 
 
