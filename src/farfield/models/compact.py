@@ -17,12 +17,12 @@ from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.encoder import POOLS, Encoder, check_pool, dilate_blocks, limit_strides
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
+from farfield.nn.bare import is_bare
 from farfield.nn.block_fusion import in_slices
 from farfield.nn.blocks import SAMPLE_WISE, AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.conv_norm_act import convolved
 from farfield.nn.initialization import DrawnByItself
-from farfield.ops.bare import is_bare
 from farfield.ops.table import OPERATORS, Operator
 
 
