@@ -68,7 +68,7 @@ def count_lines(node: ast.stmt | None) -> int:
 def find_code_lines(module: Module) -> set[int]:
     """Return the numbers of lines with code."""
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    lines = set()
+    lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.type not in skipped:
             lines.update(range(token.start[0], token.end[0] + 1))
