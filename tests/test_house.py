@@ -458,7 +458,7 @@ def test_annotations_are_postponed() -> None:
 # One subject at two rungs, or parts of packages whose own names tell them apart.
 SHARED_MODULES = {
     *("classify", "detect", "generate", "masked_lm", "restore", "segment", "stereo"),  # tasks and their data
-    *("axes", "kernels"),  # ops and their fast form or their command
+    *("axes", "kernels", "table"),  # ops and their fast form or their command
     *("api", "checks", "masks"),  # insertion._insert.checks and nn.checks, for example
     *("layers", "plan"),  # of streaming, beside maps.layers and cli.plan
     "planning",  # of streaming, beside cost.planning

@@ -12,11 +12,7 @@ _VALUES, DEPTH = 10_000, 20
 
 
 def read_text(path: Path) -> str:
-    """Read a configuration file.
-
-    Raises:
-        ValueError: If the file is too long, or not UTF-8. The text begins with the file.
-    """
+    """Read a configuration file; the text of a `ValueError` for a long or damaged one begins with the file."""
     size = path.stat().st_size
     if size > _LONGEST:
         raise ValueError(f"{path} has {size:,} bytes, and a configuration at most {_LONGEST:,}; fix: another file.")
@@ -30,10 +26,6 @@ def check_values(file: Path, values: Any) -> None:
     """Refuse everything but numbers, strings, booleans, null, and lists and mappings of them; refuse too many of them.
 
     A list that is referenced twice counts twice: a few lines can contain 9 ** 9 values, or a list that contains itself.
-
-    Raises:
-        ValueError: If there is another value, a key that is not a string, or too many values or levels. The text has
-            the file and, for one value, its place in the file.
     """
     left, seen = [("", values, 0)], 0
     while left:

@@ -6,21 +6,24 @@ from farfield.cli.output import Column, Row, Table
 
 
 def show_kernels() -> Table:
-    """Show whether the CPU kernels run, their library, and the grids they take."""
+    """Show whether the CPU kernels run, their library, and the kernel table: what computes what, and when."""
     from farfield.ops.fast import kernels
 
     rows: list[Row] = [
         {"what": "state", "value": describe_state()},
         {"what": "library", "value": str(kernels.LIBRARY)},
-        {
-            "what": "take",
-            "value": "float32, bfloat16 and float16 grids on a CPU, contiguous or channels-last: Kronecker operators "
-            "(2 or more spatial dims), siamese ones, factorized, averaged and factorized_gaussian",
-        },
+        {"what": "grids", "value": "float32, bfloat16 and float16 on a CPU, contiguous or channels-last"},
         {"what": "blocks", "value": _describe_blocks()},
         {"what": "switch", "value": f"{kernels.SWITCH}=0 turns them off"},
+        *_describe_lines(),
     ]
     return Table("CPU kernels", [Column("what", "", left=True), Column("value", "", left=True)], rows)
+
+
+def _describe_lines() -> list[Row]:
+    from farfield.ops.fast import table
+
+    return [{"what": ", ".join(line.names) or "–", "value": table.describe(line)} for line in table.LINES]
 
 
 def _describe_blocks() -> str:
@@ -33,10 +36,7 @@ def _describe_blocks() -> str:
 
 
 def describe_state() -> str:
-    """Return "run" and the instruction set, or every reason why the kernels do not run."""
-    import torch
-
+    """Return "run" and the instruction set, or the reason why the kernels do not run."""
     from farfield.ops.fast import kernels
 
-    reasons = list(kernels.why_not(torch.empty(0)))
-    return "; ".join(reasons) if reasons else f"run, compiled for {kernels.instructions()}"
+    return kernels.why_not() or f"run, compiled for {kernels.instructions()}"

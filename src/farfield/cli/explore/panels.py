@@ -20,9 +20,9 @@ from farfield.cli.loaded_network import load
 from farfield.cli.maps.views import read_photograph, select_layer
 from farfield.maps.inputs import read_call, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention
-from farfield.ops.call import project_keys
 from farfield.ops.engine import summarize_grid
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED
+from farfield.ops.projection import project_keys
 from farfield.ops.table import OPERATORS, Operator
 
 SIZES = (7, 14, 28, 56, 112, 224, 448)
