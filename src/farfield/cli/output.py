@@ -76,7 +76,6 @@ def _format_value(column: Column, row: Row) -> str:
     return "" if value is None else column.text(value)
 
 
-# ---- units -----------------------------------------------------------------------------------------------------------
 def millions(number: float) -> str:
     """Format MACs in millions, as the papers do, or unchanged below 5,000."""
     return f"{number / 1e6:,.2f}m" if number >= 5000 else f"{number:,.0f}"

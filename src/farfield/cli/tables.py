@@ -68,7 +68,6 @@ def _select_operators(command: str, names: Sequence[str] | None) -> dict[str, st
     return {name: name for name in selected} | own
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------
 def list_operators() -> Table:
     """List the operators: their equations, slots, merging and cost."""
     keys = ("source", "slots", "merging", "cost")
@@ -84,7 +83,6 @@ def list_operators() -> Table:
     return Table("Operators", columns, rows, [note, choice])
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
 _MODEL_KEYS = ("model", "paper_name", "weights", "parameters", "macs_paper", "macs_executed")
 
 
@@ -153,7 +151,6 @@ def _network_row(name: str, build: Callable[..., Any]) -> Row:
     return row | {"weights": weights, "parameters": sum(each.numel() for each in net.parameters())}
 
 
-# ---- cost ------------------------------------------------------------------------------------------------------------
 def show_costs(
     *,
     channels: int = 8,
@@ -262,7 +259,6 @@ def _cost_row(
     return row
 
 
-# ---- measure ---------------------------------------------------------------------------------------------------------
 def measure_operators(
     *,
     channels: int = 8,
@@ -341,7 +337,6 @@ def _roofline_table(measured: Measurements, title: str) -> Table:
     return Table(f"{title}, on {rows[0]['device']}", columns, rows, notes)
 
 
-# ---- info ------------------------------------------------------------------------------------------------------------
 def show_machine() -> Table:
     """Show versions, devices, threads, installed extras and kernels."""
     from farfield.cli.machine import machine_rows

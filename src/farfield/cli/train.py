@@ -2,11 +2,6 @@
 
     farfield fit --config digits
     farfield fit --config camvid         # the recipe has `task: segment`
-    farfield fit --config care3d         # the recipe has `task: restore`
-    farfield fit --config middlebury     # the recipe has `task: stereo`
-    farfield fit --config sagan_cifar10  # the recipe has `task: generate`
-    farfield fit --config text           # the recipe has `task: masked_lm`
-    farfield fit --config balloon        # the recipe has `task: detect`
     farfield fit --config digits --ckpt_path last
     farfield test --config runs/digits/version_0/config.yaml --ckpt_path best
 

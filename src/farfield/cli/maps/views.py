@@ -37,7 +37,6 @@ class View(NamedTuple):
     figure: Figure | None = None
 
 
-# ---- photographs and layers ------------------------------------------------------------------------------------------
 def read_photograph(path: Path) -> Photograph:
     """Read a photograph and rotate it by its EXIF orientation; raise if it is missing or cannot be read."""
     try:
@@ -109,7 +108,6 @@ def list_layers(layers: dict[str, Layer], photograph: Photograph, side: int, sou
     return View("Attention layers", rows, notes)
 
 
-# ---- health ----------------------------------------------------------------------------------------------------------
 def measure_health(trained: LoadedNetwork, photograph: Photograph, side: int | None) -> View:
     """Measure the responses and gradients of the attention layers of a network on a photograph."""
     side = side or trained.side
@@ -141,7 +139,6 @@ def _quarters(image: Tensor) -> Tensor:
     return parts.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
 def show_rows(
     name: str, layer: Layer, photograph: Photograph, queries: Sequence[tuple[int, int] | int], head: int | None
 ) -> View:
@@ -212,7 +209,6 @@ def _describe(name: str, layer: Layer) -> str:
     return f"{name} · {layer.attention.operator_name} · {joined(list(_size_of(layer)))} positions"
 
 
-# ---- basis masks -----------------------------------------------------------------------------------------------------
 def show_masks(
     name: str, layers: Sequence[Layer], photographs: Sequence[Photograph], head: int | None, slots: list[int] | None
 ) -> View:
@@ -242,7 +238,6 @@ def _select_slots(masks: Tensor, head: int | None, slots: list[int] | None) -> l
     return pairs if slots else pairs[:PANELS]
 
 
-# ---- norms -----------------------------------------------------------------------------------------------------------
 def show_scales(model: str) -> View:
     """Show the learned scales of the norms in each checkpoint of a run."""
     files = checkpoints(newest(Path(model).expanduser()))
