@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         options = [flag for action in self._actions for flag in action.option_strings if flag != "-h"]
         for word in words:
             if word.startswith("--") and word.partition("=")[0] not in options:
-                # Before argparse, which would first ask for the required options, or for another value.
+                # Before argparse, which would first ask for the options that are required.
                 raise CommandLineError(explain_word(word, self.prog, options))
         found, rest = self.parse_known_args(words)
         if rest:
