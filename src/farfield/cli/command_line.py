@@ -43,10 +43,10 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line each, with the names that are nearest to one that there is not."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, prog: str, description: str = "", usage: str | None = None, epilog: str | None = None) -> None:
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)
         form = partial(argparse.RawDescriptionHelpFormatter, width=width, max_help_position=32)
-        super().__init__(**options, formatter_class=form, allow_abbrev=False)
+        super().__init__(prog, usage, description, epilog, formatter_class=form, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Raise the error as one line, which `farfield` prints; it ends with status 2."""
