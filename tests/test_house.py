@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,14 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import farfield
 from farfield import cost, models, ops
+from farfield._operators import FACTS
+from farfield.cli.machine import distribution_name
+from farfield.cost.formulas import FORMULAS
 from slow import PARTS, REST
 
 ROOT = Path(__file__).parents[1]
@@ -151,6 +157,31 @@ def test_ops_import_torch_jaxtyping_and_checks_only() -> None:
     assert offenders == []
 
 
+# Extras that are for work on farfield itself.
+FOR_DEVELOPERS = ("benchmarks", "dev", "docs")
+
+
+def packages_of_users() -> set[str]:
+    """The packages that the core and the extras for users list themselves, not through another package."""
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    listed = list(project["dependencies"])
+    for extra, names in project["optional-dependencies"].items():
+        listed += [] if extra in FOR_DEVELOPERS else names
+    return {canonicalize_name(Requirement(each).name) for each in listed}
+
+
+def without_extra(modules: Iterable[str]) -> set[str]:
+    """The modules of others whose package no extra for users lists."""
+    packages = packages_of_users()
+    own = {name.split(".")[0] for name in modules} - sys.stdlib_module_names - {"farfield"}
+    return {name for name in own if canonicalize_name(distribution_name(name)) not in packages}
+
+
+def test_every_import_has_its_extra() -> None:
+    assert without_extra(name for path in SOURCES for name in imported(path)) == set()
+    assert without_extra(["torch.nn", "json", "PIL.Image", "pandas", "beartype"]) == {"pandas", "beartype"}
+
+
 # ---- light import ----------------------------------------------------------------------------------------------------
 HEAVY = ("lightning", "pytorch_lightning", "torchvision", "transformers", "timm", "matplotlib", "sklearn", "skimage")
 HEAVY += ("rich", "gradio", "tensorboard", "torchmetrics", "jsonargparse", "peft", "tifffile", "zarr", "pycocotools")
@@ -181,6 +212,15 @@ def test_light_import_can_fail() -> None:
     assert loaded_by("import farfield, rich, sklearn") == {"rich", "sklearn"}
 
 
+@pytest.mark.long
+def test_measuring_operators_loads_nothing_of_networks() -> None:
+    command = "measure --operator softmax --operator siamese --size 4,4 --channels 4 --batch 1 --repeats 1"
+    script = f"import sys\nfrom farfield.cli import main\nmain({command!r}.split())\n"
+    script += "print({'streaming', 'volumes', 'models', 'insertion'} & {name[9:] for name in sys.modules})"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "set()"
+
+
 def test_import_farfield_does_not_even_load_torch() -> None:
     script = "import sys, farfield; assert 'torch' not in sys.modules; farfield.ops; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -197,15 +237,11 @@ def test_every_public_name_resolves() -> None:
 
 
 # ---- every row -------------------------------------------------------------------------------------------------------
-SCALED = ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv", "kronecker_qkv_literal")
-WEIGHTED = ("siamese", "siamese_local")
-
-
 @pytest.mark.parametrize("row", ops.OPERATORS)
 def test_every_row_has_its_whole(row: str) -> None:
     parameters = inspect.signature(getattr(ops, f"{row}_attention")).parameters
     expected = ["query", "key", "value", "heads", "mask", "query_mask"]
-    expected += ["scale"] * (row in SCALED) + ["weight"] * (row in WEIGHTED)
+    expected += ["scale"] * ops.OPERATORS[row].has_scale + ["weight"] * (ops.OPERATORS[row].score == "learned")
     assert sorted(parameters) == sorted(expected)
     positional = [name for name, parameter in parameters.items() if parameter.kind is not parameter.KEYWORD_ONLY]
     assert positional == ["query", "key", "value"]
@@ -245,23 +281,50 @@ def table_rows(page: str) -> dict[str, list[str]]:
     return {name: [entry.strip() for entry in rest.split("|")] for name, rest in found}
 
 
-def test_every_row_has_a_row_in_the_documentation() -> None:
-    assert sorted(set(ops.OPERATORS) - set(table_rows("docs/guide/operators.md"))) == []
+# ---- facts about the operators ---------------------------------------------------------------------------------------
+def in_text(names: Iterable[str], text: str, before: str, after: str) -> list[str]:
+    """The names between `before` and `after`, in the order of the text, without what stands there besides."""
+    return [found for found in re.findall(f"{before}([a-z_]+){after}", text) if found in names]
 
 
-@pytest.mark.parametrize("row", ops.OPERATORS)
-def test_costs_in_the_documentation_are_the_papers(row: str) -> None:
-    formula = re.sub(r" */ *", "/", table_rows("docs/guide/operators.md")[row][-1])
-    for written, python in {"²": "**2", "^": "**", " ": "*"}.items():
-        formula = formula.replace(written, python)
+def test_operators_have_one_order() -> None:
+    """That of their facts: in the table of operators, the formulas, and each page that has all of them."""
+    names, guide = list(FACTS), "docs/guide/operators.md"
+    assert list(ops.OPERATORS) == names == list(FORMULAS)
+    assert in_text(names, read(guide), r"\n\| `", "`") == names == in_text(names, read(guide), "\n### ", "\n")
+
+
+def test_facts_need_no_torch() -> None:
+    script = "import sys, farfield._operators, farfield.cli.tables; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("row", FACTS)
+def test_the_table_of_the_documentation_has_the_facts(row: str) -> None:
+    facts, (_, *entries) = FACTS[row], table_rows("docs/guide/operators.md")[row]
+    assert entries == [facts.source.replace("-", "–"), facts.slots, facts.merging, facts.macs]
+
+
+@pytest.mark.parametrize("row", FACTS)
+def test_stated_macs_are_those_of_the_papers(row: str) -> None:
+    formula = FACTS[row].macs.replace("²", "**2").replace("^", "**").replace("·", "*")
     size = (14, 12)
     sizes = {"N": 14 * 12, "S": 14 + 12, "dims": 2, "c": 16, "h": 1}
     assert eval(formula, sizes) == cost.predict(row, channels=16, size=size, project="", convention="paper").macs
 
 
-def test_every_row_has_a_section_in_the_documentation() -> None:
-    text = read("docs/guide/operators.md")
-    assert [row for row in ops.OPERATORS if f"\n### {row}\n" not in text] == []
+@pytest.mark.parametrize("row", [row for row, facts in FACTS.items() if facts.linear])
+def test_an_equal_operator_of_linear_cost_is_equal(row: str) -> None:
+    linear = ops.OPERATORS[FACTS[row].linear]
+    assert linear.has_orders
+    assert linear.in_quadratic_order() == ops.OPERATORS[row]
+
+
+@pytest.mark.parametrize("row", FACTS)
+def test_the_function_of_an_operator_cites_its_source(row: str) -> None:
+    source = re.sub(r"(\bKAN|\bSAN|\bFA|,) (?=\d)", r"\1 Eq. ", FACTS[row].source)
+    (reference,) = REFERENCE.findall(inspect.getdoc(getattr(ops, f"{row}_attention")) or "")
+    assert citations(source) <= citations(reference)
 
 
 # ---- docstrings and the equation map ---------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from urllib.request import url2pathname
 import torch
 from torch import Tensor
 
+from farfield._operators import FACTS
+
 
 class ShapeError(ValueError):
     """Raised for shapes that do not fit together; the text names the caller, the problem, the shapes and a fix."""
@@ -228,11 +230,12 @@ def add_memory_note(caller: str, operator: str, query: Tensor, key: Tensor, head
     if "out of memory" not in text and "allocate memory" not in text:
         return
     numbers = query.shape[0] * heads * query.shape[2:].numel() * key.shape[2:].numel()
-    equal = "factorized, which is equal to dot" if operator == "dot" else "factorized_gaussian or kronecker_kv"
+    linear = FACTS[operator].linear if operator in FACTS else ""
+    others = f"{linear}, which is equal to {operator}" if linear else "factorized_gaussian or kronecker_kv"
     error.add_note(
         f"{caller}: {operator} forms up to {numbers:,} coefficients for {query.shape[2:].numel():,} queries and "
         f"{key.shape[2:].numel():,} keys in {heads} head(s), {4 * numbers / 1e9:,.1f} GB in float32.\n"
-        f"  fix: {equal}, whose memory grows with the positions and not with their square; "
+        f"  fix: {others}, whose memory grows with the positions and not with their square; "
         f"cost.plan lists what each operator needs."
     )
 

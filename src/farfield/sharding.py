@@ -21,12 +21,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from farfield._checks import ShapeError
+from farfield._operators import FACTS
 from farfield._processes import all_gather, gather_facts, list_by_rank
 from farfield.nn import GridAttention
 from farfield.nn.checks import check_input
 from farfield.ops.grid import Gathered, Place
 from farfield.ops.slots import Summary
-from farfield.ops.table import products
 
 __all__ = ["all_gather_summary", "place_of_part", "sharded_attention"]
 
@@ -348,10 +348,10 @@ def check(layer: GridAttention) -> None:
     """Raise ValueError for a layer whose operator does not compress, or whose norm is in training mode."""
     operator, name = layer.operator, layer.operator_name
     if not operator.merges_by_adding:
-        equal = operator.coefficients is products
+        linear = FACTS[name].linear if name in FACTS else ""
         fix = (
-            'operator="factorized", which is equal'
-            if equal
+            f'operator="{linear}", which is equal'
+            if linear
             else 'an operator that compresses, "factorized_gaussian" or "kronecker_kv"'
         )
         raise ValueError(

@@ -120,6 +120,11 @@ def test_a_block_of_any_operator_is_the_identity_and_learns(row: str) -> None:
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in block.parameters())
 
 
+def test_an_operator_is_the_same_by_its_name() -> None:
+    by_name, itself = (NonLocalBlock(8, each).attention for each in ("softmax_pooled", OPERATORS["softmax_pooled"]))
+    assert by_name.operator.keys_from.gather.size == itself.operator.keys_from.gather.size == (1, 2, 2)
+
+
 def test_an_operator_of_ones_own() -> None:
     block = NonLocalBlock(8, Operator(coefficients=softmax_of_products))
     assert block.attention.scale == 0.5

@@ -17,8 +17,6 @@ from farfield.cost.measuring import processor_name
 
 # Names in imports -> names of packages, where they differ.
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "Pillow", "yaml": "PyYAML"}
-# Packages that no extra lists -> those that bring them.
-_BROUGHT_BY = {"Pillow": "torchvision", "PyYAML": "jsonargparse"}
 
 
 def machine_rows() -> list[Row]:
@@ -90,7 +88,6 @@ def find_extra(module: str, preferred: str = "") -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return preferred or None
     required, name = metadata.get_all("Requires-Dist") or [], distribution_name(module)
-    name = _BROUGHT_BY.get(name, name)
     extras = sorted(metadata.get_all("Provides-Extra") or [], key=lambda extra: len(packages(required, extra)))
     return next((extra for extra in [preferred, *extras] if extra and name in packages(required, extra)), None)
 

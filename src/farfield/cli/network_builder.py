@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from farfield import models
 from farfield._checks import unknown
 from farfield.cli.machine import find_extra
 from farfield.ops import Operator
@@ -42,6 +41,8 @@ def unknown_network(caller: str, name: str) -> LookupError:
         >>> print(unknown_network("--network", "resnet50"))
         --network: no model "resnet50" in farfield; fix: torchvision.models.resnet50.
     """
+    from farfield import models
+
     with contextlib.suppress(ImportError):
         if callable(getattr(importlib.import_module("torchvision.models"), name, None)):
             return LookupError(f'{caller}: no model "{name}" in farfield; fix: torchvision.models.{name}.')
@@ -50,6 +51,8 @@ def unknown_network(caller: str, name: str) -> LookupError:
 
 def import_function(name: str, option: str = "--network") -> Callable[..., Any]:
     """Import a function or class by its full name; the current folder is the last place searched for its module."""
+    from farfield import models  # not at the top: a user's operator needs none of them
+
     module, _, function = name.rpartition(".")
     if module == OURS[:-1] and not hasattr(models, function):
         raise unknown_network(option, function)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from farfield._operators import FACTS
 from farfield.cli.output import (
     Column,
     Row,
@@ -28,24 +29,6 @@ if TYPE_CHECKING:
     from farfield.cli.measured import Measurements
     from farfield.ops import Operator
 
-# Written out, because ops.OPERATORS imports torch, which takes seconds; tests compare the two.
-# Operator -> its equation, its slots, what merging does with two summaries, and how its MACs grow in self-attention: N
-# positions, S the sum of the size, c channels, h heads.
-OPERATORS = {
-    "softmax": ("KAN 1, SAN 1, FA 9", "one per position", "concatenated", "N²·c"),
-    "softmax_pooled": ("KAN Table 2", "one per pooled position", "concatenated", "N²·c / 2^dims"),
-    "kronecker_kv": ("KAN 14-16", "one per index of each axis", "added", "N·S·c"),
-    "kronecker_qkv": ("KAN 13, 17-18", "one per index of each axis", "added", "S²·c"),
-    "kronecker_qkv_literal": ("KAN 17-18", "one per index of each axis", "added", "S²·c"),
-    "dot": ("FA 6", "one per position", "concatenated", "N²·c"),
-    "factorized": ("FA 3, FA 8", "one per key channel", "added", "N·c²/h"),
-    "averaged": ("SAN 2", "one per key channel", "added", "N·c²/h"),
-    "factorized_gaussian": ("FA 4", "one per key channel", "rescaled to the larger peak, added", "N·c²/h"),
-    "siamese": ("SAN 5-6", "two", "added", "N·c"),
-    "siamese_local": ("SAN Table 6", "one", "added", "N·c"),
-    "siamese_ones": ("SAN Table 8", "two", "added", "N·c"),
-}
-
 
 def select(command: str, what: str, names: Sequence[str] | None, every: Iterable[str]) -> list[str]:
     """Return the names that are given, each once, or every one if none is; refuse unknown ones."""
@@ -64,14 +47,16 @@ def _select_operators(command: str, names: Sequence[str] | None) -> dict[str, st
 
     own: dict[str, str | Operator] = {name: import_operator(name) for name in names or [] if ":" in name}
     known = [name for name in names or [] if name not in own]
-    selected = select(command, "operator", known, OPERATORS) if known or not own else []
+    selected = select(command, "operator", known, FACTS) if known or not own else []
     return {name: name for name in selected} | own
 
 
 def list_operators() -> Table:
     """List the operators: their equations, slots, merging and cost."""
-    keys = ("source", "slots", "merging", "cost")
-    rows: list[Row] = [{"operator": name, **dict(zip(keys, texts, strict=True))} for name, texts in OPERATORS.items()]
+    rows: list[Row] = [
+        {"operator": name, "source": facts.source, "slots": facts.slots, "merging": facts.merging, "cost": facts.growth}
+        for name, facts in FACTS.items()
+    ]
     columns = [Column("operator", "operator", left=True), Column("source", "equation", left=True)]
     columns += [Column("slots", "slots per head", left=True), Column("merging", "summaries of tiles are", left=True)]
     columns.append(Column("cost", "MACs grow as", left=True))

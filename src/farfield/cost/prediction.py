@@ -25,7 +25,7 @@ from farfield.cost.formulas import (
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.nn.bare import is_biased
 from farfield.nn.checks import check_projections
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import OPERATORS, Operator, find_name
 
 CONVENTIONS = ("farfield", "paper", *PAPERS)
 
@@ -111,7 +111,7 @@ def formula_name(operator: object) -> str:
         )
     if not isinstance(operator, Operator):
         raise unknown("cost.predict", "operator", operator, FORMULAS)
-    name = next((name for name, entry in OPERATORS.items() if entry == operator), None)
+    name = find_name(operator)
     if name is None:
         raise LookupError(
             "cost.predict: there is no formula for an operator that is not in ops.OPERATORS; "

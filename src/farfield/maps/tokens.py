@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from farfield.maps.layer import Layer, add_layer
 from farfield.nn.attention import GridAttention
 from farfield.nn.token_attention import TokenCall, record_token_calls
-from farfield.ops.table import OPERATORS
 
 # Most tokens before the patches: class and distillation tokens and up to 8 registers, with room. Detection tokens, of
 # which YOLOS has 100, stand behind the patches.
@@ -95,9 +94,8 @@ class LastPatches:
 def layer_of(call: TokenCall, patches: tuple[int, ...] | None) -> Layer:
     """Return a call as a layer: its operator without projections on the grid of queries and the grid of keys."""
     heads, channels = call.query.shape[1], call.query.shape[1] * call.query.shape[3]
-    name = next((name for name, operator in OPERATORS.items() if operator == call.operator), None)
     scale = float(call.scale) if call.operator.has_scale else 1.0
-    attention = GridAttention(channels, name or call.operator, heads=heads, project="", scale=scale)
+    attention = GridAttention(channels, call.operator, heads=heads, project="", scale=scale)
     # Copied: the model may work in place.
     grid, context = (positions.detach().mT.flatten(1, 2).clone() for positions in (call.query, call.key))
     mask = None if call.valid is None else call.valid[:, 0, 0].clone()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from farfield._checks import unknown
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import OPERATORS, Operator, find_name
 
 
 def bind_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def bind_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Return a value as it stands in JSON: operators by name, None for a user's own."""
     if isinstance(value, Operator):
-        return next((name for name, entry in OPERATORS.items() if entry == value), None)
+        return find_name(value)
     return list(value) if isinstance(value, tuple) else value
 
 

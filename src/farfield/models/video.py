@@ -20,7 +20,7 @@ from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself
-from farfield.ops.grid import pooled
+from farfield.ops.grid import POOLED, pooled
 from farfield.ops.table import Operator
 
 BACKBONES = ("r3d_18", "mc3_18", "r2plus1d_18")
@@ -51,8 +51,8 @@ class NonLocalBlock(nn.Module):
     `grid + norm(output(attention(query(grid), key(pool(grid)), value(pool(grid)))))`
 
     Products under a softmax are divided by the square root of the inner channels. With `softmax_pooled`, the published
-    block, keys and values are pooled over windows of (1, 2, 2) positions of (time, height, width); the other operators
-    are those of `ops.OPERATORS`.
+    block, and any other operator from `ops.POOLED`, keys and values are pooled over windows of (1, 2, 2) positions of
+    (time, height, width); the other operators are those of `ops.OPERATORS`.
 
     Args:
         channels: Channels of the grid.
@@ -71,7 +71,7 @@ class NonLocalBlock(nn.Module):
     def __init__(self, channels: int, operator: str | Operator) -> None:
         super().__init__()
         entry = find_operator("NonLocalBlock", operator)
-        if operator == "softmax_pooled":
+        if entry.keys_from is POOLED:
             entry = dataclasses.replace(entry, keys_from=pooled((1, 2, 2)))
         inner = channels // 2
         sizes: dict[str, Any] = {"inner_channels": inner, "value_channels": inner}

@@ -26,7 +26,7 @@ from farfield.ops.engine import attend, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide
 from farfield.ops.projection import Call, ProjectionRuns, project_to_scores
 from farfield.ops.slots import Summary
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import OPERATORS, Operator, find_name
 
 
 class GridAttention(nn.Module):
@@ -97,7 +97,7 @@ class GridAttention(nn.Module):
                 raise unknown("GridAttention", "operator", operator, OPERATORS)
             self.operator_name, operator = operator, OPERATORS[operator]
         else:
-            self.operator_name = next((name for name, entry in OPERATORS.items() if entry == operator), "custom")
+            self.operator_name = find_name(operator) or "custom"
         self.channels, self.operator, self.heads, self.residual = channels, operator, heads, residual
         self.inner_channels = channels if inner_channels is None else inner_channels
         self.value_channels = channels if value_channels is None else value_channels

@@ -163,3 +163,8 @@ OPERATORS = {
     "siamese_local": Operator(coefficients=queries, basis=one, per=position, score="learned", reads_keys=False),
     "siamese_ones": Operator(coefficients=query_and_one, basis=one_and_key, per=position, score="ones"),
 }
+
+
+def find_name(operator: Operator) -> str | None:
+    """Return the name in OPERATORS of an equal operator, or None for a user's own."""
+    return next((name for name, entry in OPERATORS.items() if entry == operator), None)

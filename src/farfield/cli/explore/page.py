@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from farfield._files import open_replacement
-from farfield.cli import tables
+from farfield._operators import FACTS
 from farfield.cli.explore.panels import SIZES, PageContent, costs_of, engine_entry
 from farfield.ops.table import OPERATORS
 
@@ -64,14 +64,14 @@ def _data_of(content: PageContent) -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     for panel in content.panels:
         macs, size = costs_of(panel)
-        _, slots, merged, _ = tables.OPERATORS[panel.operator]
+        facts = FACTS[panel.operator]
         panels.append(
             {
                 "name": panel.name,
                 "text": html.escape(panel.text, quote=False),
                 "arguments": html.escape(panel.arguments, quote=False),
                 "head": panel.head,
-                "slots": f"Slots per head: {slots}. The summaries of tiles are {merged}.",
+                "slots": f"Slots per head: {facts.slots}. The summaries of tiles are {facts.merging}.",
                 "operator": engine_entry(OPERATORS[panel.operator]),
                 "queries": place_of(panel.queries),
                 "keys": place_of(panel.keys),

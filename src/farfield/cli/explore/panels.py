@@ -14,7 +14,7 @@ from sklearn.datasets import load_sample_image
 from torch import Tensor
 
 from farfield import cost, maps
-from farfield.cli import tables
+from farfield._operators import FACTS
 from farfield.cli.explore.features import CREDIT, features, set_vector
 from farfield.cli.loaded_network import load
 from farfield.cli.maps.views import read_photograph, select_layer
@@ -94,7 +94,7 @@ def _panel_of_features(name: str, grid: Tensor) -> HeadPanel:
     set_vector(module, grid, [length // 2 for length in grid.shape[2:]])
     (queries, keys, vector), *_ = _heads_of(module, grid)
     arguments = f'GridAttention({grid.shape[1]}, "{name}"), grid'
-    note = "; the features sum to 0, and so do its scores" if name == "siamese_ones" else ""
+    note = "; the features sum to 0, and so do its scores" if OPERATORS[name].score == "ones" else ""
     return HeadPanel(name, _text_of(name) + note, arguments, 0, name, grid.shape[1], queries, keys, vector)
 
 
@@ -165,8 +165,8 @@ def _heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor,
 
 def _text_of(operator: str) -> str:
     """Return an operator's equation and slots in a line."""
-    equation, slots, *_ = tables.OPERATORS[operator]
-    return f"{equation}; slots: {slots}"
+    facts = FACTS[operator]
+    return f"{facts.source}; slots: {facts.slots}"
 
 
 def engine_entry(operator: Operator) -> dict[str, Any]:

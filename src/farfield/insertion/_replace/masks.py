@@ -11,7 +11,7 @@ from torch import Tensor
 
 from farfield._checks import shape_error, unknown
 from farfield.ops.grid import ALL
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import OPERATORS, Operator, find_name
 
 # Largest value of an additive mask at a masked position: BERT's first masks had -10,000, current ones have the dtype's
 # minimum or -inf.
@@ -30,7 +30,7 @@ def resolve_operator(caller: str, operator: str | Operator) -> tuple[str, Operat
             f'fix: "factorized_gaussian", for example.'
         )
     else:
-        name = next((name for name, known in OPERATORS.items() if known == operator), "custom")
+        name = find_name(operator) or "custom"
     reason = find_obstacle(operator)
     if reason is not None:
         given = f'"{name}"' if name in OPERATORS else "operator"

@@ -1,0 +1,51 @@
+"""What is known about each operator without torch, which takes seconds to load: written here and nowhere else.
+
+The command line, the explorer, errors and the tables of the documentation read it. The order is that of every list and
+page. Code that computes never reads it: what an operator does follows from its entry in `ops.OPERATORS`, so an operator
+of a user needs no entry here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class OperatorFacts(NamedTuple):
+    """Facts about an operator; N positions, S the sum of the size, c channels, h heads.
+
+    Attributes:
+        source: The equations or tables of the papers that define it; a number alone is that of an equation.
+        slots: How many slots its summary has per head.
+        merging: What becomes of the summaries of two tiles.
+        macs: The MACs of self-attention without projections, as the papers count them.
+        linear: The operator that computes the same function at linear cost; empty if there is none.
+    """
+
+    source: str
+    slots: str
+    merging: str
+    macs: str
+    linear: str = ""
+
+    @property
+    def growth(self) -> str:
+        """How the MACs grow: `macs` without the constant factor."""
+        return self.macs.partition("·")[2]
+
+
+_AXES = "one per index of each axis"
+_CHANNELS = "one per key channel"
+FACTS = {
+    "softmax": OperatorFacts("KAN 1, SAN 1, FA 9", "one per position", "concatenated", "2·N²·c"),
+    "softmax_pooled": OperatorFacts("KAN Table 2", "one per pooled position", "concatenated", "2·N²·c / 2^dims"),
+    "kronecker_kv": OperatorFacts("KAN 14-16", _AXES, "added", "2·N·S·c"),
+    "kronecker_qkv": OperatorFacts("KAN 13, 17-18", _AXES, "added", "2·S²·c"),
+    "kronecker_qkv_literal": OperatorFacts("KAN 17-18", _AXES, "added", "2·S²·c"),
+    "dot": OperatorFacts("FA 6", "one per position", "concatenated", "2·N²·c", linear="factorized"),
+    "factorized": OperatorFacts("FA 3, FA 8", _CHANNELS, "added", "2·N·c²/h"),
+    "averaged": OperatorFacts("SAN 2", _CHANNELS, "added", "2·N·c²/h"),
+    "factorized_gaussian": OperatorFacts("FA 4", _CHANNELS, "rescaled to the larger peak, added", "2·N·c²/h"),
+    "siamese": OperatorFacts("SAN 5-6", "two", "added", "4·N·c"),
+    "siamese_local": OperatorFacts("SAN Table 6", "one", "added", "2·N·c"),
+    "siamese_ones": OperatorFacts("SAN Table 8", "two", "added", "4·N·c"),
+}
