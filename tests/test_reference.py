@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import explicit, reference
+from farfield.testing import reference
+from helpers import explicit
 from helpers.grids import PAIRS, ROWS, SCALED_ROWS, Case, assert_close, draw, gradients, leaves, name
 from helpers.partly import pairwise
 

@@ -15,10 +15,10 @@ import pytest
 from torch import nn
 
 from farfield.streaming import predict_whole
+from farfield.testing import faults
+from farfield.testing import predictions as machine
+from farfield.testing.predictions import CODES, STORED, SUFFIXES, TILES, Key, content, plans_made_once
 from farfield.volumes import ome_zarr
-from helpers import faults
-from helpers import prediction_machine as machine
-from helpers.prediction_machine import CODES, STORED, SUFFIXES, TILES, Key, content, plans_made_once
 from helpers.streamed_nets import attention, settled
 
 TILE = (10, 8)
@@ -79,7 +79,7 @@ def test_a_thread_killed_before_the_path_of_its_call_is_read_makes_no_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where another thread's call killed the process."""
-    read = faults.memory
+    read = faults._memory
 
     def too_late(thread: int, address: int, length: int) -> bytes:
         os.kill(thread, signal.SIGKILL)
@@ -92,7 +92,7 @@ def test_a_thread_killed_before_the_path_of_its_call_is_read_makes_no_call(
         writer.start()
         writer.join()
 
-    monkeypatch.setattr(faults, "memory", too_late)
+    monkeypatch.setattr(faults, "_memory", too_late)
     killed = faults.run(in_a_thread, tmp_path, faults.at(0, None))
     assert (killed.kind, killed.calls) == ("killed", ())
     assert not (tmp_path / "file").exists()
