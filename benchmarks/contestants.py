@@ -8,10 +8,11 @@ from race import Contestant
 from torch import Tensor, nn
 
 from farfield.nn import GridAttention
+from farfield.ops import OPERATORS, Operator
 
 
 def attention_of(
-    operator: str,
+    operator: str | Operator,
     channels: int,
     *,
     heads: int = 1,
@@ -20,9 +21,9 @@ def attention_of(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> GridAttention:
-    """Build an operator's module. All have the same projections, from one seed; `siamese_local` has none of keys."""
+    """Build an operator's module. All have the same projections, from one seed; none of keys if they are not read."""
     torch.manual_seed(1)
-    project = project.replace("k", "") if operator == "siamese_local" else project
+    project = (OPERATORS[operator] if isinstance(operator, str) else operator).projections(project)
     attention = GridAttention(channels, operator, heads=heads, project=project, inner_channels=inner_channels)
     return trainable(attention.to(device, dtype))
 

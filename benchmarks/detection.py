@@ -23,10 +23,10 @@ from torch import Tensor
 from training import fit, minutes
 
 from farfield import models
-from farfield.data.object_datasets import read
-from farfield.data.readers.coco import masks_of
-from farfield.tasks.detect import entries_of
-from farfield.tasks.writers.detections import drawn
+from farfield.data.object_datasets import read_image_tensor
+from farfield.data.readers.coco import decode_masks
+from farfield.tasks.detect import list_entries
+from farfield.tasks.writers.detections import draw_detections
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SETS = ("dsb2018", "balloon")
@@ -110,13 +110,13 @@ def picture(root: Path, runs: dict[str, Path], file: Path) -> None:
     for row, image in zip(grid, images, strict=True):
         path = root / "val" / image["file_name"]
         there = [each for each in annotations["annotations"] if each["image_id"] == image["id"]]
-        masks = masks_of(there, image["height"], image["width"])[:, None].float()
-        panels = {"annotated": entries_of(as_detections(there, masks))}
+        masks = decode_masks(there, image["height"], image["width"])[:, None].float()
+        panels = {"annotated": list_entries(as_detections(there, masks))}
         with torch.no_grad():
             for place, net in nets.items():
-                panels[f"detected, attention: {place}"] = entries_of(net([read(path).float() / 255])[0])
+                panels[f"detected, attention: {place}"] = list_entries(net([read_image_tensor(path).float() / 255])[0])
         for axes, (title, entries) in zip(row, panels.items(), strict=True):
-            axes.imshow(drawn(str(path), entries, ["nucleus"], 0.5).permute(1, 2, 0))
+            axes.imshow(draw_detections(str(path), entries, ["nucleus"], 0.5).permute(1, 2, 0))
             axes.set_title(title, fontsize=9)
             axes.axis("off")
     figure.savefig(file, dpi=80)

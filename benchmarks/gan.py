@@ -134,12 +134,12 @@ def picture(runs: dict[str, Path], file: Path) -> None:
     """Draw the first samples of each run, not selected, one class per column."""
     import matplotlib.pyplot as plt
 
-    from farfield.tasks.generate import sheet
+    from farfield.tasks.generate import arrange_images
 
     figure, axes = plt.subplots(1, len(runs), figsize=(4.2 * len(runs), 3), squeeze=False, layout="constrained")
     for place, (name, folder) in zip(axes[0], runs.items(), strict=True):
         paths = sorted((folder / "samples").glob("[0-9]*.png"))[: ROWS * 10]
-        place.imshow(sheet(images_of(paths), 10).numpy(), interpolation="nearest")
+        place.imshow(arrange_images(images_of(paths), 10).numpy(), interpolation="nearest")
         place.set_title(name.replace("-", ", seed "), fontsize=9)
         place.axis("off")
     figure.savefig(file, dpi=130)

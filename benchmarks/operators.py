@@ -22,7 +22,8 @@ from race import Contestant, Row, copy_of_the_grid, machine, race, times_as_long
 from torch import Tensor
 
 import farfield
-from farfield.ops import OPERATORS
+from farfield.cli.network_builder import import_operator
+from farfield.ops import OPERATORS, Operator
 
 MODES = ("eager", "compiled")
 # Operators whose work is quadratic in the positions, and the largest number of pairs of positions for which they and
@@ -55,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--operator", action="append", choices=list(OPERATORS), metavar="NAME", help="may be repeated; default: all")
+    add(
+        "--operator", action="append", type=operator_of, metavar="NAME", help="or MODULE:NAME; repeatable; default: all"
+    )
     add("--size", action="append", type=size_of, metavar="56,56", help="may be repeated; default: 14,14 28,28 56,56")
     add("--channels", type=int, default=64)
     add("--batch", type=int, default=8)
@@ -73,6 +76,18 @@ def parser() -> argparse.ArgumentParser:
     add("--only-ours", action="store_true", help="operators and the copy, without regular attention")
     add("--quiet", action="store_true", help="print no table")
     return parser
+
+
+def operator_of(text: str) -> str | Operator:
+    """Parse the name of an operator, or the place of a user's own."""
+    if ":" in text:
+        try:
+            return import_operator(text)
+        except (ValueError, TypeError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    if text not in OPERATORS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(OPERATORS)}, or MODULE:NAME of your own")
+    return text
 
 
 def size_of(text: str) -> tuple[int, ...]:

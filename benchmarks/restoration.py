@@ -168,7 +168,7 @@ def seams(runs: dict[str, list[Path]], root: Path, tile: tuple[int, int, int]) -
 
     from farfield import models
     from farfield.streaming import plan_whole
-    from farfield.tasks.restore_stack import ScaledNetwork, grey_levels, restore
+    from farfield.tasks.restore_stack import ScaledNetwork, find_grey_levels, restore
 
     stack = tifffile.imread(root / "test" / "condition_3" / f"{HELD_BACK}.tif").astype(np.float32)
     lines = ["| operator | as a whole, most, % | sliding, mean, % | most, % | step at a border, % | elsewhere, % |"]
@@ -178,7 +178,7 @@ def seams(runs: dict[str, list[Path]], root: Path, tile: tuple[int, int, int]) -
             [version] = folder.glob("version_*")
             network = models.from_pretrained(version).eval()
             whole = restore(network, stack, tile=max(stack.shape))
-            scaled = ScaledNetwork(network, [grey_levels(stack)]).eval()
+            scaled = ScaledNetwork(network, [find_grey_levels(stack)]).eval()
             window = sliding(scaled, stack, plan_whole(scaled, stack.shape, tile=tile, pad="reflect"))
             percent = 100 / np.ptp(whole)
             exact = percent * np.abs(restore(network, stack, tile=tile) - whole).max()

@@ -60,22 +60,22 @@ def trained(folder: Path) -> torch.nn.Module:
 
 def held_back(root: Path, only: str | None) -> list[str]:
     """Return the scenes that are not trained on: those of the recipe, or all but one."""
-    from farfield.data.readers.stereo import frames_in
+    from farfield.data.readers.stereo import list_frames
 
     if only is None:
         return yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["data"]["init_args"]["held_out"]
-    return sorted({frame.left.parents[1].name for frame in frames_in(root)} - {only})
+    return sorted({frame.left.parents[1].name for frame in list_frames(root)} - {only})
 
 
 def scenes(root: Path, held_out: list[str]) -> dict[str, list[tuple[torch.Tensor, ...]]]:
     """Read the whole scenes: the training scenes, and the held-out ones."""
-    from farfield.data.readers.stereo import frames_in
-    from farfield.data.stereo import Measured
+    from farfield.data.readers.stereo import list_frames
+    from farfield.data.stereo import read_whole_frame
 
-    frames = frames_in(root)
+    frames = list_frames(root)
     back = [frame for frame in frames if not frame.names.isdisjoint(held_out)]
     parts = {"trained": [frame for frame in frames if frame not in back], "back": back}
-    return {name: list(Measured(part, zero_is_unknown=True)) for name, part in parts.items()}
+    return {name: [read_whole_frame(frame, zero_is_unknown=True) for frame in part] for name, part in parts.items()}
 
 
 def measure(folder: Path, root: Path, held_out: list[str]) -> dict[str, float]:
@@ -116,7 +116,7 @@ def picture(runs: dict[str, list[Path]], root: Path, held_out: list[str], file: 
     import matplotlib.pyplot as plt
 
     from farfield.data.classify import IMAGENET
-    from farfield.tasks.writers.disparities import coloured
+    from farfield.tasks.writers.disparities import colour_disparities
 
     name, folders = list(runs.items())[-1]
     module, pairs = trained(folders[0]), scenes(root, held_out)
@@ -129,7 +129,7 @@ def picture(runs: dict[str, list[Path]], root: Path, held_out: list[str], file: 
         known = truth < module.max_disparity
         largest, error = float(truth[known].max()), float((predicted - truth)[known].abs().mean())
         panels = [(left * deviation + mean).clamp(0, 1).permute(1, 2, 0).numpy()]
-        panels += [coloured(part.numpy(), largest).convert("RGB") for part in (truth, predicted)]
+        panels += [colour_disparities(part.numpy(), largest).convert("RGB") for part in (truth, predicted)]
         titles = [f"left image, {what}", f"true, 0 to {largest:.0f} px", f"predicted ({name}), EPE {error:.2f} px"]
         for place, panel, title in zip(row, panels, titles, strict=True):
             place.imshow(panel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 # Workers with as many threads as cores fight over the cores, and a result must not depend on how many there are.
@@ -37,6 +38,26 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("house"), max_examples=500)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
+
+
+@pytest.fixture(scope="session")
+def built() -> None:
+    """The library of kernels is loaded; without a compiler there is none."""
+    from farfield.ops.fast import kernels
+
+    if (reason := kernels.problem()) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def on(built: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run, on memory that holds NaN before it is written."""
+    monkeypatch.setenv("FARFIELD_KERNELS", "1")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

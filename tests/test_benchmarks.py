@@ -183,6 +183,20 @@ def test_large_grids_leave_out_what_squares_them() -> None:
     assert names == [name for name in OPERATORS if name not in ("softmax", "softmax_pooled", "dot")]
 
 
+def test_operators_takes_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = "Operator(basis=lambda key, valid: (key.exp(), None), coefficients=lambda query, summary: query.softmax(2))"
+    (tmp_path / "operators_of_mine.py").write_text(
+        f"from farfield.ops import Operator\nown = {own}\n", encoding="utf-8"
+    )
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "found.json"
+    arguments = [*SMALL, "--size", "4,4", "--operator", "operators_of_mine:own", "--json", str(file), "--quiet"]
+    main(monkeypatch, "operators.py", *arguments)
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    assert rows[-1]["name"] == "custom"
+    assert all(row["right"] for row in rows)
+
+
 @pytest.mark.slow
 def test_operators_compiled(tmp_path: Path) -> None:
     file = tmp_path / "found.json"

@@ -16,7 +16,7 @@ from farfield.cost.measuring import LiveBytes
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.nn.macs import MacCounter
 from farfield.ops import OPERATORS, Operator, pooled
-from farfield.ops.call import project_queries
+from farfield.ops.projection import project_queries
 from farfield.ops.table import keys, position, queries
 from helpers.partly import partly
 

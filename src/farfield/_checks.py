@@ -70,7 +70,7 @@ def check_grid(caller: str, name: str, grid: Tensor) -> None:
     if not isinstance(grid, Tensor):
         raise TypeError(
             f"{caller}: {name} must be a tensor (batch, channels, *size), got {type(grid).__name__}; "
-            f"fix: {tensor_fix(name, grid)}."
+            f"fix: {_tensor_fix(name, grid)}."
         )
     if grid.dim() < 3:
         fix = (
@@ -87,7 +87,7 @@ def check_grid(caller: str, name: str, grid: Tensor) -> None:
         raise shape_error(caller, f"{name} has an empty dimension.", "leave empty grids out.", **{name: grid})
 
 
-def tensor_fix(name: str, value: object) -> str:
+def _tensor_fix(name: str, value: object) -> str:
     """Return the fix for a value that must be a grid: an expression that makes a tensor of it.
 
     Example:
@@ -132,7 +132,7 @@ def check_mask(caller: str, name: str, mask: Tensor | None, owner: str, grid: Te
             f"fix: {name} > 0{additive}."
         )
     if mask.shape != grid.shape[:1] + grid.shape[2:]:
-        fix = mask_fix(name, mask, grid)
+        fix = _mask_fix(name, mask, grid)
         raise shape_error(caller, f"{name} must be (batch, *size) of {owner}.", fix, **{name: mask, owner: grid})
     if mask.device != grid.device:
         raise ValueError(
@@ -141,7 +141,7 @@ def check_mask(caller: str, name: str, mask: Tensor | None, owner: str, grid: Te
         )
 
 
-def mask_fix(name: str, mask: Tensor, grid: Tensor) -> str:
+def _mask_fix(name: str, mask: Tensor, grid: Tensor) -> str:
     """Return the fix for a mask that must be `(batch, *size)`: an expression, if its shape shows which dims it has.
 
     Example:
@@ -178,14 +178,14 @@ def check_attention(
     """Refuse queries, keys, values, heads and masks that do not fit each other."""
     check_grid(caller, "query", query)
     if not (query is key and key is value):
-        check_different(caller, query, key, value)
+        _check_different(caller, query, key, value)
     check_heads(caller, heads, query.shape[1], "query")
     check_heads(caller, heads, value.shape[1], "value")
     check_mask(caller, "mask", mask, "key", key)
     check_mask(caller, "query_mask", query_mask, "query", query)
 
 
-def check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> None:
     """Refuse grids of different kinds, channels (query, key), sizes (key, value) or batches."""
     grids = {"query": query, "key": key, "value": value}
     check_grid(caller, "key", key)
@@ -193,7 +193,7 @@ def check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> N
     check_same_kind(caller, **grids)
     if query.shape[1] != key.shape[1]:
         problem = f"query and key must have the same channels, got {query.shape[1]} and {key.shape[1]}."
-        raise shape_error(caller, problem, projection_fix("key", key, query.shape[1]), query=query, key=key)
+        raise shape_error(caller, problem, _projection_fix("key", key, query.shape[1]), query=query, key=key)
     if key.shape[2:] != value.shape[2:]:
         raise shape_error(
             caller, "key and value must have the same size.", "take both from one grid.", key=key, value=value
@@ -219,7 +219,7 @@ def channels_fix(name: str, grid: Tensor, channels: int) -> str:
         )
     if grid.shape[0] == channels:
         return f"add the batch, {name}[None], if it is one grid (channels, *size)."
-    return projection_fix(name, grid, channels)
+    return _projection_fix(name, grid, channels)
 
 
 def add_memory_note(caller: str, operator: str, query: Tensor, key: Tensor, heads: int, error: RuntimeError) -> None:
@@ -255,7 +255,7 @@ def check_size(caller: str, size: object) -> None:
         raise ValueError(f"{caller}: size must have one number per spatial dim, got none; fix: size=(56, 56).")
 
 
-def projection_fix(name: str, grid: Tensor, channels: int) -> str:
+def _projection_fix(name: str, grid: Tensor, channels: int) -> str:
     """Return the fix for a grid with other than `channels` channels: a projection."""
     spatial_dims = grid.dim() - 2
     layer = (

@@ -82,7 +82,7 @@ def test_saved_network_has_the_accuracy_that_is_told(run):
 def test_a_demo_that_ends_early_leaves_what_was_there(tmp_path, monkeypatch):
     for name in ("results.json", "results.part", "attention.part"):
         (tmp_path / name).write_text("mine")
-    monkeypatch.setattr(demo, "train_all", lambda options, console: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(demo, "_train_all", lambda options, console: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(SystemExit):
         farfield.cli.main(["demo", "--output", str(tmp_path)])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
@@ -113,7 +113,7 @@ def test_features_tell_no_place_and_panels_hold_attention_rows():
     mirrored = features(photograph[:, ::-1], (16, 24))
     torch.testing.assert_close(mirrored, grid.flip(-1), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(grid.square().sum(1), torch.full((1, 16, 24), SHARPNESS))
-    panels = {name: picture.panel(name, grid, (15, 14)) for name in picture.CAPTIONS}
+    panels = {name: picture._panel(name, grid, (15, 14)) for name in picture.CAPTIONS}
     for name, total in (("softmax", 1), ("softmax_pooled", 1), ("kronecker_kv", 1), ("kronecker_qkv", 1)):
         assert panels[name].weights.sum() == pytest.approx(total, abs=1e-5)
     position = panels["softmax"].weights[15, 14]
@@ -124,8 +124,10 @@ def test_features_tell_no_place_and_panels_hold_attention_rows():
 
 def test_runs_again_in_the_same_folder(run, monkeypatch, capsys):
     folder, _, results = run
-    monkeypatch.setattr(demo, "train_all", lambda options, console: results["networks"])
-    monkeypatch.setattr(demo, "table_2_rows", lambda: results["operators"])
+    monkeypatch.setattr(demo, "_train_all", lambda options, console: results["networks"])
+    monkeypatch.setattr(
+        demo, "_measure_grid", lambda side: [row for row in results["operators"] if row["grid"] == f"{side}²"]
+    )
     before = (folder / "attention.png").read_bytes()
     farfield.cli.main(["demo", "--output", str(folder)])
     assert (folder / "attention.png").read_bytes() == before
@@ -133,7 +135,7 @@ def test_runs_again_in_the_same_folder(run, monkeypatch, capsys):
 
 
 def test_a_folder_that_cannot_be_written_fails_before_the_training(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "train_all", lambda options, console: pytest.fail("trained first"))
+    monkeypatch.setattr(demo, "_train_all", lambda options, console: pytest.fail("trained first"))
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(SystemExit) as exit_:
@@ -181,6 +183,6 @@ def test_wrong_options_are_refused(options, capsys):
 
 @pytest.mark.slow
 def test_kanet_reads_98_percent_of_the_held_out_digits(tmp_path):
-    demo.main(["--output", str(tmp_path)])
+    demo.run_demo(output=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["networks"][0]["accuracy"] >= 0.98

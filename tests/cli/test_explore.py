@@ -15,7 +15,7 @@ import torch
 from py_mini_racer import MiniRacer
 
 from farfield import maps, models, replace_attention
-from farfield.cli import explore
+from farfield.cli import explore, main
 from farfield.cli.explore import page, panels
 from farfield.cli.explore.features import SHARPNESS, features
 from farfield.cli.loaded_network import LoadedNetwork, load
@@ -155,7 +155,7 @@ def test_heads_of_a_layer_of_a_network(name: str, tmp_path: Path) -> None:
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    explore.main(["--output", str(tmp_path / "page.html"), "--no-open"])
+    explore.explore(output=tmp_path / "page.html", no_open=True)
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "page.html, 0." in capsys.readouterr().out
     assert len(text) < 2e6
@@ -168,9 +168,9 @@ def test_options(tmp_path: Path) -> None:
     assert [panel.name for panel in shown.panels] == ["siamese", "dot"]
     assert max(shown.size) == 16
     with pytest.raises(SystemExit):
-        explore.main(["--size", "65"])
+        main(["explore", "--size", "65"])
     with pytest.raises(FileNotFoundError, match="there is no image"):
-        explore.main(["--image", str(tmp_path / "none.jpg"), "--no-open"])
+        explore.explore(image=tmp_path / "none.jpg", no_open=True)
 
 
 def test_a_layer_that_the_page_cannot_show() -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from farfield.cli import main
-from farfield.ops.fast import kernels
+from farfield.ops.fast import kernels, table
 
 
 def test_it_prints_why_kernels_do_not_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,3 +26,10 @@ def test_it_prints_the_instructions_that_they_are_compiled_for(
     main(["kernels", "--json"])
     rows = {row["what"]: row["value"] for row in json.loads(capsys.readouterr().out)}
     assert rows["state"] == f"run, compiled for {kernels.instructions()}"
+
+
+def test_it_prints_the_kernel_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["kernels", "--json"])
+    rows = [(row["what"], row["value"]) for row in json.loads(capsys.readouterr().out)]
+    for line in table.LINES:
+        assert (", ".join(line.names) or "–", table.describe(line)) in rows

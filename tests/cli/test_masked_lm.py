@@ -13,7 +13,7 @@ import yaml
 
 from farfield import models
 from farfield.cli.train import main
-from farfield.data.tokenizer import saved_tokenizer, trained_tokenizer
+from farfield.data.tokenizer import load_tokenizer, train_tokenizer
 from helpers.made_texts import make_texts, sentences
 from helpers.quiet import MARKS
 
@@ -56,7 +56,7 @@ def farfield(command: str, **options: Any) -> None:
 
 
 def test_the_papers_recipe_runs_two_steps_with_a_small_tokenizer(tmp_path: Path) -> None:
-    trained_tokenizer(sentences(60), 150).save_pretrained(tmp_path / "tokenizer")
+    train_tokenizer(sentences(60), 150).save_pretrained(tmp_path / "tokenizer")
     recipe = yaml.safe_load((RECIPES / "fa_bert.yaml").read_text())
     network = recipe["model"]["network"]
     # One layer of BERT base's twelve would do; its builder has no such option, so a small one of the same family.
@@ -109,7 +109,7 @@ def test_fit_test_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [(row["name"], row["blank"], row["rank"]) for row in rows] == [
         (name, blank, rank) for name, blank in (("line 1", "1"), ("line 3", "1"), ("line 3", "2")) for rank in "123"
     ]
-    network, tokenizer = models.from_pretrained("runs/version_0"), saved_tokenizer(Path("runs/version_0/tokenizer"))
+    network, tokenizer = models.from_pretrained("runs/version_0"), load_tokenizer(Path("runs/version_0/tokenizer"))
     words = torch.tensor(tokenizer(["the [MASK] sees"])["input_ids"])
     with torch.no_grad():
         chances, found = network(words)[0, 2, : len(tokenizer)].softmax(0).topk(3)

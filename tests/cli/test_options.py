@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 from pathlib import Path
 
 import pytest
 
 from farfield.cli import train
-from farfield.cli.options import explain
+from farfield.cli.options import TASKS, check_words, expand_words, read_words
+from farfield.cli.recipes import recipe_files
+from farfield.cli.signatures import accepts, read_signature
 
 DIGITS = ["fit", "--config", "digits"]
-NETWORK = "it has dropout, in_channels, num_classes, strides, width."
+RECIPES = list(recipe_files())
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--model.network.widht", "1"], 'model.network: no option "widht"; nearest: width.'),
-        (["--model.network.colour", "1"], f'model.network: no option "colour"; {NETWORK}'),
+        (["--model.network.widht", "1"], 'no option "--model.network.widht"; nearest: --model.network.width.'),
+        (
+            ["--model.network.colour", "1"],
+            'no option "--model.network.colour"; model.network has num_classes, in_channels, width, strides, dropout.',
+        ),
         (["--trainer.max_epohcs", "2"], 'no option "--trainer.max_epohcs"; nearest: --trainer.max_epochs, '),
-        (["--modle.learning_rate=1"], 'no option "--modle.learning_rate"; nearest: --model.learning_rate, '),
-        (["--model.width", "2"], 'no option "--model.width"; nearest: --model.network.width, '),
-        (["--model.learning_rate", "abc"], "model.learning_rate: Expected a float. Got value: abc"),
+        (["--modle.learning_rate=1"], 'no option "--modle.learning_rate"; nearest: --model.learning_rate'),
+        (["--model.width", "2"], 'no option "--model.width"; nearest: --model.network.width'),
+        (["--model.learning_rate", "abc"], "model.learning_rate: 'abc' is not of its type, float."),
+        (["--trainer.max_epochs", "ten"], "trainer.max_epochs: 'ten' is not of its type, int."),
+        (["--model.network.strides", "two"], "model.network.strides: 'two' is not of its type, Sequence[int]; fix: "),
         (
             ["--data.rot", "x"],
-            'data: no option "rot"; it has augmentation, batch_size, image_size, seed, subset, workers.',
+            'no option "--data.rot"; data has image_size, batch_size, workers, augmentation, subset, seed.',
         ),
-        (["--data", "Digts"], 'data: no class "Digts"; fix: its name if farfield has it, such as ImageFolders, '),
+        (["--data", "Digts"], 'data: no class "Digts"; nearest: Digits; fix: its name if farfield has it, such as '),
         (["extra"], '"extra" is not the value of an option; fix: the option before it, or leave it out.'),
+        (["digits"], '"digits" is a recipe, given without its option; fix: --config digits.'),
+        (["--seed_everything"], "--seed_everything needs a value."),
     ],
 )
 def test_a_wrong_option_is_one_line(words: list[str], text: str) -> None:
@@ -41,7 +53,7 @@ def test_wrong_entries_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     network = "class_path: farfield.models.sanet\n    init_args:\n      widht: 3"
     file.write_text(f"model:\n  network:\n    {network}\ndata:\n  class_path: Digits\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r'^model\.network: no option "widht"; nearest: width\.$'):
+    with pytest.raises(ValueError, match=r'^no entry "model\.network\.widht"; nearest: model\.network\.width\.$'):
         train.main(["fit", "--config", str(file)])
 
 
@@ -57,15 +69,78 @@ def test_neither_a_recipe_nor_a_network() -> None:
         train.main(["fit"])
 
 
-def test_a_message_that_is_not_known_stays_whole() -> None:
-    text = explain("Parser key \"trainer.devices\":\n  Something\n    of <class 'int'>.", [])
-    assert text == "trainer.devices: Something of int."
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("predict --help", ["--data.root", "--data.predict", "--predictions.path", "--ckpt_path"]),
+        ("predict --config care3d --help", ["--data.predict", "--output", "--tile"]),
+        ("fit --help", ["--data.root", "--model.network.width", "--config"]),
+        ("fit --config digits --trainer.help", ["--trainer.max_epochs", "--trainer.devices"]),
+        ("fit --data.help StackPairs", ["--data.patch"]),
+        ("fit --config camvid --model.help", ["--model.learning_rate"]),
+    ],
+)
+def test_help_is_one_page_with_what_the_command_reads(
+    words: str, shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train.main(words.split())
+    assert not stopped.value.code
+    text = capsys.readouterr().out
+    assert [name for name in shown if f"\n  {name}" not in text] == []
+    if "trainer" not in words:
+        assert text.count("\n") < 60
 
 
-def test_values_of_other_types_and_recipes_without_their_option() -> None:
-    union = "Does not validate against any of the Union subtypes\nSubtypes: [<class 'int'>, <class 'NoneType'>]\n"
-    text = f'Parser key "trainer.max_epochs":\n  {union}Errors:\n  - Expected\nGiven value type: str\nGiven value: ten'
-    assert explain(text, []) == ("trainer.max_epochs: 'ten' is none of int, null; fix: a value of one of these types.")
-    nested = text.replace("trainer.max_epochs", "data").replace("ten", "NestedArg(key='sources', val='low')")
-    assert explain(nested, []).startswith("data.sources: 'low' is not of its type; fix: ")
-    assert explain("unrecognized arguments: digits", []).endswith("fix: --config digits.")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_accepted_before_anything_is_imported(recipe: str) -> None:
+    words = read_words(expand_words(["--config", recipe]))
+    check_words(words)
+    assert all(signature is not None for group, signature in words.signatures().items() if group != "predictions")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lightning.pytorch.Trainer",
+        "lightning.pytorch.callbacks.ModelCheckpoint",
+        *(path for task in TASKS.values() for path in (task.module, task.data, task.predictions) if path),
+        *(f"farfield.models.{name}" for name in ("kanet", "kanet_qkv", "senet", "unet_care", "mask_rcnn")),
+    ],
+)
+def test_what_is_read_from_the_source_is_what_python_has(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    own = inspect.signature(getattr(importlib.import_module(module), attribute)).parameters
+    read = read_signature(name)
+    assert read is not None
+    assert list(read.parameters) == [
+        each for each, parameter in own.items() if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "accepted", "refused"),
+    [
+        ("float", [1, 2.5, "1e-3"], ["one", True, None]),
+        ("int | None", [1, None], ["one", 1.5, True]),
+        ("Literal['once', 'never']", ["once"], ["twice"]),
+        ("Sequence[int] | None", [[1, 2], None], ["one", [1, "two"]]),
+        ("Optional[Union[int, bool]]", [1, True, None], ["yes"]),
+        ("nn.Module", ["anything", 5], []),
+    ],
+)
+def test_values_of_types(annotation: str, accepted: list[object], refused: list[object]) -> None:
+    parsed = ast.parse(annotation, mode="eval").body
+    assert [value for value in accepted if not accepts(parsed, value)] == []
+    assert [value for value in refused if accepts(parsed, value)] == []
+
+
+@pytest.mark.long
+def test_a_function_of_ones_own_needs_no_annotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = "nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))"
+    source = f"from torch import nn\n\ndef build(num_classes=10):\n    return {layers}\n"
+    (tmp_path / "network_of_mine.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    train.main([*DIGITS, "--model.network", "network_of_mine.build", "--trainer.fast_dev_run", "true"])
+    with pytest.raises(ValueError, match=r"^--model\.network network_of_mine\.bild cannot be imported: "):
+        train.main([*DIGITS, "--model.network", "network_of_mine.bild"])

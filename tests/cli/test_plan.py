@@ -11,7 +11,7 @@ import pytest
 
 from farfield import cost
 from farfield.cli import main
-from farfield.cli.plan import memory
+from farfield.cli.values import parse_bytes
 from farfield.ops import OPERATORS
 
 
@@ -77,22 +77,34 @@ def test_where_nothing_fits_tiles_are_named(run: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("8GiB", 8 << 30), ("8 GiB", 8 << 30), ("1.5MB", 1_500_000), ("4096", 4096), ("2e9", 2 * 10**9), ("1TB", 10**12)],
+    [
+        ("8GiB", 8 << 30),
+        ("8 GiB", 8 << 30),
+        ("1.5MB", 1_500_000),
+        ("24G", 24 * 10**9),
+        ("24gb", 24 * 10**9),
+        ("512K", 512_000),
+        ("4096B", 4096),
+        ("1000000", 10**6),
+        ("2e9", 2 * 10**9),
+        ("1TB", 10**12),
+    ],
 )
 def test_memory(text: str, size: int) -> None:
-    assert memory(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--size 4", "the following arguments are required: --channels"),
-        ("--channels 8", "the following arguments are required: --size"),
+        ("--size 4", "--channels must be given"),
+        ("--channels 8", "--size must be given"),
         (
             "--channels 8 --size 4 --memory lots",
-            "--memory: 'lots' is not a memory size: a number of bytes, or",
+            "--memory: 'lots' is not a memory size: a number and a unit, such as 24G",
         ),
-        ("--channels 8 --size 4 --memory 8Gb", "--memory: '8Gb' is not a memory size"),
+        ("--channels 8 --size 4 --memory 24", "--memory: '24' is 24 bytes, as it has no unit; fix: 24G, "),
+        ("--channels 8 --size 4 --memory 8Go", "--memory: '8Go' is not a memory size"),
         ("--channels 8 --size 4 --memory 0", "--memory: '0' is not a memory size"),
         ("--channels 8 --size 4,0", "--size: '4,0' is not a size"),
         ("--channels 8 --size 4 --heads 3", "farfield plan: cost.plan: heads=3 does not divide the 8 channels of the"),

@@ -18,7 +18,7 @@ from farfield import ShapeError, models
 from farfield._files import OwnedFolder
 from farfield.cli.train import main
 from farfield.data.readers.images import FolderError
-from farfield.data.segment import normalized, read
+from farfield.data.segment import normalize_image, read_pixels
 from farfield.tasks.writers.predictions import PALETTE
 from helpers.made_masks import CLASSES, make_pair, make_sbd, make_voc
 from helpers.packs import unpack
@@ -125,7 +125,7 @@ def test_fit_validate_test_predict(tmp_path: Path, capsys: pytest.CaptureFixture
     assert np.abs(overlay - (image + colours) / 2).mean() < 12
     network = models.from_pretrained("runs/version_0")
     with torch.no_grad():
-        logits = network(normalized(read(root / "JPEGImages" / "test_1.jpg"))[None])
+        logits = network(normalize_image(read_pixels(root / "JPEGImages" / "test_1.jpg"))[None])
     expected = torch.nn.functional.interpolate(logits, (49, 64), mode="bilinear").argmax(1)[0]
     assert torch.equal(expected, torch.from_numpy(labels).long())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib
 import io
@@ -18,6 +17,7 @@ import torch
 
 from farfield import __version__, cost, models
 from farfield.cli import COMMANDS, main, output, printed, tables
+from farfield.cli.values import parse_device
 from farfield.ops import OPERATORS
 
 PAPERS = Path(__file__).parents[1] / "papers"
@@ -68,8 +68,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert not stopped.value.code
         text = capsys.readouterr().out
-        for name, command in COMMANDS.items():
-            assert f"\n  {name:9}  {command.summary}\n" in text
+        lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith("  ")}
+        assert all(lines[name] for name in COMMANDS)
     main([])
     assert capsys.readouterr().out == text
 
@@ -98,14 +98,14 @@ def test_unknown_command(fails: Any) -> None:
         (["cost", "--size", "56,0"], "--size: '56,0' is not a size"),
         (["cost", "--channels", "0"], "--channels: '0' is not a whole number from 1"),
         (["cost", "--channels", "eight"], "--channels: 'eight' is not a whole number from 1"),
-        (["cost", "--json", "--csv"], "--csv: not allowed with argument --json"),
+        (["cost", "--json", "--csv"], "--json and --csv are two formats of one table"),
         (["cost", "--chanels", "8"], 'no option "--chanels"; nearest: --channels, '),
         (["measure", "--repeats", "-1"], "--repeats: '-1' is not a whole number from 1"),
-        (["models", "--width", "wide"], "--width: invalid float value: 'wide'"),
+        (["models", "--width", "wide"], "--width: 'wide' is not a number"),
         (["cost", "--operator", "siamse"], 'farfield cost: no operator "siamse"; nearest: siamese'),
         (["models", "--model", "kanet_qvk"], 'farfield models: no model "kanet_qvk"; nearest: kanet_qkv'),
-        (["cost", "--heads", "3"], "farfield cost: cost.predict: heads=3 does not divide the 8 channels of query"),
-        (["cost", "--project", "vx"], "farfield cost: cost.predict: project='vx' must be letters of \"qkvo\""),
+        (["cost", "--heads", "3"], "heads=3 does not divide the 8 channels of query"),
+        (["cost", "--project", "vx"], "project='vx' must be letters of \"qkvo\""),
         (["measure", "--device", "abacus", "--size", "4"], '--device: no device "abacus"; it has cpu, cuda, mps, xpu.'),
         (
             ["measure", "--device", "cudda", "--size", "4"],
@@ -131,18 +131,18 @@ def test_the_devices_of_another_machine(kind: str, count: int, monkeypatch: pyte
     monkeypatch.setattr("torch.accelerator.is_available", lambda *_: count > 0)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *_: torch.device(kind))
     monkeypatch.setattr("torch.accelerator.device_count", lambda *_: count)
-    assert tables.device("cpu") == "cpu"
+    assert parse_device("cpu") == "cpu"
     if count:
-        assert [tables.device(name) for name in ("cuda", "cuda:0", "cuda:1")] == ["cuda", "cuda:0", "cuda:1"]
+        assert [parse_device(name) for name in ("cuda", "cuda:0", "cuda:1")] == ["cuda", "cuda:0", "cuda:1"]
     for name in ("cuda:2", "mps") if count else ("cuda", "cuda:0"):
         fix = "cuda, or one of cuda:0, cuda:1." if count and name == "cuda:2" else "cpu."
-        with pytest.raises(argparse.ArgumentTypeError) as raised:
-            tables.device(name)
+        with pytest.raises(ValueError, match="this machine has no device") as raised:
+            parse_device(name)
         assert str(raised.value) == f"this machine has no device {name}; fix: {fix}"
 
 
 def raising(error: BaseException) -> Any:
-    def build(_: object) -> None:
+    def build() -> None:
         raise error
 
     return build
@@ -165,14 +165,14 @@ def raising(error: BaseException) -> Any:
 def test_errors_are_one_message(
     fails: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, text: str | None
 ) -> None:
-    monkeypatch.setitem(tables.COMMANDS, "info", (tables.no_options, raising(error)))
+    monkeypatch.setattr(tables, "show_machine", raising(error))
     output = fails("info", status=status)
     assert output == text if text else output.strip().endswith("fix: pip install safetensors")
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), IndexError("y"), AttributeError("z"), NotImplementedError()])
 def test_faults_of_the_program_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    monkeypatch.setitem(tables.COMMANDS, "info", (tables.no_options, raising(error)))
+    monkeypatch.setattr(tables, "show_machine", raising(error))
     with pytest.raises(type(error)):
         main(["info"])
 
@@ -427,3 +427,48 @@ def test_a_wide_table_is_not_cut_in_a_pipe(run: Any) -> None:
 )
 def test_units(write: Any, value: Any, text: str) -> None:
     assert write(value) == text
+
+
+# ---- what is one's own -----------------------------------------------------------------------------------------------
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's operator in a file of the current folder."""
+    functions = "basis=lambda key, valid: (key.exp(), None), coefficients=lambda query, summary: query.softmax(2)"
+    source = f"from farfield.ops import Operator\nwaves = Operator({functions})\nnumber = 5\n"
+    (tmp_path / "operators_of_a_user.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return "operators_of_a_user:waves"
+
+
+def test_an_operator_of_ones_own_is_counted_and_measured(run: Any, fails: Any, own: str) -> None:
+    rows = json.loads(run("cost", "--operator", own, "--operator", "siamese", "--json"))
+    assert [row["operator"] for row in rows] == ["siamese", own]
+    assert rows[1]["macs_executed"] > rows[0]["macs_executed"] > 0
+    assert rows[1]["macs_paper"] is None
+    assert rows[0].keys() == rows[1].keys()
+    assert own in run("cost", "--operator", own)
+    assert len(run("cost", "--operator", own, "--csv").splitlines()) == 2
+    (row,) = json.loads(run("measure", "--operator", own, "--size", "4,4", "--repeats", "1", "--json"))
+    assert row["operator"] == own
+    assert row["seconds"] > 0
+    assert "cannot be imported" in fails("measure", "--operator", f"{own}s")
+    assert "must be an ops.Operator, got int" in fails("cost", "--operator", "operators_of_a_user:number")
+    assert "cannot be imported" in fails("cost", "--operator", "no_such_module:waves")
+
+
+@pytest.mark.long
+def test_models_lists_every_network(run: Any) -> None:
+    rows = json.loads(run("models", "--size", "32", "--json"))
+    assert {row["model"] for row in rows} == {*models.MODELS, "kanet"}
+    assert all(row["parameters"] >= row["weights"] > 0 for row in rows)
+    assert all(row.keys() == rows[0].keys() for row in rows)
+
+
+@pytest.mark.parametrize(
+    "words", [["places", "--network", "resnet50"], ["fit", "--config", "digits", "--model.network=resnet50"]]
+)
+def test_a_network_of_torchvision_is_named_in_full(fails: Any, words: list[str]) -> None:
+    assert 'no model "resnet50" in farfield; fix: torchvision.models.resnet50.' in fails(*words)
+    assert 'no model "kanet_qvk"; nearest: kanet_qkv' in fails(
+        *(word.replace("resnet50", "kanet_qvk") for word in words)
+    )

@@ -14,7 +14,7 @@ from PIL import Image
 
 from farfield import models
 from farfield.cli.train import main
-from farfield.tasks.generate import Generate, sheet
+from farfield.tasks.generate import Generate, arrange_images
 from helpers.made_images import make_folder, make_root
 from helpers.quiet import MARKS
 
@@ -67,7 +67,7 @@ def test_a_recipe_runs_two_steps_and_its_weights_load_again(recipe: Path, tmp_pa
     assert {"epoch", "step", "train/generator_epoch", "train/discriminator_epoch", "val/discriminator"} <= set(columns)
     assert yaml.safe_load((run / "config.yaml").read_text())["task"] == "generate"
     # What is exported draws the epoch's picture, to a rounding of the last grey level.
-    drawn = sheet(Generate(network, averaging=0.0).samples(range(80)), 3).numpy().astype(int)
+    drawn = arrange_images(Generate(network, averaging=0.0).samples(range(80)), 3).numpy().astype(int)
     shown = np.array(Image.open(run / "samples" / "0000.png"))
     assert shown.shape == drawn.shape == (27 * 18 - 2, 3 * 18 - 2, 3)
     assert np.abs(shown - drawn).max() <= 1

@@ -6,6 +6,7 @@ import csv
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ import zarr
 from farfield import models
 from farfield.cli.train import main
 from farfield.data.readers.images import FolderError
+from farfield.streaming.progress import Stream
 from farfield.tasks.checkpoints import CheckpointError
 from farfield.tasks.restore_stack import restore
 from farfield.volumes import open_volume
@@ -140,7 +142,7 @@ def test_a_folder_of_stacks_is_restored_beside_them_or_into_a_folder(tmp_path: P
     first, second = Path("restored/0.tif"), Path("restored/1.tif")
     whole, kept = second.read_bytes(), first.stat().st_mtime_ns
     second.unlink()
-    with pytest.raises(FileExistsError, match=r"restored/0\.tif exists; fix: .*overwrite=true.* or overwrite=skip"):
+    with pytest.raises(FileExistsError, match=r"restored/0\.tif exists; fix: .*--overwrite true.* or --overwrite skip"):
         farfield("predict", **options, output="restored")
     farfield("predict", **options, output="restored", overwrite="skip")
     assert (first.stat().st_mtime_ns, second.read_bytes()) == (kept, whole)
@@ -195,7 +197,7 @@ def test_the_task_of_a_recipe_can_be_given_and_a_wrong_one_gets_the_nearest(tmp_
     with pytest.raises(LookupError, match='farfield fit: no task "restoration"; nearest: restore'):
         main(["fit", "--task", "restoration"])
     farfield("fit", task="restore", **SMALL | layout(CARE3D, tmp_path / "data"))
-    with pytest.raises(ValueError, match=r'^no option "model\.patience"; farfield fit --help lists them\.$'):
+    with pytest.raises(ValueError, match=r'^no entry "model\.patience"; model has network, learning_rate, momentum, '):
         farfield("fit", task="classify")
 
 
@@ -240,6 +242,45 @@ def test_a_stack_in_several_files_needs_and_keeps_all_of_them(tmp_path: Path) ->
         farfield("predict", **SMALL, data__root=tmp_path / "cut.tif", output="cut-restored.tif")
     assert not Path("half.tif").exists()
     assert not Path("cut-restored.tif").exists()
+
+
+def test_the_message_after_ctrl_c_is_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("a.tif", "b.tif"):
+        write(tmp_path / "new" / name, made_pair(0, (8, 32, 32))[0])
+    advance, current = Stream.advance, ("", "")
+
+    def stop(stream: Any, *arguments: Any) -> None:
+        advance(stream, *arguments)
+        if current[0] in str(stream.output.path):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    options = {**SMALL, "data.predict": tmp_path / "new", "output": "restored", "tile": 16}
+    for current in (("a.tif", ""), ("b.tif", " with --overwrite skip")):
+        monkeypatch.setattr(Stream, "advance", stop)
+        with pytest.raises(SystemExit) as stopped:
+            farfield("predict", **options)
+        assert stopped.value.code == 130
+        text = f"stopped by SIGINT; what is done is kept. To go on: run the same command{current[1]}.\n"
+        assert capsys.readouterr().err.endswith(text)
+    monkeypatch.setattr(Stream, "advance", advance)
+    with pytest.raises(FileExistsError, match="--overwrite skip to go on"):
+        farfield("predict", **options)
+    farfield("predict", **options, overwrite="skip")
+    assert sorted(path.name for path in Path("restored").iterdir()) == ["a.tif", "b.tif"]
+
+
+def test_predict_reads_data_predict_as_the_other_tasks_do(tmp_path: Path) -> None:
+    stack = write(tmp_path / "a.tif", made_pair(0)[0])
+    farfield("predict", **SMALL, data__predict=stack, output="new.tif")
+    farfield("predict", **SMALL, data__root=stack, output="old.tif", tile__disk="1G", tile__size=16)
+    np.testing.assert_allclose(tifffile.imread("new.tif"), tifffile.imread("old.tif"), rtol=1e-4)
+    with pytest.raises(FolderError, match=r"there is no .*nowhere"):
+        farfield("predict", **SMALL, data__predict=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"^overwrite: 'maybe' is not of its type, "):
+        farfield("predict", **SMALL, data__predict=stack, overwrite="maybe")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from farfield import models
 from farfield.cli.train import main
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.stereo import read_pfm
-from farfield.data.segment import normalized, read
+from farfield.data.segment import normalize_image, read_pixels
 from farfield.tasks.stereo import Stereo
 from helpers.made_frames import made_pair, make_kitti, make_sceneflow, write_image
 from helpers.quiet import MARKS
@@ -100,7 +100,7 @@ def test_fit_validate_test_predict(tmp_path: Path, capsys: pytest.CaptureFixture
     module = Stereo(models.from_pretrained("runs/version_0")).eval()
     paths = (root / name.replace("left", side) for side in ("left", "right"))
     with torch.no_grad():
-        expected = module(*(normalized(read(path.with_suffix(".png")))[None] for path in paths))[0, -1]
+        expected = module(*(normalize_image(read_pixels(path.with_suffix(".png")))[None] for path in paths))[0, -1]
     # The trainer's inference mode and its own batch may choose other kernels.
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=1e-5)
     with pytest.raises(FileExistsError, match="runs/predictions exists and nothing in it is overwritten"):

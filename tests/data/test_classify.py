@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 from PIL import Image
 
-from farfield.data.augment import Augmentation, evaluation, training
+from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
 from farfield.data.classify import Digits, ImageFolders
 from farfield.data.readers.images import FolderError
-from farfield.data.splits import drawn, split
+from farfield.data.splits import draw_subset, split_by_class
 from helpers.made_images import make_folder, make_root
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -37,19 +37,19 @@ def opened(root: Path, stage: str = "fit", **options: Any) -> ImageFolders:
 @given(some.lists(some.integers(10, 40), min_size=2, max_size=5), some.integers(0, 9))
 def test_a_split_is_stratified_fixed_and_disjoint(numbers: list[int], seed: int) -> None:
     labels = np.repeat(np.arange(len(numbers)), numbers)
-    first, second = split(labels.tolist(), 0.2, seed)
+    first, second = split_by_class(labels.tolist(), 0.2, seed)
     assert sorted([*first, *second]) == list(range(len(labels)))
     for name, number in enumerate(numbers):
         assert abs((labels[second] == name).sum() - number / 5) < 1.5
-    assert all(map(np.array_equal, split(labels.tolist(), 0.2, seed), (first, second)))
+    assert all(map(np.array_equal, split_by_class(labels.tolist(), 0.2, seed), (first, second)))
 
 
 def test_a_subset_has_the_number_requested_and_the_same_share_of_each_class() -> None:
     labels = [0] * 60 + [1] * 40
-    kept = drawn(labels, 50, seed=1)
+    kept = draw_subset(labels, 50, seed=1)
     assert len(set(kept)) == 50
     assert Counter(labels[index] for index in kept) == {0: 30, 1: 20}
-    assert not np.array_equal(kept, drawn(labels, 50, seed=2))
+    assert not np.array_equal(kept, draw_subset(labels, 50, seed=2))
 
 
 def test_digits_hold_out_a_fifth_of_each_class_always_the_same() -> None:
@@ -162,17 +162,17 @@ def test_a_checkpoint_that_does_not_say_what_it_keeps_of_the_data(tmp_path: Path
 @pytest.mark.parametrize("size", [(32, 32), (70, 45), (20, 90)])
 def test_every_augmentation_gives_uint8_squares_of_any_image(name: Augmentation, size: tuple[int, int]) -> None:
     image = Image.effect_noise(size, 40).convert("RGB")
-    for transform in (training(name, 32), evaluation(name, 32)):
+    for transform in (build_training_transform(name, 32), build_evaluation_transform(name, 32)):
         result = transform(image)
         assert result.dtype == torch.uint8
         assert result.shape == (3, 32, 32)
-    assert torch.equal(evaluation(name, 32)(image), evaluation(name, 32)(image))
+    assert torch.equal(build_evaluation_transform(name, 32)(image), build_evaluation_transform(name, 32)(image))
 
 
 @pytest.mark.parametrize("name", [name for name in get_args(Augmentation) if name != "none"])
 def test_training_images_vary(name: Augmentation) -> None:
     image = Image.effect_noise((60, 60), 40).convert("RGB")
-    assert len({training(name, 32)(image).numpy().tobytes() for _ in range(8)}) > 3
+    assert len({build_training_transform(name, 32)(image).numpy().tobytes() for _ in range(8)}) > 3
 
 
 @pytest.mark.parametrize("side", [32, 96])
@@ -180,7 +180,7 @@ def test_cutout_paints_a_square_of_half_the_side_in_the_mean_colour(side: int) -
     white = torch.full((3, side, side), 255, dtype=torch.uint8)
     seen = set()
     for _ in range(8):
-        result = training("cutout", side)(white)
+        result = build_training_transform("cutout", side)(white)
         hole = (result == torch.tensor([124, 116, 104])[:, None, None]).all(0)
         rows, columns = hole.any(1), hole.any(0)
         assert (int(rows.sum()), int(columns.sum()), int(hole.sum())) == (side // 2, side // 2, (side // 2) ** 2)
@@ -189,12 +189,12 @@ def test_cutout_paints_a_square_of_half_the_side_in_the_mean_colour(side: int) -
 
 
 def test_the_papers_crop_is_224_of_256() -> None:
-    steps = {type(step).__name__: step for step in training("paper", 224).transforms}
+    steps = {type(step).__name__: step for step in build_training_transform("paper", 224).transforms}
     assert (steps["Resize"].size, steps["RandomCrop"].size) == ([256, 256], (224, 224))
-    steps = {type(step).__name__: step for step in evaluation("paper", 224).transforms}
+    steps = {type(step).__name__: step for step in build_evaluation_transform("paper", 224).transforms}
     assert (steps["Resize"].size, steps["CenterCrop"].size) == ([256], (224, 224))
 
 
 def test_an_unknown_augmentation_is_named_with_the_nearest() -> None:
     with pytest.raises(LookupError, match='no augmentation "papre"; nearest: paper'):
-        training("papre", 32)  # type: ignore[arg-type]
+        build_training_transform("papre", 32)  # type: ignore[arg-type]

@@ -21,12 +21,12 @@ from farfield.data.object_datasets import AnnotatedImages
 from farfield.data.readers.coco import (
     Annotated,
     check_files,
-    fault_of_box,
-    faults_of_boxes,
-    faults_of_masks,
+    decode_masks,
+    find_box_fault,
+    find_box_faults,
+    find_mask_faults,
     has_masks,
     is_rectangle,
-    masks_of,
     read_annotated,
     refuse,
 )
@@ -69,7 +69,7 @@ def test_masks_are_those_of_pycocotools(tmp_path: Path) -> None:
     part, theirs = read_annotated(root, "val"), COCO(str(root / "annotations" / "instances_val.json"))
     for image in part.images:
         objects = part.objects[image["id"]]
-        ours = masks_of(objects, image["height"], image["width"]).numpy()
+        ours = decode_masks(objects, image["height"], image["width"]).numpy()
         assert all(np.array_equal(mask, theirs.annToMask(each)) for mask, each in zip(ours, objects, strict=True))
 
 
@@ -454,7 +454,7 @@ def test_boxes_that_stick_out_by_a_rounding_error_are_cut(tmp_path: Path) -> Non
     part: Any = prepared(root).parts["train"]
     _, target = part[0]
     assert target["boxes"].reshape(-1, 2)[:, 0].max() <= 80
-    assert fault_of_box([60.5, 10, 20, 10], 80, 64) is None
+    assert find_box_fault([60.5, 10, 20, 10], 80, 64) is None
 
 
 @pytest.mark.long
@@ -536,8 +536,8 @@ def checked(root: Path) -> Annotated:
     """Read the training images as `prepare_data` does."""
     part = read_annotated(root, "train")
     check_files(part)
-    refuse(part.file, "masks are faulty", list(faults_of_masks(part)), "")
-    refuse(part.file, "boxes are faulty", list(faults_of_boxes(part)), "")
+    refuse(part.file, "masks are faulty", list(find_mask_faults(part)), "")
+    refuse(part.file, "boxes are faulty", list(find_box_faults(part)), "")
     return part
 
 

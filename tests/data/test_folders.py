@@ -10,7 +10,7 @@ from torchvision.datasets import ImageFolder
 
 from farfield.data.classify import ImageFolders
 from farfield.data.readers import images
-from farfield.data.readers.images import FolderError, check_images, files_of, images_of, read_utf8
+from farfield.data.readers.images import FolderError, check_images, list_files, list_images, read_utf8
 from farfield.data.splits import ClassFolders
 from helpers.made_images import make_folder, make_root
 
@@ -116,7 +116,7 @@ def test_a_folder_found_good_is_read_once_and_again_when_a_file_changes(
 ) -> None:
     root = make_folder(tmp_path / "images", 6)
     read: list[Path] = []
-    monkeypatch.setattr(images, "fault_of", lambda path: read.append(path))
+    monkeypatch.setattr(images, "find_fault", lambda path: read.append(path))
     for check, expected in (("once", 18), ("once", 18), ("always", 36), ("never", 36)):
         check_images([root], check)  # type: ignore[arg-type]
         assert len(read) == expected
@@ -140,7 +140,7 @@ def test_a_file_damaged_later_is_named_by_the_loader(tmp_path: Path) -> None:
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 def names(folder: Path) -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in files_of(folder)]
+    return [path.relative_to(folder).as_posix() for path in list_files(folder)]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_links_that_branch_without_a_circle_end_too(tmp_path: Path) -> None:
         for name in "ab":
             (tmp_path / "root" / str(place) / name).symlink_to(f"../{place + 1}")
     with pytest.raises(FolderError, match=r"links in .*root lead to one folder by more than 100 paths, the last .*"):
-        files_of(tmp_path / "root")
+        list_files(tmp_path / "root")
 
 
 def test_classes_do_not_read_links_in_a_circle(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(root / "train" / "red" / "9.jpg")
     with pytest.raises(FolderError, match=r"train/red/9\.jpg: not a file"):
         check_images([root / "train"])
-    assert len(images_of(root / "train" / "red")) == 9
+    assert len(list_images(root / "train" / "red")) == 9
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

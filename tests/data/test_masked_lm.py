@@ -14,7 +14,7 @@ import torch
 from farfield.data.masked_lm import TextFolder
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.text import Text
-from farfield.data.tokenizer import Batch, Collate, saved_tokenizer, trained_tokenizer
+from farfield.data.tokenizer import Batch, Collate, load_tokenizer, train_tokenizer
 from helpers.made_texts import make_texts, sentences
 from helpers.packs import unpack
 from helpers.refusals import read_or_refusal
@@ -158,26 +158,26 @@ def test_a_tokenizer_is_trained_on_the_training_text_alone_and_the_same_each_tim
 
 
 def test_a_saved_tokenizer(tmp_path: Path) -> None:
-    made = trained_tokenizer(sentences(50), 150)
+    made = train_tokenizer(sentences(50), 150)
     made.save_pretrained(tmp_path / "tokenizer")
     data = folder(make_texts(tmp_path / "text"), tokenizer=str(tmp_path / "tokenizer"))
     assert data.tokenizer.get_vocab() == made.get_vocab()
-    assert saved_tokenizer(tmp_path / "tokenizer")("the whale")["input_ids"] == made("the whale")["input_ids"]
+    assert load_tokenizer(tmp_path / "tokenizer")("the whale")["input_ids"] == made("the whale")["input_ids"]
     with pytest.raises(FolderError, match="there is no tokenizer folder"):
-        saved_tokenizer(tmp_path / "none")
+        load_tokenizer(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(FolderError, match="empty holds no tokenizer: "):
-        saved_tokenizer(tmp_path / "empty")
+        load_tokenizer(tmp_path / "empty")
 
 
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
     import transformers
 
-    made = trained_tokenizer(sentences(50), 150)
+    made = train_tokenizer(sentences(50), 150)
     bare = transformers.PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, pad_token="[PAD]")
     bare.save_pretrained(tmp_path)
     with pytest.raises(FolderError, match="has no unk, cls, sep, mask token, which a masked language model needs"):
-        saved_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -187,9 +187,9 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
     ids=["empty", "lists in lists", "UTF-16", "number", "list", "no model"],
 )
 def test_a_damaged_tokenizer_is_named(tmp_path: Path, name: str, content: bytes) -> None:
-    trained_tokenizer(sentences(50), 150).save_pretrained(tmp_path)
+    train_tokenizer(sentences(50), 150).save_pretrained(tmp_path)
     (tmp_path / name).write_bytes(content)
-    found, refusal = read_or_refusal(lambda: saved_tokenizer(tmp_path))
+    found, refusal = read_or_refusal(lambda: load_tokenizer(tmp_path))
     assert str(tmp_path) in refusal if found is None else found.mask_token == "[MASK]"
 
 
@@ -202,13 +202,13 @@ def test_a_damaged_tokenizer_of_a_checkpoint_is_refused(tmp_path: Path, text: An
 
 
 def test_a_tokenizer_brings_no_code(tmp_path: Path) -> None:
-    trained_tokenizer(sentences(50), 150).save_pretrained(tmp_path)
+    train_tokenizer(sentences(50), 150).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     names = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": [None, "theirs.Theirs"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | names))
     (tmp_path / "theirs.py").write_text("open('ran', 'w')\nclass Theirs: pass\n")
     with contextlib.chdir(tmp_path), contextlib.suppress(FolderError):
-        saved_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -232,7 +232,7 @@ def test_a_checkpoint_brings_the_tokenizer(tmp_path: Path) -> None:
 
 
 def save(place: Path, vocabulary: int) -> Path:
-    trained_tokenizer(sentences(50), vocabulary).save_pretrained(place)
+    train_tokenizer(sentences(50), vocabulary).save_pretrained(place)
     return place
 
 

@@ -21,7 +21,7 @@ from scipy.ndimage import maximum_filter
 
 from farfield.data.patches import Patches
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.tiff import checked, load_npz, stack_of
+from farfield.data.readers.tiff import check_stack_values, load_npz, open_stack
 from farfield.data.restore import StackPairs
 from helpers.made_stacks import SIZE, made_pair, make_npz, make_pairs, make_root, write
 from helpers.packs import unpack
@@ -277,7 +277,7 @@ STACK = np.arange(4 * 9 * 7, dtype=np.uint16).reshape(4, 9, 7)
 def test_stacks_are_read_by_their_axes(tmp_path: Path, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     path = tmp_path / ("a.ome.tif" if options.get("ome") else "a.tif")
     tifffile.imwrite(path, STACK.reshape(shape), photometric="minisblack", **options)
-    np.testing.assert_array_equal(stack_of(path, 3), STACK)
+    np.testing.assert_array_equal(open_stack(path, 3), STACK)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_axes_that_are_not_those_of_a_stack_are_refused(
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, np.zeros(shape, np.uint8), photometric="minisblack", metadata={"axes": axes})
     with pytest.raises(FolderError, match=rf"{re.escape(text)}[\s\S]*fix: [^\n]*{fix}"):
-        stack_of(path, 3)
+        open_stack(path, 3)
 
 
 @pytest.mark.parametrize(
@@ -313,33 +313,33 @@ def test_one_channel_of_several(tmp_path: Path, axes: str, place: int, options: 
     options = {"photometric": "minisblack", "metadata": {"axes": axes}} | options
     tifffile.imwrite(path, np.stack(parts, place), **options)
     with pytest.raises(FolderError, match=rf'has the axes "{axes}" [\s\S]*fix: --data.channel, one of its 3 channels'):
-        stack_of(path, 3)
+        open_stack(path, 3)
     for channel, part in enumerate(parts):
-        np.testing.assert_array_equal(stack_of(path, 3, channel=channel), part)
+        np.testing.assert_array_equal(open_stack(path, 3, channel=channel), part)
     for channel in (-1, 3):
         with pytest.raises(FolderError, match=rf"has 3 channels, and no channel {channel}\.\n  fix: .* from 0 to 2"):
-            stack_of(path, 3, channel=channel)
+            open_stack(path, 3, channel=channel)
 
 
 def test_the_fix_for_unnamed_axes_works(tmp_path: Path) -> None:
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, np.stack([STACK, STACK // 2]), photometric="minisblack")
     with pytest.raises(FolderError, match=r"fix: a letter for each of its 4 axes, --data.axes CZYX where .*channel 0"):
-        stack_of(path, 3)
-    np.testing.assert_array_equal(stack_of(path, 3, "CZYX", 0), STACK)
+        open_stack(path, 3)
+    np.testing.assert_array_equal(open_stack(path, 3, "CZYX", 0), STACK)
     # Files of one channel are read as they are.
     tifffile.imwrite(path, STACK, metadata={"axes": "ZYX"})
-    np.testing.assert_array_equal(stack_of(path, 3, channel=1), STACK)
+    np.testing.assert_array_equal(open_stack(path, 3, channel=1), STACK)
 
 
 def test_axes_can_be_said(tmp_path: Path) -> None:
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, STACK, imagej=True, metadata={"axes": "TYX"})
-    np.testing.assert_array_equal(stack_of(path, 3, "ZYX"), STACK)
+    np.testing.assert_array_equal(open_stack(path, 3, "ZYX"), STACK)
     with pytest.raises(FolderError, match=r'has the size \(4, 9, 7\), but the axes "CZYX"'):
-        stack_of(path, 3, "CZYX")
+        open_stack(path, 3, "CZYX")
     tifffile.imwrite(path, STACK[0])
-    np.testing.assert_array_equal(stack_of(path, 2), STACK[0])
+    np.testing.assert_array_equal(open_stack(path, 2), STACK[0])
 
 
 # Axes and shape of a file, the axes and the channel that are given, the spatial dims, and the text of the error.
@@ -374,12 +374,12 @@ def test_the_advice_of_an_error_about_axes_works(
     path, whole = tmp_path / "a.tif", np.arange(math.prod(shape), dtype=np.uint16).reshape(shape)
     tifffile.imwrite(path, whole, photometric="minisblack", metadata={"axes": names})
     with pytest.raises(FolderError) as raised:
-        stack_of(path, spatial_dims, axes, channel)
+        open_stack(path, spatial_dims, axes, channel)
     error, _, advice = str(raised.value).partition("\n  fix: ")
     assert error == f"StackPairs: {path} {text}."
     letters, number = re.search(r"--data\.axes ([A-Z]+)", advice), re.search(r"--data\.channel( 0)?", advice)
     assert letters or number
-    read = stack_of(
+    read = open_stack(
         path, spatial_dims, letters[1] if letters else None, channel if channel is not None else 0 if number else None
     )
     assert read.ndim == spatial_dims
@@ -388,7 +388,7 @@ def test_the_advice_of_an_error_about_axes_works(
         whole = whole.take(channel or 0, places[0])
     np.testing.assert_array_equal(read, whole.squeeze())
     if "no --data.axes" in advice and "C" not in names:
-        np.testing.assert_array_equal(stack_of(path, spatial_dims), whole)
+        np.testing.assert_array_equal(open_stack(path, spatial_dims), whole)
 
 
 @pytest.mark.parametrize(("names", "channel"), [("TCZYX", None), ("TCZYX", 1), ("TRZYX", None)])
@@ -396,10 +396,10 @@ def test_axes_that_no_letters_make_a_stack(tmp_path: Path, names: str, channel: 
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, np.zeros((3, 2, 4, 9, 7), np.uint8), photometric="minisblack", metadata={"axes": names})
     with pytest.raises(FolderError, match=r"\n  fix: one grey stack per file with the axes ZYX\.$"):
-        stack_of(path, 3, channel=channel)
+        open_stack(path, 3, channel=channel)
     one = tmp_path / "b.tif"
     tifffile.imwrite(one, tifffile.imread(path)[0, 1], photometric="minisblack", metadata={"axes": "ZYX"})
-    assert stack_of(one, 3).shape == (4, 9, 7)
+    assert open_stack(one, 3).shape == (4, 9, 7)
 
 
 def test_the_advice_for_an_image_works(tmp_path: Path) -> None:
@@ -408,8 +408,8 @@ def test_the_advice_for_an_image_works(tmp_path: Path) -> None:
     with pytest.raises(
         FolderError, match=r"is an image \(9, 7\), not a stack\.\n  fix: .* --model.network.spatial_dims 2"
     ):
-        stack_of(path, 3)
-    np.testing.assert_array_equal(stack_of(path, 2), STACK[0])
+        open_stack(path, 3)
+    np.testing.assert_array_equal(open_stack(path, 2), STACK[0])
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ def test_any_damage_to_a_tiff_file_is_named_or_read(
     options: dict[str, Any] = {"compression": "zlib"} if compressed else {}
     tifffile.imwrite(path, made_pair(0)[0], metadata={"axes": "ZYX"}, **options)
     path.write_bytes(changed(path.read_bytes(), changes, length))
-    found, refusal = read_or_refusal(lambda: stack_of(path, 3))
+    found, refusal = read_or_refusal(lambda: open_stack(path, 3))
     assert str(path) in refusal if found is None else found.ndim == 3
 
 
@@ -559,7 +559,7 @@ def test_saturated_stacks_get_a_word() -> None:
     stack[stack > 250] = 65_535
     share = (stack == 65_535).mean()
     with pytest.warns(UserWarning, match=rf"a.tif: {share:.1%} of the positions are saturated, at 65535"):
-        checked("a.tif", stack)
+        check_stack_values("a.tif", stack)
 
 
 # ---- real data -------------------------------------------------------------------------------------------------------
@@ -575,9 +575,9 @@ def test_the_packed_volumes_are_read(data: Path, tmp_path: Path) -> None:
         assert source.shape == (2, 1, *size)
         assert target.shape == (2, 1, *size[-target.dim() + 2 :])
         assert -0.5 < float(source.min()) < float(source.mean()) < 0.5
-    stack = stack_of(tmp_path / "care3d" / "volumes" / "nuclei_small.tif", 3)
+    stack = open_stack(tmp_path / "care3d" / "volumes" / "nuclei_small.tif", 3)
     assert (stack.shape, stack.dtype) == ((37, 118, 132), np.uint8)
-    assert json.dumps(checked("nuclei_small.tif", stack).shape) == "[37, 118, 132]"
+    assert json.dumps(check_stack_values("nuclei_small.tif", stack).shape) == "[37, 118, 132]"
 
 
 # ---- zarr ------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from hypothesis import strategies as some
 from hypothesis.extra import numpy as arrays
 from pycocotools import mask as coco
 
-from farfield.data.readers.coco import fault_of_mask, masks_of
-from farfield.data.readers.run_lengths import fault_of_rle, runs_of
+from farfield.data.readers.coco import decode_masks, find_mask_fault
+from farfield.data.readers.run_lengths import find_rle_fault, read_runs
 
 
 def runs_by_hand(mask: np.ndarray) -> list[int]:
@@ -31,22 +31,22 @@ def runs_by_hand(mask: np.ndarray) -> list[int]:
 def test_runs_are_those_that_pycocotools_wrote(mask: np.ndarray) -> None:
     rle = coco.encode(np.asfortranarray(mask))
     counts, (height, width) = rle["counts"].decode(), mask.shape
-    assert runs_of(counts) == runs_by_hand(mask)
+    assert read_runs(counts) == runs_by_hand(mask)
     for form in (counts, runs_by_hand(mask)):
         segmentation = {"size": [height, width], "counts": form}
-        assert fault_of_rle(segmentation, width, height) is None
-        assert np.array_equal(masks_of([{"segmentation": segmentation}], height, width)[0].numpy(), mask)
+        assert find_rle_fault(segmentation, width, height) is None
+        assert np.array_equal(decode_masks([{"segmentation": segmentation}], height, width)[0].numpy(), mask)
 
 
 def test_rle_without_counts() -> None:
-    assert fault_of_rle({"size": [4, 5]}, 5, 4) == "its RLE has no counts"
+    assert find_rle_fault({"size": [4, 5]}, 5, 4) == "its RLE has no counts"
 
 
 def test_long_runs_have_several_digits() -> None:
     mask = np.zeros((3000, 2000), np.uint8)
     mask[5:, 3:1990] = 1
     rle = coco.encode(np.asfortranarray(mask))
-    assert runs_of(rle["counts"].decode()) == runs_by_hand(mask)
+    assert read_runs(rle["counts"].decode()) == runs_by_hand(mask)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,17 @@ def test_long_runs_have_several_digits() -> None:
     ids=str,
 )
 def test_runs_that_do_not_fit_are_named(counts: Any, text: str) -> None:
-    fault = fault_of_mask({"size": [4, 5], "counts": counts}, 5, 4)
+    fault = find_mask_fault({"size": [4, 5], "counts": counts}, 5, 4)
     assert fault is not None
     assert re.match(text, fault)
 
 
 @pytest.mark.parametrize("size", [None, 5, [4], [5, 4], [4.0, 5.0], ["4", "5"], [4, 5, 1], "45", {}])
 def test_sizes_that_are_not_the_images_are_named(size: Any) -> None:
-    fault = fault_of_mask({"size": size, "counts": [20]}, 5, 4)
+    fault = find_mask_fault({"size": size, "counts": [20]}, 5, 4)
     assert fault is not None
     assert fault.startswith("its RLE has the size ")
-    assert fault_of_mask({"size": [4, 5]}, 5, 4) is not None
+    assert find_mask_fault({"size": [4, 5]}, 5, 4) is not None
 
 
 COUNTS = some.one_of(
@@ -99,9 +99,9 @@ COUNTS = some.one_of(
 @given(COUNTS)
 def test_what_is_let_through_is_decoded_and_is_a_mask_of_its_size(counts: Any) -> None:
     segmentation = {"size": [4, 5], "counts": counts}
-    fault = fault_of_mask(segmentation, 5, 4)
+    fault = find_mask_fault(segmentation, 5, 4)
     if fault is None:
-        mask = masks_of([{"segmentation": segmentation}], 4, 5)
-        assert (tuple(mask.shape), sum(runs_of(counts))) == ((1, 4, 5), 20)
+        mask = decode_masks([{"segmentation": segmentation}], 4, 5)
+        assert (tuple(mask.shape), sum(read_runs(counts))) == ((1, 4, 5), 20)
     else:
         assert fault.startswith("its RLE ")

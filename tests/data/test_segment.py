@@ -14,8 +14,15 @@ from PIL import Image
 
 from farfield.data.readers import masks
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.masks import VOC_CLASSES, augmented, classes_of_masks, fault_of_pair, names_in, read_mask
-from farfield.data.segment import RandomView, VOCFolders, normalized
+from farfield.data.readers.masks import (
+    VOC_CLASSES,
+    find_pair_fault,
+    list_augmented,
+    read_list,
+    read_mask,
+    read_mask_classes,
+)
+from farfield.data.segment import RandomView, VOCFolders, normalize_image
 from helpers.made_masks import CLASSES, make_pair, make_sbd, make_voc, save_mask
 from helpers.packs import unpack
 from helpers.refusals import read_or_refusal
@@ -50,7 +57,7 @@ def test_without_names_the_classes_are_vocs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["0 sky\n1 wet road\n255 void(ignore)\n", "sky\nwet road\n", "\n0\tsky\n1 wet road"])
 def test_names_of_classes(tmp_path: Path, text: str) -> None:
     (tmp_path / "classes.txt").write_text(text)
-    assert classes_of_masks(tmp_path) == ["sky", "wet road"]
+    assert read_mask_classes(tmp_path) == ["sky", "wet road"]
 
 
 def test_a_list_of_paths(tmp_path: Path) -> None:
@@ -70,7 +77,7 @@ def test_train_aug_has_10582_images() -> None:
     voc = [f"v{place}" for place in range(2913)]
     sbd = voc[:2237] + [f"s{place}" for place in range(11355 - 2237)]
     train, val = voc[: 2913 - 1449], voc[2913 - 1449 :]
-    names = augmented(sbd[:8498], sbd[8498:], train, val)
+    names = list_augmented(sbd[:8498], sbd[8498:], train, val)
     assert len(names) == len(set(names)) == 10_582
     assert not set(names) & set(val)
     assert set(train) <= set(names)
@@ -83,9 +90,9 @@ def test_voc_with_sbd(tmp_path: Path) -> None:
     for folder in (sbd, sbd.parent):
         data = prepared(root, train=str(folder))
         listed: Any = data.parts["train"]
-        names = [pair.image.stem for pair in listed.pairs]
+        names = [pair.image.stem for pair in listed.entries]
         assert names == ["new_0", "new_1", *(f"train_{place}" for place in range(6))]
-        masks = {pair.image.stem: pair.mask.suffix for pair in listed.pairs}
+        masks = {pair.image.stem: pair.mask.suffix for pair in listed.entries}
         assert (masks["new_0"], masks["train_1"]) == (".mat", ".png")
     assert torch.equal(read_mask(sbd / "cls" / "new_0.mat"), torch.from_numpy(make_pair(0, 40, 50)[1]))
 
@@ -121,7 +128,7 @@ def test_a_view_keeps_labels_on_their_pixels() -> None:
     for _ in range(20):
         seen, named = view(image, labels)
         valid = named != 255
-        expected = normalized((named.clamp(max=11) * 20).to(torch.uint8).expand(3, -1, -1))
+        expected = normalize_image((named.clamp(max=11) * 20).to(torch.uint8).expand(3, -1, -1))
         wrong = ((seen - expected).abs() > 0.2).any(0) & valid
         edges += float(wrong.float().mean()) / 20
     # Interpolation mixes neighbours within a pixel of 11 edges at most.
@@ -159,7 +166,7 @@ def test_jitter_changes_colours_and_no_labels() -> None:
     image, labels = torch.full((3, 40, 40), 100, dtype=torch.uint8), torch.ones(40, 40, dtype=torch.uint8)
     seen = [RandomView(40, (1.0, 1.0), jitter)(image, labels) for jitter in (0.0, 0.4, 0.4)]
     assert all(bool((named == 1).all()) for _, named in seen)
-    assert torch.equal(seen[0][0], normalized(image))
+    assert torch.equal(seen[0][0], normalize_image(image))
     assert not torch.equal(seen[1][0], seen[2][0])
 
 
@@ -244,7 +251,7 @@ def test_a_good_folder_is_read_once_and_again_for_other_classes(
 ) -> None:
     root, read = make_voc(tmp_path / "voc"), []
     prepared(root)
-    monkeypatch.setattr(masks, "fault_of_pair", lambda pair, classes: read.append(pair))
+    monkeypatch.setattr(masks, "find_pair_fault", lambda pair, classes: read.append(pair))
     prepared(root)
     assert read == []
     (root / "classes.txt").write_text("ground\nred\ngreen\nblue\nblack\n")
@@ -261,8 +268,8 @@ def test_grey_masks_are_labels_too(tmp_path: Path) -> None:
 def test_a_good_pair_has_no_fault(tmp_path: Path) -> None:
     root = make_voc(tmp_path / "voc")
     pair = masks.Pair(root / "JPEGImages" / "val_0.jpg", root / "SegmentationClass" / "val_0.png")
-    assert fault_of_pair(pair, 4) is None
-    assert "labels 3 are no classes" in str(fault_of_pair(pair, 3))
+    assert find_pair_fault(pair, 4) is None
+    assert "labels 3 are no classes" in str(find_pair_fault(pair, 3))
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
@@ -316,13 +323,13 @@ def test_lists_that_are_no_text_are_named(tmp_path: Path, content: bytes) -> Non
 def test_labels_that_do_not_count_up_are_named(tmp_path: Path, lines: str, text: str) -> None:
     (tmp_path / "classes.txt").write_text(lines)
     with pytest.raises(FolderError, match=text):
-        classes_of_masks(tmp_path)
+        read_mask_classes(tmp_path)
 
 
 @pytest.mark.parametrize("lines", ["\u00b2 a", "9" * 5000 + " a", "9" * 5000])
 def test_what_looks_like_a_label_and_is_none_is_a_name(tmp_path: Path, lines: str) -> None:
     (tmp_path / "classes.txt").write_text(lines, encoding="utf-8")
-    assert classes_of_masks(tmp_path) == [lines]
+    assert read_mask_classes(tmp_path) == [lines]
 
 
 def test_names_that_no_file_can_have_are_missing(tmp_path: Path) -> None:
@@ -339,6 +346,6 @@ def test_any_bytes_are_lists_of_names_or_refused_by_name(
     folder = tmp_path_factory.getbasetemp()
     path = folder / "classes.txt"
     path.write_bytes(content)
-    for read_list in (lambda: classes_of_masks(folder), lambda: names_in(path)):
-        found, refusal = read_or_refusal(read_list)
+    for attempt in (lambda: read_mask_classes(folder), lambda: read_list(path)):
+        found, refusal = read_or_refusal(attempt)
         assert str(path) in refusal if found is None else found and all(found)

@@ -15,8 +15,8 @@ from PIL import Image
 from torchvision.datasets.utils import _read_pfm
 
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.stereo import check_frames, frames_in, read_disparity, read_pfm
-from farfield.data.segment import normalized
+from farfield.data.readers.stereo import check_frames, list_frames, read_disparity, read_pfm
+from farfield.data.segment import normalize_image
 from farfield.data.stereo import RandomCrop, StereoFrames
 from helpers.made_frames import made_pair, make_kitti, make_middlebury, make_sceneflow, write_image, write_pfm
 from helpers.packs import unpack
@@ -33,7 +33,7 @@ def parts_of(root: Path, **options: Any) -> StereoFrames:
 
 
 def names(data: StereoFrames, part: str) -> list[str]:
-    return [frame.name for frame in data.parts[part].frames]  # type: ignore[attr-defined]
+    return [frame.name for frame in data.parts[part].entries]  # type: ignore[attr-defined]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def test_kitti(tmp_path: Path, year: int) -> None:
     expected = made_pair(1)
     assert torch.isinf(disparity[:5]).all()
     np.testing.assert_array_equal(disparity[5:].numpy(), expected[2][5:])
-    assert torch.equal(left, normalized(torch.from_numpy(expected[0]).permute(2, 0, 1)))
-    assert torch.equal(right, normalized(torch.from_numpy(expected[1]).permute(2, 0, 1)))
+    assert torch.equal(left, normalize_image(torch.from_numpy(expected[0]).permute(2, 0, 1)))
+    assert torch.equal(right, normalize_image(torch.from_numpy(expected[1]).permute(2, 0, 1)))
 
 
 @pytest.mark.parametrize("truth", ["disp0.pfm", "disp0GT.pfm"])
@@ -195,8 +195,8 @@ def test_ones_own_pairs(tmp_path: Path, suffix: str) -> None:
 
 def test_a_root_of_one_set_and_one_of_several_find_the_same(tmp_path: Path) -> None:
     make_kitti(tmp_path / "KITTI" / "data_scene_flow", 2015)
-    assert len(frames_in(tmp_path)) == len(frames_in(tmp_path / "KITTI" / "data_scene_flow")) == 4
-    assert len(frames_in(tmp_path / "KITTI" / "data_scene_flow" / "training")) == 2
+    assert len(list_frames(tmp_path)) == len(list_frames(tmp_path / "KITTI" / "data_scene_flow")) == 4
+    assert len(list_frames(tmp_path / "KITTI" / "data_scene_flow" / "training")) == 2
 
 
 # ---- what is unknown -------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_the_three_parts_are_cropped_at_one_place() -> None:
         top, start = divmod(int(cropped[2][0, 0]), disparity.shape[1])
         seen.add((top, start))
         for part, image in zip(cropped, images, strict=False):
-            assert torch.equal(part, normalized(image)[:, top : top + 16, start : start + 32])
+            assert torch.equal(part, normalize_image(image)[:, top : top + 16, start : start + 32])
         np.testing.assert_array_equal(cropped[2].numpy(), places[top : top + 16, start : start + 32])
     assert len(seen) > 30
 
@@ -232,8 +232,8 @@ def test_an_image_smaller_than_the_crop_is_padded_at_the_top_and_on_the_right() 
     left, right, disparity = made_pair(0, (10, 20))
     images = [torch.from_numpy(image).permute(2, 0, 1) for image in (left, right)]
     cropped = RandomCrop(16, 32)(*images, torch.from_numpy(disparity))
-    assert torch.equal(cropped[0][:, 6:, :20], normalized(images[0]))
-    assert torch.equal(cropped[1][:, 6:, :20], normalized(images[1]))
+    assert torch.equal(cropped[0][:, 6:, :20], normalize_image(images[0]))
+    assert torch.equal(cropped[1][:, 6:, :20], normalize_image(images[1]))
     assert torch.equal(cropped[2][6:, :20], torch.from_numpy(disparity))
     assert not cropped[0][:, :6].any()
     assert not cropped[0][:, :, 20:].any()
@@ -285,7 +285,7 @@ def test_damaged_files_are_named_before_the_first_epoch(tmp_path: Path) -> None:
     text = r"2 of the 3 pairs[\s\S]*A/0/left/0000\.png: [\s\S]*0000\.pfm: 70x40 are 11200 bytes, it has 11196"
     with pytest.raises(FolderError, match=text):
         parts_of(root)
-    check_frames(frames_in(root), root, "never")
+    check_frames(list_frames(root), root, "never")
 
 
 def test_missing_files(tmp_path: Path) -> None:

@@ -21,6 +21,15 @@ from farfield.models import CLASSIFIERS, MODELS, CompactNet
 from helpers.partly import partly
 
 
+def test_without_timm_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm.models", None)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(
+        ImportError, match=r"^models\.register_timm: timm is not installed; fix: pip install .*\[timm\]"
+    ):
+        models.register_timm()
+
+
 def test_names_are_those_of_the_house() -> None:
     assert list(CLASSIFIERS) == [
         *("mobilenet_v2", "mobilenet_v2_kronecker_kv", "mobilenet_v2_siamese", "kanet_kv", "kanet_qkv"),

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations
 from farfield import cost, models
 from farfield.models import CLASSIFIERS, CompactNet
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention
-from farfield.nn.conv_norm_act import convolved, fuses
+from farfield.nn.conv_norm_act import convolved
+from farfield.nn.layer_kernels import fuses
 from farfield.ops import OPERATORS
 from helpers.partly import partly
 

@@ -19,8 +19,8 @@ from torch.nn.modules import module as hooks_of_all
 from farfield import cost
 from farfield.maps import attention_row
 from farfield.nn import AttentionBlock, GridAttention
+from farfield.nn.bare import is_bare
 from farfield.nn.macs import MacCounter
-from farfield.ops.bare import is_bare
 from farfield.ops.engine import SWITCH
 from farfield.ops.fast import kernels
 from helpers.attending import written_out

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from farfield.nn import AttentionBlock, GridAttention
-from farfield.nn.conv_norm_act import fuses
+from farfield.nn.layer_kernels import fuses
 from farfield.ops.engine import SWITCH, attend
-from farfield.ops.fast import kernel_attention, kernels
+from farfield.ops.fast import kernels, table, whole
 from farfield.ops.projection import Projection
 from helpers.beside_equations import distance, off
 from helpers.explicit import MEAN_ROWS
@@ -217,11 +217,11 @@ def test_scores_with_projections(
     last = torch.randn(24, 2 * shape[1]).to(dtype)
     call = call._replace(output=Projection(last, torch.randn(24).to(dtype)))
     with torch.no_grad():
-        few = kernel_attention.slots_of_scores(call, grid)
-        assert (few is not None) == (8 * heads <= shape[1])
-        if few is None:
+        line = table.choose(call, grid, lambda bias, responses: grid)
+        assert (line is not None) == (8 * heads <= shape[1])
+        if line is None:
             return
-        slots, coefficients = few
+        slots, coefficients = whole.slots_of_scores(call, grid)
         assert slots.shape[1] == coefficients.shape[1] == heads + (row != "siamese_local")
         found = (slots.mT @ coefficients).unflatten(2, shape[2:])
         double = copy.deepcopy(attention).double().call_for(grid.double())
@@ -236,7 +236,8 @@ def test_scores_are_for_nothing_else(on: None) -> None:
     def few(row: str = "siamese", given: Tensor = grid, **options: Any) -> Any:
         options = {"project": "v", "bias": False, "heads": 2} | options
         attention = drawn(GridAttention(32, row, **options))
-        return kernel_attention.slots_of_scores(attention.call_for(given)._replace(output=last), given)
+        line = table.choose(attention.call_for(given)._replace(output=last), given, lambda bias, responses: given)
+        return line if line is not None and line.run is whole.add_scores else None
 
     with torch.no_grad():
         assert few() is not None

@@ -21,7 +21,7 @@ from farfield import ops
 from farfield.nn import AttentionBlock, GridAttention
 from farfield.nn.conv_norm_act import ReLU6, convolved
 from farfield.ops.engine import SWITCH
-from farfield.ops.fast import kernel_products, kernels
+from farfield.ops.fast import kernels, steps
 from helpers import explicit
 from helpers.attending import written_out
 from helpers.partly import pairwise
@@ -161,10 +161,10 @@ def test_kernels_are_called_in_one_place() -> None:
 
 def test_projecting_again_declines_where_a_derivative_is_wanted(on: None) -> None:
     positions, matrix = torch.randn(2, CHANNELS, 35), torch.randn(8, CHANNELS)
-    assert kernel_products.project(positions, matrix, None) is not None
-    assert kernel_products.project(positions.requires_grad_(), matrix, None) is None
+    assert steps.project(positions, matrix, None) is not None
+    assert steps.project(positions.requires_grad_(), matrix, None) is None
     with torch.no_grad():
-        assert kernel_products.project(positions, matrix, None) is not None
+        assert steps.project(positions, matrix, None) is not None
 
 
 # ---- what is not an operator -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from farfield.streaming import MeanOverFlips, Tiles, _predict_whole, check, patches, plan_whole, predict_whole
+from farfield.streaming import MeanOverFlips, Tiles, _predict_whole, check, plan_whole, predict_whole, recording
 from farfield.streaming.labels import label_graph
 from farfield.streaming.plan import GraphPlan, find_stored, make_graph_plan
 from farfield.streaming.rules import RULES
@@ -138,7 +138,7 @@ def test_float64_runs_only_where_rounding_alone_does_not_explain_a_difference(mo
 
 
 def test_regions_grow_from_two_strides_to_the_halo() -> None:
-    sizes = list(patches.region_sizes((100, 90, 33), (0, 1), (16, 16, 1), (20, 20, 0)))
+    sizes = list(recording.region_sizes((100, 90, 33), (0, 1), (16, 16, 1), (20, 20, 0)))
     assert sizes[0] == (20, 42, 33)
     assert sizes[-1] == (16 * 6 + 4, 16 * 5 + 10, 33)
     assert all(
@@ -168,7 +168,7 @@ def test_a_plan_has_its_check_and_pickles_it() -> None:
     net, volume = network(), torch.randn(1, 200, 180)
     plan = plan_whole(net, volume.shape, tile=50)
     assert isinstance(plan.check, check.RegionCheck)
-    assert 0 < plan.check.macs <= patches.SHARE * sum(each.macs for each in plan.passes)
+    assert 0 < plan.check.macs <= recording._SHARE * sum(each.macs for each in plan.passes)
     assert len(plan.check.plan.tiles) >= 2
     assert any("region of " + " × ".join(map(str, plan.check.size)) in line for line in plan.lines())
     restored = pickle.loads(pickle.dumps(plan))

@@ -65,13 +65,13 @@ def test_many_small_tiles_add_no_rounding(row: str) -> None:
 
 def test_default_tiles_are_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, grid = settled(attention("siamese")), torch.randn(1, 6, 16, 8, 8)
-    monkeypatch.setattr("farfield.streaming._respond_whole.TILE", 4 * 6 * 100)
+    monkeypatch.setattr("farfield.streaming._respond_whole._TILE", 4 * 6 * 100)
     seen = []
     summarize = layer.summarize
     layer.summarize = lambda tile, **place: seen.append(tuple(tile.shape[2:])) or summarize(tile, **place)
     assert relative(respond_whole(layer, grid, quiet=True), whole(layer, grid)) < TOLERANCE
     assert set(seen) == {(1, 8, 8)}
-    monkeypatch.setattr("farfield.streaming._respond_whole.TILE", 4 * 6 * 20)
+    monkeypatch.setattr("farfield.streaming._respond_whole._TILE", 4 * 6 * 20)
     seen.clear()
     respond_whole(layer, grid, quiet=True)
     assert set(seen) == {(1, 2, 8)}

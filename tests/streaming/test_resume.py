@@ -413,7 +413,7 @@ def test_a_full_disk_at_the_first_save_names_no_folder_that_is_gone(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(streaming.progress, "write_state", full)
-    with pytest.raises(OSError, match=r'predict_whole: the disk has no room for the progress of ".*out.npy"; fix:'):
+    with pytest.raises(OSError, match=r'predict_whole: cannot write ".*out.npy": .*; nothing was written; fix:'):
         predict_whole(net, volume, tile=TILE, out=tmp_path / "out.npy", quiet=True)
     assert list(tmp_path.iterdir()) == []
 

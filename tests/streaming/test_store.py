@@ -124,7 +124,7 @@ class Watch:
 
 def bytes_of(plan: StreamingPlan) -> int:
     """Bytes of all values that a plan stores."""
-    return sum(plan.graph.info(value).bytes for value in plan.stored)
+    return sum(plan.graph_plan.labelled.graph.info(value).bytes for value in plan.stored)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

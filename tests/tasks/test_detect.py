@@ -19,8 +19,8 @@ from farfield import models
 from farfield.data.detect import CocoFolders
 from farfield.models import Setup
 from farfield.tasks.checkpoints import CheckpointError
-from farfield.tasks.detect import Detect, Detected, entries_of, mean_of
-from farfield.tasks.writers.detections import DetectionFolder, drawn, unique
+from farfield.tasks.detect import Detect, Detected, average_defined, list_entries
+from farfield.tasks.writers.detections import DetectionFolder, draw_detections, merge_results
 from helpers.made_images import full_disk
 from helpers.made_objects import Oracle, make_coco, read_annotations, write_annotations
 from helpers.quiet import QUIET, TASK_MARKS
@@ -195,7 +195,7 @@ def test_nothing_to_find_and_nothing_found_is_no_number(tmp_path: Path) -> None:
     logged = evaluated(Oracle(str(root)), root)
     assert (logged["test/box_ap"], logged["test/mask_ap50"]) == (-1, -1)
     assert predicted(Oracle(str(root)), root, tmp_path / "out") == []
-    assert mean_of(torch.tensor([-1.0, 0.5, 1.0, -1.0])) == 0.75
+    assert average_defined(torch.tensor([-1.0, 0.5, 1.0, -1.0])) == 0.75
 
 
 def test_every_epoch_begins_a_new_measurement(tmp_path: Path) -> None:
@@ -232,11 +232,11 @@ def test_entries_are_cocos() -> None:
     mask = torch.zeros(1, 1, 4, 5)
     mask[0, 0, 1:3, 1:4] = 0.9
     found = {"boxes": torch.tensor([[1.0, 1.0, 4.0, 3.0]]), "labels": torch.tensor([2]), "scores": torch.tensor([0.5])}
-    [entry] = entries_of(found | {"masks": mask})
+    [entry] = list_entries(found | {"masks": mask})
     assert (entry["bbox"], entry["score"], entry["label"]) == ([1.0, 1.0, 3.0, 2.0], 0.5, 2)
     assert entry["segmentation"]["size"] == [4, 5]
     json.dumps(entry)
-    assert entries_of({name: value[:0] for name, value in found.items()}) == []
+    assert list_entries({name: value[:0] for name, value in found.items()}) == []
 
 
 def test_pictures_show_what_is_sure(tmp_path: Path) -> None:
@@ -245,22 +245,22 @@ def test_pictures_show_what_is_sure(tmp_path: Path) -> None:
     mask = torch.zeros(1, 1, 64, 80)
     mask[0, 0, 10:20, 30:50] = 1
     found = {"boxes": torch.tensor([[30.0, 10.0, 50.0, 20.0]]), "labels": torch.tensor([1])}
-    entries = entries_of(found | {"scores": torch.tensor([0.6]), "masks": mask})
-    plain, shown = drawn(path, entries, ["a"], 0.7), drawn(path, entries, ["a"], 0.5)
+    entries = list_entries(found | {"scores": torch.tensor([0.6]), "masks": mask})
+    plain, shown = draw_detections(path, entries, ["a"], 0.7), draw_detections(path, entries, ["a"], 0.5)
     assert (plain.shape, plain.dtype) == ((3, 64, 80), torch.uint8)
     changed = (plain != shown).any(0)
     assert changed[10:20, 30:50].float().mean() > 0.95
     changed[9:22, 29:52] = False
     assert not changed.any()
     # With several classes the name of each object is written over it.
-    assert (drawn(path, entries, ["a", "b"], 0.5) != shown).any()
+    assert (draw_detections(path, entries, ["a", "b"], 0.5) != shown).any()
 
 
 def test_an_image_that_two_processes_read_is_written_once() -> None:
     def entry(image: int, score: float) -> dict[str, Any]:
         return {"image_id": image, "score": score}
 
-    found = unique([[entry(2, 0.9), entry(2, 0.1)], [entry(1, 0.5)], [entry(2, 0.9), entry(2, 0.1)]])
+    found = merge_results([[entry(2, 0.9), entry(2, 0.1)], [entry(1, 0.5)], [entry(2, 0.9), entry(2, 0.1)]])
     assert [(each["image_id"], each["score"]) for each in found] == [(1, 0.5), (2, 0.9), (2, 0.1)]
 
 

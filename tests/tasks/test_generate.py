@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from farfield import models
 from farfield.ops import OPERATORS
 from farfield.tasks.checkpoints import AtomicCheckpoints, export_best, read
-from farfield.tasks.generate import Generate, sheet
+from farfield.tasks.generate import Generate, arrange_images
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SMALL: dict[str, Any] = {
@@ -231,13 +231,13 @@ def test_an_epoch_leaves_a_picture(tmp_path: Path) -> None:
 
 def test_a_sheet_has_images_in_rows() -> None:
     images = torch.arange(5, dtype=torch.uint8)[:, None, None, None].expand(5, 3, 2, 4) + 1
-    found = sheet(images, 3, gap=1)[..., 0]
+    found = arrange_images(images, 3, gap=1)[..., 0]
     assert found.tolist() == [
         *[[1] * 4 + [0] + [2] * 4 + [0] + [3] * 4] * 2,
         [0] * 14,
         *[[4] * 4 + [0] + [5] * 4 + [0] * 5] * 2,
     ]
-    assert torch.equal(sheet(images[:1], 1, gap=0)[..., 0], images[0, 0])
+    assert torch.equal(arrange_images(images[:1], 1, gap=0)[..., 0], images[0, 0])
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from farfield import ShapeError, models
-from farfield.data.tokenizer import trained_tokenizer
+from farfield.data.tokenizer import train_tokenizer
 from farfield.tasks.checkpoints import CheckpointError
-from farfield.tasks.masked_lm import Filled, MaskedLM, loss_of, rate_of
-from farfield.tasks.writers.filled_blanks import FilledTable, as_csv, samples_of
+from farfield.tasks.masked_lm import Filled, MaskedLM, compute_rate, compute_word_loss
+from farfield.tasks.writers.filled_blanks import FilledTable, format_csv, list_samples
 from helpers.made_texts import sentences
 from helpers.quiet import QUIET, TASK_MARKS
 
@@ -91,7 +91,7 @@ def test_only_hidden_words_count_and_padding_does_not() -> None:
     wanted = -sum(
         float(logits[place].double().log_softmax(0)[label]) for place, label in enumerate(labels.tolist())
     ) / len(labels)
-    assert float(loss_of(logits, labels)) == pytest.approx(wanted, rel=1e-5)
+    assert float(compute_word_loss(logits, labels)) == pytest.approx(wanted, rel=1e-5)
 
 
 # ---- what is logged --------------------------------------------------------------------------------------------------
@@ -126,12 +126,12 @@ def test_a_batch_that_is_all_padding_has_no_loss_and_no_nan() -> None:
 
 # ---- BERT's settings -------------------------------------------------------------------------------------------------
 def test_the_rate_rises_and_falls_linearly() -> None:
-    rates = [rate_of(step, 10, 100) for step in range(101)]
+    rates = [compute_rate(step, 10, 100) for step in range(101)]
     assert rates[0] == 0.1
     assert rates[9] == rates[10] == 1.0
     assert rates[55] == pytest.approx(0.5)
     assert rates[100] == 0.0
-    assert [rate_of(step, 0, 4) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert [compute_rate(step, 0, 4) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
@@ -170,7 +170,7 @@ def test_a_warm_up_as_long_as_the_training_is_warned_of() -> None:
 
 
 def test_a_network_with_too_few_words_is_refused() -> None:
-    tokenizer = trained_tokenizer(sentences(50), 150)
+    tokenizer = train_tokenizer(sentences(50), 150)
     words = texts(2)
     with pytest.raises(ShapeError, match=r"MaskedLM: the tokenizer has \d+ words, and the network has 20\.") as raised:
         fitted(small(), Made([words] * 4, tokenizer))
@@ -201,15 +201,15 @@ def test_blanks_are_filled_with_the_likeliest_words() -> None:
 
 
 def test_what_is_written(tmp_path: Path) -> None:
-    tokenizer = trained_tokenizer(sentences(50), 150)
+    tokenizer = train_tokenizer(sentences(50), 150)
     words = torch.tensor(tokenizer("the [MASK] sees the [MASK] .")["input_ids"])
     ids = tokenizer.convert_tokens_to_ids(["whale", "sea", "ship", "captain"])
     filled = Filled(["line 1"], [words], [torch.tensor(ids).view(2, 2)], [torch.tensor([[0.5, 0.25], [0.75, 0.125]])])
-    [sample] = samples_of(filled, tokenizer)
+    [sample] = list_samples(filled, tokenizer)
     assert sample["text"] == "the [MASK] sees the [MASK]."
     assert sample["filled"] == "the whale sees the ship."
     assert sample["blanks"][1] == [{"word": "ship", "probability": 0.75}, {"word": "captain", "probability": 0.125}]
-    assert as_csv([sample]).splitlines()[:3] == [
+    assert format_csv([sample]).splitlines()[:3] == [
         "name,blank,rank,word,probability",
         "line 1,1,1,whale,0.500000",
         "line 1,1,2,sea,0.250000",

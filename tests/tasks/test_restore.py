@@ -21,7 +21,7 @@ from farfield import ShapeError, models
 from farfield.nn import GridAttention
 from farfield.tasks.metrics import care_metrics
 from farfield.tasks.restore import Restore, laplace_loss
-from farfield.tasks.restore_stack import grey_levels, restore
+from farfield.tasks.restore_stack import find_grey_levels, restore
 from farfield.volumes import ImageMetadata, Volume, open_volume
 from helpers.made_stacks import made_pair
 from helpers.partly import partly
@@ -194,8 +194,8 @@ def test_means_are_what_a_probabilistic_network_restores() -> None:
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "float32"])
 def test_grey_levels_are_percentiles(dtype: str) -> None:
     stack = np.random.default_rng(0).gamma(1.0, 40.0, (7, 13, 11)).clip(0, 255).astype(dtype)
-    assert grey_levels(stack) == pytest.approx(tuple(np.percentile(stack, (2, 99.8))), rel=1e-6)
-    assert grey_levels(stack, (0, 100)) == (stack.min(), stack.max())
+    assert find_grey_levels(stack) == pytest.approx(tuple(np.percentile(stack, (2, 99.8))), rel=1e-6)
+    assert find_grey_levels(stack, (0, 100)) == (stack.min(), stack.max())
 
 
 @pytest.mark.parametrize(

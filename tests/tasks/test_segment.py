@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from farfield import ShapeError, models
 from farfield.tasks.checkpoints import CheckpointError
-from farfield.tasks.segment import Segment, Segmented, loss_of, measures_of, reduced
+from farfield.tasks.segment import Segment, Segmented, build_pixel_measures, compute_pixel_loss, reduce_labels
 from farfield.tasks.writers.predictions import MaskFolder
 from helpers.made_images import full_disk
 from helpers.quiet import QUIET, TASK_MARKS
@@ -88,7 +88,7 @@ def test_mean_iou_is_that_of_the_confusion_matrix(absent: list[int]) -> None:
     random = np.random.default_rng(0)
     labels = [random.choice([*present, 255], (9 + place, 13)) for place in range(4)]
     found = [random.choice(present, image.shape) for image in labels]
-    measures = measures_of(5)
+    measures = build_pixel_measures(5)
     for true, guess in zip(labels, found, strict=True):
         measures.update(torch.from_numpy(guess)[None], torch.from_numpy(true)[None])
     values = measures.compute()
@@ -115,7 +115,7 @@ def test_what_is_logged_is_measured_on_enlarged_logits_over_all_images(tmp_path:
     assert logged["test/accuracy"] == pytest.approx(accuracy, abs=1e-6)
     assert logged["test/miou"] == pytest.approx(miou, abs=1e-6)
     assert [logged[f"test/iou/class {place}"] for place in range(4)] == pytest.approx(list(each), abs=1e-6)
-    losses = [loss_of(logits, labels) for logits, (_, labels) in zip(enlarged, batches, strict=True)]
+    losses = [compute_pixel_loss(logits, labels) for logits, (_, labels) in zip(enlarged, batches, strict=True)]
     assert logged["test/loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
 
 
@@ -137,8 +137,8 @@ def test_void_counts_nowhere_and_nothing_but_void_is_no_loss() -> None:
     logits, labels = torch.randn(2, 3, 4, 4, requires_grad=True), torch.randint(3, (2, 4, 4))
     labels[0] = 255
     expected = nn.functional.cross_entropy(logits[1:], labels[1:])
-    torch.testing.assert_close(loss_of(logits, labels), expected)
-    nothing = loss_of(logits, torch.full_like(labels, 255))
+    torch.testing.assert_close(compute_pixel_loss(logits, labels), expected)
+    nothing = compute_pixel_loss(logits, torch.full_like(labels, 255))
     nothing.backward()
     assert float(nothing) == 0
     assert not logits.grad.any()
@@ -146,7 +146,7 @@ def test_void_counts_nowhere_and_nothing_but_void_is_no_loss() -> None:
 
 def test_labels_are_reduced_to_the_nearest_of_each_positions_centre() -> None:
     labels = torch.arange(321).expand(1, 321, -1)
-    found = reduced(labels, torch.zeros(1, 2, 41, 41))
+    found = reduce_labels(labels, torch.zeros(1, 2, 41, 41))
     centres = (np.arange(41) + 0.5) * 321 / 41
     assert found.shape == (1, 41, 41)
     assert found[0, 0].tolist() == np.floor(centres).astype(int).tolist()

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from farfield import ShapeError, models
 from farfield.data.readers.stereo import read_pfm
 from farfield.tasks.checkpoints import CheckpointError
-from farfield.tasks.stereo import DisparityErrors, Matched, Stereo, loss_of, padded
-from farfield.tasks.writers.disparities import COLOURS, DisparityFolder, coloured
+from farfield.tasks.stereo import DisparityErrors, Matched, Stereo, compute_disparity_loss, pad_to_multiples
+from farfield.tasks.writers.disparities import COLOURS, DisparityFolder, colour_disparities
 from helpers.made_frames import made_pair
 from helpers.made_images import full_disk
 from helpers.quiet import QUIET, TASK_MARKS
@@ -161,7 +161,7 @@ def test_all_above_the_largest_is_said() -> None:
 @pytest.mark.parametrize("size", [(540, 960), (32, 64), (1, 1), (33, 47)])
 def test_padding_is_at_the_top_and_on_the_right(size: tuple[int, int]) -> None:
     image = torch.randn(1, 3, *size)
-    out = padded(image, (16, 16))
+    out = pad_to_multiples(image, (16, 16))
     height, width = (-(-side // 16) * 16 for side in size)
     assert out.shape == (1, 3, height, width)
     assert torch.equal(out[..., height - size[0] :, : size[1]], image)
@@ -199,20 +199,20 @@ def test_the_loss_is_that_of_a_loop() -> None:
                     error = abs(float(outputs[sample, place, y, x]) - true)
                     total[place] += error * error / 2 if error < 1 else error - 0.5
     expected = (0.5 * total[0] + 0.7 * total[1] + 1.0 * total[2]) / count
-    assert float(loss_of(outputs, truth, 32)) == pytest.approx(expected, rel=1e-6)
+    assert float(compute_disparity_loss(outputs, truth, 32)) == pytest.approx(expected, rel=1e-6)
     # One output is weighed as the last of three.
-    assert float(loss_of(outputs[:, 2:], truth, 32)) == pytest.approx(total[2] / count, rel=1e-6)
+    assert float(compute_disparity_loss(outputs[:, 2:], truth, 32)) == pytest.approx(total[2] / count, rel=1e-6)
 
 
 @pytest.mark.parametrize("unknown", [float("inf"), float("nan"), 1e3])
 def test_what_is_unknown_has_no_gradient_and_nothing_else_no_loss(unknown: float) -> None:
     outputs, truth = torch.randn(2, 1, 4, 4, requires_grad=True), torch.rand(2, 4, 4)
     truth[0] = unknown
-    loss_of(outputs, truth, 32).backward()
+    compute_disparity_loss(outputs, truth, 32).backward()
     assert not outputs.grad[0].any()
     assert outputs.grad[1].all()
     outputs.grad = None
-    nothing = loss_of(outputs, torch.full_like(truth, unknown), 32)
+    nothing = compute_disparity_loss(outputs, torch.full_like(truth, unknown), 32)
     nothing.backward()
     assert float(nothing) == 0
     assert not outputs.grad.any()
@@ -284,12 +284,12 @@ def test_a_prediction_is_written_as_numbers_and_as_colours(tmp_path: Path) -> No
 
 def test_colours_go_from_far_to_near_and_black_is_unknown() -> None:
     disparity = np.array([[0, 25, 50, 100, np.inf, np.nan]], np.float32)
-    pixels = [tuple(pixel) for pixel in np.array(coloured(disparity).convert("RGB"))[0].tolist()]
+    pixels = [tuple(pixel) for pixel in np.array(colour_disparities(disparity).convert("RGB"))[0].tolist()]
     assert (pixels[0], pixels[3]) == (COLOURS[0], COLOURS[-1])
     assert pixels[2] == pytest.approx(COLOURS[3], abs=3)
     assert pixels[4] == pixels[5] == (0, 0, 0)
-    assert coloured(disparity, 200.0).convert("RGB").getpixel((3, 0)) == pytest.approx(COLOURS[3], abs=3)
-    assert coloured(np.zeros((2, 2), np.float32)).convert("RGB").getpixel((0, 0)) == COLOURS[0]
+    assert colour_disparities(disparity, 200.0).convert("RGB").getpixel((3, 0)) == pytest.approx(COLOURS[3], abs=3)
+    assert colour_disparities(np.zeros((2, 2), np.float32)).convert("RGB").getpixel((0, 0)) == COLOURS[0]
 
 
 def test_a_full_disk_is_named_and_leaves_no_half_a_file(tmp_path: Path) -> None:

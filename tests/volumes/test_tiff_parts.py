@@ -16,8 +16,8 @@ import zarr
 from PIL import Image
 from torch import nn
 
-from farfield.data.readers.tiff import stack_of
-from farfield.data.readers.volumes import files_of, volume_of
+from farfield.data.readers.tiff import open_stack
+from farfield.data.readers.volumes import list_stack_files, open_stack_volume
 from farfield.streaming import predict_whole
 from farfield.volumes import open_volume
 from helpers.ome_parts import PLANES, write_parts
@@ -26,7 +26,7 @@ from helpers.streamed_nets import settled
 
 def opened_by(path: Path) -> list[Callable[[], object]]:
     """Return the ways in which a stack is opened: `open_volume`, and the two of `farfield fit` and `predict`."""
-    return [lambda: open_volume(path), lambda: stack_of(path, 3), lambda: volume_of(path, 3, None, None)]
+    return [lambda: open_volume(path), lambda: open_stack(path, 3), lambda: open_stack_volume(path, 3, None, None)]
 
 
 # ---- planes that are not there ---------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_no_file_of_several_is_replaced(name: str, linked: bool, tmp_path: Path)
     with pytest.raises(ValueError, match=rf'predict_whole: out and the volume are both in ".*{name}"'):
         predict_whole(net, volume, tile=4, out=out, overwrite=True, quiet=True)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert set(files_of(tmp_path / "m1.ome.tif")) == {tmp_path / "m0.ome.tif", tmp_path / "m1.ome.tif"}
+    assert set(list_stack_files(tmp_path / "m1.ome.tif")) == {tmp_path / "m0.ome.tif", tmp_path / "m1.ome.tif"}
 
 
 # ---- several images --------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_the_image_that_is_read_of_several_is_told(tmp_path: Path) -> None:
     assert 'series 1  "scan" ZYX (4, 9, 11)' in str(told[0].message)
     assert told[0].filename == __file__
     with pytest.warns(UserWarning, match=r"StackPairs: .* has 2 images, of which series 0 is read"):
-        stack_of(path, 2)
+        open_stack(path, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         np.testing.assert_array_equal(open_volume(path, series=0)[:], thumbnail)

@@ -74,6 +74,8 @@ def test_channels_come_first_and_keep_their_names(tmp_path: Path) -> None:
     assert (every.metadata.axes, every.metadata.channels) == ("CZYX", ("DAPI", "GFP", "RFP"))
     np.testing.assert_array_equal(every[:], stack.transpose(1, 0, 2, 3))
     one = open_volume(tmp_path / "a.tif", channel=1)
+    assert np.array_equal(open_volume(tmp_path / "a.tif", channel=np.int64(1)), one)
+    assert np.array_equal(open_volume(tmp_path / "a.tif", channel=np.array([1])), one)
     assert (one.metadata.axes, one.metadata.channels, one.shape) == ("ZYX", ("GFP",), SIZE)
     np.testing.assert_array_equal(one[1:4, 3], stack[1:4, 1, 3])
     two = open_volume(tmp_path / "a.tif", channel=[2, 0])

@@ -7,38 +7,29 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from farfield.models.description import DEPTH, check_values, read_text
+_DATE = "tag:yaml.org,2002:timestamp"
+# Most levels of a configuration, and its most characters.
+_DEPTH, _LENGTH = 20, 2**20
 
-DATE = "tag:yaml.org,2002:timestamp"
 
-
-class Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):
     """Loader of plain values; a value that looks like a date stays a string, as on the command line."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (as in PyYAML)
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != DATE]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
 def read_configuration(file: Path) -> dict[str, Any]:
-    """Read a configuration.
+    """Read a configuration."""
+    # Imported here: it loads torch.
+    from farfield.models.description import check_values, read_text
 
-    Args:
-        file: A recipe, or the `config.yaml` of a run.
-
-    Returns:
-        Its entries, which have plain values.
-
-    Raises:
-        OSError: If it cannot be read.
-        ValueError: If it is not YAML, too long or too deeply nested, if a value is not plain, if the name of a class is
-            not a string, or if the arguments of a class have no names. The text has the file and the fix.
-    """
     text = read_text(file)
     try:
-        check_depth(text)
-        configuration = yaml.load(text, Loader)
+        _check_depth(text)
+        configuration = yaml.load(text, _Loader)
     # PyYAML's constructors of scalars raise any error, `!!bool x` a KeyError.
     except Exception as error:
         raise ValueError(
@@ -46,49 +37,59 @@ def read_configuration(file: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(configuration, dict):
         raise ValueError(
-            f"{file} must have entries, got {kind(configuration)}; fix: a recipe, or the config.yaml of a run."
+            f"{file} must have entries, got {_kind(configuration)}; fix: a recipe, or the config.yaml of a run."
         )
     check_values(file, configuration)
-    check_classes(file, "", configuration)
+    _check_classes(file, "", configuration)
     return configuration
 
 
-def check_depth(text: str) -> None:
+def load_plain(file: Path) -> dict[str, Any]:
+    """Read the entries of a configuration without its checks; none of a file that they would refuse."""
+    try:
+        text = file.read_text(encoding="utf-8")[:_LENGTH]
+        _check_depth(text)
+        values = yaml.load(text, _Loader)
+    except Exception:  # noqa: BLE001  (PyYAML's constructors raise any error)
+        return {}
+    return values if isinstance(values, dict) and all(isinstance(name, str) for name in values) else {}
+
+
+def _check_depth(text: str) -> None:
     """Raise for deeply nested values, on which PyYAML takes minutes before it fails."""
     depth = 0
-    for event in yaml.parse(text, Loader):
+    for event in yaml.parse(text, _Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEPTH:
-            raise ValueError(f"it is nested in more than {DEPTH} levels")
+        if depth > _DEPTH:
+            raise ValueError(f"it is nested in more than {_DEPTH} levels")
 
 
-def check_classes(file: Path, place: str, value: Any) -> None:
+def _check_classes(file: Path, place: str, value: Any) -> None:
     """Raise for a class whose name is not a string, and for arguments of a class that have no names."""
     if isinstance(value, list):
         for number, each in enumerate(value):
-            check_classes(file, f"{place}[{number}]", each)
+            _check_classes(file, f"{place}[{number}]", each)
     elif isinstance(value, dict):
         inside = f"{place}." if place else ""
-        entry(file, value, "init_args", inside, dict, "its arguments by their names, such as {num_classes: 10}")
-        entry(file, value, "class_path", inside, str, "its full name, such as farfield.models.kanet_qkv")
+        _entry(file, value, "init_args", inside, dict, "its arguments by their names, such as {num_classes: 10}")
+        _entry(file, value, "class_path", inside, str, "its full name, such as farfield.models.kanet_qkv")
         for name, each in value.items():
-            check_classes(file, f"{place}.{name}" if place else name, each)
+            _check_classes(file, f"{place}.{name}" if place else name, each)
 
 
-def entry(file: Path, values: dict[str, Any], name: str, place: str, expected: type, fix: str) -> Any:
+def _entry(file: Path, values: dict[str, Any], name: str, place: str, expected: type, fix: str) -> Any:
     """Return an entry, None if there is none; raise a `ValueError` if its type is not the expected one."""
     value = values.get(name)
     if value is not None and not isinstance(value, expected):
-        raise ValueError(f"{file}: {place}{name} is {kind(value)}; fix: {fix}.")
+        raise ValueError(f"{file}: {place}{name} is {_kind(value)}; fix: {fix}.")
     return value
 
 
 def section(file: Path, values: dict[str, Any], name: str, place: str = "") -> dict[str, Any]:
     """Return the entries below a name, an empty dict if there are none."""
-    return entry(file, values, name, place, dict, "entries below it, as in the recipes") or {}
+    return _entry(file, values, name, place, dict, "entries below it, as in the recipes") or {}
 
 
-def kind(value: Any) -> str:
-    """Return the type and the shortened value, for an error."""
+def _kind(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) < 50 else f'{text[:50]}…'}"

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
 # Beginnings of Lightning's messages that do not concern the run: adverts, devices that are not there, how it works.
-UNRELATED = (
+_UNRELATED = (
     "💡",
     "TPU available",
     "HPU available",
@@ -50,8 +50,8 @@ class EpochLines(TQDMProgressBar):
         name = getattr(network, "name", type(network).__name__)
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
         self._say(
-            f"farfield fit: {name}, {parameters:,} parameters; {number_of_epochs(trainer)} of "
-            f"{trainer.num_training_batches:,} batches; {describe_device(trainer)}; "
+            f"farfield fit: {name}, {parameters:,} parameters; {_number_of_epochs(trainer)} of "
+            f"{trainer.num_training_batches:,} batches; {_describe_device(trainer)}; "
             f"seed {os.environ.get('PL_GLOBAL_SEED', 'not set')}; {trainer.log_dir or 'nothing is saved'}"
         )
 
@@ -92,7 +92,7 @@ def metrics_of_epoch(metrics: dict[str, Tensor]) -> dict[str, float]:
     return {name: float(own[name]) for name in ordered}
 
 
-def number_of_epochs(trainer: Trainer) -> str:
+def _number_of_epochs(trainer: Trainer) -> str:
     """Return the number of epochs as text, those of a resumed run as "epochs 4 to 15"."""
     last = trainer.max_epochs
     if last is None or last < 0:
@@ -102,7 +102,7 @@ def number_of_epochs(trainer: Trainer) -> str:
     return f"{last} epoch{'s' * (last != 1)}"
 
 
-def describe_device(trainer: Trainer) -> str:
+def _describe_device(trainer: Trainer) -> str:
     """Return the device as text, for a CPU with the number of threads, for several devices with their number."""
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -125,11 +125,11 @@ def duration(seconds: float) -> str:
 
 
 class Related(logging.Filter):
-    """Leave out Lightning's messages that do not concern the run, see `UNRELATED`."""
+    """Leave out Lightning's messages that do not concern the run, see `_UNRELATED`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the message is shown."""
-        return not record.getMessage().startswith(UNRELATED)
+        return not record.getMessage().startswith(_UNRELATED)
 
 
 def leave_out_unrelated() -> None:

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-
-from farfield.cli.command_parser import CommandParser
-from farfield.cli.output import Column, Row, Table, add_formats, show
+from farfield.cli.output import Column, Row, Table
 
 
-def main(argv: Sequence[str]) -> None:
-    """Show the state of the kernels.
-
-    Args:
-        argv: The command's options.
-
-    Raises:
-        SystemExit: With status 2 for a wrong option.
-    """
-    parser = CommandParser("farfield kernels", kernels_table.__doc__)
-    add_formats(parser)
-    arguments = parser.parse_args(argv)
-    show(kernels_table(arguments), arguments)
-
-
-def kernels_table(arguments: argparse.Namespace) -> Table:
-    """Show whether the CPU kernels run, their library, and the grids they take."""
+def show_kernels() -> Table:
+    """Show whether the CPU kernels run, their library, and the kernel table: what computes what, and when."""
     from farfield.ops.fast import kernels
 
     rows: list[Row] = [
-        {"what": "state", "value": state()},
+        {"what": "state", "value": describe_state()},
         {"what": "library", "value": str(kernels.LIBRARY)},
-        {
-            "what": "take",
-            "value": "float32, bfloat16 and float16 grids on a CPU, contiguous or channels-last: Kronecker operators "
-            "(2 or more spatial dims), siamese ones, factorized, averaged and factorized_gaussian",
-        },
-        {"what": "blocks", "value": blocks()},
+        {"what": "grids", "value": "float32, bfloat16 and float16 on a CPU, contiguous or channels-last"},
+        {"what": "blocks", "value": _describe_blocks()},
         {"what": "switch", "value": f"{kernels.SWITCH}=0 turns them off"},
+        *_describe_lines(),
     ]
     return Table("CPU kernels", [Column("what", "", left=True), Column("value", "", left=True)], rows)
 
 
-def blocks() -> str:
-    """Return what the sizes of blocks depend on."""
+def _describe_lines() -> list[Row]:
+    from farfield.ops.fast import table
+
+    return [{"what": ", ".join(line.names) or "–", "value": table.describe(line)} for line in table.LINES]
+
+
+def _describe_blocks() -> str:
     from farfield.ops.fast import kernels
 
     if not kernels.run():
@@ -52,11 +35,8 @@ def blocks() -> str:
     return f"a quarter or half of the level-2 cache, {second:g} MiB; written past the caches from {last / 2:g} MiB on"
 
 
-def state() -> str:
-    """Return "run" and the instruction set, or every reason why the kernels do not run."""
-    import torch
-
+def describe_state() -> str:
+    """Return "run" and the instruction set, or the reason why the kernels do not run."""
     from farfield.ops.fast import kernels
 
-    reasons = list(kernels.why_not(torch.empty(0)))
-    return "; ".join(reasons) if reasons else f"run, compiled for {kernels.instructions()}"
+    return kernels.why_not() or f"run, compiled for {kernels.instructions()}"

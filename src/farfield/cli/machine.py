@@ -18,7 +18,7 @@ from farfield.cost.measuring import processor_name
 # Names in imports -> names of packages, where they differ.
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "Pillow", "yaml": "PyYAML"}
 # Packages that no extra lists -> those that bring them.
-BROUGHT_BY = {"Pillow": "torchvision", "PyYAML": "jsonargparse"}
+_BROUGHT_BY = {"Pillow": "torchvision", "PyYAML": "jsonargparse"}
 
 
 def machine_rows() -> list[Row]:
@@ -28,14 +28,14 @@ def machine_rows() -> list[Row]:
         "Python": f"{sys.version.split()[0]}, {platform.platform()}",
         "torch": f"{torch.__version__}, {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPU'} build",
         "processor": f"{processor_name()}, {torch.get_num_threads()} threads of PyTorch",
-        "devices": devices(),
+        "devices": _devices(),
         **{f"extra {name}": text for name, text in extras().items()},
-        "kernels": f"CPU: {kernels.state()}",
+        "kernels": f"CPU: {kernels.describe_state()}",
     }
     return [{"what": what, "value": value} for what, value in rows.items()]
 
 
-def devices() -> str:
+def _devices() -> str:
     """Return the accelerators that PyTorch can use, as text."""
     if torch.cuda.is_available():
         return ", ".join(
@@ -63,12 +63,7 @@ def extras() -> dict[str, str]:
 
 
 def install_fix(module: str, extra: str) -> str:
-    """Return the pip command for a module that is missing: that of an extra of farfield, or of the package itself.
-
-    Args:
-        module: The name in an import.
-        extra: The extra of the command that runs, preferred if it has the package; "" for none.
-    """
+    """Return the pip command for a module that is missing: that of an extra of farfield, or of the package itself."""
     match = find_extra(module, extra)
     return install_command(match) if match else f"pip install {distribution_name(module)}"
 
@@ -95,7 +90,7 @@ def find_extra(module: str, preferred: str = "") -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return preferred or None
     required, name = metadata.get_all("Requires-Dist") or [], distribution_name(module)
-    name = BROUGHT_BY.get(name, name)
+    name = _BROUGHT_BY.get(name, name)
     extras = sorted(metadata.get_all("Provides-Extra") or [], key=lambda extra: len(packages(required, extra)))
     return next((extra for extra in [preferred, *extras] if extra and name in packages(required, extra)), None)
 

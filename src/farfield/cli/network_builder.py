@@ -5,6 +5,7 @@ It needs no more packages than the network itself.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -16,6 +17,7 @@ from torch import nn
 from farfield import models
 from farfield._checks import unknown
 from farfield.cli.machine import find_extra
+from farfield.ops import Operator
 
 OURS = "farfield.models."
 
@@ -26,30 +28,52 @@ def full_name(builder: str) -> str:
 
 
 def build_named(builder: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Build a network with the function of this name.
-
-    Raises:
-        LookupError: If farfield has no network of this name.
-        TypeError: If the function does not return a module.
-        ValueError: If the function cannot be imported.
-        ModuleNotFoundError: If an extra of farfield has its package, and it is not installed.
-    """
+    """Build a network with the function of this name."""
     network = import_function(full_name(builder))(**arguments)
     if not isinstance(network, nn.Module):
         raise TypeError(f"--network {full_name(builder)} must return a torch.nn.Module, got {type(network).__name__}.")
     return network
 
 
-def import_function(name: str) -> Callable[..., Any]:
+def unknown_network(caller: str, name: str) -> LookupError:
+    """Build the error about a name that is no network of farfield; one of torchvision's is named in full.
+
+    Example:
+        >>> print(unknown_network("--network", "resnet50"))
+        --network: no model "resnet50" in farfield; fix: torchvision.models.resnet50.
+    """
+    with contextlib.suppress(ImportError):
+        if callable(getattr(importlib.import_module("torchvision.models"), name, None)):
+            return LookupError(f'{caller}: no model "{name}" in farfield; fix: torchvision.models.{name}.')
+    return unknown(caller, "model", name, [*models.MODELS, "kanet"])
+
+
+def import_function(name: str, option: str = "--network") -> Callable[..., Any]:
     """Import a function or class by its full name; the current folder is the last place searched for its module."""
     module, _, function = name.rpartition(".")
     if module == OURS[:-1] and not hasattr(models, function):
-        raise unknown("--network", "model", function, models.MODELS)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+        raise unknown_network(option, function)
     try:
-        return getattr(importlib.import_module(module), function)
+        return _import_attribute(module, function)
     except (ImportError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and find_extra((error.name or "").partition(".")[0]):
             raise  # the command line has the fix
-        raise ValueError(f"--network {name} cannot be imported: {error}.") from error
+        raise ValueError(f"{option} {name} cannot be imported: {error}.") from error
+
+
+def import_operator(name: str) -> Operator:
+    """Import a user's own operator, "module:attribute"."""
+    module, _, attribute = name.partition(":")
+    try:
+        operator = _import_attribute(module, attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--operator {name} cannot be imported: {error}.") from error
+    if not isinstance(operator, Operator):
+        raise TypeError(f"--operator {name} must be an ops.Operator, got {type(operator).__name__}.")
+    return operator
+
+
+def _import_attribute(module: str, name: str) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return getattr(importlib.import_module(module), name)

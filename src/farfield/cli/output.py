@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import csv
-import json
 import sys
 from collections.abc import Callable
+from csv import DictWriter
 from dataclasses import dataclass, field
+from json import dumps
 from typing import Any
 
 Row = dict[str, Any]
@@ -15,14 +14,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table for people.
-
-    Attributes:
-        key: The key of its value in a row.
-        heading: The text above it.
-        text: The function that formats the value.
-        left: Whether it is aligned left, and not right.
-    """
+    """One column of a table for people."""
 
     key: str
     heading: str
@@ -32,14 +24,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of raw values, and the columns that show them to people.
-
-    Attributes:
-        title: The line above the table.
-        columns: The columns in order; a row may have more values than these.
-        rows: Each maps keys to values; None where there is none.
-        notes: Lines below the table.
-    """
+    """Rows of raw values, and the columns that show them to people."""
 
     title: str
     columns: list[Column]
@@ -47,26 +32,19 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
 
-def add_formats(parser: argparse.ArgumentParser) -> None:
-    """Add `--json` and `--csv`, which print a command's table for scripts."""
-    formats = parser.add_mutually_exclusive_group()
-    formats.add_argument("--json", action="store_true", help="print a JSON list with one object per row, raw values")
-    formats.add_argument("--csv", action="store_true", help="print comma-separated raw values")
-
-
-def show(table: Table, arguments: argparse.Namespace) -> None:
-    """Print a table in the format of the command line."""
-    if arguments.json:
-        print(json.dumps(table.rows, indent=2, ensure_ascii=False))
-    elif arguments.csv:
-        write_csv(table.rows)
+def show(table: Table, *, json: bool = False, csv: bool = False) -> None:
+    """Print a table: for people, as a JSON list of its rows, or as CSV."""
+    if json:
+        print(dumps(table.rows, indent=2, ensure_ascii=False))
+    elif csv:
+        _write_csv(table.rows)
     else:
         write_table(table)
 
 
-def write_csv(rows: list[Row]) -> None:
+def _write_csv(rows: list[Row]) -> None:
     """Print rows as CSV, with a header of their keys; a list becomes words separated by spaces."""
-    writer = csv.DictWriter(sys.stdout, fieldnames=list(rows[0]), lineterminator="\n")
+    writer = DictWriter(sys.stdout, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
     for row in rows:
         writer.writerow(
@@ -77,7 +55,7 @@ def write_csv(rows: list[Row]) -> None:
 def write_table(table: Table) -> None:
     """Print a table for people at its full width, also in a pipe or a narrow terminal."""
     headings = [column.heading for column in table.columns]
-    lines = [[format_value(column, row) for column in table.columns] for row in table.rows]
+    lines = [[_format_value(column, row) for column in table.columns] for row in table.rows]
     widths = [max(map(len, entries)) for entries in zip(headings, *lines, strict=True)]
 
     def line(entries: list[str]) -> str:
@@ -93,8 +71,7 @@ def write_table(table: Table) -> None:
     print("\n".join([*map(line, lines), "", *table.notes]))
 
 
-def format_value(column: Column, row: Row) -> str:
-    """Return a value of a row as text, empty for None."""
+def _format_value(column: Column, row: Row) -> str:
     value = row.get(column.key)
     return "" if value is None else column.text(value)
 

@@ -23,9 +23,6 @@ class Stop(Callback):
     scheduler takes for success; on Ctrl-C it exits with 1. Files are written under another name and then renamed, so
     they are never incomplete, wherever the process exits.
 
-    Args:
-        command: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-
     Example:
         >>> import os, signal
         >>> with Stop("fit"):
@@ -91,6 +88,10 @@ class Stop(Callback):
     def advice(self) -> str:
         """Return the command that resumes this run from a checkpoint, or starts it again."""
         last = self.last_checkpoint()
+        if self.command == "predict" and self.trainer and getattr(self.trainer.lightning_module, "resumes", False):
+            # What is finished stands under its own name, which the same command would refuse.
+            finished = self.trainer.predict_loop.batch_progress.total.completed
+            return f"what is done is kept. To go on: run the same command{' with --overwrite skip' * bool(finished)}."
         if last is None:
             kept = (
                 "no epoch was completed, so no checkpoint was written"

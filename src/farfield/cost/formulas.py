@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from farfield.ops.fast.order import cheaper_order
 from farfield.ops.table import OPERATORS, exponentials
-from farfield.ops.work import Work
+from farfield.ops.work import Work, is_quadratic_cheaper
 
 
 class Sizes(NamedTuple):
@@ -191,7 +190,8 @@ def work(s: Sizes, steps: OperatorSteps) -> Work:
 
 def in_order(operator: str, s: Sizes, steps: OperatorSteps) -> OperatorSteps:
     """Return the steps in the order that executes: for few positions KᵀQ comes first, and no slots are formed."""
-    if cheaper_order(OPERATORS[operator], work(s, steps)).basis is not None or not steps.basis:
+    quadratic = OPERATORS[operator].has_orders and is_quadratic_cheaper(work(s, steps))
+    if not quadratic or not steps.basis:
         return steps
     return dot(s)._replace(printed=steps.printed)
 

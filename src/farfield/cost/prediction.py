@@ -23,8 +23,8 @@ from farfield.cost.formulas import (
     in_order,
 )
 from farfield.nn import GridAttention, SqueezeExcite
+from farfield.nn.bare import is_biased
 from farfield.nn.checks import check_projections
-from farfield.ops.projection import is_biased
 from farfield.ops.table import OPERATORS, Operator
 
 CONVENTIONS = ("farfield", "paper", *PAPERS)

@@ -16,10 +16,10 @@ from farfield._checks import unknown
 Augmentation = Literal["none", "paper", "author", "crop", "shift", "cutout"]
 
 # Eigenvectors and eigenvalues of ImageNet's colours (Krizhevsky et al. 2012), for pixels in 0..1.
-COLOUR_VECTORS = ((-0.5675, 0.7192, 0.4009), (-0.5808, -0.0045, -0.8140), (-0.5836, -0.6948, 0.4203))
-COLOUR_VALUES = (0.2175, 0.0188, 0.0045)
+_COLOUR_VECTORS = ((-0.5675, 0.7192, 0.4009), (-0.5808, -0.0045, -0.8140), (-0.5836, -0.6948, 0.4203))
+_COLOUR_VALUES = (0.2175, 0.0188, 0.0045)
 # ImageNet's mean colour, for pixels in 0..255.
-GREY = (124, 116, 104)
+_GREY = (124, 116, 104)
 
 
 class Lighting(torch.nn.Module):
@@ -38,13 +38,13 @@ class Lighting(torch.nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return the `uint8` image with one colour added to all its pixels."""
-        amounts = torch.randn(3) * self.strength * torch.tensor(COLOUR_VALUES)
-        colour = torch.tensor(COLOUR_VECTORS) @ amounts * 255.0
+        amounts = torch.randn(3) * self.strength * torch.tensor(_COLOUR_VALUES)
+        colour = torch.tensor(_COLOUR_VECTORS) @ amounts * 255.0
         return (image.float() + colour[:, None, None]).round_().clamp_(0, 255).to(torch.uint8)
 
 
-def training(augmentation: Augmentation, side: int) -> v2.Compose:
-    """Build the random transform of the training images.
+def build_training_transform(augmentation: Augmentation, side: int) -> v2.Compose:
+    """Build the random transform of the training images, from a PIL image or a `uint8` tensor to `(3, side, side)`.
 
     `"paper"`: resize to a square of side * 256/224, random crop, flip (KAN 4.1, SAN 4.1; the flip is from He et al.).
     `"author"`: crop of 8-100 % of the area with aspect 3/4 to 4/3, flip, brightness, contrast and saturation by 0.4,
@@ -53,60 +53,43 @@ def training(augmentation: Augmentation, side: int) -> v2.Compose:
     crop, flip, for small images. `"cutout"`: as `"shift"`, then a square of half the side is painted over with
     ImageNet's mean colour (DeVries and Taylor 2017). `"none"`: as in evaluation.
 
-    Args:
-        augmentation: One of the names above.
-        side: Height and width of the result, in pixels.
-
-    Returns:
-        A transform from a PIL image or a `uint8` tensor to a `uint8` tensor `(3, side, side)`.
-
-    Raises:
-        LookupError: If the name is unknown.
-
     Example:
-        >>> training("shift", 32)(torch.zeros(3, 40, 32, dtype=torch.uint8)).shape
+        >>> build_training_transform("shift", 32)(torch.zeros(3, 40, 32, dtype=torch.uint8)).shape
         torch.Size([3, 32, 32])
     """
     flip = v2.RandomHorizontalFlip()
     match augmentation:
         case "none":
-            return evaluation(augmentation, side)
+            return build_evaluation_transform(augmentation, side)
         case "paper":
-            return _steps(v2.Resize((_before_crop(side),) * 2, antialias=True), v2.RandomCrop(side), flip)
+            return _chain(v2.Resize((_before_crop(side),) * 2, antialias=True), v2.RandomCrop(side), flip)
         case "shift" | "cutout":
             whole = (v2.Resize(side, antialias=True), v2.CenterCrop(side))
-            hole = [v2.RandomErasing(1.0, (1 / 4, 1 / 4), (1, 1), list(GREY))] if augmentation == "cutout" else []
-            return _steps(*whole, v2.RandomCrop(side, padding=side // 8), flip, *hole)
+            hole = [v2.RandomErasing(1.0, (1 / 4, 1 / 4), (1, 1), list(_GREY))] if augmentation == "cutout" else []
+            return _chain(*whole, v2.RandomCrop(side, padding=side // 8), flip, *hole)
         case "crop":
-            return _steps(v2.RandomResizedCrop(side, scale=(0.35, 1.0), antialias=True), flip)
+            return _chain(v2.RandomResizedCrop(side, scale=(0.35, 1.0), antialias=True), flip)
         case "author":
             crop = v2.RandomResizedCrop(side, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), antialias=True)
-            return _steps(crop, flip, v2.ColorJitter(0.4, 0.4, 0.4), Lighting(0.1))
+            return _chain(crop, flip, v2.ColorJitter(0.4, 0.4, 0.4), Lighting(0.1))
     raise unknown("data.classify", "augmentation", augmentation, get_args(Augmentation))
 
 
-def evaluation(augmentation: Augmentation, side: int) -> v2.Compose:
+def build_evaluation_transform(augmentation: Augmentation, side: int) -> v2.Compose:
     """Build the transform of validation, test and prediction images: the same for an image every time.
 
-    With `"paper"` and `"author"` the shorter side becomes side * 256/224 before the centre is cut (256 and 224 on
-    ImageNet); with the others the shorter side becomes `side`, so that nothing of a square image is lost.
-
-    Args:
-        augmentation: The augmentation of the training images.
-        side: Height and width of the result, in pixels.
-
-    Returns:
-        A transform from a PIL image or a `uint8` tensor to a `uint8` tensor `(3, side, side)`.
+    With the augmentations `"paper"` and `"author"` the shorter side becomes side * 256/224 before the centre is cut
+    (256 and 224 on ImageNet); with the others it becomes `side`, so that nothing of a square image is lost.
 
     Example:
-        >>> evaluation("paper", 32)(torch.zeros(3, 40, 60, dtype=torch.uint8)).shape
+        >>> build_evaluation_transform("paper", 32)(torch.zeros(3, 40, 60, dtype=torch.uint8)).shape
         torch.Size([3, 32, 32])
     """
     shorter = _before_crop(side) if augmentation in ("paper", "author") else side
-    return _steps(v2.Resize(shorter, antialias=True), v2.CenterCrop(side))
+    return _chain(v2.Resize(shorter, antialias=True), v2.CenterCrop(side))
 
 
-def _steps(*transforms: torch.nn.Module) -> v2.Compose:
+def _chain(*transforms: torch.nn.Module) -> v2.Compose:
     # PILToTensor leaves tensors unchanged.
     return v2.Compose([v2.PILToTensor(), *transforms])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,18 +12,14 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from farfield.data.readers.images import SHOWN, FolderError, check_classes
+from farfield.data.readers.images import FolderError, check_classes, list_some
 from farfield.data.sampler import DrawnSamples, EpochSampler
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 
-def read_entry(state: dict[str, Any], name: str, kind: type[Value], caller: str) -> Value:
-    """Return the entry `name` of a data module's state in a checkpoint, which may be damaged or of other data.
-
-    Raises:
-        FolderError: If the entry is missing, or of another type than `kind`.
-    """
+def read_entry(state: dict[str, Any], name: str, kind: type[_Value], caller: str) -> _Value:
+    """Return the entry `name` of a data module's state in a checkpoint, which may be damaged or of other data."""
     value = state.get(name)
     if not isinstance(value, kind):
         raise FolderError(
@@ -34,15 +30,9 @@ def read_entry(state: dict[str, Any], name: str, kind: type[Value], caller: str)
 
 
 def check_root(root: Path | None, caller: str, entry: str = "") -> Path:
-    """Return the folder that training, validation and test read.
+    """Return the folder that training, validation and test read; `FolderError` if there is none, or at another level.
 
-    Args:
-        root: The folder.
-        caller: The class that errors name.
-        entry: A folder that it must have, if a folder around or below it has one: then that is the root.
-
-    Raises:
-        FolderError: If it is not given, does not exist, or is at another level than the data.
+    The folder must have `entry`, if a folder around or below it has one: then that is the root.
     """
     if root is None:
         raise FolderError(
@@ -51,44 +41,56 @@ def check_root(root: Path | None, caller: str, entry: str = "") -> Path:
         )
     if not root.is_dir():
         what = f"{root} is a file, not a folder" if root.is_file() else f"there is no folder {root}"
-        raise FolderError(f"{caller}: {what}.\n  fix: {folder_instead(root, entry)}")
+        raise FolderError(f"{caller}: {what}.\n  fix: {_advise_folder(root, entry)}")
     if entry and not (root / entry).is_dir():
-        refuse_level(root, caller, entry, [*folders_below(root), *root.absolute().parents[:2]])
+        refuse_level(root, caller, entry, [*list_folders(root), *root.absolute().parents[:2]])
     return root
 
 
-def folder_instead(path: Path, entry: str) -> str:
+def _advise_folder(path: Path, entry: str) -> str:
     """Return the advice for a root that is no folder: one around it or of a similar name, or what there is."""
     around = [folder for folder in path.absolute().parents if folder.is_dir()]
     if path.is_file():
         root = next((folder for folder in around[:3] if entry and (folder / entry).is_dir()), None)
         return f"--data.root {root}." if root else "--data.root with a folder; an archive has to be unpacked first."
-    beside = [folder.name for folder in folders_below(around[0])]
+    beside = [folder.name for folder in list_folders(around[0])]
     near = difflib.get_close_matches(path.name, beside, n=3) if around[0] == path.absolute().parent else []
     if near:
         return f"--data.root {around[0] / near[0]}" + "".join(f", or {around[0] / name}" for name in near[1:]) + "."
-    return f"--data.root with a folder that exists; {around[0]} has {shown(beside)}."
+    return f"--data.root with a folder that exists; {around[0]} has {_show_folders(beside)}."
 
 
 def refuse_level(root: Path, caller: str, entry: str, others: Sequence[Path]) -> None:
     """Raise FolderError if one of some folders has the entry of a root, which `root` itself has not."""
     other = next((folder for folder in others if (folder / entry).is_dir()), None)
     if other is not None:
-        held = shown([folder.name for folder in folders_below(root)])
+        held = _show_folders([folder.name for folder in list_folders(root)])
         raise FolderError(
             f"{caller}: {root} is not the folder of the data: it has {held}, and not {entry}.\n"
             f"  fix: --data.root {other}, which has {entry}."
         )
 
 
-def folders_below(folder: Path) -> list[Path]:
+def list_folders(folder: Path) -> list[Path]:
     """Return the folders in a folder, without hidden ones, in sorted order."""
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def shown(names: Sequence[str]) -> str:
-    """Return the first names as text."""
-    return ", ".join([*names[:SHOWN], *["..."] * (len(names) > SHOWN)]) or "no folders"
+def _show_folders(names: Sequence[str]) -> str:
+    return list_some(names) or "no folders"
+
+
+class Listed(Dataset[Any]):
+    """Entries of a list, each read on access; `paths` are the files of all of them."""
+
+    def __init__(self, entries: Sequence[Any], read: Callable[[Any], Any], paths: Sequence[Path] = ()) -> None:
+        self.entries, self.read, self.paths = entries, read, paths
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(self.entries[index])
 
 
 class Loading(LightningDataModule):
@@ -98,11 +100,18 @@ class Loading(LightningDataModule):
         batch_size: Samples per batch, on each device.
         workers: Loader processes; 0 loads in the main process.
         seed: Seed of the order and the augmentation of epochs, used if `seed_everything` set none.
+
+    Attributes:
+        one_by_one: Whether evaluation and prediction have batches of one sample, as sizes may differ.
     """
 
-    def __init__(self, batch_size: int, workers: int, seed: int) -> None:
+    one_by_one = False
+
+    def __init__(self, batch_size: int, workers: int, seed: int = 0) -> None:
         super().__init__()
         self.batch_size, self.workers, self.seed = batch_size, workers, seed
+        self.root: Path | None = None
+        self.predict: Path | None = None
         self.classes: list[str] = []
         self._run_seed: int | None = None
         self.parts: dict[str, Dataset[Any]] = {}
@@ -124,15 +133,15 @@ class Loading(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the validation samples."""
-        return self._loader(self.parts["val"])
+        return self._evaluation_loader("val")
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the test samples."""
-        return self._loader(self.parts["test"])
+        return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the samples to predict, which have names in place of labels."""
-        return self._loader(self.parts["predict"])
+        return self._evaluation_loader("predict")
 
     def inputs(self) -> list[Path]:
         """Return the input files of `predict`, which must not be overwritten."""
@@ -143,11 +152,7 @@ class Loading(LightningDataModule):
         return {"run_seed": self.run_seed, "classes": list(self.classes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed and the classes of a checkpoint, and refuse one with other classes than the data.
-
-        Raises:
-            FolderError: If an entry is missing or of another type, or the classes differ.
-        """
+        """Take the seed and the classes of a checkpoint, which must be those of the data."""
         classes = read_entry(state_dict, "classes", list, type(self).__name__)
         if not all(isinstance(name, str) for name in classes):
             raise FolderError(
@@ -164,8 +169,17 @@ class Loading(LightningDataModule):
         """The seed of order and augmentation: of the resumed checkpoint, else of `seed_everything`, else `seed`."""
         return int(os.environ.get("PL_GLOBAL_SEED", self.seed)) if self._run_seed is None else self._run_seed
 
+    def _set_folders(self, root: str | None, predict: str | None, layout: str, images: str) -> None:
+        """Set `root` and `predict`, of which one must be given; `layout` and `images` describe them in the error."""
+        if root is None and predict is None:
+            raise FolderError(f"{type(self).__name__}: give root, {layout}, or predict, {images}.")
+        self.root, self.predict = (None if path is None else Path(path) for path in (root, predict))
+
     def _order(self, samples: Dataset[Any], ranks: int, rank: int) -> EpochSampler:
         return EpochSampler(samples, seed=self.run_seed, ranks=ranks, rank=rank, draws=self.draws)
+
+    def _evaluation_loader(self, part: str) -> DataLoader[Any]:
+        return self._loader(self.parts[part], batch_size=1 if self.one_by_one else self.batch_size)
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
         # Workers can persist between epochs, as each draw has the seed of its sample.

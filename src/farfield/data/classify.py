@@ -13,10 +13,10 @@ from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from farfield.data.augment import Augmentation, evaluation, training
-from farfield.data.base import Loading, check_root, folders_below, refuse_level
-from farfield.data.readers.images import Check, FolderError, check_classes, check_images, classes_of, images_of
-from farfield.data.splits import ClassFolders, Images, NamedImages, drawn, split
+from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
+from farfield.data.base import Loading, check_root, list_folders, refuse_level
+from farfield.data.readers.images import Check, FolderError, check_classes, check_images, list_classes, list_images
+from farfield.data.splits import ClassFolders, Images, draw_subset, name_images, split_by_class
 
 Colours = tuple[float, float, float]
 
@@ -24,7 +24,7 @@ Colours = tuple[float, float, float]
 IMAGENET: tuple[Colours, Colours] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 # Share of the images that is held out where there is no validation folder.
-HELD_OUT = 0.2
+_HELD_OUT = 0.2
 
 
 class _Classification(Loading):
@@ -55,7 +55,7 @@ class ImageFolders(_Classification):
         image_size: Height and width of the network's input, in pixels.
         batch_size: Images per batch, on each device.
         workers: Loader processes; 0 loads in the main process.
-        augmentation: Augmentation of the training images, see `data.augment.training`.
+        augmentation: Augmentation of the training images, see `data.augment.build_training_transform`.
         subset: Number of training images to use, drawn with the same share of each class; None uses all.
         seed: Seed of split and subset, independent of the run's seed (`seed_everything`).
         predict: A folder of images, in any folders below it, to predict; None predicts the test or validation images.
@@ -83,15 +83,10 @@ class ImageFolders(_Classification):
         colours: tuple[Colours, Colours] = IMAGENET,
     ) -> None:
         super().__init__(batch_size, workers, seed, colours)
-        if root is None and predict is None:
-            raise FolderError(
-                "ImageFolders: give root, a folder with one folder per class, or predict, a folder of images."
-            )
-        self.root = None if root is None else Path(root)
-        self.predict, self.check = None if predict is None else Path(predict), check
-        self.subset, self.image_size = subset, image_size
-        self.training_transform = training(augmentation, image_size)
-        self.evaluation_transform = evaluation(augmentation, image_size)
+        self._set_folders(root, predict, "a folder with one folder per class", "a folder of images")
+        self.subset, self.image_size, self.check = subset, image_size, check
+        self.training_transform = build_training_transform(augmentation, image_size)
+        self.evaluation_transform = build_evaluation_transform(augmentation, image_size)
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -102,7 +97,7 @@ class ImageFolders(_Classification):
         nested = {name: root / name for name in ("train", "val", "test") if (root / name).is_dir()}
         if not nested:
             # A folder of class folders may itself be called train, so that no folder around it is another root.
-            refuse_level(root, "ImageFolders", "train", folders_below(root))
+            refuse_level(root, "ImageFolders", "train", list_folders(root))
         return nested or {"train": root}
 
     def prepare_data(self) -> None:
@@ -120,7 +115,7 @@ class ImageFolders(_Classification):
             if name in folders:
                 self.parts[name] = ClassFolders(folders[name], self.evaluation_transform)
         if stage == "predict":
-            self.parts["predict"] = NamedImages(self._paths_to_predict(), self.evaluation_transform)
+            self.parts["predict"] = name_images(self._paths_to_predict(), self.evaluation_transform)
         if stage == "test" and "test" not in folders and "val" in self.parts:
             rank_zero_info(f"ImageFolders: {self.root} has no folder test: using val.")
             self.parts["test"] = self.parts["val"]
@@ -134,11 +129,11 @@ class ImageFolders(_Classification):
         if not folders:
             return []
         first, *_ = folders.values()
-        classes = classes_of(first)
+        classes = list_classes(first)
         for folder in folders.values():
-            check_classes(folder, classes_of(folder), classes, str(first))
+            check_classes(folder, list_classes(folder), classes, str(first))
             for name in classes:
-                images_of(folder / name)
+                list_images(folder / name)
         return classes
 
     def _training_parts(self, folder: Path) -> dict[str, Dataset[Any]]:
@@ -146,15 +141,15 @@ class ImageFolders(_Classification):
         train = ClassFolders(folder, self.training_transform)
         kept, held = np.arange(len(train)), np.arange(0)
         if "val" not in self.folders:
-            kept, held = split(train.targets, HELD_OUT, self.seed)
+            kept, held = split_by_class(train.targets, _HELD_OUT, self.seed)
         if self.subset is not None:
-            kept = kept[drawn([train.targets[index] for index in kept], self.subset, self.seed)]
+            kept = kept[draw_subset([train.targets[index] for index in kept], self.subset, self.seed)]
         still = ClassFolders(folder, self.evaluation_transform)
         return {"train": Subset(train, kept.tolist()), "val": Subset(still, held.tolist())}
 
     def _paths_to_predict(self) -> list[Path]:
         if self.predict:
-            return images_of(self.predict)
+            return list_images(self.predict)
         held: Any = self.parts["test"] if "test" in self.parts else self.parts["val"]
         if not isinstance(held, Subset):
             return [Path(path) for path, _ in held.samples]
@@ -198,9 +193,9 @@ class Digits(_Classification):
         self.classes = [str(name) for name in bunch.target_names]
         small = torch.from_numpy(bunch.images * (255 / 16)).float()[:, None].expand(-1, 3, -1, -1)
         large = functional.resize(small, [self.image_size] * 2, antialias=True).round().clamp(0, 255).to(torch.uint8)
-        kept, held = split(bunch.target, HELD_OUT, self.seed)
+        kept, held = split_by_class(bunch.target, _HELD_OUT, self.seed)
         if self.subset is not None:
-            kept = kept[drawn(bunch.target[kept], self.subset, self.seed)]
+            kept = kept[draw_subset(bunch.target[kept], self.subset, self.seed)]
         labels = bunch.target.tolist()
         self.parts["train"] = Images(large[kept], [labels[index] for index in kept], self.training_transform)
         self.parts["val"] = self.parts["test"] = Images(large[held], [labels[index] for index in held])

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,26 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
 from farfield.data.base import Loading, check_root, read_entry
-from farfield.data.object_datasets import AnnotatedImages, ImagesToPredict, LeftOut, fault_of_image, trained
+from farfield.data.object_datasets import (
+    AnnotatedImages,
+    LeftOut,
+    find_image_fault,
+    list_numbered_images,
+    select_training,
+)
 from farfield.data.readers.coco import (
     Annotated,
     check_files,
-    faults_of_boxes,
-    faults_of_masks,
+    find_box_faults,
+    find_mask_faults,
     has_masks,
     read_annotated,
-    refuse,
 )
-from farfield.data.readers.images import Check, FolderError, check_each, check_images, images_of, note_of
+from farfield.data.readers.images import Check, FolderError, check_each, check_images, find_note, list_images, refuse
 from farfield.data.sampler import Draw, EpochSampler
 
 # Boundaries between the groups of aspect ratios (width / height) that are batched together, as in torchvision.
-SHAPES = 2 ** np.linspace(-1, 1, 7)
+_SHAPES = 2 ** np.linspace(-1, 1, 7)
 
 
 class CocoFolders(Loading):
@@ -66,6 +70,8 @@ class CocoFolders(Loading):
             or masks are faulty; the error names them.
     """
 
+    one_by_one = True
+
     def __init__(
         self,
         root: str | None = None,
@@ -79,13 +85,10 @@ class CocoFolders(Loading):
         predict: str | None = None,
         check: Check = "once",
     ) -> None:
-        super().__init__(batch_size, workers, seed=0)
-        if root is None and predict is None:
-            raise FolderError("CocoFolders: give root, a folder in COCO's format, or predict, a folder of images.")
-        self.root = None if root is None else Path(root)
+        super().__init__(batch_size, workers)
+        self._set_folders(root, predict, "a folder in COCO's format", "a folder of images")
         self.splits, self.masks, self.leave_out, self.check = tuple(splits), masks, tuple(leave_out), check
         self.group_by_shape = group_by_shape
-        self.predict = None if predict is None else Path(predict)
         # Ids of the categories, of which the first is label 1.
         self.category_ids: list[int] = []
 
@@ -99,15 +102,16 @@ class CocoFolders(Loading):
         with_masks = self._with_masks(parts)
         for part in parts.values():
             check_files(part)
+            refuse_here = partial(refuse, f"CocoFolders: {part.file}")
             if "faulty_boxes" not in self.leave_out:
                 fix = 'correct them, or train without them: --data.leave_out "[faulty_boxes]".'
-                refuse(part.file, "boxes are faulty", list(faults_of_boxes(part)), fix)
+                refuse_here("boxes are faulty", list(find_box_faults(part)), fix)
             if with_masks:
                 fix = "correct them, or train boxes alone: --data.masks false."
-                refuse(part.file, "masks are faulty", list(faults_of_masks(part)), fix)
+                refuse_here("masks are faulty", list(find_mask_faults(part)), fix)
             files = [part.path(image) for image in part.images]
-            fault = partial(fault_of_image, part)
-            note = note_of(part.folder, [*files, part.file])
+            fault = partial(find_image_fault, part)
+            note = find_note(part.folder, [*files, part.file])
             fix = "replace these images or correct their entries, or remove both."
             check_each(
                 "CocoFolders", part.images, fault, self.check, note, f"images of {part.file} are not as listed", fix
@@ -116,16 +120,16 @@ class CocoFolders(Loading):
     def setup(self, stage: str) -> None:
         """List the images of train, val and test, or those to predict."""
         if stage == "predict" and self.predict is not None:
-            paths = images_of(self.predict, "CocoFolders")
+            paths = list_images(self.predict, "CocoFolders")
             names = [path.relative_to(self.predict).as_posix() for path in paths]
-            self.parts["predict"] = ImagesToPredict(paths, names, range(1, len(paths) + 1))
+            self.parts["predict"] = list_numbered_images(paths, names, range(1, len(paths) + 1))
             return
         parts = self._read()
         with_masks = self._with_masks(parts)
         if not with_masks:
             rank_zero_info(f"CocoFolders: {self.root}: boxes without masks.")
         self.category_ids, self.classes = list(parts["val"].categories), list(parts["val"].categories.values())
-        parts["train"] = trained(parts["train"], self.leave_out)
+        parts["train"] = select_training(parts["train"], self.leave_out)
         self.parts |= {name: AnnotatedImages(part, name == "train", with_masks) for name, part in parts.items()}
         if "test" not in parts:
             if stage == "test":
@@ -134,19 +138,7 @@ class CocoFolders(Loading):
         if stage == "predict":
             part = parts.get("test", parts["val"])
             paths, names = [part.path(image) for image in part.images], [image["file_name"] for image in part.images]
-            self.parts["predict"] = ImagesToPredict(paths, names, [image["id"] for image in part.images])
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the validation images, one per batch."""
-        return self._loader(self.parts["val"], batch_size=1)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the test images, one per batch."""
-        return self._loader(self.parts["test"], batch_size=1)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the images to predict, one per batch."""
-        return self._loader(self.parts["predict"], batch_size=1)
+            self.parts["predict"] = list_numbered_images(paths, names, [image["id"] for image in part.images])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data entries of a checkpoint: those of `Loading` and the ids of the categories."""
@@ -184,23 +176,17 @@ class CocoFolders(Loading):
         if not self.group_by_shape:
             return super()._order(samples, ranks, rank)
         part: Any = self.parts["train"]
-        groups = np.digitize([image["width"] / image["height"] for image in part.part.images], SHAPES)
+        groups = np.digitize([image["width"] / image["height"] for image in part.part.images], _SHAPES)
         return GroupedSampler(samples, groups.tolist(), self.batch_size, seed=self.run_seed, ranks=ranks, rank=rank)
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
-        return super()._loader(samples, collate_fn=side_by_side, **options)
+        return super()._loader(samples, collate_fn=_collate_lists, **options)
 
 
 class GroupedSampler(EpochSampler):
     """Shuffle samples so that each batch, except for the last ones, has samples of one group.
 
-    Args:
-        samples: The dataset; only its length is used.
-        groups: The group of each sample.
-        batch_size: Samples per batch; what is left of all groups comes at the end of an epoch, in mixed batches.
-        seed: Seed of the run.
-        ranks: Number of processes that share the samples.
-        rank: Number of this process.
+    What is left of all groups comes at the end of an epoch, in mixed batches. `groups` has the group of each sample.
 
     Example:
         >>> sampler = GroupedSampler(range(8), [0, 1] * 4, 2, seed=0)
@@ -226,6 +212,6 @@ class GroupedSampler(EpochSampler):
         yield from chain.from_iterable(waiting.values())
 
 
-def side_by_side(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def _collate_lists(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Batch samples of different sizes: return one list for each part of a sample."""
     return [list(part) for part in zip(*samples, strict=True)]

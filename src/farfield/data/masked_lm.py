@@ -13,22 +13,22 @@ from torch.utils.data import Dataset
 from farfield._checks import install_command
 from farfield.data.base import Loading
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.text import CALLER, Text, parted, read_text
+from farfield.data.readers.text import CALLER, Text, read_parts, read_text_file
 from farfield.data.tokenizer import (
-    Blanks,
     Collate,
     Fixed,
     TokenSamples,
-    from_text,
-    saved_tokenizer,
-    special_words,
-    tokenised,
-    trained_tokenizer,
+    build_tokenizer,
+    list_special_words,
+    load_tokenizer,
+    read_blanks,
+    tokenise,
+    train_tokenizer,
 )
 
 Unit = Literal["blocks", "documents", "lines"]
 # Fewest characters of a training text without a warning; tiny Shakespeare has a million.
-SMALL = 100_000
+_SMALL = 100_000
 
 
 class TextFolder(Loading):
@@ -77,21 +77,19 @@ class TextFolder(Loading):
         predict: str | None = None,
     ) -> None:
         # Masking is cheap: loader processes would cost more than they save.
-        super().__init__(batch_size, workers=0, seed=0)
-        if root is None and predict is None:
-            raise FolderError(f"{CALLER}: give root, a folder of text files, or predict, a file of lines.")
+        super().__init__(batch_size, workers=0)
+        self._set_folders(root, predict, "a folder of text files", "a file of lines")
         if length < 3:
             raise FolderError(f"{CALLER}: length must be 3 at least, a token between two special ones, got {length}.")
         for name, value in (("share", share), ("val_share", val_share)):
             if not 0 < value < 1:
                 raise FolderError(f"{CALLER}: {name} must lie between 0 and 1, got {value}.")
-        self.root, self.predict = (None if path is None else Path(path) for path in (root, predict))
         self.saved, self.vocabulary = None if tokenizer is None else Path(tokenizer), vocabulary
         self.length, self.share, self.val_share = length, share, val_share
         self.options: dict[str, Any] = {"length": length, "unit": unit, "too_long": too_long}
         self.texts: dict[str, list[Text]] = {}
         # Samples are made on first access, after a checkpoint has been read, which may contain the tokenizer.
-        self.parts = LazyDatasets(self.samples)
+        self.parts = _LazyDatasets(self.samples)
         self._tokenizer: Any = None
 
     def setup(self, stage: str) -> None:
@@ -99,7 +97,7 @@ class TextFolder(Loading):
         if importlib.util.find_spec("transformers") is None:
             raise ImportError(f"{CALLER}: it needs transformers; fix: {install_command('text')}")
         if stage == "predict" and self.predict is not None:
-            self.texts["predict"] = [read_text(self.predict)]
+            self.texts["predict"] = [read_text_file(self.predict)]
             if not any(True for _ in self.texts["predict"][0].pieces("lines")):
                 raise FolderError(
                     f"{CALLER}: {self.predict} has no lines; fix: lines of text with [MASK] for each word to predict."
@@ -109,10 +107,10 @@ class TextFolder(Loading):
             raise FolderError(f"{CALLER}: {stage} needs root, a folder of text files; fix: --data.root.")
         self._read()
         characters = sum(len(line) for text in self.texts["train"] for line in text.lines)
-        if stage == "fit" and characters < SMALL:
+        if stage == "fit" and characters < _SMALL:
             rank_zero_warn(
                 f"{CALLER}: {self.root} has {characters:,} characters to train on, which a network learns by heart; "
-                f"fix: {SMALL:,} or more, or saved weights to start from, --model.network.weights."
+                f"fix: {_SMALL:,} or more, or saved weights to start from, --model.network.weights."
             )
         if stage == "test" and "test" not in self.texts:
             rank_zero_info(f"{CALLER}: {self.root} has no folder test: using val.")
@@ -125,13 +123,13 @@ class TextFolder(Loading):
 
     def _read(self) -> None:
         if self.root is not None and "train" not in self.texts:
-            self.texts |= parted(self.root, self.val_share)
+            self.texts |= read_parts(self.root, self.val_share)
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer: that of a checkpoint, else the saved one, else one that is trained on the training text."""
         if self._tokenizer is None and self.saved is not None:
-            self._tokenizer = saved_tokenizer(self.saved)
+            self._tokenizer = load_tokenizer(self.saved)
         if self._tokenizer is None:
             self._read()
             if "train" not in self.texts:
@@ -140,30 +138,26 @@ class TextFolder(Loading):
                     "--data.root."
                 )
             pieces = (piece.text for text in self.texts["train"] for piece in text.pieces("lines"))
-            self._tokenizer = trained_tokenizer(pieces, self.vocabulary)
+            self._tokenizer = train_tokenizer(pieces, self.vocabulary)
             rank_zero_info(f"{CALLER}: trained a tokenizer of {len(self._tokenizer):,} words.")
         return self._tokenizer
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data entries of a checkpoint: those of `Loading`, the tokenizer and its special words."""
         text = self.tokenizer.backend_tokenizer.to_str()
-        return super().state_dict() | {"tokenizer": text, "special": special_words(self.tokenizer)}
+        return super().state_dict() | {"tokenizer": text, "special": list_special_words(self.tokenizer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed and the tokenizer of a checkpoint.
-
-        Raises:
-            FolderError: If an entry is damaged, or `tokenizer` was given and has another vocabulary.
-        """
+        """Take the seed and the tokenizer of a checkpoint; a given `tokenizer` must have the same words."""
         super().load_state_dict(state_dict)
         try:
-            kept = from_text(state_dict["tokenizer"], state_dict["special"])
+            kept = build_tokenizer(state_dict["tokenizer"], state_dict["special"])
         # tokenizers raises a plain Exception.
         except Exception as error:
             raise FolderError(
                 f"{CALLER}: the checkpoint's tokenizer is damaged: {error!r}; fix: train anew."
             ) from error
-        given = None if self.saved is None else saved_tokenizer(self.saved)
+        given = None if self.saved is None else load_tokenizer(self.saved)
         if given is not None and given.get_vocab() != kept.get_vocab():
             raise FolderError(
                 f"{CALLER}: the tokenizer in {self.saved} has other words than the checkpoint's, {len(given):,} and "
@@ -172,15 +166,12 @@ class TextFolder(Loading):
         self._tokenizer = kept
 
     def samples(self, part: str) -> Dataset[Any]:
-        """Tokenise a part of the text, and return its samples.
-
-        Raises:
-            FolderError: If the part has no tokens, or a line is too long.
-        """
+        """Tokenise a part of the text, and return its samples."""
         if part == "predict" and self.predict is not None:
-            return Blanks(list(self.texts[part][0].pieces("lines")), self.tokenizer, self.length)
+            blanks: Any = read_blanks(list(self.texts[part][0].pieces("lines")), self.tokenizer, self.length)
+            return blanks
         pieces = (piece for text in self.texts[part] for piece in text.pieces(self.options["unit"]))
-        samples = TokenSamples(*tokenised(pieces, self.tokenizer, **self.options), self.tokenizer, self.share)
+        samples = TokenSamples(*tokenise(pieces, self.tokenizer, **self.options), self.tokenizer, self.share)
         if not len(samples):
             raise FolderError(
                 f"{CALLER}: the {part} part of {self.root} has no token of the tokenizer; fix: other text, or another "
@@ -192,7 +183,7 @@ class TextFolder(Loading):
         return super()._loader(samples, collate_fn=Collate(self.tokenizer.pad_token_id), **options)
 
 
-class LazyDatasets(dict[str, Dataset[Any]]):
+class _LazyDatasets(dict[str, Dataset[Any]]):
     """Name of a part -> its dataset, which `make` builds from the name on first access."""
 
     def __init__(self, make: Callable[[str], Dataset[Any]]) -> None:

@@ -16,8 +16,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as images
 
 from farfield._outputs import output_path
-from farfield.data.readers.coco import Annotated, fault_of_box, masks_of
-from farfield.data.readers.images import check_names, fault_of, read_image
+from farfield.data.base import Listed
+from farfield.data.readers.coco import Annotated, decode_masks, find_box_fault
+from farfield.data.readers.images import check_names, find_fault, read_image
 
 LeftOut = Literal["images_without_objects", "faulty_boxes"]
 
@@ -35,7 +36,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
         self.view = v2.Compose(
             [
                 v2.ClampBoundingBoxes(),
-                v2.SanitizeBoundingBoxes(labels_getter=labels_in),
+                v2.SanitizeBoundingBoxes(labels_getter=_find_labels),
                 v2.RandomHorizontalFlip(),
                 v2.ToPureTensor(),
             ]
@@ -46,7 +47,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         entry = self.part.images[index]
-        image, target = read(self.part.path(entry)), self._target(entry)
+        image, target = read_image_tensor(self.part.path(entry)), self._target(entry)
         if self.training:
             image, target = self.view(image, target)
         return images.to_dtype(image, torch.float32, scale=True), target
@@ -61,7 +62,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
         target: dict[str, Any] = {"boxes": boxes}
         target["labels"] = torch.tensor([self.labels[each["category_id"]] for each in objects], dtype=torch.int64)
         if self.masks:
-            target["masks"] = masks_of(objects, *size)
+            target["masks"] = decode_masks(objects, *size)
         if self.training:
             # As tv_tensors, boxes and masks are mirrored and removed together.
             box: Any = tv_tensors.BoundingBoxes
@@ -72,30 +73,20 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
         return target | {"area": torch.tensor(areas, dtype=torch.float32)}
 
 
-class ImagesToPredict(Dataset[tuple[Tensor, str, str, int]]):
-    """Images to predict: the image, its path, its name below the folder, and its number or id.
-
-    Raises:
-        FolderError: If the pictures of two images would be one file.
-    """
-
-    def __init__(self, paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> None:
-        self.paths, self.names, self.numbers = paths, names, numbers
-        stems = [
-            output_path(Path(), os.path.splitext(name)[0], number=number).as_posix()
-            for name, number in zip(names, numbers, strict=True)
-        ]
-        check_names(stems, "CocoFolders: several images have", "pictures")
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str, str, int]:
-        image = images.to_dtype(read(self.paths[index]), torch.float32, scale=True)
-        return image, str(self.paths[index]), self.names[index], self.numbers[index]
+def list_numbered_images(paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> Listed:
+    """List images to predict: the image, its path, its name below the folder, and its number or id."""
+    entries = list(zip(paths, names, numbers, strict=True))
+    stems = [output_path(Path(), os.path.splitext(name)[0], number=number).as_posix() for _, name, number in entries]
+    check_names(stems, "CocoFolders: several images have", "pictures")
+    return Listed(entries, _read_numbered_image, paths)
 
 
-def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
+def _read_numbered_image(entry: tuple[Path, str, int]) -> tuple[Tensor, str, str, int]:
+    path, name, number = entry
+    return images.to_dtype(read_image_tensor(path), torch.float32, scale=True), str(path), name, number
+
+
+def select_training(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
     """Return the training images and their objects without what `leave_out` names."""
     kept, objects = part.images, part.objects
     if "faulty_boxes" in leave_out:
@@ -103,7 +94,7 @@ def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
             image["id"]: [
                 each
                 for each in objects[image["id"]]
-                if fault_of_box(each["bbox"], image["width"], image["height"]) is None
+                if find_box_fault(each["bbox"], image["width"], image["height"]) is None
             ]
             for image in kept
         }
@@ -112,10 +103,10 @@ def trained(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
     return Annotated(part.file, part.folder, kept, objects, part.categories)
 
 
-def fault_of_image(part: Annotated, image: Mapping[str, Any]) -> str | None:
+def find_image_fault(part: Annotated, image: Mapping[str, Any]) -> str | None:
     """Decode an image and compare its size with that in its entry; return what is wrong, or None."""
     path = part.path(image)
-    fault = fault_of(path)
+    fault = find_fault(path)
     if fault is None:
         with Image.open(path) as opened:
             if opened.size != (image["width"], image["height"]):
@@ -124,11 +115,11 @@ def fault_of_image(part: Annotated, image: Mapping[str, Any]) -> str | None:
     return fault
 
 
-def read(path: Path) -> tv_tensors.Image:
+def read_image_tensor(path: Path) -> tv_tensors.Image:
     """Read an image as `uint8` `(3, height, width)`."""
     return tv_tensors.Image(images.pil_to_tensor(read_image(path, "CocoFolders")))
 
 
-def labels_in(sample: Any) -> Tensor:
+def _find_labels(sample: Any) -> Tensor:
     """Return the labels of a sample, for `SanitizeBoundingBoxes`, which removes labels with their boxes."""
     return sample[1]["labels"]

@@ -15,11 +15,11 @@ from torch.utils.data import Dataset
 from farfield.data.readers.images import FolderError
 
 # The largest value near a patch's centre must exceed this share of this percentile of the clean stack.
-SHARE, PERCENTILE = 0.4, 99.9
+_SHARE, _PERCENTILE = 0.4, 99.9
 # Ranges of the two percentiles that are drawn for each patch.
-LOW, HIGH = (1.0, 3.0), (99.5, 99.9)
+_LOW, _HIGH = (1.0, 3.0), (99.5, 99.9)
 # Added to the difference of two percentiles (CARE's value).
-EPSILON = 1e-20
+_EPSILON = 1e-20
 
 
 class Patches(Dataset[tuple[Tensor, Tensor]]):
@@ -63,8 +63,8 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
                 "  fix: a smaller patch (--data.patch), or leave this pair out."
             )
         random = np.random.default_rng(seed)
-        self.corners = drawn_corners(name, target, source.shape, self.patch, number, random)
-        percentiles = np.stack([random.uniform(*LOW, len(self.corners)), random.uniform(*HIGH, len(self.corners))])
+        self.corners = _draw_corners(name, target, source.shape, self.patch, number, random)
+        percentiles = np.stack([random.uniform(*_LOW, len(self.corners)), random.uniform(*_HIGH, len(self.corners))])
         self.levels = [np.percentile(stack, percentiles).T for stack in (source, target)]
         for what, levels in zip(("source", "target"), self.levels, strict=True):
             if (levels[:, 1] <= levels[:, 0]).any():
@@ -75,20 +75,18 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
                 )
 
     def __len__(self) -> int:
-        """Return the number of patches."""
         return len(self.corners)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Cut a patch from source and target, and normalise both; each has one channel."""
         cut = [slice(start, start + side) for start, side in zip(self.corners[index], self.patch, strict=True)]
         parts = (self.source[tuple(cut)], self.target[tuple(cut[len(cut) - self.target.ndim :])])
         return tuple(  # type: ignore[return-value]
-            torch.from_numpy(((part - low) / (high - low + EPSILON)).astype(np.float32))[None]
+            torch.from_numpy(((part - low) / (high - low + _EPSILON)).astype(np.float32))[None]
             for part, (low, high) in zip(parts, (levels[index] for levels in self.levels), strict=True)
         )
 
 
-def drawn_corners(
+def _draw_corners(
     name: str,
     target: NDArray[Any],
     size: Sequence[int],
@@ -96,32 +94,20 @@ def drawn_corners(
     number: int,
     random: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """Draw the first positions of patches whose centres are near a bright position, none twice.
+    """Draw the first positions `(patches, spatial dims)` of patches whose centres are near a bright position.
 
-    Args:
-        name: Name of the pair in errors.
-        target: The clean stack, or the image of a projection.
-        size: Size of the source.
-        patch: Size of a patch.
-        number: Number of patches.
-        random: Generator of the draw.
-
-    Returns:
-        `(patches, spatial dims)`, with `number` patches, or fewer if there are fewer possible places.
-
-    Raises:
-        FolderError: If no patch has a bright position near its centre.
+    None is drawn twice, so there may be fewer than `number`.
     """
     near = tuple(max(1, side // 2) for side in patch[len(patch) - target.ndim :])
-    bright = maximum_filter(target, near, mode="constant") > SHARE * np.percentile(target, PERCENTILE)
+    bright = maximum_filter(target, near, mode="constant") > _SHARE * np.percentile(target, _PERCENTILE)
     # A projection's target has no depth.
     bright = np.broadcast_to(bright, size)
     inside = tuple(slice(cut // 2, cut // 2 + side - cut + 1) for side, cut in zip(size, patch, strict=True))
     places = np.flatnonzero(bright[inside])
     if not len(places):
         raise FolderError(
-            f"StackPairs: {name}: no patch {tuple(patch)} has a position brighter than {SHARE} of the target's "
-            f"percentile {PERCENTILE} near its centre.\n  fix: a smaller patch (--data.patch), or leave this pair out."
+            f"StackPairs: {name}: no patch {tuple(patch)} has a position brighter than {_SHARE} of the target's "
+            f"percentile {_PERCENTILE} near its centre.\n  fix: a smaller patch (--data.patch), or leave this pair out."
         )
     chosen = random.choice(places, min(number, len(places)), replace=False)
     return np.stack(np.unravel_index(chosen, [part.stop - part.start for part in inside]), 1)

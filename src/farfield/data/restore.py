@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,28 +11,40 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from farfield.data.base import Loading
+from farfield.data.base import Listed, Loading
 from farfield.data.patches import Patches
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.tiff import checked, load_npz, pairs_in, several_of, stack_of, stacks_in
-from farfield.data.readers.volumes import files_of, is_zarr, volume_of, volumes_in
+from farfield.data.readers.tiff import (
+    check_stack_values,
+    list_stack_pairs,
+    list_stacks,
+    load_npz,
+    open_stack,
+    open_stacks,
+)
+from farfield.data.readers.volumes import is_zarr, list_stack_files, list_volumes, open_stack_volume
 
 # Share of the patches, the last ones, that is held out where there is no validation folder.
-HELD_OUT = 0.1
+_HELD_OUT = 0.1
 # Patches are drawn with a fixed seed, so that the held-out ones do not change with the run's seed.
-DRAW = 0
+_DRAW = 0
 
 
-def as_it_is(sample: Any) -> Any:
-    """Return a sample unchanged; the loader would make tensors of arrays."""
+# The loader would make tensors of arrays.
+def _return_sample(sample: Any) -> Any:
     return sample
 
 
 # Whole stacks are loaded one by one, in the main process: loader processes would copy them.
-ONE_BY_ONE: dict[str, Any] = {"batch_size": None, "num_workers": 0, "persistent_workers": False, "collate_fn": as_it_is}
+_ONE_BY_ONE: dict[str, Any] = {
+    "batch_size": None,
+    "num_workers": 0,
+    "persistent_workers": False,
+    "collate_fn": _return_sample,
+}
 
 
-class Several(NamedTuple):
+class _Several(NamedTuple):
     """A file of several stacks, and the index of one of them."""
 
     path: Path
@@ -51,8 +63,7 @@ class StackPairs(Loading):
     Batches are `(sources, targets)`, normalised; tests and predictions are whole stacks, not normalised.
 
     Args:
-        root: The folder, or an npz file; to predict also a TIFF file, a zarr array, an image of OME-Zarr, or a folder
-            of these.
+        root: The folder, or an npz file. It may be left out where `predict` is given.
         patch: Size of a training patch, `[z, y, x]`, or `[y, x]` for images.
         batch_size: Patches per batch, on each device.
         steps_per_epoch: Batches per epoch, on each device; None for every patch once.
@@ -63,15 +74,19 @@ class StackPairs(Loading):
         channel: Index of the channel to read from files of several; files of one channel are read as they are. To
             predict also a list: each of these channels is restored by itself.
         workers: Loader processes; 0 loads in the main process.
+        predict: What is restored: a TIFF file, a zarr array, an image of OME-Zarr, or a folder of these; None restores
+            `root`, which then is one of these, or has a folder of tests.
 
     Raises:
-        FolderError: If `patch` is out of range. In `setup` and while stacks are read, for a folder or file that cannot
-            be trained on, tested or predicted; the error names it.
+        FolderError: If `patch` is out of range, or neither `root` nor `predict` is given. In `setup` and while stacks
+            are read, for a folder or file that cannot be trained on, tested or predicted; the error names it.
     """
+
+    root: Path
 
     def __init__(
         self,
-        root: str,
+        root: str | None = None,
         *,
         patch: Sequence[int] = (16, 64, 64),
         batch_size: int = 16,
@@ -82,22 +97,29 @@ class StackPairs(Loading):
         axes: str | None = None,
         channel: list[int] | int | None = None,
         workers: int = 2,
+        predict: str | None = None,
     ) -> None:
-        super().__init__(batch_size, workers, DRAW)
+        super().__init__(batch_size, workers, _DRAW)
+        if root is None and predict is None:
+            raise FolderError("StackPairs: give root, a folder of pairs, or predict, the stacks to restore.")
         if len(patch) not in (2, 3) or any(side < 1 for side in patch):
             raise FolderError(
                 f"StackPairs: patch must be two or three numbers, [y, x] or [z, y, x], got {list(patch)}."
             )
-        self.root, self.patch = Path(root), patch
+        # Without a root, what is restored takes its place, which only predicting reads.
+        self.root, self.patch = Path(root or predict or ""), patch
+        self.has_root, self.predict = root is not None, None if predict is None else Path(predict)
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
         self.patches_per_stack, self.sources, self.target = patches_per_stack, list(sources), target
         self.axes, self.channel = axes, channel
-        self._inputs: list[Path] = []
 
     def setup(self, stage: str) -> None:
         """Read the pairs of train and val, or list those of test or those to predict."""
-        if not self.root.exists():
-            raise FolderError(f"StackPairs: there is no {self.root}.")
+        read = self.predict or self.root if stage == "predict" else self.root
+        if stage != "predict" and not self.has_root:
+            raise FolderError(f"StackPairs: {stage} needs root, a folder of pairs; fix: --data.root.")
+        if not read.exists():
+            raise FolderError(f"StackPairs: there is no {read}.")
         if stage in ("fit", "validate"):
             self._read_training()
         elif stage == "test":
@@ -105,20 +127,10 @@ class StackPairs(Loading):
         else:
             self.parts["predict"] = self._predictions()
 
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of pairs of whole stacks, one by one, with their names and conditions."""
-        return self._loader(self.parts["test"], **ONE_BY_ONE)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of whole stacks, one by one, with their paths and names."""
-        return self._loader(self.parts["predict"], **ONE_BY_ONE)
-
-    def inputs(self) -> list[Path]:
-        """Return the files of the input stacks of `predict`, which must not be overwritten."""
-        return self._inputs
+    def _evaluation_loader(self, part: str) -> DataLoader[Any]:
+        return super()._evaluation_loader(part) if part == "val" else self._loader(self.parts[part], **_ONE_BY_ONE)
 
     def _folder(self, *names: str) -> Path | None:
-        """Return the first of the named folders of the root that exists."""
         return next((self.root / name for name in names if (self.root / name).is_dir()), None)
 
     def _read_training(self) -> None:
@@ -137,7 +149,7 @@ class StackPairs(Loading):
             self.parts["val"] = self._patches(val)
             return
         total = len(self.parts["train"])  # type: ignore[arg-type]
-        held = round(total * HELD_OUT)
+        held = round(total * _HELD_OUT)
         if not 0 < held < total:
             raise FolderError(
                 f"StackPairs: {train} gives {total} patches; a tenth of them cannot be held out.\n"
@@ -157,12 +169,12 @@ class StackPairs(Loading):
         if files:
             return TensorDataset(*(torch.from_numpy(part) for part in load_npz(files[0], len(self.patch))))
         parts = []
-        for place, pair in enumerate(pairs_in(folder, self.sources, self.target)):
+        for place, pair in enumerate(list_stack_pairs(folder, self.sources, self.target)):
             source, target = self._pair(str(pair.source), pair.source, pair.target)
             name = f"{pair.condition}/{pair.source.name}"
-            parts.append(Patches(name, source, target, self.patch, self.patches_per_stack, seed=DRAW + place))
+            parts.append(Patches(name, source, target, self.patch, self.patches_per_stack, seed=_DRAW + place))
         whole: Dataset[Any] = ConcatDataset(parts)
-        order = np.random.default_rng(DRAW).permutation(sum(map(len, parts)))
+        order = np.random.default_rng(_DRAW).permutation(sum(map(len, parts)))
         return Subset(whole, order.tolist())
 
     def _pair(self, name: str, source: Path, target: Path) -> tuple[Any, Any]:
@@ -171,97 +183,67 @@ class StackPairs(Loading):
         if isinstance(channel, list):
             fix = f"fix: --data.channel {channel[0] if channel else 0}; predict takes several."
             raise FolderError(f"StackPairs: pairs are read by one channel, got channel={channel}.\n  {fix}")
-        stack, truth = (
-            checked(source, stack_of(source, spatial_dims, self.axes, channel)),
-            target_of(target, spatial_dims, self.axes, channel),
-        )
-        return stack, checked(target, fitting(name, stack, truth))
+        stack = check_stack_values(source, open_stack(source, spatial_dims, self.axes, channel))
+        truth = _open_target(target, spatial_dims, self.axes, channel)
+        return stack, check_stack_values(target, _fit_target(name, stack, truth))
 
     def _tests(self) -> Dataset[Any]:
         """Return the pairs of the test folder, read on access as source, target, name and condition."""
         folder = self._folder("test", "test_data")
         if folder is None:
             raise FolderError(f"StackPairs: there is no folder {self.root / 'test'} or {self.root / 'test_data'}.")
-        several = stacks_in(folder)
+        several = list_stacks(folder)
         if several:
             # The clean stack is last, the first source before it, and so on.
             names = list(enumerate(self.sources))
-            pairs = [(path.name, name, Several(path, -2 - place)) for path in several for place, name in names]
+            pairs = [(path.name, name, _Several(path, -2 - place)) for path in several for place, name in names]
             return Listed(pairs, self._test)
-        files = pairs_in(folder, self.sources, self.target)
+        files = list_stack_pairs(folder, self.sources, self.target)
         return Listed([(pair.source.name, pair.condition, pair) for pair in files], self._test)
 
     def _test(self, entry: tuple[str, str, Any]) -> tuple[Any, Any, str, str]:
         name, condition, place = entry
-        if isinstance(place, Several):
-            stacks = several_of(place.path, len(self.sources) + 1, len(self.patch))
-            return checked(place.path, stacks[place.place]), checked(place.path, stacks[-1]), name, condition
+        if isinstance(place, _Several):
+            stacks = open_stacks(place.path, len(self.sources) + 1, len(self.patch))
+            pair = [check_stack_values(place.path, each) for each in (stacks[place.place], stacks[-1])]
+            return pair[0], pair[1], name, condition
         return *self._pair(f"{condition}/{name}", place.source, place.target), name, condition
 
     def _predictions(self) -> Dataset[Any]:
         """Return the stacks to restore, read on access, each with its path and its name."""
-        single = self.root.is_file() or is_zarr(self.root)
-        files = [self.root] if single else volumes_in(self.root)
-        test = None if files else self._folder("test", "test_data")
+        place = self.predict or self.root
+        single = place.is_file() or is_zarr(place)
+        files = [place] if single else list_volumes(place)
+        test = None if files or self.predict else self._folder("test", "test_data")
         if test is not None:
-            files = [path for source in self.sources for path in volumes_in(test / source)]
+            files = [path for source in self.sources for path in list_volumes(test / source)]
         if not files:
-            raise FolderError(
-                f"StackPairs: {self.root} has no TIFF files to restore, .tif or .tiff, and no zarr folders."
-            )
-        self._inputs = [part for path in files for part in files_of(path)]
-        above = test or (self.root.parent if single else self.root)
-        return Listed([(path, str(path.relative_to(above))) for path in files], self._prediction)
+            raise FolderError(f"StackPairs: {place} has no TIFF files to restore, .tif or .tiff, and no zarr folders.")
+        above = test or (place.parent if single else place)
+        inputs = [part for path in files for part in list_stack_files(path)]
+        return Listed([(path, str(path.relative_to(above))) for path in files], self._prediction, inputs)
 
     def _prediction(self, entry: tuple[Path, str]) -> tuple[Any, str, str]:
         path, name = entry
-        return volume_of(path, len(self.patch), self.axes, self.channel), str(path), name
+        return open_stack_volume(path, len(self.patch), self.axes, self.channel), str(path), name
 
 
-class Listed(Dataset[Any]):
-    """Entries of a list, each opened on access."""
-
-    def __init__(self, entries: Sequence[Any], read: Callable[[Any], Any]) -> None:
-        self.entries, self.read = entries, read
-
-    def __len__(self) -> int:
-        """Return the number of entries."""
-        return len(self.entries)
-
-    def __getitem__(self, index: int) -> Any:
-        """Open one entry."""
-        return self.read(self.entries[index])
-
-
-def target_of(path: Path, spatial_dims: int, axes: str | None, channel: int | None) -> NDArray[Any]:
-    """Open a clean stack or, if it is not a stack, the image of a projection.
-
-    Raises:
-        FolderError: If it is neither; the error is that of the stack.
-    """
+def _open_target(path: Path, spatial_dims: int, axes: str | None, channel: int | None) -> NDArray[Any]:
+    """Open a clean stack or, if it is not a stack, the image of a projection; an error is that of the stack."""
     try:
-        return stack_of(path, spatial_dims, axes, channel)
+        return open_stack(path, spatial_dims, axes, channel)
     except FolderError:
         if spatial_dims == 2:
             raise
         try:
-            return stack_of(path, 2, channel=channel)
+            return open_stack(path, 2, channel=channel)
         except FolderError:
             pass
         raise
 
 
-def fitting(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]:
-    """Return a clean stack, or its only plane as an image, after checking that it fits its source.
-
-    Args:
-        name: Name of the pair, for the error.
-        stack: The source.
-        truth: The clean stack, or the image of a projection.
-
-    Raises:
-        FolderError: If the sizes differ.
-    """
+def _fit_target(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]:
+    """Return a clean stack, or its only plane as an image, after checking that it has the size of its source."""
     if truth.ndim == 3 and len(truth) == 1 < len(stack):
         truth = truth[0]
     if stack.shape[stack.ndim - truth.ndim :] != truth.shape:

@@ -25,21 +25,15 @@ class EpochSampler(DistributedSampler[Draw]):
     """Shuffle the samples by seed and epoch, and give each a seed of its own.
 
     Because this class is a `DistributedSampler`, Lightning does not wrap it when a run has several processes, and calls
-    its `set_epoch` before every epoch. With one process it gives the ordinary shuffled order.
-
-    Args:
-        samples: The dataset; only its length is used.
-        seed: Seed of the run.
-        ranks: Number of processes that share the samples.
-        rank: Number of this process.
-        draws: Samples per epoch and process, drawn from repeated shuffles of all samples; None for every sample once.
+    its `set_epoch` before every epoch. With one process it gives the ordinary shuffled order. `draws` are the samples
+    per epoch and process, from repeated shuffles of all samples; None for every sample once.
     """
 
     def __init__(
         self, samples: Dataset[Any], *, seed: int, ranks: int = 1, rank: int = 0, draws: int | None = None
     ) -> None:
         # The base class adds seed and epoch: with the plain seed, the second epoch of seed 1 would be the first of 2.
-        super().__init__(samples, num_replicas=ranks, rank=rank, seed=_mixed(seed))
+        super().__init__(samples, num_replicas=ranks, rank=rank, seed=_mix_seed(seed))
         self.draws = draws
         if draws is not None:
             self.num_samples = draws
@@ -49,28 +43,23 @@ class EpochSampler(DistributedSampler[Draw]):
         if self.draws is None:
             order: Iterator[Any] = super().__iter__()
             for place in order:
-                yield Draw(place, _mixed(self.seed, self.epoch, place))
+                yield Draw(place, _mix_seed(self.seed, self.epoch, place))
             return
         length = len(self.dataset)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(_mixed(self.seed, self.epoch))
+        generator = torch.Generator().manual_seed(_mix_seed(self.seed, self.epoch))
         passes = -(-self.draws * self.num_replicas // length)
         places = torch.cat([torch.randperm(length, generator=generator) for _ in range(passes)])
         for turn in range(self.rank, self.draws * self.num_replicas, self.num_replicas):
-            yield Draw(int(places[turn]), _mixed(self.seed, self.epoch, turn))
+            yield Draw(int(places[turn]), _mix_seed(self.seed, self.epoch, turn))
 
 
 class DrawnSamples(Dataset[Any]):
-    """Index a dataset by `Draw`: each sample is read with torch's random generator seeded by its draw.
-
-    Args:
-        samples: Any dataset with `__len__` and `__getitem__`.
-    """
+    """Index a dataset by `Draw`: each sample is read with torch's random generator seeded by its draw."""
 
     def __init__(self, samples: Dataset[Any]) -> None:
         self.samples = samples
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.samples)  # type: ignore[arg-type]
 
     def __getitem__(self, draw: Draw) -> Any:
@@ -84,6 +73,5 @@ class DrawnSamples(Dataset[Any]):
             torch.set_rng_state(state)
 
 
-def _mixed(*parts: int) -> int:
-    """Mix whole numbers into one seed of 63 bits."""
+def _mix_seed(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))

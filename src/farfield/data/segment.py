@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
 
-from farfield.data.base import Loading, check_root
+from farfield.data.base import Listed, Loading, check_root
 from farfield.data.classify import IMAGENET
-from farfield.data.readers.images import Check, FolderError, check_images, check_names, images_of, read_image
-from farfield.data.readers.masks import LISTS, VOID, Pair, check_pairs, classes_of_masks, pairs_in, read_mask, train_aug
+from farfield.data.readers.images import Check, FolderError, check_images, check_names, list_images, read_image
+from farfield.data.readers.masks import (
+    LISTS,
+    VOID,
+    Pair,
+    check_pairs,
+    list_mask_pairs,
+    list_train_aug,
+    read_mask,
+    read_mask_classes,
+)
 
-NEAREST = InterpolationMode.NEAREST_EXACT
+_NEAREST = InterpolationMode.NEAREST_EXACT
 
 
 class VOCFolders(Loading):
@@ -54,6 +62,8 @@ class VOCFolders(Loading):
             image, with colours, or with labels that are no class; the error names the files.
     """
 
+    one_by_one = True
+
     def __init__(
         self,
         root: str | None = None,
@@ -68,15 +78,11 @@ class VOCFolders(Loading):
         predict: str | None = None,
         check: Check = "once",
     ) -> None:
-        super().__init__(batch_size, workers, seed=0)
-        if root is None and predict is None:
-            raise FolderError("VOCFolders: give root, a folder in VOC's layout, or predict, a folder of images.")
+        super().__init__(batch_size, workers)
+        self._set_folders(root, predict, "a folder in VOC's layout", "a folder of images")
         if not 0 < scales[0] <= scales[1]:
             raise FolderError(f"VOCFolders: scales must be two numbers above 0, the smaller first, got {scales}.")
-        self.root = None if root is None else Path(root)
-        self.train, self.check = train, check
-        self.predict = None if predict is None else Path(predict)
-        self.shorter_side = shorter_side
+        self.train, self.check, self.shorter_side = train, check, shorter_side
         self.random_view = RandomView(crop, scales, jitter, shorter_side)
 
     @property
@@ -90,18 +96,18 @@ class VOCFolders(Loading):
             check_images([self.predict], self.check, "VOCFolders")
         if self.predict is None or (self.root is not None and self.root.is_dir()):
             pairs = [pair for part in self._pairs().values() for pair in part]
-            check_pairs(list(dict.fromkeys(pairs)), classes_of_masks(self.folder), self.folder, self.check)
+            check_pairs(list(dict.fromkeys(pairs)), read_mask_classes(self.folder), self.folder, self.check)
 
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or the images to predict."""
         if stage == "predict" and self.predict is not None:
-            self.parts["predict"] = UnlabelledImages(
-                self.predict, images_of(self.predict, "VOCFolders"), self.shorter_side
-            )
+            paths = list_images(self.predict, "VOCFolders")
+            self.parts["predict"] = _list_images_to_predict(self.predict, paths, self.shorter_side)
             return
-        pairs, self.classes = self._pairs(), classes_of_masks(self.folder)
+        pairs, self.classes = self._pairs(), read_mask_classes(self.folder)
         for name, part in pairs.items():
-            self.parts[name] = LabelledImages(part, self.random_view if name == "train" else self._whole_view)
+            view = self.random_view if name == "train" else self._whole_view
+            self.parts[name] = Listed(part, partial(_read_pair, view))
         if "test" not in pairs:
             if stage == "test":
                 rank_zero_info(f"VOCFolders: {self.root} has no list test: using val.")
@@ -111,35 +117,23 @@ class VOCFolders(Loading):
             # Lists may refer to any folder, with `..` or by links; names are relative to the common parent folder.
             paths = [path.parent.resolve() / path.name for path in listed]
             folder = Path(os.path.commonpath([path.parent for path in paths]))
-            self.parts["predict"] = UnlabelledImages(folder, paths, self.shorter_side)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the validation images, one per batch."""
-        return self._loader(self.parts["val"], batch_size=1)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the test images, one per batch."""
-        return self._loader(self.parts["test"], batch_size=1)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the images to predict, one per batch."""
-        return self._loader(self.parts["predict"], batch_size=1)
+            self.parts["predict"] = _list_images_to_predict(folder, paths, self.shorter_side)
 
     def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return a whole normalised image, with `shorter_side`, and its labels at their original size."""
-        return normalized(shortened(image, self.shorter_side)), labels.long()
+        return normalize_image(_shorten_side(image, self.shorter_side)), labels.long()
 
     def _pairs(self) -> dict[str, list[Pair]]:
         """List the pairs of train, val and, if there is such a list, test."""
         root = self.folder
         named, given = root / LISTS / f"{self.train}.txt", Path(self.train)
         if given.is_dir() and not named.is_file():
-            parts = {"train": train_aug(root, given)}
+            parts = {"train": list_train_aug(root, given)}
         else:
-            parts = {"train": pairs_in(root, given if given.is_file() and not named.is_file() else named)}
-        parts["val"] = pairs_in(root, root / LISTS / "val.txt")
+            parts = {"train": list_mask_pairs(root, given if given.is_file() and not named.is_file() else named)}
+        parts["val"] = list_mask_pairs(root, root / LISTS / "val.txt")
         if (root / LISTS / "test.txt").is_file():
-            parts["test"] = pairs_in(root, root / LISTS / "test.txt")
+            parts["test"] = list_mask_pairs(root, root / LISTS / "test.txt")
         return parts
 
 
@@ -177,57 +171,43 @@ class RandomView:
             factor *= self.shorter_side / min(image.shape[1:])
         size = [max(1, round(side * factor)) for side in image.shape[1:]]
         image = images.resize(image, size, antialias=True)
-        labels = images.resize(labels[None], size, interpolation=NEAREST)[0]
+        labels = images.resize(labels[None], size, interpolation=_NEAREST)[0]
         top, left = (int(torch.randint(max(0, side - self.crop) + 1, ())) for side in size)
-        image = normalized(self.jitter(image[:, top : top + self.crop, left : left + self.crop]))
+        image = normalize_image(self.jitter(image[:, top : top + self.crop, left : left + self.crop]))
         labels = labels[top : top + self.crop, left : left + self.crop].long()
         missing = (0, self.crop - labels.shape[1], 0, self.crop - labels.shape[0])
         image, labels = functional.pad(image, missing), functional.pad(labels, missing, value=VOID)
         return (image.flip(-1), labels.flip(-1)) if mirrored else (image, labels)
 
 
-class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
-    """Pairs of image and labels, each transformed by `view` on access."""
-
-    def __init__(self, pairs: Sequence[Pair], view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        self.pairs, self.view = pairs, view
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        pair = self.pairs[index]
-        return self.view(read(pair.image), read_mask(pair.mask))
+def _read_pair(view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], pair: Pair) -> tuple[Tensor, Tensor]:
+    return view(read_pixels(pair.image), read_mask(pair.mask))
 
 
-class UnlabelledImages(Dataset[tuple[Tensor, str, str, Tensor]]):
-    """Images to predict: the normalised image, its path, its name below the folder, and its original size."""
-
-    def __init__(self, folder: Path, paths: Sequence[Path], shorter_side: int | None) -> None:
-        self.paths, self.shorter_side = paths, shorter_side
-        self.names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
-        check_names(self.names, f"VOCFolders: {folder} has several images of", "masks")
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str, str, Tensor]:
-        image = read(self.paths[index])
-        size = torch.tensor(image.shape[1:])
-        return normalized(shortened(image, self.shorter_side)), str(self.paths[index]), self.names[index], size
+def _list_images_to_predict(folder: Path, paths: Sequence[Path], shorter_side: int | None) -> Listed:
+    """List images to predict: the normalised image, its path, its name below the folder, and its original size."""
+    names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
+    check_names(names, f"VOCFolders: {folder} has several images of", "masks")
+    return Listed(list(zip(paths, names, strict=True)), partial(_read_to_predict, shorter_side), paths)
 
 
-def read(path: Path, caller: str = "VOCFolders") -> Tensor:
+def _read_to_predict(shorter_side: int | None, entry: tuple[Path, str]) -> tuple[Tensor, str, str, Tensor]:
+    path, name = entry
+    image = read_pixels(path)
+    return normalize_image(_shorten_side(image, shorter_side)), str(path), name, torch.tensor(image.shape[1:])
+
+
+def read_pixels(path: Path, caller: str = "VOCFolders") -> Tensor:
     """Read an image as a `uint8` tensor `(3, height, width)`; errors name the caller."""
     return images.pil_to_tensor(read_image(path, caller))
 
 
-def shortened(image: Tensor, side: int | None) -> Tensor:
+def _shorten_side(image: Tensor, side: int | None) -> Tensor:
     """Resize an image so that its shorter side has the length `side`; None returns it unchanged."""
     return image if side is None else images.resize(image, [side], antialias=True)
 
 
-def normalized(image: Tensor) -> Tensor:
+def normalize_image(image: Tensor) -> Tensor:
     """Normalise a `uint8` image by the mean and standard deviation of ImageNet's colours."""
     mean, deviation = IMAGENET
     return images.normalize(images.to_dtype(image, torch.float32, scale=True), list(mean), list(deviation))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
-from farfield.data.readers.images import FolderError, classes_of, images_of, read_image
+from farfield.data.base import Listed
+from farfield.data.readers.images import FolderError, list_classes, list_images, read_image
 
 
-def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split samples into two parts with the same share of each class.
+def split_by_class(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split samples into two parts with the same share of each class; return the indices of both, sorted.
 
-    Args:
-        labels: The class of each sample.
-        fraction: Share of the samples in the second part, or, as an int, their number.
-        seed: The same seed gives the same parts.
-
-    Returns:
-        The indices of both parts, sorted.
-
-    Raises:
-        FolderError: If a class, or one of the parts, is too small.
+    `fraction` is the share of the samples in the second part, or, as an int, their number.
 
     Example:
-        >>> first, second = split([0] * 10 + [1] * 20, 0.2, seed=0)
+        >>> first, second = split_by_class([0] * 10 + [1] * 20, 0.2, seed=0)
         >>> len(first), len(second)
         (24, 6)
     """
@@ -44,17 +37,13 @@ def split(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.n
     return np.sort(parts[0]), np.sort(parts[1])
 
 
-def drawn(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
-    """Draw a number of samples with the same share of each class; return their indices, sorted.
-
-    Raises:
-        FolderError: If there are fewer samples than `number`, or a class has too few.
-    """
+def draw_subset(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
+    """Draw a number of samples with the same share of each class; return their indices, sorted."""
     if number > len(labels):
         raise FolderError(
             f"data.classify: subset={number} of {len(labels)} training images; fix: a subset of {len(labels)} at most."
         )
-    return np.arange(number) if number == len(labels) else split(labels, len(labels) - number, seed)[0]
+    return np.arange(number) if number == len(labels) else split_by_class(labels, len(labels) - number, seed)[0]
 
 
 class Images(Dataset[Any]):
@@ -92,23 +81,19 @@ class ClassFolders(ImageFolder):
             (str(path), place)
             for name, place in sorted(class_to_idx.items())
             # In torchvision's order, a folder's files before the folders in it, as splits depend on the order.
-            for path in sorted(images_of(Path(directory, name)), key=lambda path: (str(path.parent), path.name))
+            for path in sorted(list_images(Path(directory, name)), key=lambda path: (str(path.parent), path.name))
         ]
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """Return the class folders, without hidden ones, and their labels."""
-        names = classes_of(Path(directory))
+        names = list_classes(Path(directory))
         return names, {name: place for place, name in enumerate(names)}
 
 
-class NamedImages(Dataset[Any]):
-    """Images read from files and transformed on access, each with its path."""
+def name_images(paths: Sequence[Path], transform: Callable[[Any], Tensor]) -> Listed:
+    """List images that are read from files and transformed on access, each with its path."""
+    return Listed(paths, partial(_read_named, transform), paths)
 
-    def __init__(self, paths: Sequence[Path], transform: Callable[[Any], Tensor]) -> None:
-        self.paths, self.transform = paths, transform
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str]:
-        return self.transform(read_image(self.paths[index])), str(self.paths[index])
+def _read_named(transform: Callable[[Any], Tensor], path: Path) -> tuple[Tensor, str]:
+    return transform(read_image(path)), str(path)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
 
-from farfield.data.base import Loading, check_root
-from farfield.data.readers.images import SHOWN, Check, FolderError, check_names
-from farfield.data.readers.stereo import CALLER, Frame, check_frames, frames_in, read_disparity
-from farfield.data.segment import normalized, read
+from farfield.data.base import Listed, Loading, check_root
+from farfield.data.readers.images import Check, FolderError, check_names, list_some, refuse
+from farfield.data.readers.stereo import CALLER, Frame, check_frames, list_frames, read_disparity
+from farfield.data.segment import normalize_image, read_pixels
 
 # The disparity of pixels where it is not known: above every largest disparity, so that one comparison excludes them.
-UNKNOWN = float("inf")
+_UNKNOWN = float("inf")
 
 
 class StereoFrames(Loading):
@@ -51,6 +51,8 @@ class StereoFrames(Loading):
             unknown scenes; the error names the files.
     """
 
+    one_by_one = True
+
     def __init__(
         self,
         root: str | None = None,
@@ -64,13 +66,10 @@ class StereoFrames(Loading):
         predict: str | None = None,
         check: Check = "once",
     ) -> None:
-        super().__init__(batch_size, workers, seed=0)
-        if root is None and predict is None:
-            raise FolderError(f"{CALLER}: give root, a folder of stereo pairs, or predict, a folder of such pairs.")
+        super().__init__(batch_size, workers)
+        self._set_folders(root, predict, "a folder of stereo pairs", "a folder of such pairs")
         if min(crop) < 1:
             raise FolderError(f"{CALLER}: crop must be a height and a width in pixels, got {tuple(crop)}.")
-        self.root = None if root is None else Path(root)
-        self.predict = None if predict is None else Path(predict)
         self.held_out, self.zero_is_unknown, self.check = list(held_out), zero_is_unknown, check
         self.crop = RandomCrop(*crop)
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
@@ -78,7 +77,7 @@ class StereoFrames(Loading):
     def prepare_data(self) -> None:
         """Check that all files of `root` and `predict` exist, and decode them; runs in one process of each machine."""
         if self.predict is not None:
-            check_frames(frames_in(self.predict), self.predict, self.check)
+            check_frames(list_frames(self.predict), self.predict, self.check)
         if self.root is not None and (self.predict is None or self.root.is_dir()):
             frames = dict.fromkeys(frame for part in self._frames().values() for frame in part)
             check_frames(list(frames), self.root, self.check)
@@ -86,35 +85,25 @@ class StereoFrames(Loading):
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or those to predict."""
         if stage == "predict" and self.predict is not None:
-            self.parts["predict"] = Unmeasured(frames_in(self.predict))
+            self.parts["predict"] = _list_frames_to_predict(list_frames(self.predict))
             return
-        frames = self._frames()
-        self.parts["train"] = Cropped(frames["train"], self.zero_is_unknown, self.crop)
+        frames, unknown = self._frames(), self.zero_is_unknown
+        self.parts["train"] = Listed(
+            frames["train"], partial(_read_cropped_frame, zero_is_unknown=unknown, crop=self.crop)
+        )
         for name in ("val", "test"):
-            self.parts[name] = Measured(frames[name], self.zero_is_unknown)
-        self.parts["predict"] = Unmeasured(frames["test"])
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the validation pairs, one per batch."""
-        return self._loader(self.parts["val"], batch_size=1)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the test pairs, one per batch."""
-        return self._loader(self.parts["test"], batch_size=1)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the pairs to predict, one per batch."""
-        return self._loader(self.parts["predict"], batch_size=1)
+            self.parts[name] = Listed(frames[name], partial(read_whole_frame, zero_is_unknown=unknown))
+        self.parts["predict"] = _list_frames_to_predict(frames["test"])
 
     def _frames(self) -> dict[str, list[Frame]]:
         """List the pairs of train, val and test, each with its disparities."""
         root = check_root(self.root, CALLER)
-        frames = frames_in(root)
+        frames = list_frames(root)
         known = {name for frame in frames for name in frame.names}
         strange = [name for name in self.held_out if name not in known]
         if strange:
             raise FolderError(
-                f"{CALLER}: {root} has no scene {', '.join(strange[:SHOWN])} to hold out.\n"
+                f"{CALLER}: {root} has no scene {list_some(strange)} to hold out.\n"
                 "  fix: names of folders in the paths of left images, or of left images without suffix."
             )
         tests = [frame for frame in frames if frame.is_test]
@@ -124,12 +113,11 @@ class StereoFrames(Loading):
         held = [frame for frame in others if not frame.names.isdisjoint(self.held_out)]
         trained = [frame for frame in others if frame.names.isdisjoint(self.held_out)]
         parts = {"train": trained, "val": held or tests, "test": tests or held}
-        refuse_missing(parts, root)
+        _refuse_missing(parts, root)
         return parts
 
 
-def refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
-    """Refuse parts without pairs, and pairs without disparities."""
+def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     if not parts["train"]:
         raise FolderError(
             f"{CALLER}: {root} has no pairs to train on: all are tests or held out.\n"
@@ -141,86 +129,45 @@ def refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
             "  fix: hold scenes out by their names, --data.held_out '[Adirondack, Piano]'."
         )
     missing = [str(frame.left) for part in parts.values() for frame in part if frame.disparity is None]
-    if missing:
-        shown = "\n  ".join(missing[:SHOWN] + ["..."] * (len(missing) > SHOWN))
-        raise FolderError(
-            f"{CALLER}: {len(missing)} pairs in {root} have no disparities.\n  {shown}\n"
-            "  fix: add their disparities, or move these pairs to another folder."
-        )
+    fix = "add their disparities, or move these pairs to another folder."
+    refuse(CALLER, f"pairs in {root} have no disparities", missing, fix)
 
 
-class Measured(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Whole pairs, normalised, with their disparities."""
-
-    def __init__(self, frames: Sequence[Frame], zero_is_unknown: bool) -> None:
-        self.frames, self.zero_is_unknown = frames, zero_is_unknown
-        self.truths = [frame.disparity for frame in frames if frame.disparity is not None]
-
-    def __len__(self) -> int:
-        """Return the number of pairs."""
-        return len(self.frames)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Read one pair."""
-        left, right, disparity = self.raw(index)
-        return normalized(left), normalized(right), disparity
-
-    def raw(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Read one pair as `uint8` images, and its disparities, infinite where they are not known."""
-        frame = self.frames[index]
-        # Some renderers write disparities as negative shifts to the left.
-        disparity = np.abs(read_disparity(self.truths[index]))
-        known = np.isfinite(disparity) & ((disparity > 0) | (not self.zero_is_unknown))
-        return (
-            read(frame.left, CALLER),
-            read(frame.right, CALLER),
-            torch.from_numpy(np.where(known, disparity, np.float32(UNKNOWN))),
-        )
+def read_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Read a pair as `uint8` images, and its disparities, infinite where they are not known."""
+    # Some renderers write disparities as negative shifts to the left.
+    disparity = np.abs(read_disparity(cast(Path, frame.disparity)))
+    known = np.isfinite(disparity) & ((disparity > 0) | (not zero_is_unknown))
+    truth = torch.from_numpy(np.where(known, disparity, np.float32(_UNKNOWN)))
+    return read_pixels(frame.left, CALLER), read_pixels(frame.right, CALLER), truth
 
 
-class Cropped(Measured):
-    """Pairs with their disparities, cropped at random and normalised on access."""
-
-    def __init__(self, frames: Sequence[Frame], zero_is_unknown: bool, crop: RandomCrop) -> None:
-        super().__init__(frames, zero_is_unknown)
-        self.crop = crop
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Read one pair and crop it."""
-        return self.crop(*self.raw(index))
+def read_whole_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Read a pair as normalised images, and its disparities."""
+    left, right, disparity = read_frame(frame, zero_is_unknown)
+    return normalize_image(left), normalize_image(right), disparity
 
 
-class Unmeasured(Dataset[tuple[Tensor, Tensor, str, str]]):
-    """Pairs to predict: the normalised images, the left one's path, and its name below the folder.
+def _read_cropped_frame(frame: Frame, zero_is_unknown: bool, crop: RandomCrop) -> tuple[Tensor, Tensor, Tensor]:
+    return crop(*read_frame(frame, zero_is_unknown))
 
-    Raises:
-        FolderError: If the outputs of two pairs would be one file.
-    """
 
-    def __init__(self, frames: Sequence[Frame]) -> None:
-        self.frames = frames
-        self.paths = [path for frame in frames for path in (frame.left, frame.right)]
-        check_names((frame.name for frame in frames), f"{CALLER}: several pairs have", "disparities")
+def _list_frames_to_predict(frames: Sequence[Frame]) -> Listed:
+    """List pairs to predict: the normalised images, the left one's path, and its name below the folder."""
+    check_names((frame.name for frame in frames), f"{CALLER}: several pairs have", "disparities")
+    return Listed(frames, _read_images, [path for frame in frames for path in (frame.left, frame.right)])
 
-    def __len__(self) -> int:
-        """Return the number of pairs."""
-        return len(self.frames)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str, str]:
-        """Read one pair."""
-        frame = self.frames[index]
-        return normalized(read(frame.left, CALLER)), normalized(read(frame.right, CALLER)), str(frame.left), frame.name
+def _read_images(frame: Frame) -> tuple[Tensor, Tensor, str, str]:
+    left, right = (normalize_image(read_pixels(path, CALLER)) for path in (frame.left, frame.right))
+    return left, right, str(frame.left), frame.name
 
 
 class RandomCrop:
     """Crop a pair and its disparities at one random place, and normalise the images.
 
     Images smaller than the crop are padded at the top and on the right, as pairs are in evaluation: with the mean
-    colour, which is 0 after normalising, and with unknown disparities.
-
-    Args:
-        height: Height of the crop, in pixels.
-        width: Width of the crop, in pixels.
+    colour, which is 0 after normalising, and with unknown disparities. Height and width are in pixels.
 
     Example:
         >>> image, disparity = torch.zeros(3, 60, 90, dtype=torch.uint8), torch.ones(60, 90)
@@ -241,5 +188,5 @@ class RandomCrop:
             part[..., top : top + height, start : start + width] for part in (left, right, disparity)
         )
         lacking = (0, width - disparity.shape[1], height - disparity.shape[0], 0)
-        images = [functional.pad(normalized(image), lacking) for image in (left, right)]
-        return images[0], images[1], functional.pad(disparity, lacking, value=UNKNOWN)
+        images = [functional.pad(normalize_image(image), lacking) for image in (left, right)]
+        return images[0], images[1], functional.pad(disparity, lacking, value=_UNKNOWN)

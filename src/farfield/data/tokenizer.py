@@ -15,38 +15,30 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from farfield.data.readers.images import SHOWN, FolderError
+from farfield.data.readers.images import FolderError, list_some, refuse
 from farfield.data.readers.text import CALLER, TextPiece
 from farfield.data.sampler import Draw, DrawnSamples
 
-SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 # Label of ignored tokens, as in transformers and torch.
-IGNORED = -100
+_IGNORED = -100
 # Number of characters, the most frequent ones, of a trained tokenizer; words with other characters become [UNK].
-CHARACTERS = 1000
+_CHARACTERS = 1000
 # Number of pieces that are tokenised at a time.
-MANY = 8192
+_MANY = 8192
 
 
-# ---- tokenizers ------------------------------------------------------------------------------------------------------
-def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
+def train_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
     """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text; without random numbers.
 
-    Args:
-        lines: The text.
-        vocabulary: Largest number of words, the five special ones included.
-
-    Returns:
-        A tokenizer of transformers.
+    The vocabulary has at most this number of words, the five special ones included.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     def tokenizer_of(words: dict[str, int] | None) -> Any:
-        made = Tokenizer(models.WordPiece(words, unk_token=SPECIAL["unk"]))
-        made.normalizer, made.pre_tokenizer = (
-            normalizers.BertNormalizer(lowercase=True),
-            pre_tokenizers.BertPreTokenizer(),
-        )
+        made = Tokenizer(models.WordPiece(words, unk_token=_SPECIAL["unk"]))
+        made.normalizer = normalizers.BertNormalizer(lowercase=True)
+        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         made.decoder = decoders.WordPiece()
         return made
 
@@ -55,27 +47,23 @@ def trained_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
     # breaks ties between equally frequent pairs by these numbers. Passed as special tokens, they have a fixed order.
     counts = Counter(itertools.chain.from_iterable(map(tokenizer.normalizer.normalize_str, lines)))
     ranked = sorted((char for char in counts if not char.isspace()), key=lambda char: (-counts[char], char))
-    alphabet = sorted(ranked[:CHARACTERS])
+    alphabet = sorted(ranked[:_CHARACTERS])
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocabulary,
-        special_tokens=[*SPECIAL.values(), *(f"##{char}" for char in alphabet)],
+        special_tokens=[*_SPECIAL.values(), *(f"##{char}" for char in alphabet)],
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         show_progress=False,
     )
     tokenizer.train_from_iterator(lines, trainer)
     tokenizer = tokenizer_of(tokenizer.get_vocab())
-    return from_text(tokenizer.to_str(), {f"{name}_token": word for name, word in SPECIAL.items()})
+    return build_tokenizer(tokenizer.to_str(), {f"{name}_token": word for name, word in _SPECIAL.items()})
 
 
-def from_text(text: str, special: dict[str, str]) -> Any:
+def build_tokenizer(text: str, special: dict[str, str]) -> Any:
     """Build a tokenizer of transformers from the JSON text of `tokenizers`, and its special words.
 
     If the text has no post-processor, the tokenizer gets one that puts the first and the last word around each text.
-
-    Args:
-        text: The JSON text.
-        special: The special words, as from `special_words`.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -90,13 +78,8 @@ def from_text(text: str, special: dict[str, str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def saved_tokenizer(folder: Path) -> Any:
-    """Load a tokenizer that `save_pretrained` wrote; nothing is downloaded.
-
-    Raises:
-        FolderError: If the folder has no tokenizer, or the tokenizer lacks one of the special words: padding, unknown,
-            first, last and mask.
-    """
+def load_tokenizer(folder: Path) -> Any:
+    """Load a tokenizer that `save_pretrained` wrote and that has all special words; nothing is downloaded."""
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
@@ -108,7 +91,7 @@ def saved_tokenizer(folder: Path) -> Any:
         raise FolderError(
             f"{CALLER}: {folder} holds no tokenizer: {error}\n  fix: a folder that a tokenizer's save_pretrained wrote."
         ) from error
-    missing = [name for name in SPECIAL if getattr(tokenizer, f"{name}_token") is None]
+    missing = [name for name in _SPECIAL if getattr(tokenizer, f"{name}_token") is None]
     if missing:
         raise FolderError(
             f"{CALLER}: the tokenizer in {folder} has no {', '.join(missing)} token, which a masked language model "
@@ -117,12 +100,11 @@ def saved_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def special_words(tokenizer: Any) -> dict[str, str]:
+def list_special_words(tokenizer: Any) -> dict[str, str]:
     """Return the special words of a tokenizer, by transformers' names for them, such as `mask_token`."""
-    return {f"{name}_token": str(getattr(tokenizer, f"{name}_token")) for name in SPECIAL}
+    return {f"{name}_token": str(getattr(tokenizer, f"{name}_token")) for name in _SPECIAL}
 
 
-# ---- samples ---------------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
     """Samples of tokens, padded to the length of the longest.
 
@@ -152,7 +134,7 @@ class Collate:
         return Batch(
             pad_sequence(list(words), batch_first=True, padding_value=self.padding),
             torch.arange(int(lengths.max())) < lengths[:, None],
-            pad_sequence(list(labels), batch_first=True, padding_value=IGNORED),
+            pad_sequence(list(labels), batch_first=True, padding_value=_IGNORED),
             list(names),
         )
 
@@ -161,14 +143,8 @@ class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):
     """Spans of a long sequence of tokens, each between a first and a last word, masked anew on each access.
 
     `DataCollatorForLanguageModeling` of transformers chooses `share` of the tokens for prediction: 80 % of them become
-    the mask, 10 % a random word, and 10 % stay. A sample is `(words, labels, name)`.
-
-    Args:
-        tokens: The ids of all tokens, `int32`.
-        bounds: Start and end of each sample, the end exclusive.
-        names: The names of the samples.
-        tokenizer: A tokenizer of transformers.
-        share: Share of the tokens to predict.
+    the mask, 10 % a random word, and 10 % stay. A sample is `(words, labels, name)`. `tokens` are all ids,
+    `int32`; `bounds` are the start and end of each sample, the end exclusive.
     """
 
     def __init__(
@@ -208,61 +184,40 @@ class Fixed(Dataset[Any]):
         return self.drawn[Draw(index, index)]
 
 
-class Blanks(Dataset[tuple[Tensor, Tensor, str]]):
-    """Lines of text with mask tokens to fill in; all labels are -100.
-
-    Raises:
-        FolderError: If a line has no mask token, or has more than `length` tokens.
-    """
-
-    def __init__(self, lines: Sequence[TextPiece], tokenizer: Any, length: int) -> None:
-        self.lines = lines
-        encoded = tokenizer([piece.text for piece in lines])["input_ids"]
-        mask = tokenizer.mask_token_id
-        blank = [piece.line for piece, words in zip(lines, encoded, strict=True) if mask not in words]
-        if blank:
-            raise FolderError(
-                f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
-                f"fill: {listed(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
-            )
-        check_lengths(lines, [len(words) - 2 for words in encoded], length, "or shorter lines")
-        self.words = [torch.tensor(words) for words in encoded]
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
-        words = self.words[index]
-        return words, torch.full_like(words, IGNORED), f"line {self.lines[index].line}"
+def read_blanks(lines: Sequence[TextPiece], tokenizer: Any, length: int) -> list[tuple[Tensor, Tensor, str]]:
+    """Return samples of lines with mask tokens to fill in, of at most `length` tokens; all labels are -100."""
+    encoded = tokenizer([piece.text for piece in lines])["input_ids"]
+    mask = tokenizer.mask_token_id
+    blank = [piece.line for piece, words in zip(lines, encoded, strict=True) if mask not in words]
+    if blank:
+        raise FolderError(
+            f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
+            f"fill: {list_some(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
+        )
+    _check_lengths(lines, [len(words) - 2 for words in encoded], length, "or shorter lines")
+    samples = [(torch.tensor(words), f"line {piece.line}") for piece, words in zip(lines, encoded, strict=True)]
+    return [(words, torch.full_like(words, _IGNORED), name) for words, name in samples]
 
 
-def tokenised(
+def tokenise(
     pieces: Iterator[TextPiece], tokenizer: Any, *, length: int, unit: str, too_long: str
 ) -> tuple[Tensor, list[tuple[int, int]], list[str]]:
-    """Tokenise pieces of text and cut them into samples.
+    """Tokenise pieces of text and cut them into samples of at most `length` tokens, first and last word included.
 
-    Args:
-        pieces: Pieces of the texts, in order.
-        tokenizer: A tokenizer of transformers.
-        length: Largest number of tokens of a sample, the first and the last word included.
-        unit: With `"blocks"` the pieces of a file are joined and cut into samples of `length`, of which the last may be
-            shorter; otherwise a piece is a sample.
-        too_long: What happens to a piece that is longer than a sample, except for blocks: `"split"` or `"refuse"`.
+    With the unit `"blocks"` the pieces of a file are joined and cut; otherwise a piece is a sample, and one that is
+    longer is cut, or refused if `too_long` is `"refuse"`.
 
     Returns:
         The ids of all tokens, the start and the end of each sample, and the names of the samples.
-
-    Raises:
-        FolderError: For a piece that is too long, with `"refuse"`.
     """
     room, tokens = length - 2, array("i")
     bounds: list[tuple[int, int]] = []
     names: list[str] = []
     stretches: list[tuple[TextPiece, int, int]] = []
-    while some := list(itertools.islice(pieces, MANY)):
+    while some := list(itertools.islice(pieces, _MANY)):
         encodings = tokenizer.backend_tokenizer.encode_batch([piece.text for piece in some], add_special_tokens=False)
         if unit != "blocks" and too_long == "refuse":
-            check_lengths(some, [len(encoding.ids) for encoding in encodings], length)
+            _check_lengths(some, [len(encoding.ids) for encoding in encodings], length)
         for piece, encoding in zip(some, encodings, strict=True):
             if not encoding.ids:
                 continue
@@ -281,26 +236,11 @@ def tokenised(
     return torch.from_numpy(np.array(tokens, np.int32)), bounds, names
 
 
-def check_lengths(
+def _check_lengths(
     pieces: Sequence[TextPiece], lengths: Sequence[int], length: int, otherwise: str = "or too_long=split"
 ) -> None:
-    """Refuse pieces of more than `length` tokens; `lengths` do not count the first and the last word.
-
-    `otherwise` is the end of the error's fix.
-
-    Raises:
-        FolderError: If there are any; the error names the first few.
-    """
+    """Refuse pieces of more than `length` tokens; `lengths` do not count the first and the last word."""
     longer = [(piece, number + 2) for piece, number in zip(pieces, lengths, strict=True) if number + 2 > length]
-    if longer:
-        shown = [f"{piece.file}: line {piece.line:,}: {number:,} tokens" for piece, number in longer[:SHOWN]]
-        lines = "\n  ".join(shown + ["..."] * (len(longer) > SHOWN))
-        raise FolderError(
-            f"{CALLER}: {len(longer)} texts are longer than length={length} tokens.\n  {lines}\n"
-            f"  fix: a larger length, as far as the network has positions, {otherwise}."
-        )
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """Join the first few numbers with commas."""
-    return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
+    shown = [f"{piece.file}: line {piece.line:,}: {number:,} tokens" for piece, number in longer]
+    fix = f"a larger length, as far as the network has positions, {otherwise}."
+    refuse(CALLER, f"texts are longer than length={length} tokens", shown, fix)

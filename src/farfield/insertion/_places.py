@@ -19,13 +19,13 @@ from farfield._checks import unknown
 CHILD = "farfield"
 
 # Functions that count or iterate over what they get. Others, such as `checkpoint_sequential`, may run a sequence whole.
-ITERATE = {"enumerate", "iter", "len", "list", "map", "reversed", "set", "tuple", "zip"}
+_ITERATE = {"enumerate", "iter", "len", "list", "map", "reversed", "set", "tuple", "zip"}
 
 # Names of the stages of a residual network in the papers; their numbers are one less than in Detectron.
-STAGES = {f"res{stage}": f"layer{stage}" for stage in range(1, 5)}
-LEVELS = {f"fpn{level + 1}": f"fpn[{entry}]" for level, entry in enumerate((0, 1, 2, 3, "pool"))}
+_STAGES = {f"res{stage}": f"layer{stage}" for stage in range(1, 5)}
+_LEVELS = {f"fpn{level + 1}": f"fpn[{entry}]" for level, entry in enumerate((0, 1, 2, 3, "pool"))}
 # Every other block of conv3_x and conv4_x in a network of 50 layers, Wang et al. 2018.
-NONLOCAL_BLOCKS = ("res2.1", "res2.3", "res3.1", "res3.3", "res3.5")
+_NONLOCAL_BLOCKS = ("res2.1", "res2.3", "res3.1", "res3.3", "res3.5")
 
 
 def detector_places(*names: str) -> list[str]:
@@ -52,8 +52,8 @@ def detector_places(*names: str) -> list[str]:
         >>> detector_places("res4", "fpn1", "fpn5")
         ['backbone.body.layer4', 'backbone.fpn[0]', 'backbone.fpn[pool]']
     """
-    levels = {name: [f"backbone.{level}"] for name, level in LEVELS.items()}
-    paths = {name: [f"backbone.body.{stage}"] for name, stage in STAGES.items()} | levels
+    levels = {name: [f"backbone.{level}"] for name, level in _LEVELS.items()}
+    paths = {name: [f"backbone.body.{stage}"] for name, stage in _STAGES.items()} | levels
     paths["fpn_all"] = [path for level in levels.values() for path in level]
     places: list[str] = []
     for name in names:
@@ -87,11 +87,11 @@ def resnet_places(*names: str, prefix: str = "") -> list[str]:
     """
     places = []
     for name in names:
-        for block in NONLOCAL_BLOCKS if name == "nonlocal" else (name,):
+        for block in _NONLOCAL_BLOCKS if name == "nonlocal" else (name,):
             stage, dot, rest = block.partition(".")
-            if stage not in STAGES:
-                raise unknown("resnet_places", "place", name, [*STAGES, "nonlocal"])
-            places.append(f"{prefix}{'.' * bool(prefix)}{STAGES[stage]}{dot}{rest}")
+            if stage not in _STAGES:
+                raise unknown("resnet_places", "place", name, [*_STAGES, "nonlocal"])
+            places.append(f"{prefix}{'.' * bool(prefix)}{_STAGES[stage]}{dot}{rest}")
     return list(dict.fromkeys(places))
 
 
@@ -171,7 +171,6 @@ def no_match(caller: str, model: nn.Module, path: str) -> LookupError:
     return LookupError(f'{caller}: no module of {name} matches "{path}"; {stem or "it"} has {children}{hint}.')
 
 
-# ---- sequences -------------------------------------------------------------------------------------------------------
 def runs_in_order(host: nn.Module) -> bool:
     """Whether a host runs its children one after the other and does nothing else."""
     # A scripted module has no `forward` of its class.
@@ -186,13 +185,13 @@ def host_of(model: nn.Module, place: Place) -> Place:
     methods, as `forward_intermediates` of timm does.
     """
     path, host = place.path, model.get_submodule(place.path)
-    while runs_in_order(host) and host._modules and CHILD not in host._modules and is_opened(model, path):
+    while runs_in_order(host) and host._modules and CHILD not in host._modules and _is_opened(model, path):
         path = join(path, list(host._modules)[-1])
         host = model.get_submodule(path)
     return Place(path, place.entry)
 
 
-def is_opened(model: nn.Module, path: str) -> bool:
+def _is_opened(model: nn.Module, path: str) -> bool:
     """Whether a module around a sequence runs, counts or indexes its children, or has features of some of them."""
     for outer in parents(path):
         around, below = model.get_submodule(outer), f"{inside(outer, path)}."
@@ -201,13 +200,13 @@ def is_opened(model: nn.Module, path: str) -> bool:
         features = [entry for entry in getattr(declared, "info", declared) if isinstance(entry, dict)]
         if any(str(feature.get("module")).startswith(below) for feature in features):
             return True
-        if any(path.rpartition(".")[2] in opened_names(kind) for kind in type(around).__mro__):
+        if any(path.rpartition(".")[2] in _opened_names(kind) for kind in type(around).__mro__):
             return True
     return False
 
 
 @cache
-def opened_names(kind: type) -> frozenset[str]:
+def _opened_names(kind: type) -> frozenset[str]:
     """Return the names of the attributes that the methods of a class count, index or iterate over.
 
     Constructors run before there is an addition. A class without source code is taken for one that does nothing so.
@@ -220,16 +219,16 @@ def opened_names(kind: type) -> frozenset[str]:
             with suppress(OSError, SyntaxError, TypeError):
                 source = inspect.getsource(method)
                 nodes += ast.walk(ast.parse("if True:\n" * source[0].isspace() + source))
-    return frozenset(part.attr for node in nodes for part in opened_parts(node) if isinstance(part, ast.Attribute))
+    return frozenset(part.attr for node in nodes for part in _opened_parts(node) if isinstance(part, ast.Attribute))
 
 
-def opened_parts(node: ast.AST) -> list[Any]:
+def _opened_parts(node: ast.AST) -> list[Any]:
     """Return the parts of a node of a syntax tree whose elements it reads, or to which it gives another name."""
     match node:
         case ast.For(iter=part) | ast.comprehension(iter=part):
             return [part]
         case ast.Subscript(value=part) | ast.Attribute(value=part) | ast.Starred(value=part) | ast.Assign(value=part):
             return [part]
-        case ast.Call(func=ast.Name(id=name)) if name in ITERATE:
+        case ast.Call(func=ast.Name(id=name)) if name in _ITERATE:
             return list(node.args)
     return []

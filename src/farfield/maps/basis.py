@@ -11,9 +11,9 @@ from torch import Tensor
 
 from farfield.maps.inputs import Grids, read_call, read_grids, read_position, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention
-from farfield.ops.call import project_keys
 from farfield.ops.grid import Gathered
 from farfield.ops.modes import full_precision
+from farfield.ops.projection import project_keys
 from farfield.ops.slots import Summary
 from farfield.ops.summary import summarize
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from farfield.maps.layer import Layer
 from farfield.maps.layers import check_has_attention, record_layers
 from farfield.nn.attention import GridAttention
+from farfield.nn.bare import is_bare
 from farfield.nn.network_copy import clone, copied
 from farfield.nn.tracing import call, keep_random_numbers, tensors
-from farfield.ops.bare import is_bare
 from farfield.ops.grid import accumulation, flatten
 
 # The learned parts of an attention module; "weight" is w of siamese operators.

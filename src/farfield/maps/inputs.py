@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError
 from farfield.nn.attention import GridAttention
 from farfield.nn.checks import batch_error, check_input
-from farfield.ops.call import Call, project_queries
 from farfield.ops.grid import Gathered, accumulation
-from farfield.ops.projection import Projection, ProjectionRuns, Run
+from farfield.ops.projection import Call, Projection, ProjectionRuns, Run, project_queries
 from farfield.ops.slots import Summary
 
 

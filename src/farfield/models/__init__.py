@@ -1,6 +1,6 @@
 """The networks of the papers: built by function or by name, or loaded from saved files."""
 
-from farfield.models.bert import Bert
+from farfield.models.bert import Bert, bert_base, bert_large, bert_small
 from farfield.models.bert_weights import load_hugging_face
 from farfield.models.catalog import (
     CLASSIFIERS,
@@ -8,44 +8,29 @@ from farfield.models.catalog import (
     attnnet,
     attnnet_averaged,
     attnnet_pooled,
-    bert_base,
-    bert_large,
-    bert_small,
-    deeplab_compact,
-    deeplab_v2,
-    faster_rcnn,
     from_pretrained,
-    i3d_resnet50,
     kanet,
     kanet_kv,
     kanet_qkv,
     kanet_without_attention,
-    mask_rcnn,
     mobilenet_v2,
     mobilenet_v2_kronecker_kv,
     mobilenet_v2_siamese,
-    psmnet_basic,
-    psmnet_stacked,
     register_timm,
-    sagan,
     sanet,
     sanet_local,
     sanet_ones,
     sanet_without_attention,
     senet,
-    unet_care,
-    unet_projection,
-    unet_residual,
-    video_resnet,
 )
 from farfield.models.compact import STAGES, VARIANTS, CompactNet, Stage, Variant
-from farfield.models.deeplab import DeepLab
-from farfield.models.detector import Detector, Setup
-from farfield.models.gan import SAGAN
-from farfield.models.psmnet import PSMNet
+from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
+from farfield.models.detector import Detector, Setup, faster_rcnn, mask_rcnn
+from farfield.models.gan import SAGAN, sagan
+from farfield.models.psmnet import PSMNet, psmnet_basic, psmnet_stacked
 from farfield.models.transfer import Loaded, load_torchvision
-from farfield.models.unet import ProjectionUNet, UNet
-from farfield.models.video import I3D, VideoResNet
+from farfield.models.unet import ProjectionUNet, UNet, unet_care, unet_projection, unet_residual
+from farfield.models.video import I3D, VideoResNet, i3d_resnet50, video_resnet
 
 __all__ = [
     "CLASSIFIERS",

@@ -13,15 +13,15 @@ from torch.nn import functional
 
 from farfield._checks import shape_error, unknown
 from farfield.models.bert_weights import fill_from_file
-from farfield.models.compact import check_whole, name_of
+from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.storage import Stored
 from farfield.nn import TransformerLayer
 from farfield.nn.initialization import DrawnByItself
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import Operator
 
-HEADS = ("words", "pooled")
-VARIANTS = ("bert_base", "bert_large", "bert_small")
-EPSILON, DEVIATION = 1e-12, 0.02
+_HEADS = ("words", "pooled")
+_VARIANTS = ("bert_base", "bert_large", "bert_small")
+_EPSILON, _DEVIATION = 1e-12, 0.02
 
 
 class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask"):
@@ -78,26 +78,24 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         dropout: float = 0.1,
         attention_dropout: float = 0.0,
     ) -> None:
+        config = bind_arguments(locals())
         super().__init__()
-        if model not in VARIANTS:
-            raise unknown("models.Bert", "model", model, VARIANTS)
+        if model not in _VARIANTS:
+            raise unknown("models.Bert", "model", model, _VARIANTS)
         sizes = {"vocabulary": vocabulary, "positions": positions, "channels": channels}
         sizes |= {"layers": layers, "heads": heads}
         for name, number in sizes.items():
             check_whole(model, name, number, 1)
-        if head not in HEADS:
-            raise unknown(model, "head", head, HEADS)
-        if isinstance(operator, str) and operator not in OPERATORS:
-            raise unknown(model, "operator", operator, OPERATORS)
-        self.name, self.vocabulary = model, vocabulary
-        self.config: dict[str, Any] = {"model": model, "operator": name_of(operator), "head": head, **sizes}
-        self.config |= {"dropout": dropout, "attention_dropout": attention_dropout}
+        if head not in _HEADS:
+            raise unknown(model, "head", head, _HEADS)
+        find_operator(model, operator)
+        self.config, self.name, self.vocabulary = config, model, vocabulary
         self.words, self.positions = nn.Embedding(vocabulary, channels), nn.Embedding(positions, channels)
-        self.types, self.norm = nn.Embedding(2, channels), nn.LayerNorm(channels, EPSILON)
+        self.types, self.norm = nn.Embedding(2, channels), nn.LayerNorm(channels, _EPSILON)
         self.dropout = nn.Dropout(dropout)
         options: dict[str, Any] = {"heads": heads, "dropout": dropout, "attention_dropout": attention_dropout}
         self.layers = nn.ModuleList(
-            TransformerLayer(channels, operator, **options, epsilon=EPSILON) for _ in range(layers)
+            TransformerLayer(channels, operator, **options, epsilon=_EPSILON) for _ in range(layers)
         )
         self.head = WordHead(channels, vocabulary) if head == "words" else Pooled(channels)
         self.reset_parameters()
@@ -112,7 +110,7 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.trunc_normal_(module.weight, std=DEVIATION, a=-2 * DEVIATION, b=2 * DEVIATION)
+                nn.init.trunc_normal_(module.weight, std=_DEVIATION, a=-2 * _DEVIATION, b=2 * _DEVIATION)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         for layer in self.layers:
@@ -184,7 +182,7 @@ class WordHead(nn.Module):
 
     def __init__(self, channels: int, vocabulary: int) -> None:
         super().__init__()
-        self.transform, self.norm = nn.Linear(channels, channels), nn.LayerNorm(channels, EPSILON)
+        self.transform, self.norm = nn.Linear(channels, channels), nn.LayerNorm(channels, _EPSILON)
         self.bias = nn.Parameter(torch.empty(vocabulary))
         self.reset_parameters()
 
@@ -232,9 +230,7 @@ def bert_base(
         >>> counts
         [109482240, 109514298]
     """
-    options: dict[str, Any] = {"operator": operator, "head": head, "vocabulary": vocabulary, "positions": positions}
-    net = Bert("bert_base", **options, dropout=dropout, attention_dropout=attention_dropout)
-    return net if weights is None else fill_from_file(net, Path(weights))
+    return _build("bert_base", **locals())
 
 
 def bert_large(
@@ -259,10 +255,7 @@ def bert_large(
         >>> counts
         [335141888, 335174458]
     """
-    options: dict[str, Any] = {"operator": operator, "head": head, "vocabulary": vocabulary, "positions": positions}
-    options |= {"dropout": dropout, "attention_dropout": attention_dropout}
-    net = Bert("bert_large", channels=1024, layers=24, heads=16, **options)
-    return net if weights is None else fill_from_file(net, Path(weights))
+    return _build("bert_large", channels=1024, layers=24, heads=16, **locals())
 
 
 def bert_small(
@@ -284,6 +277,9 @@ def bert_small(
         >>> sum(parameter.numel() for parameter in bert_small("softmax").parameters())
         1883520
     """
-    sizes: dict[str, Any] = {"vocabulary": vocabulary, "positions": positions, "channels": channels}
-    net = Bert("bert_small", operator=operator, **sizes, layers=layers, heads=heads, dropout=dropout)
+    return _build("bert_small", **locals())
+
+
+def _build(model: str, *, weights: str | Path | None, **arguments: Any) -> Bert:
+    net = Bert(model, **arguments)
     return net if weights is None else fill_from_file(net, Path(weights))

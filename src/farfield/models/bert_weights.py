@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from farfield.models.storage import read_weights
 from farfield.nn.transformer import TransformerLayer
 
-Network = TypeVar("Network", bound=nn.Module)
+_Network = TypeVar("_Network", bound=nn.Module)
 
 # Parts of names in `Bert` -> the same parts of Hugging Face's names.
-EMBEDDINGS = {
+_EMBEDDINGS = {
     "words": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
     "types": "embeddings.token_type_embeddings",
     "norm": "embeddings.LayerNorm",
 }
-LAYER = {
+_LAYER = {
     "attention.query": "attention.self.query",
     "attention.key": "attention.self.key",
     "attention.value": "attention.self.value",
@@ -31,18 +31,18 @@ LAYER = {
     "contract": "output.dense",
     "feedforward_norm": "output.LayerNorm",
 }
-HEAD = {
+_HEAD = {
     "head.transform": "cls.predictions.transform.dense",
     "head.norm": "cls.predictions.transform.LayerNorm",
     "head.dense": "pooler.dense",
 }
 # End of the name of the score vector of siamese and siamese_local.
-SCORES = ".attention.weight"
+_SCORES = ".attention.weight"
 # Names of the two parameters of a norm in files converted from TensorFlow checkpoints -> current names.
-OLD = {".gamma": ".weight", ".beta": ".bias"}
+_OLD = {".gamma": ".weight", ".beta": ".bias"}
 
 
-def load_hugging_face(net: Network, state_dict: Mapping[str, Tensor]) -> Network:
+def load_hugging_face(net: _Network, state_dict: Mapping[str, Tensor]) -> _Network:
     """Copy the weights of Hugging Face's `BertForMaskedLM`, `BertForPreTraining` or `BertModel` into a network.
 
     With a factorized operator the projections of queries, keys and values become those of coefficients, basis and
@@ -71,9 +71,9 @@ def load_hugging_face(net: Network, state_dict: Mapping[str, Tensor]) -> Network
         >>> models.load_hugging_face(net, theirs.state_dict()) is net
         True
     """
-    theirs = {modernize_name(name): tensor for name, tensor in state_dict.items()}
+    theirs = {_modernize_name(name): tensor for name, tensor in state_dict.items()}
     own, tensors = net.state_dict(), {}
-    scores = [name for name in own if name.endswith(SCORES) and source_of(name) not in theirs]
+    scores = [name for name in own if name.endswith(_SCORES) and _name_source(name) not in theirs]
     if scores:
         raise ValueError(
             f"load_hugging_face: {net.name} has a score vector in its attention, {scores[0]}, which no BERT has; "
@@ -81,7 +81,7 @@ def load_hugging_face(net: Network, state_dict: Mapping[str, Tensor]) -> Network
         )
     problems = []
     for name, mine in own.items():
-        source = source_of(name)
+        source = _name_source(name)
         tensor = theirs.get(source)
         if tensor is None:
             problems.append(f"it lacks {source}")
@@ -100,41 +100,37 @@ def load_hugging_face(net: Network, state_dict: Mapping[str, Tensor]) -> Network
     return net
 
 
-def modernize_name(name: str) -> str:
+def _modernize_name(name: str) -> str:
     """Return a name in Hugging Face's model without its prefix "bert." and with `weight` and `bias` for old names."""
     name = name.removeprefix("bert.")
-    for old, new in OLD.items():
+    for old, new in _OLD.items():
         name = name.removesuffix(old) + new if name.endswith(old) else name
     return name
 
 
-def source_of(name: str) -> str:
-    """Return Hugging Face's name for a state-dict entry of `Bert`."""
+def _name_source(name: str) -> str:
     if name == "head.bias":
         return "cls.predictions.bias"
     module, _, leaf = name.rpartition(".")
     if module.startswith("layers."):
         _, number, part = module.split(".", 2)
-        return f"encoder.layer.{number}.{LAYER.get(part, part)}.{leaf}"
-    return f"{(EMBEDDINGS | HEAD).get(module, module)}.{leaf}"
+        return f"encoder.layer.{number}.{_LAYER.get(part, part)}.{leaf}"
+    return f"{(_EMBEDDINGS | _HEAD).get(module, module)}.{leaf}"
 
 
-def fill_from_file(net: Network, path: Path) -> Network:
+def fill_from_file(net: _Network, path: Path) -> _Network:
     """Copy a file's weights, Hugging Face's or those of a saved `Bert`, into a `Bert`, and return it.
 
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file is damaged, or lacks weights of the network, or has them in other shapes; if the
-            config.json beside it has another number of heads.
+    The config.json beside the file must have the same number of heads, which no weight shows.
     """
     tensors = read_weights(cast(str, net.name), path)
-    check_number_of_heads(net, path.parent / "config.json")
+    _check_number_of_heads(net, path.parent / "config.json")
     if set(tensors) == set(net.state_dict()):
-        tensors = {source_of(name): tensor for name, tensor in tensors.items()}
+        tensors = {_name_source(name): tensor for name, tensor in tensors.items()}
     return load_hugging_face(net, tensors)
 
 
-def check_number_of_heads(net: nn.Module, config: Path) -> None:
+def _check_number_of_heads(net: nn.Module, config: Path) -> None:
     """Raise ValueError if a configuration of Hugging Face has another number of heads, which no weight shows."""
     try:
         theirs = json.loads(config.read_text(encoding="utf-8")).get("num_attention_heads")

@@ -14,7 +14,7 @@ from farfield.cost import count
 from farfield.cost.counting import weights_of
 from farfield.nn import GridAttention
 
-UNKNOWN = "Not recorded. Set it with `save_pretrained(folder, model_card_kwargs={{{entry}: …}})`."
+_UNKNOWN = "Not recorded. Set it with `save_pretrained(folder, model_card_kwargs={{{entry}: …}})`."
 
 
 def write_card(
@@ -26,18 +26,9 @@ def write_card(
     training_data: str | None,
     metrics: Mapping[str, float] | None,
 ) -> str:
-    """Return the model card of a network.
+    """Return the model card of a network; `header` is its metadata, as YAML, and `image_size` that of the counted MACs.
 
-    Args:
-        net: A network of the configuration; the values of its weights are not used.
-        config: The model's name and arguments.
-        header: The card's metadata, as YAML.
-        image_size: Size of the input whose MACs are counted; see `Stored.generate_model_card`.
-        training_data: What the model was trained on, None if unknown.
-        metrics: Name -> measured value, None if unknown.
-
-    Returns:
-        The text with a check sum at its end, by which `is_edited` detects changes.
+    The text has a check sum at its end, by which `is_edited` detects changes.
     """
     shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
     part: nn.Module = net.card_part()  # type: ignore[operator]
@@ -51,7 +42,7 @@ def write_card(
     alone = "" if part is net else f", in its {type(part).__name__} alone"
     weights, parameters = (sum(weight.numel() for weight in those) for those in (weights_of(net), net.parameters()))
     rows = {
-        "operator": ", ".join(f"`{name}`" for name in operators_of(net)) or "none",
+        "operator": ", ".join(f"`{name}`" for name in list_operators(net)) or "none",
         "weights": f"{weights:,} (parameters without biases and norms, as the papers count)",
         "parameters": f"{parameters:,}",
         "MACs": f"{count(part, inputs).macs:,} for {what}{alone}",
@@ -63,18 +54,18 @@ def write_card(
         "A network of farfield, a library of global attention for sequences, images, volumes and video.",
         '```python\nfrom farfield import models\n\nnet = models.from_pretrained("this folder or repository")\n```',
         "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items()),
-        f"## Training data\n\n{training_data or UNKNOWN.format(entry=repr('training_data'))}",
-        f"## Metrics\n\n{results or UNKNOWN.format(entry=repr('metrics'))}",
+        f"## Training data\n\n{training_data or _UNKNOWN.format(entry=repr('training_data'))}",
+        f"## Metrics\n\n{results or _UNKNOWN.format(entry=repr('metrics'))}",
     ]
-    return seal("\n\n".join(parts) + "\n\n")
+    return _seal("\n\n".join(parts) + "\n\n")
 
 
-def operators_of(net: nn.Module) -> list[str]:
+def list_operators(net: nn.Module) -> list[str]:
     """Return the names of the operators of a network's attention, in order, each once."""
     return list(dict.fromkeys(part.operator_name for part in net.modules() if isinstance(part, GridAttention)))
 
 
-def seal(text: str) -> str:
+def _seal(text: str) -> str:
     """Append the check sum of a text, by which `is_edited` distinguishes edited cards from those to be overwritten."""
     return (
         f"{text}<!-- save_pretrained rewrites this page until somebody edits it: {zlib.crc32(text.encode()):08x} -->\n"
@@ -82,9 +73,9 @@ def seal(text: str) -> str:
 
 
 def is_edited(path: Path) -> bool:
-    """Return whether there is a card that was changed after `seal`; a file without a check sum counts as changed."""
+    """Return whether there is a card that was changed after `_seal`; a file without a check sum counts as changed."""
     if not path.exists():
         return False
     content = path.read_bytes()
     text = content[: content.rfind(b"<!-- ")].decode(errors="replace")
-    return content != seal(text).encode()
+    return content != _seal(text).encode()

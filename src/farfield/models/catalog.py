@@ -8,20 +8,20 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from farfield._checks import unknown
+from farfield._checks import install_command, unknown
 from farfield.models.bert import Bert, bert_base, bert_large, bert_small
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
 from farfield.models.detector import Detector, faster_rcnn, mask_rcnn
 from farfield.models.gan import SAGAN, sagan
 from farfield.models.psmnet import PSMNet, psmnet_basic, psmnet_stacked
-from farfield.models.storage import load
+from farfield.models.storage import load_model
 from farfield.models.unet import ProjectionUNet, UNet, unet_care, unet_projection, unet_residual
 from farfield.models.video import I3D, VideoResNet, i3d_resnet50, video_resnet
 from farfield.ops.table import OPERATORS, Operator
 
 
-class Builder(Protocol):
+class _Builder(Protocol):
     """The signature that the functions in `CLASSIFIERS` share; the arguments are those of `CompactNet`."""
 
     __name__: str
@@ -34,28 +34,25 @@ class Builder(Protocol):
         width: float = 1.0,
         strides: Sequence[int] | None = None,
         dropout: float = 0.2,
-    ) -> CompactNet:
-        """Build the network."""
-        ...
+    ) -> CompactNet: ...
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-class Catalog(dict[str, T]):
+class _Catalog(dict[str, _T]):
     """A dictionary whose error for an unknown name lists the nearest names."""
 
-    def __missing__(self, name: str) -> T:
+    def __missing__(self, name: str) -> _T:
         raise unknown("models.MODELS", "model", name, self)
 
 
-def builder(name: str, what: str) -> Builder:
-    """Make the builder of one entry of `VARIANTS`: a function that pickles and that YAML can name.
+def _catalog(*builders: Any) -> _Catalog[Any]:
+    return _Catalog((build.__name__, build) for build in builders)
 
-    Args:
-        name: The entry, and the name of the function in this module.
-        what: What the function builds, with a full stop, for its docstring.
-    """
+
+def _builder(name: str, what: str) -> _Builder:
+    """Make the builder of one entry of `VARIANTS`: a function of this module, which pickles and which YAML can name."""
 
     def build(
         *,
@@ -96,15 +93,7 @@ def kanet(
         >>> net(torch.randn(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
-    return CompactNet(
-        "kanet",
-        operator=operator,
-        num_classes=num_classes,
-        in_channels=in_channels,
-        width=width,
-        strides=strides,
-        dropout=dropout,
-    )
+    return CompactNet("kanet", **locals())
 
 
 def sanet(
@@ -128,33 +117,25 @@ def sanet(
         >>> models.sanet(num_classes=10, width=0.25)(torch.randn(2, 3, 64, 64)).shape
         torch.Size([2, 10])
     """
-    return CompactNet(
-        "sanet",
-        operator=operator,
-        num_classes=num_classes,
-        in_channels=in_channels,
-        width=width,
-        strides=strides,
-        dropout=dropout,
-    )
+    return CompactNet("sanet", **locals())
 
 
-mobilenet_v2 = builder("mobilenet_v2", "MobileNetV2.")
-mobilenet_v2_kronecker_kv = builder(
+mobilenet_v2 = _builder("mobilenet_v2", "MobileNetV2.")
+mobilenet_v2_kronecker_kv = _builder(
     "mobilenet_v2_kronecker_kv", "MobileNetV2+KAO, with attention blocks without inner skip (KAN Table 5)."
 )
-mobilenet_v2_siamese = builder("mobilenet_v2_siamese", "MobileNetV2+SAO (SAN Table 6).")
-kanet_kv = builder("kanet_kv", "KANet_KV (KAN Table 3).")
-kanet_qkv = builder("kanet_qkv", "KANet_QKV (KAN Table 3).")
-kanet_without_attention = builder(
+mobilenet_v2_siamese = _builder("mobilenet_v2_siamese", "MobileNetV2+SAO (SAN Table 6).")
+kanet_kv = _builder("kanet_kv", "KANet_KV (KAN Table 3).")
+kanet_qkv = _builder("kanet_qkv", "KANet_QKV (KAN Table 3).")
+kanet_without_attention = _builder(
     "kanet_without_attention", "KANet w/o KAO, MobileNetV2's blocks in its place (KAN Table 5)."
 )
-attnnet = builder("attnnet", "AttnNet, with softmax attention (KAN Table 4).")
-attnnet_pooled = builder("attnnet_pooled", "AttnNet+Pool, with keys and values pooled 2x2 (KAN Table 4).")
-attnnet_averaged = builder("attnnet_averaged", "AttnNet1/N, with dot products over N (SAN Table 4).")
-sanet_ones = builder("sanet_ones", "SANet w/o params, w = 1 (SAN Table 8).")
-sanet_local = builder("sanet_local", "SANet w/o the global term (SAN Table 6).")
-sanet_without_attention = builder("sanet_without_attention", "SANet w/o SAO (SAN Table 6).")
+attnnet = _builder("attnnet", "AttnNet, with softmax attention (KAN Table 4).")
+attnnet_pooled = _builder("attnnet_pooled", "AttnNet+Pool, with keys and values pooled 2x2 (KAN Table 4).")
+attnnet_averaged = _builder("attnnet_averaged", "AttnNet1/N, with dot products over N (SAN Table 4).")
+sanet_ones = _builder("sanet_ones", "SANet w/o params, w = 1 (SAN Table 8).")
+sanet_local = _builder("sanet_local", "SANet w/o the global term (SAN Table 6).")
+sanet_without_attention = _builder("sanet_without_attention", "SANet w/o SAO (SAN Table 6).")
 
 
 def senet(
@@ -170,60 +151,28 @@ def senet(
 
     The other arguments are `CompactNet`'s.
     """
-    return CompactNet(
-        "senet",
-        num_classes=num_classes,
-        in_channels=in_channels,
-        width=width,
-        strides=strides,
-        dropout=dropout,
-        reduction=reduction,
-    )
+    return CompactNet("senet", **locals())
 
 
 # The compact networks for image classification, which `register_timm` registers under these names.
-CLASSIFIERS: dict[str, Builder] = Catalog(
-    mobilenet_v2=mobilenet_v2,
-    mobilenet_v2_kronecker_kv=mobilenet_v2_kronecker_kv,
-    mobilenet_v2_siamese=mobilenet_v2_siamese,
-    kanet_kv=kanet_kv,
-    kanet_qkv=kanet_qkv,
-    kanet_without_attention=kanet_without_attention,
-    attnnet=attnnet,
-    attnnet_pooled=attnnet_pooled,
-    attnnet_averaged=attnnet_averaged,
-    sanet=sanet,
-    sanet_ones=sanet_ones,
-    sanet_local=sanet_local,
-    sanet_without_attention=sanet_without_attention,
-    senet=senet,
+CLASSIFIERS: dict[str, _Builder] = _catalog(
+    *(mobilenet_v2, mobilenet_v2_kronecker_kv, mobilenet_v2_siamese),
+    *(kanet_kv, kanet_qkv, kanet_without_attention, attnnet, attnnet_pooled, attnnet_averaged),
+    *(sanet, sanet_ones, sanet_local, sanet_without_attention, senet),
 )
-MODELS: dict[str, Callable[..., Any]] = Catalog(
-    **CLASSIFIERS,
-    deeplab_v2=deeplab_v2,
-    deeplab_compact=deeplab_compact,
-    unet_care=unet_care,
-    unet_residual=unet_residual,
-    unet_projection=unet_projection,
-    psmnet_stacked=psmnet_stacked,
-    psmnet_basic=psmnet_basic,
-    i3d_resnet50=i3d_resnet50,
-    video_resnet=video_resnet,
-    sagan=sagan,
-    bert_base=bert_base,
-    bert_large=bert_large,
-    bert_small=bert_small,
-    mask_rcnn=mask_rcnn,
-    faster_rcnn=faster_rcnn,
+MODELS: dict[str, Callable[..., Any]] = _catalog(
+    *CLASSIFIERS.values(),
+    *(deeplab_v2, deeplab_compact, unet_care, unet_residual, unet_projection, psmnet_stacked, psmnet_basic),
+    *(i3d_resnet50, video_resnet, sagan, bert_base, bert_large, bert_small, mask_rcnn, faster_rcnn),
 )
 # Name of a model in a saved configuration -> the class whose arguments the configuration has.
-FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
-FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
-FAMILIES |= dict.fromkeys(("bert_base", "bert_large", "bert_small"), Bert)
-FAMILIES |= {"mask_rcnn": Detector, "faster_rcnn": Detector}
-FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
-FAMILIES |= {"psmnet_stacked": PSMNet, "psmnet_basic": PSMNet}
-FAMILIES |= {"i3d_resnet50": I3D, "video_resnet": VideoResNet, "sagan": SAGAN}
+_FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
+_FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
+_FAMILIES |= dict.fromkeys(("bert_base", "bert_large", "bert_small"), Bert)
+_FAMILIES |= {"mask_rcnn": Detector, "faster_rcnn": Detector}
+_FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
+_FAMILIES |= {"psmnet_stacked": PSMNet, "psmnet_basic": PSMNet}
+_FAMILIES |= {"i3d_resnet50": I3D, "video_resnet": VideoResNet, "sagan": SAGAN}
 # timm's register_model appends names to this module's __all__, or creates it; here it already has them all.
 __all__ = ["CLASSIFIERS", "MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
 
@@ -269,14 +218,14 @@ def from_pretrained(
         )
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token}
     hub |= {"local_files_only": local_files_only, "force_download": force_download}
-    return load("models.from_pretrained", path_or_repo, rebuild, hub)
+    return load_model("models.from_pretrained", path_or_repo, rebuild, hub)
 
 
 def rebuild(config: dict[str, Any]) -> nn.Module:
     """Build the model of a saved configuration, without its weights."""
-    build = FAMILIES.get(config["model"])
+    build = _FAMILIES.get(config["model"])
     if build is None:
-        raise unknown("models.from_pretrained", "model", config["model"], FAMILIES)
+        raise unknown("models.from_pretrained", "model", config["model"], _FAMILIES)
     if config.get("operator", "softmax") not in OPERATORS:
         raise unknown("models.from_pretrained", "operator", config["operator"], OPERATORS)
     return build(**config)
@@ -294,6 +243,9 @@ def register_timm() -> list[str]:
     Returns:
         The names.
 
+    Raises:
+        ImportError: If timm is not installed.
+
     Example:
         >>> import timm
         >>> from farfield import models
@@ -301,17 +253,19 @@ def register_timm() -> list[str]:
         >>> timm.create_model("kanet_qkv", features_only=True, output_stride=16).feature_info.reduction()
         [2, 4, 8, 16, 16]
     """
-    import timm.models
+    try:
+        import timm.models
+    except ModuleNotFoundError as error:
+        fix = install_command("timm")
+        raise ImportError(f"models.register_timm: timm is not installed; fix: {fix}", name="timm") from error
 
     for name in CLASSIFIERS:
         if not (timm.models.is_model(name) and timm.models.model_entrypoint(name).__module__ == __name__):
-            timm.models.register_model(timm_entry(name))
+            timm.models.register_model(_timm_entry(name))
     return list(CLASSIFIERS)
 
 
-def timm_entry(name: str) -> Callable[..., nn.Module]:
-    """Make the entry point of a `CompactNet` for timm, which takes timm's argument names."""
-
+def _timm_entry(name: str) -> Callable[..., nn.Module]:
     def build(
         *, in_chans: int = 3, drop_rate: float = 0.2, drop_path_rate: float = 0.0, **arguments: Any
     ) -> CompactNet:

@@ -8,25 +8,25 @@ from torch import Tensor, nn
 from farfield.ops.grid import accumulation
 
 # Added to the variance of a position's features, so that features that are all 0 stay 0.
-SMALLEST = 1e-6
+_SMALLEST = 1e-6
 
 
 def split_deviation(grid: Float[Tensor, "b c *n"]) -> tuple[Float[Tensor, "b c *n"], Float[Tensor, "b 1 *n"]]:
     """Return a grid whose channels have mean 0 and variance 1 at each position, and what it was divided by."""
     features = grid.to(accumulation(grid.dtype))
     centred = features - features.mean(1, keepdim=True)
-    deviation = (centred.square().mean(1, keepdim=True) + SMALLEST).sqrt()
+    deviation = (centred.square().mean(1, keepdim=True) + _SMALLEST).sqrt()
     return (centred / deviation).to(grid.dtype), deviation.to(grid.dtype)
 
 
-def normalize_channels(grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
+def _normalize_channels(grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
     """Give the channels of each position mean 0 and variance 1."""
     return split_deviation(grid)[0]
 
 
 class ChannelNorm(nn.Module):
-    """`normalize_channels` as a module: responses, up to cubic in their input, stay finite however that grows."""
+    """`_normalize_channels` as a module: responses, up to cubic in their input, stay finite however that grows."""
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
         """Return the grid, the channels of each position with mean 0 and variance 1."""
-        return normalize_channels(grid)
+        return _normalize_channels(grid)

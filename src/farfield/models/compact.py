@@ -13,15 +13,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import shape_error, unknown
+from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.encoder import POOLS, Encoder, check_pool, dilate_blocks, limit_strides
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
+from farfield.nn.bare import is_bare
 from farfield.nn.block_fusion import in_slices
 from farfield.nn.blocks import SAMPLE_WISE, AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.conv_norm_act import convolved
 from farfield.nn.initialization import DrawnByItself
-from farfield.ops.bare import is_bare
 from farfield.ops.table import OPERATORS, Operator
 
 
@@ -51,12 +52,12 @@ STAGES = (
     Stage(r=6, out=320, n=1, s=1, kind="attention"),
 )
 # Channels of the 3x3 convolution before the stages (stride 2) and of the 1x1 convolution after them.
-STEM, HEAD = 32, 1280
+_STEM, _HEAD = 32, 1280
 # The first rows, whose grids are the largest: in inference the stem and they are computed for a few samples at a time.
-FIRST_ROWS = 1
+_FIRST_ROWS = 1
 STRIDES = (2, *(stage.s for stage in STAGES if stage.s > 1))
 # Indices of the rows of `STAGES` before each halving of the size, and of the last row: their grids are the pyramid.
-PYRAMID = tuple(row for row, after in enumerate((*STAGES[1:], None)) if after is None or after.s > 1)
+_PYRAMID = tuple(row for row, after in enumerate((*STAGES[1:], None)) if after is None or after.s > 1)
 
 
 class Variant(NamedTuple):
@@ -148,30 +149,29 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         global_pool: str = "avg",
         output_stride: int | None = None,
     ) -> None:
+        config = bind_arguments(locals())
         super().__init__()
-        variant = find_variant(model, operator)
-        check_arguments(model, num_classes, in_channels, width, dropout)
-        strides, places = check_strides(model, strides, output_stride)
+        self.config, variant = config, _find_variant(model, operator)
+        _check_sizes(model, num_classes, in_channels, width, dropout)
+        strides, places = _check_strides(model, strides, output_stride)
         self.name, self.in_channels, self.strides = model, in_channels, tuple(stride for stride, _ in places)
-        self.config: dict[str, Any] = {"model": model} | ({} if operator is None else {"operator": name_of(operator)})
-        self.config |= {"num_classes": num_classes, "in_channels": in_channels, "width": width}
-        self.config |= {"strides": list(strides), "dropout": dropout}
-        self.config |= {"reduction": reduction} if variant.path == "squeeze_excite" else {}
-        self.config |= {} if output_stride is None else {"output_stride": output_stride}
+        self.config["strides"] = list(strides)
+        if variant.path != "squeeze_excite":
+            del self.config["reduction"]
 
-        channels = divisible(STEM * width)
+        channels = _round_channels(_STEM * width)
         self.stem = convolved(in_channels, channels, kernel=3, stride=strides[0])
         rows, later, (_, dilation) = [], iter(places[1:]), places[0]
-        self.row_channels = [divisible(stage.out * width) for stage in STAGES]
+        self.row_channels = [_round_channels(stage.out * width) for stage in STAGES]
         for stage, out in zip(STAGES, self.row_channels, strict=True):
             before, (stride, dilation) = dilation, next(later) if stage.s > 1 else (stage.s, dilation)
             path = operator or variant.path
-            rows.append(build_row(stage, getattr(variant, stage.kind), path, channels, out, stride, reduction))
+            rows.append(_build_row(stage, getattr(variant, stage.kind), path, channels, out, stride, reduction))
             if dilation > 1:
                 dilate_blocks(rows[-1], before, dilation)
             channels = out
-        self.rows, self.feature_rows = nn.Sequential(*rows), PYRAMID
-        self.num_features = divisible(HEAD * max(1.0, width))
+        self.rows, self.feature_rows = nn.Sequential(*rows), _PYRAMID
+        self.num_features = _round_channels(_HEAD * max(1.0, width))
         self.head = convolved(channels, self.num_features)
         self.dropout = nn.Dropout(dropout)
         self.reset_classifier(num_classes, global_pool)
@@ -179,7 +179,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
     def reset_parameters(self) -> None:
         """Draw all weights but those of norms, which initialize themselves."""
-        initialize(self)
+        draw_weights(self)
 
     def forward(self, image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"] | Float[Tensor, "b d y x"]:
         """Return one logit per class; without a classifier the pooled features, or the grid if nothing is pooled."""
@@ -190,8 +190,10 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         self.check(image)
         if not is_bare(self.rows, nn.Sequential):
             return self.head(self.run(self.rows, self.stem(image)))
-        first, others = [*self.rows][:FIRST_ROWS], [*self.rows][FIRST_ROWS:]
-        channels = 2 * divisible(STEM * self.config["width"]) + self.row_channels[0]  # of the grids of these layers
+        first, others = [*self.rows][:_FIRST_ROWS], [*self.rows][_FIRST_ROWS:]
+        channels = (
+            2 * _round_channels(_STEM * self.config["width"]) + self.row_channels[0]
+        )  # of the grids of these layers
 
         def enter(part: Tensor) -> Tensor:
             return self.run_each(first, self.stem(part))
@@ -266,35 +268,27 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         self.global_pool = check_pool(self.name, pool, num_classes)
         old = next(self.parameters())
         classifier = nn.Linear(self.head_hidden_size, num_classes) if num_classes else nn.Identity()
-        self.classifier = initialize(classifier.to(old.device, old.dtype))
+        self.classifier = draw_weights(classifier.to(old.device, old.dtype))
         self.num_classes = self.config["num_classes"] = num_classes
         self.config.pop("global_pool", None)
         if self.global_pool != "avg":
             self.config["global_pool"] = self.global_pool
 
 
-def find_variant(model: str, operator: str | Operator | None) -> Variant:
+def _find_variant(model: str, operator: str | Operator | None) -> Variant:
     """Return an entry of `VARIANTS`; refuse an operator if the entry has no attention."""
     if model not in VARIANTS:
         raise unknown("models.CompactNet", "model", model, VARIANTS)
     variant = VARIANTS[model]
     if operator is None:
         return variant
-    if isinstance(operator, str) and operator not in OPERATORS:
-        raise unknown(model, "operator", operator, OPERATORS)
+    find_operator(model, operator)
     if variant.path not in OPERATORS:
         raise ValueError(f"{model}: has no attention whose operator could be replaced; fix: models.kanet(operator).")
     return variant
 
 
-def name_of(operator: str | Operator) -> str | None:
-    """Return the name of an operator, None for a user's own."""
-    if isinstance(operator, str):
-        return operator
-    return next((name for name, known in OPERATORS.items() if known == operator), None)
-
-
-def build_row(
+def _build_row(
     stage: Stage, kind: str, path: str | Operator | None, channels: int, out: int, stride: int, reduction: int
 ) -> nn.Sequential:
     """Build the n blocks of one stage; the first has the stride and changes the channels."""
@@ -311,13 +305,13 @@ def build_row(
     return nn.Sequential(*blocks)
 
 
-def divisible(channels: float, divisor: int = 8) -> int:
+def _round_channels(channels: float, divisor: int = 8) -> int:
     """Round channels to a multiple of the divisor, up if rounding would lose more than a tenth (MobileNetV2)."""
     rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < 0.9 * channels else rounded
 
 
-def initialize(net: nn.Module) -> nn.Module:
+def draw_weights(net: nn.Module) -> nn.Module:
     """Draw all weights as in the papers: Glorot uniform, biases 0; batch norm initializes itself to 1 and 0."""
     for module in net.modules():
         if isinstance(module, GridAttention):
@@ -329,14 +323,7 @@ def initialize(net: nn.Module) -> nn.Module:
     return net
 
 
-def check_whole(model: str, name: str, value: int, smallest: int) -> None:
-    """Refuse a value that is not a whole number, or below the smallest allowed."""
-    if not isinstance(value, int) or value < smallest:
-        raise ValueError(f"{model}: {name} must be a whole number from {smallest}, got {value!r}.")
-
-
-def check_arguments(model: str, num_classes: int, in_channels: int, width: float, dropout: float) -> None:
-    """Refuse numbers out of range."""
+def _check_sizes(model: str, num_classes: int, in_channels: int, width: float, dropout: float) -> None:
     check_whole(model, "num_classes", num_classes, 0)
     check_whole(model, "in_channels", in_channels, 1)
     if not 0 < width < math.inf:
@@ -345,7 +332,7 @@ def check_arguments(model: str, num_classes: int, in_channels: int, width: float
         raise ValueError(f"{model}: dropout must be a probability below 1, got {dropout!r}.")
 
 
-def check_strides(
+def _check_strides(
     model: str, strides: Sequence[int] | None, output_stride: int | None
 ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
     """Return the five strides, by default the papers', and the result of `limit_strides` for them."""
@@ -361,17 +348,9 @@ def check_strides(
 
 
 def check_image(model: str, image: Tensor, channels: int, other: str = "") -> None:
-    """Raise an error if an image is not a floating-point tensor `(batch, channels, height, width)`, or is empty.
+    """Refuse an image that is not a floating-point tensor `(batch, channels, height, width)`, or is empty.
 
-    Args:
-        model: The network that the error names.
-        image: The image.
-        channels: The channels that the network reads.
-        other: Text of another fix, for a network that can be built for other channels.
-
-    Raises:
-        ShapeError: If the image has another number of dims or channels, or a dim of size 0.
-        TypeError: If its dtype is not floating point.
+    `other` is the text of another fix, for a network that can be built for other channels.
     """
     if image.dim() != 4 or image.shape[1] != channels:
         fix = f"give it (batch, {channels}, height, width){other}."

@@ -6,9 +6,8 @@ Letters as in the papers: D, the channels of the attention output layer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -16,21 +15,22 @@ from torch import Tensor, nn
 from farfield._checks import unknown
 from farfield.insertion._places import CHILD
 from farfield.models.channel_norm import ChannelNorm
-from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, check_whole, initialize, name_of
+from farfield.models.choices import bind_arguments, check_whole, find_operator
+from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, draw_weights
 from farfield.models.storage import Stored, read_weights
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself, draw
 from farfield.ops.table import OPERATORS, Operator
 
-RESNETS = ("resnet101", "resnet50")
-MODELS = ("deeplab_v2", "deeplab_compact")
+_RESNETS = ("resnet101", "resnet50")
+_MODELS = ("deeplab_v2", "deeplab_compact")
 OUTPUTS = ("aspp", "plain", *OPERATORS)
 # Dilations, and paddings, of the four 3x3 convolutions of DeepLabV2's output layer.
-ATROUS = (6, 12, 18, 24)
+_ATROUS = (6, 12, 18, 24)
 # Output stride -> dilations of the 3x3 convolutions after the last two strides of a network.
-DILATIONS = {8: (2, 4), 16: (1, 2), 32: (1, 1)}
+_DILATIONS = {8: (2, 4), 16: (1, 2), 32: (1, 1)}
 # Indices of the rows of `STAGES` with these two strides.
-LATE_ROWS = (4, 7)
+_LATE_ROWS = (4, 7)
 
 
 class ASPP(nn.ModuleList):
@@ -49,7 +49,7 @@ class ASPP(nn.ModuleList):
     """
 
     def __init__(self, channels: int, num_classes: int) -> None:
-        super().__init__(nn.Conv2d(channels, num_classes, 3, padding=rate, dilation=rate) for rate in ATROUS)
+        super().__init__(nn.Conv2d(channels, num_classes, 3, padding=rate, dilation=rate) for rate in _ATROUS)
 
     def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes h w"]:
         """Return the logits of each position."""
@@ -129,35 +129,32 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         output_stride: int = 8,
         weights: str | Path | None = None,
     ) -> None:
+        config = bind_arguments(locals())
         super().__init__()
-        if model not in MODELS:
-            raise unknown("models.DeepLab", "model", model, MODELS)
+        if model not in _MODELS:
+            raise unknown("models.DeepLab", "model", model, _MODELS)
         check_whole(model, "num_classes", num_classes, 1)
         check_whole(model, "channels", channels, 1)
-        if output_stride not in DILATIONS:
+        if output_stride not in _DILATIONS:
             raise ValueError(f"{model}: output_stride must be 8, 16 or 32, got {output_stride!r}.")
         if isinstance(output, str) and output not in OUTPUTS:
             raise unknown(model, "output layer", output, OUTPUTS)
-        self.name, self.num_classes, self.output_stride = model, num_classes, output_stride
-        self.config: dict[str, Any] = {"model": model, "backbone": backbone}
-        self.config |= {"output": output if output in OUTPUTS else name_of(output), "num_classes": num_classes}
-        self.config |= {"channels": channels, "heads": heads, "residual": residual, "normalized": normalized}
-        self.config |= {"width": width, "output_stride": output_stride}
-        self.backbone, self.features = build_backbone(model, backbone, width, output_stride)
+        self.config, self.name, self.num_classes, self.output_stride = config, model, num_classes, output_stride
+        self.backbone, self.features = _build_backbone(model, backbone, width, output_stride)
         self.head = build_head(self.features, output, num_classes, channels, heads, residual, normalized)
-        draw_head(self.head)
+        _draw_head(self.head)
         if weights is not None:
-            fill_backbone(model, self.backbone, Path(weights))
+            _fill_backbone(model, self.backbone, Path(weights))
 
     def reset_parameters(self) -> None:
         """Draw the convolutions of the backbone, as torchvision or `CompactNet`, and of the head."""
-        if self.config["backbone"] in RESNETS:
+        if self.config["backbone"] in _RESNETS:
             for convolution in self.backbone.modules():
                 if isinstance(convolution, nn.Conv2d):
                     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
         else:
-            initialize(self.backbone)
-        draw_head(self.head)
+            draw_weights(self.backbone)
+        _draw_head(self.head)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """Return the shape of the image whose MACs a model card counts: channels, height and width."""
@@ -193,8 +190,7 @@ def deeplab_v2(
         >>> sum(parameter.numel() for parameter in net.parameters())
         44048532
     """
-    options: dict[str, Any] = {"num_classes": num_classes, "channels": channels, "heads": heads, "residual": residual}
-    return DeepLab("deeplab_v2", backbone=backbone, output=output, normalized=normalized, weights=weights, **options)
+    return DeepLab("deeplab_v2", **locals())
 
 
 def deeplab_compact(
@@ -218,18 +214,13 @@ def deeplab_compact(
         >>> deeplab_compact("sanet", "averaged", width=0.25)(torch.randn(1, 3, 64, 64)).shape
         torch.Size([1, 21, 8, 8])
     """
-    options: dict[str, Any] = {"num_classes": num_classes, "channels": channels, "residual": residual, "width": width}
-    options |= {"normalized": normalized, "output_stride": output_stride, "weights": weights}
-    return DeepLab("deeplab_compact", backbone=backbone, output=output, **options)
+    return DeepLab("deeplab_compact", **locals())
 
 
-def build_backbone(model: str, backbone: str, width: float, output_stride: int) -> tuple[nn.Sequential, int]:
-    """Build a backbone; return it and its output channels.
-
-    Its parameters have the names that they have in torchvision's ResNet or in `CompactNet`.
-    """
-    strides = [1 if dilation > 1 else 2 for dilation in DILATIONS[output_stride]]
-    if backbone in RESNETS:
+def _build_backbone(model: str, backbone: str, width: float, output_stride: int) -> tuple[nn.Sequential, int]:
+    """Build a backbone, whose parameters have torchvision's or `CompactNet`'s names; return it and its channels."""
+    strides = [1 if dilation > 1 else 2 for dilation in _DILATIONS[output_stride]]
+    if backbone in _RESNETS:
         if width != 1.0:
             raise ValueError(f"{model}: {backbone} has one width, got {width!r}; fix: leave width out.")
         from torchvision.models import resnet
@@ -241,17 +232,17 @@ def build_backbone(model: str, backbone: str, width: float, output_stride: int) 
     elif backbone in VARIANTS:
         compact = CompactNet(backbone, width=width, strides=(*STRIDES[:3], *strides), num_classes=0)
         body = nn.Sequential(OrderedDict(stem=compact.stem, rows=compact.rows))
-        first, second = LATE_ROWS
+        first, second = _LATE_ROWS
         late, channels = [compact.rows[first:second], compact.rows[second:]], compact.row_channels[-1]
     else:
-        raise unknown(model, "backbone", backbone, [*RESNETS, *VARIANTS])
-    for stage, stride, dilation in zip(late, strides, DILATIONS[output_stride], strict=True):
+        raise unknown(model, "backbone", backbone, [*_RESNETS, *VARIANTS])
+    for stage, stride, dilation in zip(late, strides, _DILATIONS[output_stride], strict=True):
         if stride == 1:
-            dilate(stage, dilation)
+            _dilate(stage, dilation)
     return body, channels
 
 
-def dilate(stage: nn.Module, dilation: int) -> None:
+def _dilate(stage: nn.Module, dilation: int) -> None:
     """Remove the strides of a stage and dilate every 3x3 convolution in it, including the first one."""
     for module in stage.modules():
         if isinstance(module, nn.Conv2d):
@@ -276,8 +267,7 @@ def build_head(
     elif output == "plain":
         head = nn.Conv2d(features, num_classes, 1)
     else:
-        operator = OPERATORS[output] if isinstance(output, str) else output
-        project = "qkv" if operator.reads_keys else "qv"
+        project = find_operator("DeepLab", output).projections("qkv")
         attention = GridAttention(channels, output, heads=heads, project=project, scale=1.0, residual=residual)
         reduce, classify = nn.Conv2d(features, channels, 1), nn.Conv2d(channels, num_classes, 1)
         norm = {"norm": ChannelNorm()} if normalized else {}
@@ -285,21 +275,21 @@ def build_head(
     return head
 
 
-def draw_head(head: nn.Module) -> None:
+def _draw_head(head: nn.Module) -> None:
     """Draw the convolutions of an output layer, Glorot uniform before attention; attention draws itself."""
     for name, convolution in head.named_modules():
         if isinstance(convolution, nn.Conv2d):
-            draw(convolution) if name == "reduce" else draw_classifier(convolution)
+            draw(convolution) if name == "reduce" else _draw_classifier(convolution)
 
 
-def draw_classifier(convolution: nn.Conv2d) -> None:
+def _draw_classifier(convolution: nn.Conv2d) -> None:
     """Draw a convolution that returns logits: normal weights of deviation 0.01, bias 0."""
     nn.init.normal_(convolution.weight, std=0.01)
     if convolution.bias is not None:
         nn.init.zeros_(convolution.bias)
 
 
-def fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
+def _fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
     """Copy a file's weights into a backbone; the file may have weights of other parts too."""
     # The backbone has this name in torchvision's segmentation networks and in `DeepLab`.
     tensors = {name.removeprefix("backbone."): tensor for name, tensor in read_weights(model, path).items()}
@@ -307,13 +297,7 @@ def fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
 
 
 def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy weights into a part of a network; modules that were inserted into it are unchanged.
-
-    Args:
-        model: The network that errors name.
-        path: The file of the weights, for errors.
-        part: The part, changed in place.
-        tensors: Its state dict, which may have other entries too.
+    """Copy a file's state dict, which may have other entries too, into a part of a network; insertions are unchanged.
 
     Raises:
         ValueError: If a weight is missing or of another shape; nothing is copied then.
@@ -321,13 +305,9 @@ def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor])
     own = {name: tensor for name, tensor in part.state_dict().items() if CHILD not in name.split(".")}
     wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
     if wrong:
+        shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
         raise ValueError(
             f"{model}: {path} holds the weights of another network: {len(wrong)} of {len(own)} are missing or of "
-            f"another shape, {listed(wrong)}; fix: the options, such as backbone and width, that it was trained with."
+            f"another shape, {shown}; fix: the options, such as backbone and width, that it was trained with."
         )
     part.load_state_dict({name: tensors[name] for name in own}, strict=False)
-
-
-def listed(names: Sequence[str], shown: int = 3) -> str:
-    """Return the first few names as text."""
-    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 # Largest size of a configuration file, in bytes; the recipes have about 3,000.
-LONGEST = 2**20
+_LONGEST = 2**20
 # Largest number of values in a file, counting repeated references, and largest depth of nesting.
-VALUES, DEPTH = 10_000, 20
+_VALUES, DEPTH = 10_000, 20
 # Largest length of one list argument, such as strides or places of attention.
-LISTED = 100
+_LISTED = 100
 # Largest absolute value of a number: BOUNDS for the arguments in it, BOUND for all others. The papers' networks stay
 # far below. Arguments in BOUNDS repeat or enlarge parts of a network, which takes time before its shapes can be
 # compared with the weights.
@@ -21,34 +21,34 @@ BOUND = 2**20
 # The "format" of a config.json; version 0.1 wrote none, which is format 1, and version 0.2.0 wrote 2.
 FORMAT = 3
 # Models whose attention was another function in format 2.
-UNETS = ("unet_care", "unet_residual", "unet_projection")
+_UNETS = ("unet_care", "unet_residual", "unet_projection")
 # Argument -> its values in format 1 that have other names now -> their current names.
-MEANT_IN_1 = {
+_MEANT_IN_1 = {
     "operator": {"kronecker_qkv": "kronecker_qkv_literal"},
     "output": {"kronecker_qkv": "kronecker_qkv_literal"},
     "backbone": {"kanet": "kanet_qkv_literal", "kanet_qkv": "kanet_qkv_literal"},
 }
 # Name of an argument in format 1 -> its current name.
-CALLED_IN_1 = {"rank": "spatial_dims"}
+_CALLED_IN_1 = {"rank": "spatial_dims"}
 # Argument -> model -> the argument's default in format 1, where it is another one now.
-DEFAULTS_IN_1: dict[str, dict[str, Any]] = {
+_DEFAULTS_IN_1: dict[str, dict[str, Any]] = {
     "operator": dict.fromkeys(("kanet", "kanet_qkv"), "kronecker_qkv_literal"),
     "scale": dict.fromkeys(("psmnet_stacked", "psmnet_basic", "video_resnet", "mask_rcnn", "faster_rcnn"), 1.0),
-    "normalized": dict.fromkeys((*UNETS, "sagan", "deeplab_v2", "deeplab_compact"), False),
+    "normalized": dict.fromkeys((*_UNETS, "sagan", "deeplab_v2", "deeplab_compact"), False),
 }
 
 
 def translate_format_1(config: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a configuration of version 0.1 to the current names and defaults.
 
-    In version 0.1 kronecker_qkv was the operator as printed in the paper, the default scale of products was 1.0, and
-    U-Nets, SAGAN and DeepLab did not normalize before or in their attention.
+    Then kronecker_qkv was the operator as printed in the paper, the default scale of products was 1.0, and U-Nets,
+    SAGAN and DeepLab did not normalize before or in their attention.
     """
     translated = {
-        CALLED_IN_1.get(name, name): MEANT_IN_1.get(name, {}).get(value, value) if isinstance(value, str) else value
+        _CALLED_IN_1.get(name, name): _MEANT_IN_1.get(name, {}).get(value, value) if isinstance(value, str) else value
         for name, value in config.items()
     }
-    for name, defaults in DEFAULTS_IN_1.items():
+    for name, defaults in _DEFAULTS_IN_1.items():
         if config.get("model") in defaults:
             translated.setdefault(name, defaults[config["model"]])
     return translated
@@ -58,25 +58,21 @@ def translate(form: int, config: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a configuration of a format to the current names and defaults."""
     if form == 1:
         return translate_format_1(config)
-    return translate_format_2(config) if form == 2 else dict(config)
+    return _translate_format_2(config) if form == 2 else dict(config)
 
 
-def translate_format_2(config: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_format_2(config: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a configuration of version 0.2.0, whose U-Nets did not scale the response of attention."""
-    if config.get("model") in UNETS and config.get("normalized", True) is True:
+    if config.get("model") in _UNETS and config.get("normalized", True) is True:
         return {**config, "normalized": "unscaled"}
     return dict(config)
 
 
 def read_text(path: Path) -> str:
-    """Read a configuration file.
-
-    Raises:
-        ValueError: If the file is too long, or not UTF-8. The text begins with the file.
-    """
+    """Read a configuration file; the text of a `ValueError` for a long or damaged one begins with the file."""
     size = path.stat().st_size
-    if size > LONGEST:
-        raise ValueError(f"{path} has {size:,} bytes, and a configuration at most {LONGEST:,}; fix: another file.")
+    if size > _LONGEST:
+        raise ValueError(f"{path} has {size:,} bytes, and a configuration at most {_LONGEST:,}; fix: another file.")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -84,11 +80,7 @@ def read_text(path: Path) -> str:
 
 
 def read_config(caller: str, path: Path) -> dict[str, Any]:
-    """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds.
-
-    Raises:
-        ValueError: If the file is damaged, too large, of a newer format, or has other content.
-    """
+    """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds."""
     try:
         text = read_text(path)
     except ValueError as error:
@@ -123,17 +115,13 @@ def check_values(file: Path, values: Any) -> None:
     """Refuse everything but numbers, strings, booleans, null, and lists and mappings of them; refuse too many of them.
 
     A list that is referenced twice counts twice: a few lines can contain 9 ** 9 values, or a list that contains itself.
-
-    Raises:
-        ValueError: If there is another value, a key that is not a string, or too many values or levels. The text has
-            the file and, for one value, its place in the file.
     """
     left, seen = [("", values, 0)], 0
     while left:
         place, value, depth = left.pop()
         seen += 1
-        if depth > DEPTH or seen > VALUES:
-            limit = f"{DEPTH} levels" if depth > DEPTH else f"{VALUES:,} values"
+        if depth > DEPTH or seen > _VALUES:
+            limit = f"{DEPTH} levels" if depth > DEPTH else f"{_VALUES:,} values"
             raise ValueError(f"{file} has more than {limit}, counting repeated references; fix: use fewer.")
         if isinstance(value, dict):
             for name, each in value.items():
@@ -153,13 +141,11 @@ def check_values(file: Path, values: Any) -> None:
 def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments from a file that are not plain values, that name a class, or that are out of bounds.
 
-    Raises:
-        ValueError: If there is such an argument. The text has the file and the argument, and for one out of bounds how
-            to build the network anyway.
+    The text of the `ValueError` has the file, the argument and, for one out of bounds, how to build the network anyway.
     """
     check_values(file, dict(arguments))
     for name, value in arguments.items():
-        for nested in mappings_in(value):
+        for nested in _walk_mappings(value):
             if "class_path" in nested:
                 raise ValueError(
                     f"{file}: {name} names a class, {nested['class_path']!r}, which only a network may; "
@@ -169,27 +155,29 @@ def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
         values = value if isinstance(value, list) else [value]
         bound = BOUNDS.get(name, BOUND)
         fix = f"if intended, build the network in code, with {name}={str(value)[:40]}, and load its weights there."
-        if len(values) > LISTED:
-            raise ValueError(f"{file}: {name} has {len(values):,} values, but at most {LISTED} are allowed; fix: {fix}")
-        for number in numbers_in(value):
+        if len(values) > _LISTED:
+            raise ValueError(
+                f"{file}: {name} has {len(values):,} values, but at most {_LISTED} are allowed; fix: {fix}"
+            )
+        for number in _walk_numbers(value):
             # `not <=` also refuses NaN.
             if not abs(number) <= bound:
                 raise ValueError(f"{file}: {name} is {str(number)[:40]}, but at most {bound:,} is allowed; fix: {fix}")
 
 
-def mappings_in(value: Any) -> Iterator[dict[str, Any]]:
+def _walk_mappings(value: Any) -> Iterator[dict[str, Any]]:
     """Yield a mapping itself, and the mappings in a list and in the lists within it."""
     if isinstance(value, dict):
         yield value
     elif isinstance(value, list):
         for each in value:
-            yield from mappings_in(each)
+            yield from _walk_mappings(each)
 
 
-def numbers_in(value: Any) -> Iterator[float]:
+def _walk_numbers(value: Any) -> Iterator[float]:
     """Yield a number itself, and the numbers in a list and in the lists within it."""
     if isinstance(value, int | float):
         yield value
     elif isinstance(value, list):
         for each in value:
-            yield from numbers_in(each)
+            yield from _walk_numbers(each)

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from farfield._checks import unknown
 from farfield.insertion import detector_places, insert
-from farfield.models.compact import check_whole, name_of
+from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.deeplab import fill, read_weights
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import Operator
 
-VARIANTS = ("mask_rcnn", "faster_rcnn")
-RESNETS = ("resnet50", "resnet101", "resnext101_32x8d", "resnet34", "resnet18")
+_VARIANTS = ("mask_rcnn", "faster_rcnn")
+_RESNETS = ("resnet50", "resnet101", "resnext101_32x8d", "resnet34", "resnet18")
 # Layers whose shape depends on the number of classes; they are not loaded from a file with another number of them.
-PREDICTORS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
+_PREDICTORS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Setup:
     detections: int = 100
 
 
-PAPER = Setup()
+_PAPER = Setup()
 
 
 class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-detection"):
@@ -118,34 +118,31 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         basis: int = 64,
         heads: int = 1,
         num_classes: int = 80,
-        setup: Setup | Mapping[str, Any] = PAPER,
+        setup: Setup | Mapping[str, Any] = _PAPER,
         weights: str | Path | None = None,
         scale: float | None = None,
     ) -> None:
+        config = bind_arguments(locals())
         super().__init__()
-        if model not in VARIANTS:
-            raise unknown("models.Detector", "model", model, VARIANTS)
+        if model not in _VARIANTS:
+            raise unknown("models.Detector", "model", model, _VARIANTS)
         setup = setup if isinstance(setup, Setup) else Setup(**setup)
         for name, value in {"num_classes": num_classes, "basis": basis, **asdict(setup)}.items():
             check_whole(model, name, value, 0 if name == "frozen" else 1)
-        if isinstance(operator, str) and operator not in OPERATORS:
-            raise unknown(model, "operator", operator, OPERATORS)
+        entry = find_operator(model, operator)
         self.name, self.num_classes, self.setup = model, num_classes, setup
-        self.config: dict[str, Any] = {"model": model, "backbone": backbone, "attention": list(attention)}
-        self.config |= {"operator": name_of(operator), "basis": basis, "heads": heads}
-        self.config |= {"num_classes": num_classes, "setup": asdict(setup), "scale": scale}
-        pyramid = build_pyramid(model, backbone, setup)
-        self.rcnn = build_rcnn(model, pyramid, num_classes, setup)
+        self.config = config | {"setup": asdict(setup), "attention": list(attention)}
+        pyramid = _build_pyramid(model, backbone, setup)
+        self.rcnn = _build_rcnn(model, pyramid, num_classes, setup)
         # Inserted last, so that the random initialization of the rest does not depend on where attention is.
         places = [place.removeprefix("backbone.") for place in detector_places(*attention)]
         if places:
-            entry = OPERATORS[operator] if isinstance(operator, str) else operator
-            letters = "qkvo" if entry.reads_keys else "qvo"
-            options: dict[str, Any] = {"heads": heads, "inner_channels": basis, "project": letters, "scale": scale}
+            options: dict[str, Any] = {"heads": heads, "inner_channels": basis, "scale": scale}
+            options["project"] = entry.projections("qkvo")
             make = partial(GridAttention, operator=operator, residual=True, **options)
             insert(pyramid, places, make, example=torch.zeros(1, 3, 64, 96))
         if weights is not None:
-            fill_rcnn(model, self.rcnn, Path(weights), setup)
+            _fill_rcnn(model, self.rcnn, Path(weights), setup)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """Return the shape of the image whose MACs a model card counts: channels, height, width."""
@@ -176,7 +173,7 @@ def mask_rcnn(
     basis: int = 64,
     heads: int = 1,
     num_classes: int = 80,
-    setup: Setup = PAPER,
+    setup: Setup = _PAPER,
     weights: str | Path | None = None,
 ) -> Detector:
     """Build Mask R-CNN with a feature pyramid and attention at any of its places.
@@ -191,9 +188,7 @@ def mask_rcnn(
         >>> sum(parameter.numel() for parameter in net.parameters())
         44401393
     """
-    options: dict[str, Any] = {"basis": basis, "heads": heads, "num_classes": num_classes, "setup": setup}
-    options |= {"operator": operator, "weights": weights}
-    return Detector("mask_rcnn", backbone=backbone, attention=attention, **options)
+    return Detector("mask_rcnn", **locals())
 
 
 def faster_rcnn(
@@ -204,7 +199,7 @@ def faster_rcnn(
     basis: int = 64,
     heads: int = 1,
     num_classes: int = 80,
-    setup: Setup = PAPER,
+    setup: Setup = _PAPER,
     weights: str | Path | None = None,
 ) -> Detector:
     """Build Faster R-CNN with a feature pyramid, for annotations without masks: it predicts no masks.
@@ -217,15 +212,13 @@ def faster_rcnn(
         >>> "mask_head" in dict(net.rcnn.roi_heads.named_children())
         False
     """
-    options: dict[str, Any] = {"basis": basis, "heads": heads, "num_classes": num_classes, "setup": setup}
-    options |= {"operator": operator, "weights": weights}
-    return Detector("faster_rcnn", backbone=backbone, attention=attention, **options)
+    return Detector("faster_rcnn", **locals())
 
 
-def build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
+def _build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
     """Build a ResNet and its pyramid; paths in it are those of `detector_places` without the prefix "backbone."."""
-    if backbone not in RESNETS:
-        raise unknown(model, "backbone", backbone, RESNETS)
+    if backbone not in _RESNETS:
+        raise unknown(model, "backbone", backbone, _RESNETS)
     from torchvision.models import resnet
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
     from torchvision.ops import FrozenBatchNorm2d
@@ -241,7 +234,7 @@ def build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
     return BackboneWithFPN(body, stages, channels, setup.channels, extra_blocks=LastLevelMaxPool())
 
 
-def build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) -> nn.Module:
+def _build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) -> nn.Module:
     """Build torchvision's R-CNN on a pyramid; at 256 channels its state dict has torchvision's names and shapes."""
     from torchvision.models.detection import FasterRCNN, MaskRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -268,15 +261,11 @@ def build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) -
     return MaskRCNN(pyramid, **options)
 
 
-def fill_rcnn(model: str, rcnn: Any, path: Path, setup: Setup) -> None:
+def _fill_rcnn(model: str, rcnn: Any, path: Path, setup: Setup) -> None:
     """Copy weights from a file into a detector; attention is unchanged.
 
     The weights of a ResNet fill the backbone. Those of a detector fill all of it, except the predictors if the number
     of classes is another one.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file is damaged or of another network, or the setup is not frozen.
     """
     tensors = read_weights(model, path)
     if not setup.frozen:
@@ -289,5 +278,5 @@ def fill_rcnn(model: str, rcnn: Any, path: Path, setup: Setup) -> None:
     own = rcnn.state_dict()
     classes = "roi_heads.box_predictor.cls_score.weight"
     if classes in tensors and tensors[classes].shape != own[classes].shape:
-        tensors |= {name: tensor for name, tensor in own.items() if name.startswith(PREDICTORS)}
+        tensors |= {name: tensor for name, tensor in own.items() if name.startswith(_PREDICTORS)}
     fill(model, path, rcnn, tensors)

@@ -18,36 +18,29 @@ from torch.utils.checkpoint import checkpoint
 from farfield._checks import unknown
 
 # timm's number for parameters that belong to the preceding group.
-BEFORE = 99999
+_BEFORE = 99999
 
 
-def average(grid: Tensor) -> Tensor:
-    """Return the mean of each channel."""
+def _average(grid: Tensor) -> Tensor:
     return F.adaptive_avg_pool2d(grid, 1).flatten(1)
 
 
-def largest(grid: Tensor) -> Tensor:
-    """Return the largest value of each channel."""
+def _largest(grid: Tensor) -> Tensor:
     return grid.amax((2, 3))
 
 
 # timm's names of global poolings of a grid `(b, d, y, x)` -> the function, and the features it returns per channel.
 POOLS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "avg": (average, 1),
-    "max": (largest, 1),
-    "avgmax": (lambda grid: (average(grid) + largest(grid)) / 2, 1),
-    "catavgmax": (lambda grid: torch.cat([average(grid), largest(grid)], 1), 2),
+    "avg": (_average, 1),
+    "max": (_largest, 1),
+    "avgmax": (lambda grid: (_average(grid) + _largest(grid)) / 2, 1),
+    "catavgmax": (lambda grid: torch.cat([_average(grid), _largest(grid)], 1), 2),
     "": (lambda grid: grid, 1),
 }
 
 
 def check_pool(model: str, global_pool: str, num_classes: int) -> str:
-    """Return the name in `POOLS` of a pooling; timm's "fast" variants compute the same.
-
-    Raises:
-        LookupError: If there is no such pooling.
-        ValueError: If there is no pooling before a classifier.
-    """
+    """Return the name in `POOLS` of a pooling; timm's "fast" variants compute the same. A classifier needs one."""
     name = "avg" if global_pool == "fast" else str(global_pool).removeprefix("fast")
     if name not in POOLS:
         raise unknown(model, "global_pool", global_pool, POOLS)
@@ -60,21 +53,13 @@ def check_pool(model: str, global_pool: str, num_classes: int) -> str:
 
 
 class Encoder(nn.Module):
-    """Methods that timm's tools call, for networks that define these attributes.
-
-    Attributes:
-        rows: Rows of blocks (stages), which run one after another.
-        head: Module that computes the last grid from the grid of the last row.
-        num_features: Channels of the last grid.
-        feature_rows: Indices of the rows whose grids form the pyramid, in the order of `feature_info`.
-        grad_checkpointing: Whether blocks keep only their inputs and run again in the backward pass.
-    """
+    """Methods that timm's tools call, for networks that define these attributes."""
 
     name: str
-    rows: nn.Sequential
-    head: nn.Module
-    num_features: int
-    feature_rows: Sequence[int]
+    rows: nn.Sequential  # of blocks (stages), which run one after another
+    head: nn.Module  # computes the last grid from that of the last row
+    num_features: int  # channels of the last grid
+    feature_rows: Sequence[int]  # indices of the rows whose grids form the pyramid, in the order of `feature_info`
     feature_info: Any
     global_pool: str
     enter: Callable[[Tensor], Tensor]
@@ -111,7 +96,7 @@ class Encoder(nn.Module):
             coarse: Whether a group is a row of blocks instead of a block.
         """
         blocks = r"^rows\.(\d+)" if coarse else r"^rows\.(\d+)\.(\d+)"
-        return {"stem": r"^stem", "blocks": [(blocks, None), (r"^head", (BEFORE,))]}
+        return {"stem": r"^stem", "blocks": [(blocks, None), (r"^head", (_BEFORE,))]}
 
     def forward_intermediates(
         self,
@@ -212,16 +197,16 @@ class Encoder(nn.Module):
             for part in rows:
                 grid = self.run(part, grid)
             return grid
-        return cast(Tensor, checkpoint(rows, grid, use_reentrant=False, context_fn=partial(contexts, rows)))
+        return cast(Tensor, checkpoint(rows, grid, use_reentrant=False, context_fn=partial(_make_contexts, rows)))
 
 
-def contexts(block: nn.Module) -> tuple[Any, Any]:
+def _make_contexts(block: nn.Module) -> tuple[Any, Any]:
     """Return the contexts of the forward run and of the second run in the backward pass, for `checkpoint`."""
-    return contextlib.nullcontext(), statistics_of_once(block)
+    return contextlib.nullcontext(), _restore_statistics(block)
 
 
 @contextlib.contextmanager
-def statistics_of_once(block: nn.Module) -> Iterator[None]:
+def _restore_statistics(block: nn.Module) -> Iterator[None]:
     """Restore running statistics after the second run of a block: its first run has counted the batch already."""
     kept = [buffer.clone() for buffer in block.buffers()]
     try:
@@ -247,15 +232,10 @@ def limit_strides(strides: Sequence[int], output_stride: int | None) -> list[tup
 
 
 def dilate_blocks(row: Iterable[nn.Module], first: int, others: int) -> None:
-    """Dilate the 3x3 convolutions of a row of blocks whose first block may have lost its stride.
+    """Dilate the 3x3 convolutions of a row of blocks whose first block may have lost its stride, which has `first`.
 
     With the same weights, the grid of the row with its stride is then a part of the positions of its grid without it,
     as in timm and torchvision.
-
-    Args:
-        row: The blocks, changed in place.
-        first: Dilation of the first block.
-        others: Dilation of the other blocks.
     """
     for index, block in enumerate(row):
         convolution, dilation = cast(Any, block).depthwise.convolution, others if index else first

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from farfield._checks import shape_error, unknown
-from farfield.models.compact import check_whole, name_of
+from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.gan_parts import DiscriminatorBlock, GeneratorBlock, bound_weight, draw_bound_weights
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself
 from farfield.nn.norm import norm_of
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import Operator
 
 # Height and width of the generator's first grid and the discriminator's last one; blocks double them up to the image.
-SMALLEST = 4
+_SMALLEST = 4
 
 
 class GatedAttention(nn.Module):
@@ -50,9 +50,9 @@ class GatedAttention(nn.Module):
 
     def __init__(self, channels: int, operator: str | Operator, normalized: bool = True) -> None:
         super().__init__()
-        entry = OPERATORS[operator] if isinstance(operator, str) else operator
+        entry = find_operator("sagan", operator)
         options: dict[str, Any] = {"inner_channels": max(1, channels // 8), "value_channels": max(1, channels // 2)}
-        options |= {"project": "qkvo" if entry.reads_keys else "qvo", "bias": False, "scale": 1.0}
+        options |= {"project": entry.projections("qkvo"), "bias": False, "scale": 1.0}
         options |= {"coefficient_norm": norm_of(entry) if normalized else False}
         self.attention = GridAttention(channels, operator, **options)
         for linear in list(self.attention.children()):
@@ -73,14 +73,7 @@ class GatedAttention(nn.Module):
 class Generator(nn.Module):
     """Generate images from noise: a linear layer to 4x4 positions, then blocks that double the size.
 
-    Args:
-        operator: Operator of the attention; None leaves attention out.
-        normalized: See `GatedAttention`.
-        side: Height and width of the images, in pixels.
-        attention_at: Height and width of the grid on which attention is computed.
-        num_classes: Number of classes; 0 for none.
-        noise_channels: Length of an image's noise vector.
-        channels: Channels of the last block.
+    The arguments are those of `SAGAN`; `channels` are those of the last block.
     """
 
     def __init__(
@@ -95,12 +88,12 @@ class Generator(nn.Module):
     ) -> None:
         super().__init__()
         self.noise_channels, self.num_classes = noise_channels, num_classes
-        widths = [channels * 2**level for level in reversed(range(halvings(side)))]
-        self.linear = bound_weight(nn.Linear(noise_channels, widths[0] * SMALLEST**2))
+        widths = [channels * 2**level for level in reversed(range(_count_halvings(side)))]
+        self.linear = bound_weight(nn.Linear(noise_channels, widths[0] * _SMALLEST**2))
         pairs = itertools.pairwise([widths[0], *widths])
         self.blocks = nn.ModuleList(GeneratorBlock(before, after, num_classes) for before, after in pairs)
-        self.attending = halvings(attention_at) - 1
-        self.attention = attend(widths[self.attending], operator, normalized)
+        self.attending = _count_halvings(attention_at) - 1
+        self.attention = _build_attention(widths[self.attending], operator, normalized)
         self.norm = nn.BatchNorm2d(channels)
         self.last = bound_weight(nn.Conv2d(channels, 3, 3, padding=1))
 
@@ -117,7 +110,7 @@ class Generator(nn.Module):
             raise shape_error("sagan", f"noise must be (batch, {self.noise_channels}).", fix, noise=noise)
         if labels is None and self.num_classes:
             labels = torch.randint(self.num_classes, noise.shape[:1], device=noise.device)
-        grid = self.linear(noise).unflatten(1, (-1, SMALLEST, SMALLEST))
+        grid = self.linear(noise).unflatten(1, (-1, _SMALLEST, _SMALLEST))
         for place, block in enumerate(self.blocks):
             grid = block(grid, labels)
             if place == self.attending:
@@ -129,15 +122,8 @@ class Discriminator(nn.Module):
     """Score images, high for real ones: blocks that halve the size and double the channels, then a sum over positions.
 
     With classes the score has a second term: the dot product of the features and an embedding of the class (the
-    projection discriminator), so labels are needed.
-
-    Args:
-        operator: Operator of the attention; None leaves attention out.
-        normalized: See `GatedAttention`.
-        side: Height and width of the images, in pixels.
-        attention_at: Height and width of the grid on which attention is computed.
-        num_classes: Number of classes; 0 for none.
-        channels: Channels of the first block.
+    projection discriminator), so labels are needed. The arguments are those of `SAGAN`; `channels` are those of the
+    first block.
     """
 
     def __init__(
@@ -151,12 +137,12 @@ class Discriminator(nn.Module):
     ) -> None:
         super().__init__()
         self.side = side
-        widths = [channels * 2**level for level in range(halvings(side))]
+        widths = [channels * 2**level for level in range(_count_halvings(side))]
         self.blocks = nn.ModuleList([DiscriminatorBlock(3, channels, activate=False)])
         self.blocks.extend(DiscriminatorBlock(before, after) for before, after in itertools.pairwise(widths))
         self.blocks.append(DiscriminatorBlock(widths[-1], widths[-1], halve=False))
-        self.attending = halvings(side) - halvings(attention_at) - 1
-        self.attention = attend(widths[self.attending], operator, normalized)
+        self.attending = _count_halvings(side) - _count_halvings(attention_at) - 1
+        self.attention = _build_attention(widths[self.attending], operator, normalized)
         self.score = bound_weight(nn.Linear(widths[-1], 1))
         self.classes = bound_weight(nn.Embedding(num_classes, widths[-1])) if num_classes else None
 
@@ -235,19 +221,16 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
         discriminator_channels: int = 64,
         normalized: bool = True,
     ) -> None:
+        config = bind_arguments(locals())
         super().__init__()
-        check_arguments(model, operator, side, attention_at)
+        _check_sides(model, operator, side, attention_at)
         check_whole(model, "num_classes", num_classes, 0)
         sizes = {"noise_channels": noise_channels, "generator_channels": generator_channels}
         sizes |= {"discriminator_channels": discriminator_channels}
         for name, number in sizes.items():
             check_whole(model, name, number, 1)
         self.noise_channels, self.num_classes = noise_channels, num_classes
-        # `None` in a saved configuration means an operator without a name.
-        self.config: dict[str, Any] = {"model": model}
-        self.config |= {} if operator is None else {"operator": name_of(operator)}
-        self.config |= {"side": side, "attention_at": attention_at, "num_classes": num_classes, **sizes}
-        self.config["normalized"] = normalized
+        self.config = config
         common = (operator, normalized, side, attention_at, num_classes)
         self.generator = Generator(*common, noise_channels, generator_channels)
         self.discriminator = Discriminator(*common, discriminator_channels)
@@ -284,28 +267,19 @@ def sagan(
         >>> sum(parameter.numel() for parameter in net.generator.parameters())
         42078852
     """
-    return SAGAN(
-        operator=operator,
-        side=side,
-        attention_at=attention_at,
-        num_classes=num_classes,
-        noise_channels=noise_channels,
-        generator_channels=generator_channels,
-        discriminator_channels=discriminator_channels,
-        normalized=normalized,
-    )
+    return SAGAN(**locals())
 
 
-def check_arguments(model: str, operator: str | Operator | None, side: int, attention_at: int) -> None:
+def _check_sides(model: str, operator: str | Operator | None, side: int, attention_at: int) -> None:
     """Refuse unknown models and operators, and sizes of images or grids that the networks cannot have."""
     if model != "sagan":
         raise unknown("models.SAGAN", "model", model, ["sagan"])
-    if isinstance(operator, str) and operator not in OPERATORS:
-        raise unknown(model, "operator", operator, OPERATORS)
-    check_whole(model, "side", side, 4 * SMALLEST)
+    if operator is not None:
+        find_operator(model, operator)
+    check_whole(model, "side", side, 4 * _SMALLEST)
     if side & (side - 1):
-        raise ValueError(f"{model}: side must be a power of two from {4 * SMALLEST}, got {side}.")
-    allowed = [2 * SMALLEST * 2**level for level in range(halvings(side) - 1)]
+        raise ValueError(f"{model}: side must be a power of two from {4 * _SMALLEST}, got {side}.")
+    allowed = [2 * _SMALLEST * 2**level for level in range(_count_halvings(side) - 1)]
     if attention_at not in allowed:
         raise ValueError(
             f"{model}: attention_at must be the side of a grid inside both networks, "
@@ -313,11 +287,10 @@ def check_arguments(model: str, operator: str | Operator | None, side: int, atte
         )
 
 
-def attend(channels: int, operator: str | Operator | None, normalized: bool) -> nn.Module:
-    """Build gated attention, or the identity without an operator."""
+def _build_attention(channels: int, operator: str | Operator | None, normalized: bool) -> nn.Module:
     return nn.Identity() if operator is None else GatedAttention(channels, operator, normalized)
 
 
-def halvings(side: int) -> int:
-    """Return how often a height or width is halved until it is `SMALLEST`: 5 times for 128."""
-    return (side // SMALLEST).bit_length() - 1
+def _count_halvings(side: int) -> int:
+    """Return how often a height or width is halved until it is `_SMALLEST`: 5 times for 128."""
+    return (side // _SMALLEST).bit_length() - 1

@@ -15,12 +15,7 @@ from farfield.nn.initialization import DrawnByItself
 
 
 class ConditionalNorm(nn.Module):
-    """Batch norm with a scale and a shift for each class; without classes, ordinary batch norm.
-
-    Args:
-        channels: Channels of the grid.
-        num_classes: Number of classes; 0 for none.
-    """
+    """Batch norm with a scale and a shift for each class; without classes, ordinary batch norm."""
 
     _is_hf_initialized = DrawnByItself()
 
@@ -63,22 +58,17 @@ class GeneratorBlock(nn.Module):
 
     def forward(self, grid: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"] | None) -> Float[Tensor, "b d y x"]:
         """Return a grid of twice the size."""
-        out = self.first(double_size(F.relu(self.first_norm(grid, labels))))
+        out = self.first(_double_size(F.relu(self.first_norm(grid, labels))))
         out = self.second(F.relu(self.second_norm(out, labels)))
         # A 1x1 convolution commutes with the repetition of positions, and costs a quarter before it.
-        return double_size(self.shortcut(grid)) + out
+        return _double_size(self.shortcut(grid)) + out
 
 
 class DiscriminatorBlock(nn.Module):
     """Residual block: two 3x3 convolutions, each after ReLU, plus a shortcut; half the size if `halve`.
 
-    The shortcut is a 1x1 convolution of the input, or the input itself if size and channels are kept.
-
-    Args:
-        channels: Channels of the grid.
-        out_channels: Channels of the result.
-        activate: Whether ReLU is applied before the first convolution; False for the block whose input is an image.
-        halve: Whether the size is halved, by average pooling.
+    The shortcut is a 1x1 convolution of the input, or the input itself if size and channels are kept. The block whose
+    input is an image does not activate it.
     """
 
     def __init__(self, channels: int, out_channels: int, *, activate: bool = True, halve: bool = True) -> None:
@@ -119,6 +109,6 @@ def draw_bound_weights(net: nn.Module) -> None:
         bound_weight(layer)
 
 
-def double_size(grid: Tensor) -> Tensor:
+def _double_size(grid: Tensor) -> Tensor:
     """Double height and width: repeat each position twice along both."""
     return F.interpolate(grid, scale_factor=2, mode="nearest")

@@ -14,20 +14,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import shape_error, unknown
-from farfield.models.compact import check_image, check_whole, name_of
-from farfield.models.psmnet_parts import BasicBlock, Hourglass, classifier, conv_norm_relu, initialize, residual
+from farfield.models.choices import bind_arguments, check_whole, find_operator
+from farfield.models.compact import check_image
+from farfield.models.psmnet_parts import BasicBlock, Hourglass, classifier, conv_norm_relu, draw_kernels, residual
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import Operator
 
-VARIANTS = ("psmnet_stacked", "psmnet_basic")
+_VARIANTS = ("psmnet_stacked", "psmnet_basic")
 # Height and width of the windows of spatial pyramid pooling, in the order in which its branches are concatenated.
-POOLS = (8, 16, 32, 64)
+_POOLS = (8, 16, 32, 64)
 # Of the four stages: channels in units of those of the first, number of blocks, first stride, dilation.
-STAGES = ((1, 3, 1, 1), (2, 16, 2, 1), (4, 3, 1, 1), (4, 3, 1, 2))
+_STAGES = ((1, 3, 1, 1), (2, 16, 2, 1), (4, 3, 1, 1), (4, 3, 1, 2))
 # Strides of the grids of features and of the smallest grids in the hourglasses, relative to the images.
-FEATURE_STRIDE, WHOLE_STRIDE = 4, 16
+_FEATURE_STRIDE, _WHOLE_STRIDE = 4, 16
 
 
 class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-estimation"):
@@ -73,7 +74,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
     """
 
     # The number of input images, for the model card; the numbers that height and width must be multiples of.
-    images, multiples = 2, (WHOLE_STRIDE, WHOLE_STRIDE)
+    images, multiples = 2, (_WHOLE_STRIDE, _WHOLE_STRIDE)
 
     _is_hf_initialized = DrawnByItself()
 
@@ -89,30 +90,27 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         first_channels: int = 32,
         scale: float | None = None,
     ) -> None:
+        config = bind_arguments(locals())
         super().__init__()
-        if model not in VARIANTS:
-            raise unknown("models.PSMNet", "model", model, VARIANTS)
+        if model not in _VARIANTS:
+            raise unknown("models.PSMNet", "model", model, _VARIANTS)
         check_whole(model, "first_channels", first_channels, 1)
-        if not isinstance(max_disparity, int) or max_disparity < WHOLE_STRIDE or max_disparity % WHOLE_STRIDE:
-            raise ValueError(f"{model}: max_disparity must be a multiple of {WHOLE_STRIDE}, got {max_disparity!r}.")
-        self.name, self.max_disparity = model, max_disparity
-        self.config: dict[str, Any] = {"model": model, "max_disparity": max_disparity}
-        self.config |= {"inner_channels": inner_channels, "value_channels": value_channels, "heads": heads}
-        self.config |= {"first_channels": first_channels, "scale": scale}
-        # `None` in a saved configuration means an operator without a name.
-        if operator is not None:
-            self.config["operator"] = name_of(operator)
+        if not isinstance(max_disparity, int) or max_disparity < _WHOLE_STRIDE or max_disparity % _WHOLE_STRIDE:
+            raise ValueError(f"{model}: max_disparity must be a multiple of {_WHOLE_STRIDE}, got {max_disparity!r}.")
+        self.config, self.name, self.max_disparity = config, model, max_disparity
         self.features = Features(first_channels)
         self.compare: nn.Module = (Hourglasses if model == "psmnet_stacked" else ResidualBlocks)(first_channels)
         self.reset_parameters()
         if operator is not None:
             options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels}
-            options |= {"scale": scale}
-            self.features.attention = attention_of(operator, 4 * first_channels, heads, options)
+            options["project"] = find_operator("models.PSMNet", operator).projections("qkvo")
+            # Residual with its output projection at zero: it starts as the identity.
+            attention = GridAttention(4 * first_channels, operator, heads=heads, scale=scale, residual=True, **options)
+            self.features.attention = attention
 
     def reset_parameters(self) -> None:
         """Draw the convolutions; attention draws itself."""
-        initialize(self)
+        draw_kernels(self)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """Return the shape of each image whose MACs a model card counts: channels, height, width."""
@@ -127,7 +125,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         """
         self.check_pair(left, right)
         # One after the other, so that batch norm has separate statistics for left and right images.
-        volume = cost_volume(self.features(left), self.features(right), self.max_disparity // FEATURE_STRIDE)
+        volume = cost_volume(self.features(left), self.features(right), self.max_disparity // _FEATURE_STRIDE)
         costs = self.compare(volume)
         if not self.training:
             costs = costs[-1:]
@@ -140,10 +138,10 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         if left.shape != right.shape:
             fix = "pass both images of each pair, rectified, at one size."
             raise shape_error(self.name, "left and right must have one shape.", fix, left=left, right=right)
-        if any(side % WHOLE_STRIDE for side in left.shape[2:]):
-            top, end = (-side % WHOLE_STRIDE for side in left.shape[2:])
+        if any(side % _WHOLE_STRIDE for side in left.shape[2:]):
+            top, end = (-side % _WHOLE_STRIDE for side in left.shape[2:])
             fix = f"pad both at the top and on the right, torch.nn.functional.pad(left, (0, {end}, {top}, 0))."
-            problem = f"height and width must be multiples of {WHOLE_STRIDE}."
+            problem = f"height and width must be multiples of {_WHOLE_STRIDE}."
             raise shape_error(self.name, problem, fix, left=left, right=right)
 
 
@@ -168,10 +166,7 @@ def psmnet_stacked(
         >>> sum(parameter.numel() for parameter in net.parameters())
         5224768
     """
-    options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels, "heads": heads}
-    return PSMNet(
-        "psmnet_stacked", operator=operator, max_disparity=max_disparity, first_channels=first_channels, **options
-    )
+    return PSMNet("psmnet_stacked", **locals())
 
 
 def psmnet_basic(
@@ -191,17 +186,13 @@ def psmnet_basic(
         >>> sum(parameter.numel() for parameter in net.parameters())
         3672896
     """
-    options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels, "heads": heads}
-    return PSMNet(
-        "psmnet_basic", operator=operator, max_disparity=max_disparity, first_channels=first_channels, **options
-    )
+    return PSMNet("psmnet_basic", **locals())
 
 
 class Features(nn.Module):
     """Features of an image at a quarter of its height and width: four stages, optional attention, pyramid pooling.
 
-    Args:
-        channels: Channels of the first stage and of the features.
+    `channels` are those of the first stage and of the features.
     """
 
     def __init__(self, channels: int) -> None:
@@ -212,7 +203,7 @@ class Features(nn.Module):
             *conv_norm_relu(channels, channels),
         )
         before, stages = channels, []
-        for factor, blocks, stride, dilation in STAGES:
+        for factor, blocks, stride, dilation in _STAGES:
             after = factor * channels
             stage = [BasicBlock(before, after, stride, dilation)]
             stage += [BasicBlock(after, after, 1, dilation) for _ in range(blocks - 1)]
@@ -220,9 +211,9 @@ class Features(nn.Module):
             before = after
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.attention: nn.Module = nn.Identity()
-        self.pools = nn.ModuleList(nn.Sequential(*conv_norm_relu(before, channels, kernel=1)) for _ in POOLS)
+        self.pools = nn.ModuleList(nn.Sequential(*conv_norm_relu(before, channels, kernel=1)) for _ in _POOLS)
         # Channels of the concatenation of layer2, layer4 and the pooled branches.
-        together = (STAGES[1][0] + STAGES[3][0] + len(POOLS)) * channels
+        together = (_STAGES[1][0] + _STAGES[3][0] + len(_POOLS)) * channels
         self.last = nn.Sequential(
             *conv_norm_relu(together, 4 * channels), nn.Conv2d(4 * channels, channels, 1, bias=False)
         )
@@ -233,7 +224,7 @@ class Features(nn.Module):
         late = self.attention(self.layer4(self.layer3(early)))
         size = late.shape[2:]
         pooled = []
-        for side, pool in zip(POOLS, self.pools, strict=True):
+        for side, pool in zip(_POOLS, self.pools, strict=True):
             # A window is at most as large as the grid.
             branch = pool(F.avg_pool2d(late, [min(side, own) for own in size]))
             pooled.append(F.interpolate(branch, size, mode="bilinear", align_corners=False))
@@ -241,11 +232,7 @@ class Features(nn.Module):
 
 
 class Hourglasses(nn.Module):
-    """Score disparities from the volume by three stacked hourglasses; the scores of each add to the previous ones.
-
-    Args:
-        channels: Channels of the features; the volume has twice as many.
-    """
+    """Score disparities from the volume, of `2 * channels`, by three stacked hourglasses; their scores add up."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -273,11 +260,7 @@ class Hourglasses(nn.Module):
 
 
 class ResidualBlocks(nn.Module):
-    """Score disparities from the volume by four residual blocks and one output: the "basic" network.
-
-    Args:
-        channels: Channels of the features; the volume has twice as many.
-    """
+    """Score disparities from the volume, of `2 * channels`, by four residual blocks: the "basic" network."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -327,12 +310,3 @@ def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, size: tuple[in
     enlarged = F.interpolate(scores, (disparities, *size), mode="trilinear", align_corners=False)[:, 0]
     values = torch.arange(disparities, dtype=scores.dtype, device=scores.device)
     return (enlarged.softmax(1) * values[:, None, None]).sum(1, keepdim=True)
-
-
-def attention_of(operator: str | Operator, channels: int, heads: int, options: dict[str, Any]) -> GridAttention:
-    """Build residual attention with projections of queries, keys, values and responses; it starts as the identity."""
-    if isinstance(operator, str) and operator not in OPERATORS:
-        raise unknown("models.PSMNet", "operator", operator, OPERATORS)
-    entry = OPERATORS[operator] if isinstance(operator, str) else operator
-    project = "qkvo" if entry.reads_keys else "qvo"
-    return GridAttention(channels, operator, heads=heads, project=project, residual=True, **options)

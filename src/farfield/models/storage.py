@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from farfield._checks import unknown
 from farfield._files import stage_files
-from farfield.models.card import is_edited, operators_of, write_card
+from farfield.models.card import is_edited, list_operators, write_card
 from farfield.models.description import FORMAT, check_arguments, read_config, translate
 
-WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+_WEIGHTS, _CONFIG, _CARD = "model.safetensors", "config.json", "README.md"
 # Config entries that are also in the metadata of the weights; both must agree. The shapes of the weights are compared
 # too, and other entries are not checked.
-IDENTITY = ("model", "operator", "output")
+_IDENTITY = ("model", "operator", "output")
 
 
 class Stored(PyTorchModelHubMixin):
@@ -76,8 +76,8 @@ class Stored(PyTorchModelHubMixin):
             raise ValueError(f"{caller}: config.json holds the model's own arguments; fix: leave config out.")
         contents = self.contents(model_card_kwargs or {})
         try:
-            if is_edited(folder / CARD):
-                del contents[CARD]
+            if is_edited(folder / _CARD):
+                del contents[_CARD]
             with stage_files(folder) as staging:
                 for name, content in contents.items():
                     (staging / name).write_bytes(content)
@@ -128,7 +128,7 @@ class Stored(PyTorchModelHubMixin):
         """
         net = self.rebuilt()
         data = ModelCardData(**self._hub_mixin_info.model_card_data.to_dict() | {"license": license})
-        data.tags = ["farfield", self.config["model"], *operators_of(net), *(data.tags or [])]
+        data.tags = ["farfield", self.config["model"], *list_operators(net), *(data.tags or [])]
         header = data.to_yaml()
         text = write_card(net, self.config, header, image_size=image_size, training_data=training_data, metrics=metrics)
         return ModelCard(text)
@@ -140,31 +140,26 @@ class Stored(PyTorchModelHubMixin):
             if name not in known:
                 raise unknown(f"{self.config['model']}.save_pretrained", "entry of model_card_kwargs", name, known)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}  # type: ignore[attr-defined]
-        identity = {key: self.config[key] for key in IDENTITY if key in self.config}
+        identity = {key: self.config[key] for key in _IDENTITY if key in self.config}
         return {
-            CARD: str(self.generate_model_card(**card)).encode(),
-            WEIGHTS: save(tensors, metadata={"format": "pt", **identity}),
-            CONFIG: (json.dumps({"format": FORMAT, **self.config}, indent=2) + "\n").encode(),
+            _CARD: str(self.generate_model_card(**card)).encode(),
+            _WEIGHTS: save(tensors, metadata={"format": "pt", **identity}),
+            _CONFIG: (json.dumps({"format": FORMAT, **self.config}, indent=2) + "\n").encode(),
         }
 
     def rebuilt(self) -> nn.Module:
-        """Build the model of the configuration, in eval mode on the meta device.
-
-        Raises:
-            ValueError: If the configuration has an operator without a name or arguments that `from_pretrained` refuses,
-                or if the names or shapes of its weights are not this model's.
-        """
+        """Build the model of the configuration, in eval mode on the meta device; refuse one that was changed since."""
         caller = f"{self.config['model']}.save_pretrained"
         fix = "safetensors.torch.save_model(model, path) keeps the weights, and load_model restores them."
-        if None in (self.config[key] for key in IDENTITY if key in self.config):
+        if None in (self.config[key] for key in _IDENTITY if key in self.config):
             raise ValueError(f"{caller}: an Operator of your own has no name to be saved by; fix: {fix}")
         try:
-            check_arguments(Path(CONFIG), self.config)
+            check_arguments(Path(_CONFIG), self.config)
         except ValueError as error:
             raise ValueError(f"{caller}: from_pretrained would not read it: {error} {fix}") from error
         with torch.device("meta"):
             net: nn.Module = type(self)(**self.config)  # type: ignore[assignment]
-        problems = differences(net.state_dict(), self.state_dict())  # type: ignore[attr-defined]
+        problems = _describe_differences(net.state_dict(), self.state_dict())  # type: ignore[attr-defined]
         if problems:
             raise ValueError(
                 f"{caller}: the model was changed after it was built, so that its configuration would not bring it "
@@ -187,30 +182,19 @@ class Stored(PyTorchModelHubMixin):
         caller = f"{cls.__name__}.from_pretrained"
         hub = {"force_download": force_download, "token": token, "cache_dir": cache_dir}
         hub |= {"local_files_only": local_files_only, "revision": revision}
-        return load(caller, pretrained_model_name_or_path, lambda config: cls(**config), hub)
+        return load_model(caller, pretrained_model_name_or_path, lambda config: cls(**config), hub)
 
 
-def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
+def load_model(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
     """Build a model from a folder or a repository of the Hub, fill in its weights and put it in eval mode.
 
-    The model is first built on the meta device and compared with the weights, so that a configuration that does not fit
-    them allocates no memory.
-
-    Args:
-        caller: The function that errors name.
-        source: The folder or the repository.
-        build: Builds the model of a configuration.
-        hub: Options of `hf_hub_download`.
-
-    Raises:
-        OSError: If the files are missing.
-        ValueError: If one of them is damaged, or they belong to different models.
-        LookupError: If the model or one of its parts has an unknown name.
+    `build` makes the model of a configuration; `hub` has options of `hf_hub_download`. The model is first built on the
+    meta device and compared with the weights: a configuration that does not fit them allocates no memory.
     """
-    config_file, weights_file = find_files(caller, source, hub)
+    config_file, weights_file = _find_files(caller, source, hub)
     saved = read_config(caller, config_file)
     config = translate(saved.pop("format", 1), saved)
-    metadata, shapes = read_header(caller, weights_file)
+    metadata, shapes = _read_header(caller, weights_file)
     try:
         with torch.device("meta"):
             skeleton = build(config)
@@ -219,32 +203,27 @@ def load(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any]
         raise ValueError(
             f"{caller}: {config_file} does not describe a model of this version: {error}\n  fix: {fix}"
         ) from error
-    check_weights(caller, saved, metadata, differences(skeleton.state_dict(), shapes), weights_file)
+    _check_weights(caller, saved, metadata, _describe_differences(skeleton.state_dict(), shapes), weights_file)
     model = build(config)
     model.load_state_dict(load_file(weights_file))
     return model.eval()
 
 
-def find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Path, Path]:
-    """Return the paths of configuration and weights; download both if the source is a repository.
-
-    Raises:
-        FileNotFoundError: If there is no such folder or repository, or it lacks one of the files.
-        NotADirectoryError: If the source is a file.
-    """
+def _find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Path, Path]:
+    """Return the paths of configuration and weights; download both if the source is a repository."""
     folder = Path(source).expanduser()
     if folder.is_dir():
-        for name in (CONFIG, WEIGHTS):
+        for name in (_CONFIG, _WEIGHTS):
             if not (folder / name).is_file():
                 held = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
                 raise FileNotFoundError(
                     f"{caller}: {folder} has no {name}, it holds {held}; "
                     f"fix: a folder written by save_pretrained (pickled weights are never loaded)."
                 )
-        return folder / CONFIG, folder / WEIGHTS
+        return folder / _CONFIG, folder / _WEIGHTS
     if folder.exists():
         raise NotADirectoryError(f"{caller}: {folder} is a file; fix: the folder that save_pretrained wrote.")
-    if isinstance(source, Path) or is_path(source):
+    if isinstance(source, Path) or _is_path(source):
         near = difflib.get_close_matches(folder.name, os.listdir(folder.parent) if folder.parent.is_dir() else [], n=3)
         hint = f" Near it: {', '.join(str(folder.parent / name) for name in near)}." if near else ""
         raise FileNotFoundError(
@@ -252,20 +231,20 @@ def find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Pa
             f"the Hub by owner and name.{hint}"
         )
     try:
-        config, weights = (Path(hf_hub_download(source, name, **hub)) for name in (CONFIG, WEIGHTS))
+        config, weights = (Path(hf_hub_download(source, name, **hub)) for name in (_CONFIG, _WEIGHTS))
     except (OSError, HFValidationError) as error:
         raise FileNotFoundError(
-            f'{caller}: "{source}" is no folder here, and the Hub did not give its {CONFIG} and {WEIGHTS}: {error}\n'
+            f'{caller}: "{source}" is no folder here, and the Hub did not give its {_CONFIG} and {_WEIGHTS}: {error}\n'
             f"  fix: the owner and name of a repository with both files; token=, if it is private; a connection."
         ) from error
     return config, weights
 
 
-def is_path(source: str) -> bool:
+def _is_path(source: str) -> bool:
     """Return whether a source that does not exist on this machine is a path, and not the name of a repository.
 
-    A repository is an owner, a slash and a name. The source is a path if it has another form, if the owner is a local
-    folder or begins with "." or "~", or if the name ends like a file of weights or a configuration.
+    A repository is an owner, a slash and a name; no owner is a local folder or begins with "." or "~", and no name ends
+    like a file of weights or a configuration.
     """
     owner, slash, name = source.partition("/")
     if not (owner and slash and name) or "/" in name or "\\" in source or owner.startswith((".", "~")):
@@ -273,7 +252,7 @@ def is_path(source: str) -> bool:
     return Path(owner).is_dir() or Path(name).suffix in (".ckpt", ".safetensors", ".json", ".pt", ".pth", ".bin")
 
 
-def read_header(caller: str, path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _read_header(caller: str, path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the metadata of a file of weights and its tensors on the meta device; refuse a damaged file."""
     try:
         with safe_open(path, "pt") as file:
@@ -287,39 +266,23 @@ def read_header(caller: str, path: Path) -> tuple[dict[str, str], dict[str, Tens
         raise ValueError(f"{caller}: {path} is damaged: {error}; fix: save or download it again.") from error
 
 
-def check_weights(caller: str, config: dict[str, Any], metadata: Mapping[str, str], problems: str, path: Path) -> None:
-    """Refuse weights of another model.
-
-    Args:
-        caller: The function that errors name.
-        config: The configuration, as saved.
-        metadata: The metadata of the weights.
-        problems: What differs between the model and the weights, from `differences`.
-        path: The file of the weights.
-
-    Raises:
-        ValueError: If metadata and configuration disagree, or there are problems.
-    """
-    for key in IDENTITY:
+def _check_weights(caller: str, config: dict[str, Any], metadata: Mapping[str, str], problems: str, path: Path) -> None:
+    """Refuse weights whose metadata are not those of the configuration, or that have `problems`."""
+    for key in _IDENTITY:
         if key in metadata and metadata[key] != config.get(key):
             raise ValueError(
-                f'{caller}: {path} holds weights of {key} "{metadata[key]}", its {CONFIG} states "{config.get(key)}"; '
+                f'{caller}: {path} holds weights of {key} "{metadata[key]}", its {_CONFIG} states "{config.get(key)}"; '
                 f"fix: keep the two files of one save together."
             )
     if problems:
         raise ValueError(
-            f"{caller}: {path} holds the weights of another model than the {config['model']} its {CONFIG} describes: "
+            f"{caller}: {path} holds the weights of another model than the {config['model']} its {_CONFIG} describes: "
             f"{problems}. fix: keep the two files of one save together."
         )
 
 
 def read_weights(caller: str, path: Path) -> dict[str, Tensor]:
-    """Read a state dict from a `.safetensors` file or a file of `torch.save`, without running code in it.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file is damaged, or holds something else.
-    """
+    """Read a state dict from a `.safetensors` file or a file of `torch.save`, without running code in it."""
     if not path.is_file():
         fix = "the path of a .safetensors file, or of a .pth or .bin that torch.save wrote."
         raise FileNotFoundError(f"{caller}: there are no weights {path}; fix: {fix}")
@@ -337,8 +300,7 @@ def read_weights(caller: str, path: Path) -> dict[str, Tensor]:
 def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
     """Read a file of `torch.save` that holds only tensors and plain values; no other content is executed.
 
-    Raises:
-        ValueError: If it is damaged or holds other content. The text lacks the path, which the caller adds.
+    The text of the `ValueError` for any other file lacks the path, which the caller adds.
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
@@ -355,16 +317,8 @@ def is_entry(entry: tuple[Any, Any]) -> bool:
     return isinstance(entry[0], str) and isinstance(entry[1], Tensor)
 
 
-def differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
-    """Describe the first three differences in names and shapes of two state dicts, and count the rest.
-
-    Args:
-        expected: The state dict of the model.
-        given: The state dict that is compared with it, which the text calls "it".
-
-    Returns:
-        The text, empty if there are no differences.
-    """
+def _describe_differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+    """Describe the first three differences in names and shapes of two state dicts, of which "it" is the given one."""
     problems = [f"it lacks {name}" for name in expected if name not in given]
     problems += [f"{name} is unknown" for name in given if name not in expected]
     problems += [

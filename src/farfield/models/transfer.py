@@ -26,18 +26,12 @@ class Loaded(NamedTuple):
     kept: list[str]
 
 
-class Counterpart(NamedTuple):
-    """The entry of torchvision's state dict that is copied into an entry of a network.
-
-    Attributes:
-        name: Name in torchvision's state dict.
-        dimension: Index of the dim with the expanded channels; None if the entry has none.
-        shared: How many of these channels, the first ones, have the same meaning in both networks.
-    """
+class _Counterpart(NamedTuple):
+    """The entry of torchvision's state dict that is copied into an entry of a network."""
 
     name: str
-    dimension: int | None = None
-    shared: int = 0
+    dimension: int | None = None  # the dim with the expanded channels
+    shared: int = 0  # how many of these, the first ones, have the same meaning in both networks
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the part of an entry, of either network, that has the same meaning in both."""
@@ -71,15 +65,15 @@ def load_torchvision(net: CompactNet, state_dict: Mapping[str, Tensor]) -> Loade
         >>> [len(names) for names in models.load_torchvision(net, theirs.state_dict())]
         [314, 0, 0]
     """
-    sources, own = dict(find_sources(net)), net.state_dict()
-    check_names(net, {source.name for source in sources.values()}, set(state_dict))
+    sources, own = dict(_find_sources(net)), net.state_dict()
+    _check_mobilenet(net, {source.name for source in sources.values()}, set(state_dict))
     report, copies = Loaded([], [], [*(own.keys() - sources.keys())]), []
     for name, source in sources.items():
         mine, other = own[name], state_dict[source.name]
-        if mine.shape != other.shape and is_replaceable(net, name):
+        if mine.shape != other.shape and _is_replaceable(net, name):
             report.kept.append(name)
             continue
-        check_shape(net, name, source, mine, other)
+        _check_shape(net, name, source, mine, other)
         copies.append((source.of(mine), source.of(other)))
         (report.whole if copies[-1][0].shape == mine.shape else report.part).append(name)
     with torch.no_grad():
@@ -90,17 +84,16 @@ def load_torchvision(net: CompactNet, state_dict: Mapping[str, Tensor]) -> Loade
     return report
 
 
-def find_sources(net: CompactNet) -> Iterator[tuple[str, Counterpart]]:
-    """Yield the name of each entry that has a counterpart, and the counterpart."""
+def _find_sources(net: CompactNet) -> Iterator[tuple[str, _Counterpart]]:
     entries = net.state_dict()
-    for module, other, dimension, shared in find_modules(net):
+    for module, other, dimension, shared in _find_modules(net):
         for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
             if f"{module}.{leaf}" in entries:
-                yield f"{module}.{leaf}", Counterpart(f"{other}.{leaf}", dimension, shared)
+                yield f"{module}.{leaf}", _Counterpart(f"{other}.{leaf}", dimension, shared)
 
 
-def find_modules(net: CompactNet) -> Iterator[tuple[str, str, int | None, int]]:
-    """Yield each module's path in the network and in torchvision's, and `dimension` and `shared` of `Counterpart`."""
+def _find_modules(net: CompactNet) -> Iterator[tuple[str, str, int | None, int]]:
+    """Yield each module's path in the network and in torchvision's, and `dimension` and `shared` of `_Counterpart`."""
     yield "stem.convolution", "features.0.0", None, 0
     yield "stem.norm", "features.0.1", None, 0
     parts = net.rows.named_modules(prefix="rows")
@@ -118,12 +111,12 @@ def find_modules(net: CompactNet) -> Iterator[tuple[str, str, int | None, int]]:
     yield "classifier", "classifier.1", None, 0
 
 
-def is_replaceable(net: CompactNet, name: str) -> bool:
+def _is_replaceable(net: CompactNet, name: str) -> bool:
     """Return whether an entry of another shape is kept: the classifier's, and the stem's for other than 3 channels."""
     return name.startswith("classifier.") or (name == "stem.convolution.weight" and net.in_channels != 3)
 
 
-def check_names(net: CompactNet, expected: set[str], given: set[str]) -> None:
+def _check_mobilenet(net: CompactNet, expected: set[str], given: set[str]) -> None:
     """Refuse a state dict that lacks entries of MobileNetV2 or has others."""
     classifier = {"classifier.1.weight", "classifier.1.bias"}  # unused by a net without classes
     lacking, strange = sorted(expected - given), sorted(given - expected - classifier)
@@ -135,7 +128,7 @@ def check_names(net: CompactNet, expected: set[str], given: set[str]) -> None:
         )
 
 
-def check_shape(net: CompactNet, name: str, source: Counterpart, mine: Tensor, other: Tensor) -> None:
+def _check_shape(net: CompactNet, name: str, source: _Counterpart, mine: Tensor, other: Tensor) -> None:
     """Refuse an entry of torchvision's, `other`, whose shape does not fit the network's entry, `mine`."""
     fits = mine.dim() == other.dim() and (
         not source.shared or mine.dim() == 0 or other.shape[source.dimension or 0] >= source.shared

@@ -5,34 +5,32 @@ Letters as in the papers: f channels of the first level, d depth, the number of 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import unknown
+from farfield.models.choices import bind_arguments
 from farfield.models.storage import Stored
 from farfield.models.unet_parts import (
+    VARIANTS,
     Normalized,
     append_attention,
     build_care,
     build_residual,
     build_selection,
-    check_arguments,
-    check_numbers,
     check_stack,
-    initialize,
-    name_of,
-    reach,
+    check_unet,
+    draw_convolutions,
+    find_reach,
 )
 from farfield.nn.initialization import DrawnByItself
 from farfield.nn.spatial_dims import layers
 from farfield.ops.table import Operator
 
 # Added to a predicted scale, so that the loss of a probabilistic net stays bounded (CARE's value).
-SMALLEST_SCALE = 1e-3
+_SMALLEST_SCALE = 1e-3
 
 
 class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-image"):
@@ -91,26 +89,14 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         probabilistic: bool = False,
         normalized: Normalized = True,
     ) -> None:
+        config = bind_arguments(locals())
         super().__init__()
-        check_arguments(model, operator, depth, first_channels, kernel, in_channels)
-        self.name, self.spatial_dims, self.depth, self.in_channels, self.kernel = (
-            model,
-            spatial_dims,
-            depth,
-            in_channels,
-            kernel,
-        )
-        self.config: dict[str, Any] = {
-            "model": model,
-            "operator": name_of(operator),
-            "spatial_dims": spatial_dims,
-            "depth": depth,
-        }
-        self.config |= {"first_channels": first_channels, "kernel": kernel, "heads": heads}
-        self.config |= {"in_channels": in_channels, "probabilistic": probabilistic, "normalized": normalized}
-        # `None` in a saved configuration means an operator without a name.
-        if operator is None:
-            del self.config["operator"]
+        if model not in VARIANTS:
+            raise unknown("models.UNet", "model", model, VARIANTS)
+        sizes = {"depth": depth, "first_channels": first_channels, "in_channels": in_channels}
+        check_unet(model, operator, sizes, kernel)
+        self.config, self.name, self.spatial_dims, self.depth = config, model, spatial_dims, depth
+        self.in_channels, self.kernel = in_channels, kernel
         build = build_care if model == "unet_care" else build_residual
         parts = build(spatial_dims, kernel, in_channels, [first_channels * 2**level for level in range(depth + 1)])
         activated = model == "unet_care"
@@ -127,7 +113,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
 
     def reset_parameters(self) -> None:
         """Draw the convolutions; attention draws itself."""
-        initialize(self)
+        draw_convolutions(self)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *n"]:
         """Return the restored grid; for a probabilistic net means, then scales, concatenated along the channels."""
@@ -143,7 +129,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         restored = grid + self.head(features)
         if self.scale is None:
             return restored
-        return torch.cat([restored, F.softplus(self.scale(features)) + SMALLEST_SCALE], 1)
+        return torch.cat([restored, F.softplus(self.scale(features)) + _SMALLEST_SCALE], 1)
 
     @property
     def multiples(self) -> tuple[int, ...]:
@@ -157,7 +143,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         radius = self.kernel // 2
         care = self.name == "unet_care"
         spans = [
-            (place, reach(place, place, self.depth, 2 * radius, None if care else radius))
+            (place, find_reach(place, place, self.depth, 2 * radius, None if care else radius))
             for place in range(2**self.depth)
         ]
         stem = 0 if care else radius
@@ -221,10 +207,11 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         probabilistic: bool = False,
         normalized: Normalized = True,
     ) -> None:
+        config = bind_arguments(locals())
         super().__init__()
         if model != "unet_projection":
             raise unknown("models.ProjectionUNet", "model", model, ["unet_projection"])
-        check_numbers(model, operator, {"depth": depth, "first_channels": first_channels}, kernel)
+        check_unet(model, operator, {"depth": depth, "first_channels": first_channels}, kernel)
         self.unet = UNet(
             operator=operator,
             spatial_dims=2,
@@ -235,15 +222,14 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
             probabilistic=probabilistic,
             normalized=normalized,
         )
-        self.config: dict[str, Any] = {**self.unet.config, "model": model}
-        del self.config["spatial_dims"], self.config["in_channels"]
+        self.config = config
         self.multiples = (1, *[max(2**self.LEVELS, self.unet.multiples[0])] * 2)
         self.select = build_selection(self.LEVELS, self.CHANNELS)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the convolutions that weigh the depth; the U-Net draws itself."""
-        initialize(self.select)
+        draw_convolutions(self.select)
 
     def forward(self, stack: Float[Tensor, "b 1 z y x"]) -> Float[Tensor, "b p y x"]:
         """Return the restored image; for a probabilistic net means, then scales, concatenated along the channels."""
@@ -278,17 +264,7 @@ def unet_care(
         >>> sum(weight.numel() for weight in models.unet_care().parameters())
         996769
     """
-    return UNet(
-        "unet_care",
-        operator=operator,
-        spatial_dims=spatial_dims,
-        depth=depth,
-        first_channels=first_channels,
-        kernel=kernel,
-        heads=heads,
-        in_channels=in_channels,
-        probabilistic=probabilistic,
-    )
+    return UNet("unet_care", **locals())
 
 
 def unet_residual(
@@ -309,17 +285,7 @@ def unet_residual(
         >>> sum(weight.numel() for weight in models.unet_residual().parameters())
         2140032
     """
-    return UNet(
-        "unet_residual",
-        operator=operator,
-        spatial_dims=spatial_dims,
-        depth=depth,
-        first_channels=first_channels,
-        kernel=kernel,
-        heads=heads,
-        in_channels=in_channels,
-        probabilistic=probabilistic,
-    )
+    return UNet("unet_residual", **locals())
 
 
 def unet_projection(
@@ -338,11 +304,4 @@ def unet_projection(
         >>> sum(weight.numel() for weight in models.unet_projection().parameters())
         937306
     """
-    return ProjectionUNet(
-        operator=operator,
-        depth=depth,
-        first_channels=first_channels,
-        kernel=kernel,
-        heads=heads,
-        probabilistic=probabilistic,
-    )
+    return ProjectionUNet(**locals())

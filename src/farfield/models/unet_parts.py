@@ -13,13 +13,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from farfield._checks import shape_error, unknown
+from farfield._checks import shape_error
 from farfield.models.channel_norm import split_deviation
+from farfield.models.choices import check_whole, find_operator
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself
 from farfield.nn.norm import norm_of
 from farfield.nn.spatial_dims import layers
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import Operator
 
 VARIANTS = ("unet_care", "unet_residual")
 # Whether the input of attention is normalized; "unscaled": its response is not multiplied by what it was divided by.
@@ -112,33 +113,20 @@ class ResidualBlock(nn.Module):
 
 
 class UNetParts(NamedTuple):
-    """Modules of a U-Net, from its input to its last features.
-
-    Attributes:
-        stem: Module before the first level.
-        encoder: One block per level above the bottom, from the top.
-        down: Modules that halve the size, one after each encoder block.
-        attending: The bottom block and the decoder blocks, from the bottom, each with its output channels.
-        up: Modules that double the size, one before each decoder block.
-        activation: Activation of the last features.
-    """
+    """Modules of a U-Net, from its input to its last features."""
 
     stem: nn.Module
-    encoder: list[nn.Module]
-    down: list[nn.Module]
-    attending: list[tuple[nn.Module, int]]
-    up: list[nn.Module]
+    encoder: list[nn.Module]  # one block per level above the bottom, from the top
+    down: list[nn.Module]  # they halve the size, one after each encoder block
+    attending: list[tuple[nn.Module, int]]  # the bottom and decoder blocks, from the bottom, with their output channels
+    up: list[nn.Module]  # they double the size, one before each decoder block
     activation: nn.Module
 
 
 def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> UNetParts:
     """Build the parts of CARE's U-Net; a block on the way up ends with the channels of the level above.
 
-    Args:
-        spatial_dims: Number of spatial dims.
-        kernel: Size of the kernels along each axis.
-        channels: Channels of the input.
-        widths: Channels of each level, from the top to the bottom.
+    `channels` are those of the input, `widths` those of each level, from the top to the bottom.
     """
     convolution, pool = layers("unet_care", spatial_dims).convolution, layers("unet_care", spatial_dims).max_pool
 
@@ -160,10 +148,8 @@ def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int])
 
 def build_residual(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> UNetParts:
     """Build the parts of the U-Net of residual blocks; the arguments are those of `build_care`."""
-    convolution, transposed = (
-        layers("unet_residual", spatial_dims).convolution,
-        layers("unet_residual", spatial_dims).transposed,
-    )
+    kinds = layers("unet_residual", spatial_dims)
+    convolution, transposed = kinds.convolution, kinds.transposed
     levels, padding = range(len(widths) - 1), kernel // 2
     half: dict[str, Any] = {"kernel_size": kernel, "stride": 2, "padding": padding, "bias": False}
 
@@ -205,32 +191,27 @@ def append_attention(
     activated: bool,
     normalized: Normalized,
 ) -> nn.Module:
-    """Append attention, with projections of queries, keys, values and responses, to a block; it starts as the identity.
+    """Append attention, which starts as the identity, to a block; it projects queries, keys, values and responses.
 
-    Args:
-        block: The block.
-        channels: Channels of its output.
-        operator: Operator of the attention; None appends nothing.
-        heads: Number of attention heads.
-        activated: Whether the block ends with a ReLU.
-        normalized: Whether the attention is a `PreNormalized`; "unscaled" for one that is not scaled.
+    `activated` is whether the block ends with a ReLU; "unscaled" is a `PreNormalized` that does not multiply.
     """
     if normalized not in (True, False, "unscaled"):
         raise ValueError(f'UNet: normalized must be True, False or "unscaled", got {normalized!r}; fix: leave it out.')
     if operator is None:
         return nn.Sequential(OrderedDict(block=block))
-    entry = OPERATORS[operator] if isinstance(operator, str) else operator
-    project = "qkvo" if entry.reads_keys else "qvo"
+    entry = find_operator("UNet", operator)
     # As in version 0.1: no ReLU before attention without normalization if the block ends with one.
     alone = activated and not normalized
     options: dict[str, Any] = {"scale": 1.0, "coefficient_norm": norm_of(entry) if normalized else False}
-    attention = GridAttention(channels, operator, heads=heads, project=project, residual=alone, **options)
+    attention = GridAttention(
+        channels, operator, heads=heads, project=entry.projections("qkvo"), residual=alone, **options
+    )
     if normalized:
         return nn.Sequential(OrderedDict(block=block, attention=PreNormalized(attention, normalized != "unscaled")))
     return nn.Sequential(OrderedDict(block=block, attention=attention if alone else PreActivated(attention)))
 
 
-def initialize(net: nn.Module) -> nn.Module:
+def draw_convolutions(net: nn.Module) -> nn.Module:
     """Initialize convolutions as in the papers: Glorot uniform, biases 0; attention keeps its own initialization."""
     for module in net.modules():
         if isinstance(module, _ConvNd):
@@ -240,70 +221,34 @@ def initialize(net: nn.Module) -> nn.Module:
     return net
 
 
-def reach(low: int, high: int, levels: int, block: int, radius: int | None) -> tuple[int, int]:
+def find_reach(low: int, high: int, levels: int, block: int, radius: int | None) -> tuple[int, int]:
     """Return the first and the last input position on which outputs `low` to `high` depend, without attention.
 
-    Args:
-        low: First position of the output.
-        high: Last position of the output.
-        levels: Number of levels below this one.
-        block: Reach of a block: the sum of the radii of its convolutions.
-        radius: Radius of strided and transposed convolutions; None for pooling and nearest-neighbour upsampling.
-
-    Returns:
-        The two positions, which may lie outside the grid.
+    The positions may lie outside the grid. `block` is the sum of the radii of a block's convolutions, `radius` that of
+    strided and transposed convolutions, None for pooling and nearest-neighbour upsampling.
     """
     low, high = low - block, high + block
     if not levels:
         return low, high
     before = 0 if radius is None else radius
     # In a transposed convolution of stride 2, outputs 2i - radius to 2i + radius depend on input i.
-    below = reach(-((before - low) // 2), (high + before) // 2, levels - 1, block, radius)
+    below = find_reach(-((before - low) // 2), (high + before) // 2, levels - 1, block, radius)
     last = 1 if radius is None else radius
     return min(low, 2 * below[0] - before) - block, max(high, 2 * below[1] + last) + block
 
 
-def name_of(operator: str | Operator | None) -> str | None:
-    """Return the name of an operator in `OPERATORS`, None for a user's own operator."""
-    if operator is None or isinstance(operator, str):
-        return operator
-    return next((name for name, entry in OPERATORS.items() if entry == operator), None)
-
-
-def check_arguments(
-    model: str, operator: str | Operator | None, depth: int, first_channels: int, kernel: int, in_channels: int
-) -> None:
-    """Refuse arguments from which no `UNet` can be built.
-
-    Raises:
-        LookupError: For an unknown model or operator.
-        ValueError: For a number out of range.
-    """
-    if model not in VARIANTS:
-        raise unknown("models.UNet", "model", model, VARIANTS)
-    check_numbers(
-        model, operator, {"depth": depth, "first_channels": first_channels, "in_channels": in_channels}, kernel
-    )
-
-
-def check_numbers(model: str, operator: str | Operator | None, numbers: Mapping[str, int], kernel: int) -> None:
-    """Refuse an unknown operator, numbers below 1, and a kernel whose size is even; see `check_arguments`."""
-    if isinstance(operator, str) and operator not in OPERATORS:
-        raise unknown(model, "operator", operator, OPERATORS)
+def check_unet(model: str, operator: str | Operator | None, numbers: Mapping[str, int], kernel: int) -> None:
+    """Refuse an unknown operator, numbers below 1, and a kernel whose size is even."""
+    if operator is not None:
+        find_operator(model, operator)
     for name, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{model}: {name} must be a whole number from 1, got {value!r}.")
+        check_whole(model, name, value, 1)
     if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
         raise ValueError(f"{model}: kernel must be an odd number, got {kernel!r}; fix: 3 or 5.")
 
 
 def check_stack(model: str, grid: Tensor, channels: int, spatial_dims: int, multiples: tuple[int, ...]) -> None:
-    """Refuse inputs that are not a floating-point batch of grids whose size is a multiple of `multiples`.
-
-    Raises:
-        ShapeError: For another number of dims or channels, or another size.
-        TypeError: For another dtype.
-    """
+    """Refuse inputs that are not a floating-point batch of grids whose size is a multiple of `multiples`."""
     names = ", ".join(("z", "y", "x")[3 - spatial_dims :])
     if grid.dim() != spatial_dims + 2 or grid.shape[1] != channels:
         fix = f"pass (batch, {channels}, {names}), or build a UNet with other spatial_dims and in_channels."

@@ -16,39 +16,32 @@ from torch import Tensor, nn
 
 from farfield._checks import shape_error, unknown
 from farfield.insertion import insert
-from farfield.models.compact import check_whole, name_of
+from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself
 from farfield.ops.grid import pooled
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import Operator
 
 BACKBONES = ("r3d_18", "mc3_18", "r2plus1d_18")
 # Output channels of a bottleneck in units of its inner channels.
-EXPANSION = 4
+_EXPANSION = 4
 
 
-class VideoStage(NamedTuple):
-    """A stage of I3D-ResNet-50.
+class _VideoStage(NamedTuple):
+    """A stage of I3D-ResNet-50."""
 
-    Attributes:
-        inner: Inner channels of its blocks.
-        temporal: Kernel size over time of each block.
-        stride: Stride of the first block over height and width; all other blocks have stride 1.
-        attending: Indices of the blocks that are followed by a non-local block, if the network has an operator.
-    """
-
-    inner: int
-    temporal: tuple[int, ...]
-    stride: int
-    attending: tuple[int, ...] = ()
+    inner: int  # channels inside its blocks
+    temporal: tuple[int, ...]  # kernel size over time of each block
+    stride: int  # of the first block, over height and width; the others have 1
+    attending: tuple[int, ...] = ()  # indices of the blocks that non-local blocks follow
 
 
-STAGES = (
-    VideoStage(inner=64, temporal=(3, 3, 3), stride=1),
-    VideoStage(inner=128, temporal=(3, 1, 3, 1), stride=2, attending=(1, 3)),
-    VideoStage(inner=256, temporal=(3, 1, 3, 1, 3, 1), stride=2, attending=(1, 3, 5)),
-    VideoStage(inner=512, temporal=(1, 3, 1), stride=2),
+_STAGES = (
+    _VideoStage(inner=64, temporal=(3, 3, 3), stride=1),
+    _VideoStage(inner=128, temporal=(3, 1, 3, 1), stride=2, attending=(1, 3)),
+    _VideoStage(inner=256, temporal=(3, 1, 3, 1, 3, 1), stride=2, attending=(1, 3, 5)),
+    _VideoStage(inner=512, temporal=(1, 3, 1), stride=2),
 )
 
 
@@ -77,14 +70,14 @@ class NonLocalBlock(nn.Module):
 
     def __init__(self, channels: int, operator: str | Operator) -> None:
         super().__init__()
-        entry = OPERATORS[operator] if isinstance(operator, str) else operator
+        entry = find_operator("NonLocalBlock", operator)
         if operator == "softmax_pooled":
             entry = dataclasses.replace(entry, keys_from=pooled((1, 2, 2)))
         inner = channels // 2
         sizes: dict[str, Any] = {"inner_channels": inner, "value_channels": inner}
         if entry.has_scale:
             sizes["scale"] = inner**-0.5
-        self.attention = GridAttention(channels, entry, project="qkvo" if entry.reads_keys else "qvo", **sizes)
+        self.attention = GridAttention(channels, entry, project=entry.projections("qkvo"), **sizes)
         self.norm = nn.BatchNorm3d(channels)
         self.reset_parameters()
 
@@ -105,7 +98,7 @@ class Bottleneck(nn.Module):
 
     def __init__(self, channels: int, inner: int, temporal: int, stride: int, operator: str | Operator | None) -> None:
         super().__init__()
-        out, strides = EXPANSION * inner, (1, stride, stride)
+        out, strides = _EXPANSION * inner, (1, stride, stride)
         padding = (temporal // 2, 0, 0)
         self.conv1 = nn.Conv3d(channels, inner, (temporal, 1, 1), padding=padding, bias=False)
         self.bn1 = nn.BatchNorm3d(inner)
@@ -162,27 +155,28 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         num_classes: int = 400,
         dropout: float = 0.5,
     ) -> None:
+        config = bind_arguments(locals())
         super().__init__()
         if model != "i3d_resnet50":
             raise unknown("models.I3D", "model", model, ["i3d_resnet50"])
-        check_arguments(model, operator, num_classes)
-        self.config = configuration(model, operator) | {"num_classes": num_classes, "dropout": dropout}
+        _check_choices(model, operator, num_classes)
+        self.config = config
         self.conv1 = nn.Conv3d(3, 64, (5, 7, 7), stride=(1, 2, 2), padding=(2, 3, 3), bias=False)
         self.bn1 = nn.BatchNorm3d(64)
         self.pool1 = nn.MaxPool3d((1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1))
         # Grids have half the frames from `layer2` on.
         self.pool2 = nn.MaxPool3d((2, 1, 1))
         channels, stages = 64, []
-        for stage in STAGES:
-            stages.append(build_stage(stage, channels, operator))
-            channels = EXPANSION * stage.inner
+        for stage in _STAGES:
+            stages.append(_build_stage(stage, channels, operator))
+            channels = _EXPANSION * stage.inner
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(channels, num_classes)
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
         """Return the logit of each class."""
-        check_clip("i3d_resnet50", clip, frames=2)
+        _check_clip("i3d_resnet50", clip, frames=2)
         grid = self.pool1(torch.relu(self.bn1(self.conv1(clip))))
         grid = self.pool2(self.layer1(grid))
         grid = self.layer4(self.layer3(self.layer2(grid)))
@@ -231,27 +225,27 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
         num_classes: int = 400,
         scale: float | None = None,
     ) -> None:
+        config = bind_arguments(locals())
         from torchvision.models import video
 
         super().__init__()
         if model != "video_resnet":
             raise unknown("models.VideoResNet", "model", model, ["video_resnet"])
-        check_arguments(model, operator, num_classes)
+        _check_choices(model, operator, num_classes)
         check_whole(model, "channels", channels, 1)
         if backbone not in BACKBONES:
             raise unknown(model, "backbone", backbone, BACKBONES)
-        self.config = configuration(model, operator) | {"backbone": backbone, "where": list(where)}
-        self.config |= {"channels": channels, "num_classes": num_classes, "scale": scale}
+        self.config = config | {"where": list(where)}
         self.network = getattr(video, backbone)(weights=None, num_classes=num_classes)
         if operator is not None:
-            entry = OPERATORS[operator] if isinstance(operator, str) else operator
+            letters = find_operator(model, operator).projections("qkvo")
             options: dict[str, Any] = {"operator": operator, "inner_channels": channels, "scale": scale}
-            make = partial(GridAttention, project="qkvo" if entry.reads_keys else "qvo", residual=True, **options)
+            make = partial(GridAttention, project=letters, residual=True, **options)
             insert(self.network, list(where), make, example=torch.zeros(1, 3, 4, 32, 32))
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
         """Return the logit of each class."""
-        check_clip("video_resnet", clip)
+        _check_clip("video_resnet", clip)
         return self.network(clip)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
@@ -272,7 +266,7 @@ def i3d_resnet50(
         >>> sum(parameter.numel() for parameter in net.parameters())
         35401936
     """
-    return I3D(operator=operator, num_classes=num_classes, dropout=dropout)
+    return I3D(**locals())
 
 
 def video_resnet(
@@ -284,30 +278,23 @@ def video_resnet(
     num_classes: int = 400,
 ) -> VideoResNet:
     """Build torchvision's video ResNet with attention after some layers. The arguments are those of `VideoResNet`."""
-    return VideoResNet(backbone=backbone, operator=operator, where=where, channels=channels, num_classes=num_classes)
+    return VideoResNet(**locals())
 
 
-def build_stage(stage: VideoStage, channels: int, operator: str | Operator | None) -> nn.Sequential:
+def _build_stage(stage: _VideoStage, channels: int, operator: str | Operator | None) -> nn.Sequential:
     """Build the blocks of a stage: the first has the stride, and attention follows some of them."""
     blocks = []
     for index, temporal in enumerate(stage.temporal):
         stride, attention = stage.stride if index == 0 else 1, operator if index in stage.attending else None
         blocks.append(Bottleneck(channels, stage.inner, temporal, stride, attention))
-        channels = EXPANSION * stage.inner
+        channels = _EXPANSION * stage.inner
     return nn.Sequential(*blocks)
 
 
 def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
-    """Fill I3D with the weights of a ResNet-50: each kernel is repeated over time and divided by its length in time.
+    """Fill I3D with the state dict of a ResNet-50: each kernel is repeated over time and divided by its length in time.
 
-    Attention and classifier are unchanged.
-
-    Args:
-        net: The network, changed in place.
-        tensors: The state dict of torchvision's `resnet50`.
-
-    Raises:
-        ValueError: If a weight is missing or of another shape; nothing is copied then.
+    Attention and classifier are unchanged. If a weight is missing or of another shape, nothing is copied.
 
     Reference: Wang et al. 2018.
 
@@ -334,22 +321,13 @@ def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
                 tensor.copy_(tensors[name])
 
 
-def configuration(model: str, operator: str | Operator | None) -> dict[str, Any]:
-    """Return the first entries of a saved configuration.
-
-    Without attention there is no entry "operator"; for a user's own operator, which has no name, it is None.
-    """
-    return {"model": model} | ({} if operator is None else {"operator": name_of(operator)})
-
-
-def check_arguments(model: str, operator: str | Operator | None, num_classes: int) -> None:
-    """Refuse unknown operators, and numbers of classes below 1."""
-    if isinstance(operator, str) and operator not in OPERATORS:
-        raise unknown(model, "operator", operator, OPERATORS)
+def _check_choices(model: str, operator: str | Operator | None, num_classes: int) -> None:
+    if operator is not None:
+        find_operator(model, operator)
     check_whole(model, "num_classes", num_classes, 1)
 
 
-def check_clip(caller: str, clip: Tensor, *, frames: int = 1) -> None:
+def _check_clip(caller: str, clip: Tensor, *, frames: int = 1) -> None:
     """Refuse inputs that are not a floating-point batch of clips of at least `frames` frames."""
     if clip.dim() != 5 or clip.shape[1] != 3 or clip.shape[2] < frames:
         least = f", {frames} frames or more" if frames > 1 else ""

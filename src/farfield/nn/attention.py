@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from farfield._checks import add_memory_note, unknown
+from farfield.nn.bare import read_projection
 from farfield.nn.checks import (
     check_context,
     check_input,
@@ -21,10 +22,9 @@ from farfield.nn.checks import (
 )
 from farfield.nn.initialization import DrawnByItself, draw
 from farfield.nn.norm import CoefficientNorm
-from farfield.ops.call import Call
 from farfield.ops.engine import attend, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide
-from farfield.ops.projection import ProjectionRuns, project_to_scores, read_projection
+from farfield.ops.projection import Call, ProjectionRuns, project_to_scores
 from farfield.ops.slots import Summary
 from farfield.ops.table import OPERATORS, Operator
 

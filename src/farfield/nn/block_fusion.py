@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn.attention import GridAttention
-from farfield.nn.conv_norm_act import Convolved, add_convolved, convolve, is_watched
-from farfield.ops.bare import is_bare
+from farfield.nn.bare import is_bare
+from farfield.nn.conv_norm_act import Convolved, add_convolved, convolve
 from farfield.ops.engine import attend
 from farfield.ops.grid import in_channels_last, in_layout_of
-from farfield.ops.modes import is_recorded
+from farfield.ops.modes import is_recorded, is_watched
 from farfield.ops.projection import Projection
 
 # Most bytes of the wide grid of the samples that a block computes at once in inference: half of a last cache of 32 MB,

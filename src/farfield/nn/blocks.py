@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError, shape_error
 from farfield.nn import block_fusion
 from farfield.nn.attention import GridAttention
+from farfield.nn.bare import is_bare
 from farfield.nn.block_fusion import adds_channels, in_slices, splits_channels
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.conv_norm_act import convolved, scale_and_shift
 from farfield.nn.norm import CoefficientNorm
 from farfield.nn.spatial_dims import layers
-from farfield.ops.bare import is_bare
 from farfield.ops.grid import windows
 from farfield.ops.table import Operator
 

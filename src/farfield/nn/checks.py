@@ -19,9 +19,9 @@ from farfield._checks import (
     check_same_kind,
     shape_error,
 )
-from farfield.ops.bare import is_unchanged
+from farfield.nn.bare import is_unchanged
 from farfield.ops.grid import Place
-from farfield.ops.modes import autocasts
+from farfield.ops.modes import autocast_dtype
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator
 
@@ -171,7 +171,7 @@ def check_input(
                 f"{caller}: {name} is on {grid.device} and the module on {parameter.device}; "
                 f"fix: {conversion(name, 'device')}."
             )
-        if parameter.dtype != grid.dtype and not autocasts(grid):
+        if parameter.dtype != grid.dtype and autocast_dtype(grid) is None:
             raise TypeError(
                 f"{caller}: {name} is {grid.dtype} and the module {parameter.dtype}; fix: {conversion(name, 'dtype')}."
             )
@@ -205,7 +205,7 @@ def check_context(module: Attention, grid: Tensor, context: Tensor | None, conte
     if isinstance(context, Tensor) and context.dtype == torch.bool:
         raise TypeError("GridAttention: context is boolean, as a mask is; fix: give the mask by its name, mask=….")
     check_input(module, context, context_mask, name="context", mask_name="context_mask")
-    if not autocasts(grid):
+    if autocast_dtype(grid) is None:
         check_same_kind("GridAttention", grid=grid, context=context)
     if grid.shape[0] != context.shape[0]:
         raise batch_error("GridAttention", grid, context)

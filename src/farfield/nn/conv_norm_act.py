@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
-from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
+from farfield.nn.bare import is_bare
 from farfield.nn.bn_folding import Fusable
+from farfield.nn.layer_kernels import Geometry, convolve_and, norm_and_clamp
 from farfield.nn.spatial_dims import LAYERS, layers
-from farfield.ops.bare import is_bare
-from farfield.ops.engine import choose_fast
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import is_itself, is_recorded, is_recorded_by_autograd
+from farfield.ops.modes import is_itself, is_recorded, is_recorded_by_autograd, is_watched
 
 CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the number of dimensions of the weight
 CONVOLUTIONS = {each.convolution for each in LAYERS.values()}
@@ -32,9 +31,6 @@ ORDERS = {
     ("convolution", "norm", "activation"),
 }
 BOUNDS = (0.0, 6.0)  # of ReLU6
-# Operations of torch's oneDNN that inductor emits; None in a torch without them.
-CONVOLVE_AND_CLAMP = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
-ADD_CONVOLVED = getattr(torch.ops.mkldnn, "_convolution_pointwise_", None)
 
 
 class ConvNormParameters(NamedTuple):
@@ -146,10 +142,11 @@ class Convolved(Fusable, nn.Sequential):
         """Run the layers with the parameters of some of their channels."""
         layer, kernel = self.convolution, piece.weight
         groups = layer.groups * len(kernel) // len(layer.weight)  # the groups of this piece of a depthwise convolution
-        able = piece.statistics is None and CONVOLVE_AND_CLAMP is not None and not isinstance(layer.padding, str)
-        if able and self.clamps and fuses(grid, kernel):
-            where = (layer.padding, layer.stride, layer.dilation, groups)
-            return cast(Any, CONVOLVE_AND_CLAMP)(grid, kernel, piece.bias, *where, "hardtanh", [*BOUNDS], "")
+        if piece.statistics is None and not isinstance(layer.padding, str) and self.clamps:
+            geometry = Geometry(layer.padding, layer.stride, layer.dilation, groups)
+            clamped = convolve_and(grid, kernel, piece.bias, geometry, clamp=BOUNDS)
+            if clamped is not None:
+                return clamped
         out = convolve(grid, kernel, piece.bias, layer.stride, layer.padding, layer.dilation, groups)
         return self.follow(out, piece)
 
@@ -157,9 +154,9 @@ class Convolved(Fusable, nn.Sequential):
         """Norm and activate the channels of an output that `piece` is for."""
         activation = self._modules.get("activation")
         if piece.statistics is not None:
-            norm, fast = self.norm_or_none, choose_fast()
-            if norm.training and self.clamps and fast is not None:
-                clamped = fast.norm_and_clamp(out, piece.statistics, piece.momentum, norm.eps, BOUNDS)
+            norm = self.norm_or_none
+            if norm.training and self.clamps:
+                clamped = norm_and_clamp(out, piece.statistics, piece.momentum, norm.eps, BOUNDS)
                 if clamped is not None:
                     return clamped
             out = normed(out, piece.statistics, norm, piece.momentum)
@@ -254,10 +251,8 @@ def convolve(grid: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any
 
 def add_convolved(out: Tensor, grid: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Add a 1x1 convolution of a grid to `out`, in place of it or of the convolution's output, which is not saved."""
-    if ADD_CONVOLVED is None or out.dtype != grid.dtype or not fuses(grid, weight, out):
-        return convolve(grid, weight, bias).add_(out)
-    where = ((0, 0), (1, 1), (1, 1), 1)  # padding, stride, dilation and groups
-    return cast(Any, ADD_CONVOLVED).binary(out, grid, weight, bias, *where, "add", 1.0, None, [], None)
+    added = convolve_and(grid, weight, bias, Geometry(), add_to=out)
+    return convolve(grid, weight, bias).add_(out) if added is None else added
 
 
 def normed(out: Tensor, statistics: tuple[Tensor, ...], norm: Any, momentum: float) -> Tensor:
@@ -268,37 +263,6 @@ def normed(out: Tensor, statistics: tuple[Tensor, ...], norm: Any, momentum: flo
     scale, shift = scale_and_shift(mean, variance, weight, bias, norm.eps)
     each = (-1, *[1] * (out.dim() - 2))
     return torch.addcmul(shift.view(each), out, scale.view(each), out=out)
-
-
-def flops_of_convolution(grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
-    """Count FLOPs for torch's flop counter; the clamp has none."""
-    return conv_flop_count(grid, weight, out_shape)
-
-
-def flops_of_addition(out: Any, grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
-    """Count FLOPs for torch's flop counter; the addition has none."""
-    return conv_flop_count(grid, weight, out_shape)
-
-
-if CONVOLVE_AND_CLAMP is not None:
-    register_flop_formula(CONVOLVE_AND_CLAMP)(flops_of_convolution)
-if ADD_CONVOLVED is not None:
-    register_flop_formula(ADD_CONVOLVED)(flops_of_addition)
-
-
-def fuses(grid: Tensor, weight: Tensor, *others: Tensor) -> bool:
-    """Whether torch's oneDNN can convolve and clamp, or add to another, in one operation: one pass less over a grid."""
-    # Before all else: a compiler does not follow the test for oneDNN.
-    if is_watched(grid, weight, *others):
-        return False
-    able = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    fits = type(grid) is Tensor and grid.is_cpu and grid.dtype == torch.float32 and weight.dim() == 4
-    return bool(able) and fits and not torch.is_autocast_enabled("cpu")
-
-
-def is_watched(*tensors: Tensor) -> bool:
-    """Whether the operations on tensors are recorded: by autograd, a transform, a compiler or an exporter."""
-    return is_recorded() or is_recorded_by_autograd(*tensors) or not all(map(is_itself, tensors))
 
 
 def has_numbers(norm: Any) -> bool:

@@ -147,7 +147,7 @@ class Running(ModuleTracker):
     """The modules of a network that run, by path; modules of other networks, which other threads run, do not count.
 
     Its hooks are not those of the modules: a block with hooks on its layers runs them one by one. Those of torch's
-    `ModuleTracker` are known to change nothing, see `ops.bare`.
+    `ModuleTracker` are known to change nothing, see `nn.bare`.
 
     Args:
         network: The network; None follows no module.

@@ -9,8 +9,8 @@ import torch.distributed as distributed
 from torch import Tensor, nn
 
 from farfield._processes import all_gather
+from farfield.nn.bare import is_bare
 from farfield.nn.initialization import DrawnByItself
-from farfield.ops.bare import is_bare
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import full_precision
 from farfield.ops.moments import Moments, pooled_moments, product_moments, response_moments
@@ -125,13 +125,13 @@ class CoefficientNorm(nn.Module):
             values = summary.values * scale.unflatten(0, (self.heads, 1, -1)).to(summary.values.dtype)
             return query, summary._replace(values=values), self.bias - mean * scale
 
-    def factors(self) -> Tensor | None:
-        """Return `(heads,)`, all that the norm multiplies queries with; None where that depends on the batch or more.
+    @property
+    def is_factor(self) -> bool:
+        """Whether the norm multiplies queries with `factors` and does no more: one of products, in eval mode."""
+        return not self.training and self.of_products and is_bare(self, CoefficientNorm)
 
-        In eval mode a norm of products is this factor alone.
-        """
-        if self.training or not self.of_products or not is_bare(self, CoefficientNorm):
-            return None
+    def factors(self) -> Tensor:
+        """Return the factors of the queries, `(heads,)`."""
         return self.scale_of(self.running_var.to(accumulation(self.running_var.dtype)))
 
     def scale_of(self, variance: Tensor) -> Tensor:

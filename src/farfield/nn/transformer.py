@@ -9,10 +9,10 @@ from torch.nn import functional
 
 from farfield._checks import check_heads, check_mask, shape_error, unknown
 from farfield.nn.attention import GridAttention
+from farfield.nn.bare import is_bare
 from farfield.nn.token_attention import attend_tokens
-from farfield.ops.bare import is_bare
 from farfield.ops.grid import ALL, hide
-from farfield.ops.modes import autocasts
+from farfield.ops.modes import autocast_dtype
 from farfield.ops.table import OPERATORS, Operator
 
 
@@ -112,7 +112,7 @@ class TransformerLayer(nn.Module):
             fix = "channels come last, e.g. grid.flatten(2).mT for a grid (batch, channels, *size)."
             raise shape_error("TransformerLayer", problem, fix, tokens=tokens)
         dtype = self.norm.weight.dtype
-        if not tokens.is_floating_point() or (tokens.dtype != dtype and not autocasts(tokens)):
+        if not tokens.is_floating_point() or (tokens.dtype != dtype and autocast_dtype(tokens) is None):
             raise TypeError(
                 f"TransformerLayer: tokens are {tokens.dtype} and the layer {dtype}; fix: tokens.to({dtype})."
             )

@@ -8,15 +8,14 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from farfield._checks import add_memory_note, check_attention
+from farfield._checks import ShapeError, add_memory_note, check_attention, check_grid, check_same_kind
 from farfield.ops import engine
-from farfield.ops.call import Call
-from farfield.ops.projection import IDENTITY, project_to_scores
-from farfield.ops.table import Operator
+from farfield.ops.projection import IDENTITY, Call, project_to_scores
+from farfield.ops.table import OPERATORS
 
-Function = TypeVar("Function", bound=Callable[..., Tensor])
+_Function = TypeVar("_Function", bound=Callable[..., Tensor])
 
-ARGUMENTS = {
+_ARGUMENTS = {
     "query": "The query grid, `(b, c, *m)`.",
     "key": "The key grid, `(b, c, *n)`.",
     "value": "The value grid, `(b, p, *n)`, one value for each key.",
@@ -28,7 +27,7 @@ ARGUMENTS = {
     "and are read as 0.",
     "scale": "Factor of the products of queries and keys; 1/√(c/heads) is the usual scaling.",
 }
-RESULTS = """Returns:
+_RESULTS = """Returns:
     The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
 Raises:
@@ -37,18 +36,17 @@ Raises:
     ValueError: If heads is not a whole number from 1, or grids, masks and weight are on different devices."""
 
 
-def document_arguments(function: Function) -> Function:
+def document_arguments(function: _Function) -> _Function:
     """Add to an operator's docstring, before its cost, the text that operators share: arguments, result and errors."""
     if function.__doc__:  # none under python -OO
         first, rest = inspect.cleandoc(function.__doc__).split("Cost:", 1)
-        arguments = "\n".join(f"    {name}: {ARGUMENTS[name]}" for name in inspect.signature(function).parameters)
-        function.__doc__ = f"{first}Args:\n{arguments}\n\n{RESULTS}\n\nCost:{rest}"
+        arguments = "\n".join(f"    {name}: {_ARGUMENTS[name]}" for name in inspect.signature(function).parameters)
+        function.__doc__ = f"{first}Args:\n{arguments}\n\n{_RESULTS}\n\nCost:{rest}"
     return function
 
 
 def attend(
-    caller: str,
-    operator: Operator,
+    name: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -59,10 +57,13 @@ def attend(
     weight: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Check the arguments of an operator's function and attend.
+    """Check the arguments of the function of the operator of this name, and attend.
 
     For an operator with a score, `weight` or ones project queries and keys to one channel per head (SAN 4).
     """
+    caller, operator = f"{name}_attention", OPERATORS[name]
+    if weight is not None:
+        _check_weight(caller, query, weight)
     check_attention(caller, query, key, value, heads, mask, query_mask)
     score = IDENTITY
     if operator.score is not None:
@@ -73,5 +74,16 @@ def attend(
         return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask)
     except RuntimeError as error:
         if not operator.merges_by_adding:
-            add_memory_note(caller, caller.removesuffix("_attention"), query, key, heads, error)
+            add_memory_note(caller, name, query, key, heads, error)
         raise
+
+
+def _check_weight(caller: str, query: Tensor, weight: Tensor) -> None:
+    """Refuse a weight that does not have one number per query channel, or another dtype or device."""
+    check_grid(caller, "query", query)
+    if weight.dim() != 1 or weight.shape[0] != query.shape[1]:
+        raise ShapeError(
+            f"{caller}: weight must have one number per channel of query, got {tuple(weight.shape)} for "
+            f"query {tuple(query.shape)}; fix: torch.nn.Parameter(torch.ones({query.shape[1]}))."
+        )
+    check_same_kind(caller, query=query, weight=weight)

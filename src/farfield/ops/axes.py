@@ -8,8 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._checks import check_grid, check_mask, shape_error
-from farfield.ops.engine import choose_fast
-from farfield.ops.fast.dispatch import once
+from farfield.ops.engine import is_fast
+from farfield.ops.fast import axes
 from farfield.ops.grid import AXES
 
 
@@ -46,8 +46,7 @@ def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | N
     """
     check_grid("axis_means", "grid", grid)
     check_mask("axis_means", "mask", mask, "grid", grid)
-    axes = AXES if choose_fast() is None else once(AXES)
-    sums, counts = axes.gather(grid, mask)
+    sums, counts = axes.gather(AXES, grid, mask) if is_fast() else AXES.gather(grid, mask, None)
     return (sums / counts.clamp_min(1)).to(grid.dtype)
 
 
@@ -83,5 +82,4 @@ def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Ten
     if vectors.dim() != 3 or vectors.shape[2] != sum(size):
         fix = f"concatenate one vector per axis, {sum(size)} numbers for size {tuple(size)}."
         raise shape_error("outer_sum", "vectors must be (batch, channels, sum of size).", fix, vectors=vectors)
-    axes = AXES if choose_fast() is None else once(AXES)
-    return axes.scatter(vectors, size)
+    return axes.scatter(AXES, vectors, size) if is_fast() else AXES.scatter(vectors, size)

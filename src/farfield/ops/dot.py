@@ -6,7 +6,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield.ops.attend import attend, document_arguments
-from farfield.ops.table import OPERATORS
 
 
 @document_arguments
@@ -40,4 +39,4 @@ def dot_attention(
         >>> torch.allclose(*both, atol=1e-4)
         True
     """
-    return attend("dot_attention", OPERATORS["dot"], query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+    return attend("dot", query, key, value, heads=heads, mask=mask, query_mask=query_mask)

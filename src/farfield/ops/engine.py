@@ -2,31 +2,38 @@
 
     attend(call, q, k, v) == respond_grid(call, q, summarize_grid(call, k))        where k is v
 
-The equations are `summary.summarize` and `summary.respond` with the functions of `table.OPERATORS`. `choose_fast` is
-the one place that decides whether `fast`, which computes the same in less time or memory, is used.
+The equations are `summary.summarize` and `summary.respond` with the functions of `table.OPERATORS`. What computes the
+same in less time or memory stands in `fast`, whose table of kernels says what runs when; `is_fast` switches it off.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from functools import partial
+from typing import cast
 
 from torch import Tensor
 
-from farfield.ops.call import Call, by_head, project_keys, project_queries, run_values
-from farfield.ops.fast.dispatch import FAST, FastSteps, Target
-from farfield.ops.grid import Gathered, Place, in_layout_of, laid_out_for
+from farfield.ops.fast import axes, table
+from farfield.ops.fast.combination import add_responses
+from farfield.ops.fast.whole import Target
+from farfield.ops.grid import Gathered, Place, Positions, in_layout_of, laid_out_for
 from farfield.ops.modes import is_recorded
-from farfield.ops.projection import split_heads
+from farfield.ops.projection import Call, by_head, project_keys, project_queries, run_values, split_heads
 from farfield.ops.slots import Summary
 from farfield.ops.summary import respond, summarize
+from farfield.ops.work import Work, is_quadratic_cheaper
 
 SWITCH = "FARFIELD_FAST"
 
 
-def choose_fast() -> FastSteps | None:
-    """Return the fast steps; None if FARFIELD_FAST=0 switches them off, or while torch compiles, exports or traces."""
-    return None if os.environ.get(SWITCH) == "0" or is_recorded() else FAST
+def is_fast() -> bool:
+    """Whether `fast` is used: not with FARFIELD_FAST=0, nor while torch compiles, exports or traces.
+
+    Such a graph is for all sizes and must contain torch's own operations only.
+    """
+    return os.environ.get(SWITCH) != "0" and not is_recorded()
 
 
 # ---- the three steps -------------------------------------------------------------------------------------------------
@@ -54,39 +61,31 @@ def attend(
     Returns:
         `(b, out, *m)` in the query grid's dtype and memory format; with a target, the target's grid and the responses.
     """
-    fast = choose_fast()
-    itself = query is key and query_mask is mask
-    if fast is not None:
-        whole = itself and value is key and mask is None
-        response = fast.attend(call, query, target) if whole else None
-        if response is not None:
+    fast, itself = is_fast(), query is key and query_mask is mask
+    if fast and itself and value is key and mask is None:
+        kernel = table.choose(call, query, target)
+        if kernel is not None:
+            response: Tensor = kernel.run(call, query, target)
             return response
-        # The responses of a target are products of slots, of which the other order has more.
-        call = fast.prepare(call if target is not None else fast.reorder(call, query, key, value))
+    # The responses of a target are products of slots, of which the quadratic order has more.
+    if fast and target is None and call.operator.has_orders:
+        positions = math.prod(query.shape[2:]), math.prod(key.shape[2:])
+        if is_quadratic_cheaper(_count_work(call, *positions, query.shape[1], value.shape[1])):
+            call = call._replace(operator=call.operator.in_quadratic_order())
     keys, queries = call.operator.keys_from, call.operator.queries_from
-    gathered = keys.gather(key, mask, None)
-    values = gathered.positions if value is key else keys.gather(value, mask, None).positions
-    query_positions = gathered if itself and queries.gather == keys.gather else queries.gather(query, query_mask, None)
-    projected, summary = summarize_positions(fast, call, gathered, values, mask is None, query_positions is gathered)
-    return respond_positions(fast, call, query, query_positions, projected, summary, target=target)
+    gathered = _gather(fast, keys, key, mask)
+    values = gathered.positions if value is key else _gather(fast, keys, value, mask).positions
+    same = itself and queries.gather == keys.gather
+    query_positions = gathered if same else _gather(fast, queries, query, query_mask)
+    projected, summary = _summarize_positions(fast, call, gathered, values, mask is None, query_positions is gathered)
+    return _respond_positions(fast, call, query, query_positions, projected, summary, target=target)
 
 
 def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, place: Place | None = None) -> Summary:
-    """Summarize the keys and values of a grid or of a tile.
-
-    Args:
-        call: The operator with its projections.
-        grid: `(b, c, *n)`.
-        mask: `(b, *n)`, True where a position is valid; None if all are.
-        place: The origin of a tile and the size of the whole grid; None for a whole grid.
-
-    Returns:
-        The summary; the summaries of all tiles merge, in any order, into that of the whole.
-    """
-    fast = choose_fast()
-    call = call if fast is None else fast.prepare(call)
-    gathered = call.operator.keys_from.gather(grid, mask, place)
-    return summarize_positions(fast, call, gathered, gathered.positions, mask is None and place is None)[1]
+    """Summarize the keys and values of a grid, or of a tile at a `place`, whose summaries merge in any order."""
+    fast = is_fast()
+    gathered = _gather(fast, call.operator.keys_from, grid, mask, place)
+    return _summarize_positions(fast, call, gathered, gathered.positions, mask is None and place is None)[1]
 
 
 def respond_grid(
@@ -98,39 +97,24 @@ def respond_grid(
     place: Place | None = None,
     query_sums: Gathered | None = None,
 ) -> Tensor:
-    """Respond to a summary at every position of a grid or of a tile.
-
-    Args:
-        call: The operator with its projections.
-        grid: The query grid, `(b, c, *m)`.
-        summary: The summary of keys and values.
-        mask: `(b, *m)`, True where a position is valid; others are read as 0. None if all are valid.
-        place: The origin of a tile and the size of the whole grid; None for a whole grid.
-        query_sums: The query sums of the whole grid, for a tile of an operator whose queries are sums over the grid.
-
-    Returns:
-        The responses, `(b, out, *m)`.
-    """
-    fast = choose_fast()
-    call = call if fast is None else fast.prepare(call)
-    query_positions = call.operator.queries_from.gather(grid, mask, None) if query_sums is None else query_sums
-    return respond_positions(fast, call, grid, query_positions, None, summary, place)
+    """Respond `(b, out, *m)` at every position of a grid, or of a tile; with queries that are sums by `query_sums`."""
+    fast = is_fast()
+    query_positions = _gather(fast, call.operator.queries_from, grid, mask) if query_sums is None else query_sums
+    return _respond_positions(fast, call, grid, query_positions, None, summary, place)
 
 
 # ---- shared by the steps ---------------------------------------------------------------------------------------------
-def summarize_positions(
-    fast: FastSteps | None, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
+def _gather(fast: bool, where: Positions, grid: Tensor, mask: Tensor | None, place: Place | None = None) -> Gathered:
+    return axes.gather(where, grid, mask, place) if fast and not where.side_by_side else where.gather(grid, mask, place)
+
+
+def _summarize_positions(
+    fast: bool, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
 ) -> tuple[Tensor | None, Summary]:
-    """Project keys, summarize, and project the values of the slots.
-
-    With `itself_queries`, the queries come from the same positions, and a fast step may project them too.
-
-    Returns:
-        The queries `(b, h, d, n)`, None if they are not projected, and the summary.
-    """
-    result = None if fast is None else fast.summarize(call, gathered, values, complete, itself_queries)
+    """Return the queries `(b, h, d, n)` if a fast step projects them too (`itself_queries`), and the summary."""
+    result = table.summarize(call, gathered, values, complete, itself_queries) if fast else None
     if result is None:
-        values = run_values(call, values, gathered.valid)
+        values = values if call.runs.value is None else run_values(call, values, gathered.valid)
         key, shared = project_keys(call, gathered), call.value.matrix is not None
         itself_key = call.operator.reads_keys and call.key.matrix is None and call.runs.key is None
         same = values is gathered.positions and itself_key and not shared
@@ -141,11 +125,11 @@ def summarize_positions(
     if call.value.matrix is None:
         return projected, summary
     bias = None if call.value.bias is None else call.value.bias.unflatten(0, (call.heads, -1))
-    return projected, summary.project_values(call.value.by_head(call.heads), bias)
+    return projected, summary.project_values(call.value.matrix.unflatten(0, (call.heads, -1)), bias)
 
 
-def respond_positions(
-    fast: FastSteps | None,
+def _respond_positions(
+    fast: bool,
     call: Call,
     grid: Tensor,
     query_positions: Gathered,
@@ -160,26 +144,31 @@ def respond_positions(
     if call.norm is not None:
         query = query if scale == 1 else query * scale
         query, summary, shift = call.norm(query, query_positions.valid, summary, call.operator)
-        scale, bias = 1.0, project_shift(call, shift)
+        scale, bias = 1.0, _project_shift(call, shift)
     if target is not None:
-        if fast is not None and queries.side_by_side:
-            return fast.add_responses(call, query, summary, target(bias, None))
+        if fast and queries.side_by_side:
+            return add_responses(call, query, summary, target(bias, None))
         target, bias = partial(target, bias), None
     spatial_dims, of_axes = grid.dim() - 2, None if queries.side_by_side else bias
     bias = bias if queries.side_by_side else None
-    responses = project_responses(fast, call, query_positions, query, summary, scale, bias)
-    responses = queries.normalized(responses, query_positions.valid, spatial_dims)
+    responses = _project_responses(fast, call, query_positions, query, summary, scale, bias)
+    if queries.normalize is not None:
+        responses = queries.normalize(responses, query_positions.valid, spatial_dims)
     if of_axes is not None:  # each position adds up one response per axis
         responses = responses + (of_axes / spatial_dims)[:, None].to(responses.dtype)
-    responses = queries.scatter(laid_out_for(grid, responses.to(grid.dtype)), grid.shape[2:], place)
+    responses = responses.to(grid.dtype)
+    if not queries.side_by_side:  # what is written more than once is first brought into the order of the grid
+        responses = laid_out_for(grid, responses)
+    scatter = partial(axes.scatter, queries) if fast and not queries.side_by_side else queries.scatter
+    responses = scatter(responses, grid.shape[2:], place)
     if call.runs.output is not None:
         responses = call.runs.output(responses.flatten(2)).unflatten(2, grid.shape[2:]).to(grid.dtype)
     responses = in_layout_of(grid, responses)
     return responses if target is None else target(responses)
 
 
-def project_responses(
-    fast: FastSteps | None,
+def _project_responses(
+    fast: bool,
     call: Call,
     query_positions: Gathered,
     query: Tensor,
@@ -187,47 +176,41 @@ def project_responses(
     scale: float,
     bias: Tensor | None,
 ) -> Tensor:
-    """Return responses `(b, out, m)` after the output projection, which acts on the slots where that is cheaper."""
-    matrix, slots = call.output.matrix, summary.values.shape[2]
-    if matrix is None:
-        return respond_projected(fast, call, query_positions, query, summary, scale, None, bias)
-    width = summary.values.shape[1] * summary.values.shape[3]
-    work = call.work(query.shape[3], slots, query.shape[1] * query.shape[2], width)
-    if work.folds_output(slots, basis=call.operator.basis is not None):
-        return respond_projected(fast, call, query_positions, query, summary, scale, by_head(call, query.dtype), bias)
-    responses = respond_projected(fast, call, query_positions, query, summary, scale, None, None)
-    responses = matrix.to(responses.dtype) @ responses
-    return responses if bias is None else responses + bias[:, None].to(responses.dtype)
-
-
-def respond_projected(
-    fast: FastSteps | None,
-    call: Call,
-    query_positions: Gathered,
-    query: Tensor,
-    summary: Summary,
-    scale: float,
-    matrix: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """Return responses `(b, out, m)`: the heads concatenated or, with a matrix `(h, out, c)`, projected and added up.
-
-    The matrix projects the slots.
-    """
-    responses = None if fast is None else fast.respond(call, query_positions, query, summary, matrix, bias)
-    if responses is not None:
-        return responses
-    if matrix is None:
-        responses = respond(call.operator, query, summary, scale).flatten(1, 2)
+    """Return responses `(b, out, m)`; the output projection, if any, acts on the slots where that is cheaper."""
+    last, slots, by_slots = call.output.matrix, summary.values.shape[2], None
+    if last is not None:
+        width = summary.values.shape[1] * summary.values.shape[3]
+        work = _count_work(call, query.shape[3], slots, query.shape[1] * query.shape[2], width)
+        if work.folds_output(slots, basis=call.operator.basis is not None):
+            last, by_slots = None, by_head(call, query.dtype)
+    if fast:
+        responses = table.respond(call, query_positions, query, summary, by_slots, bias if last is None else None)
+        if responses is not None and last is None:
+            return responses
     else:
-        responses = respond(call.operator, query, summary.project_values(matrix), scale).sum(1)
+        responses = None
+    if responses is None and by_slots is None:
+        responses = respond(call.operator, query, summary, scale).flatten(1, 2)
+    elif responses is None:
+        responses = respond(call.operator, query, summary.project_values(cast(Tensor, by_slots)), scale).sum(1)
+    if last is not None:
+        responses = last.to(responses.dtype) @ responses
     return responses if bias is None else responses + bias[:, None].to(responses.dtype)
 
 
-def project_shift(call: Call, shift: Tensor | None) -> Tensor | None:
+def _project_shift(call: Call, shift: Tensor | None) -> Tensor | None:
     """Return the bias of the responses: that of the output projection, plus the projected shift of the norm."""
     matrix, bias = call.output
     if shift is None or matrix is None:
         return bias if shift is None else shift
     shift = matrix @ shift.to(matrix.dtype)
     return shift if bias is None else bias + shift
+
+
+def _count_work(call: Call, queries: int, keys: int, channels: int, width: int) -> Work:
+    """Return the sizes of one sample; channels and width are those of queries and values before projections."""
+    inner = channels if call.query.matrix is None else len(call.query.matrix)
+    value, output = call.value.matrix, call.output.matrix
+    biased = call.output.bias is not None or (call.norm is not None and call.norm.bias is not None)
+    projected, out = 0 if value is None else value.shape[1], 0 if output is None else len(output)
+    return Work(queries, keys, inner, width if value is None else len(value), call.heads, projected, out, biased)

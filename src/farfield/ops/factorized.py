@@ -6,7 +6,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield.ops.attend import attend, document_arguments
-from farfield.ops.table import OPERATORS
 
 
 @document_arguments
@@ -38,9 +37,7 @@ def averaged_attention(
         >>> ops.averaged_attention(volume, volume, volume).shape
         torch.Size([2, 8, 5, 6, 7])
     """
-    return attend(
-        "averaged_attention", OPERATORS["averaged"], query, key, value, heads=heads, mask=mask, query_mask=query_mask
-    )
+    return attend("averaged", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
 
 
 @document_arguments
@@ -73,16 +70,7 @@ def factorized_attention(
         >>> ops.factorized_attention(text, text, text, heads=2).shape
         torch.Size([2, 8, 512])
     """
-    return attend(
-        "factorized_attention",
-        OPERATORS["factorized"],
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-    )
+    return attend("factorized", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
 
 
 @document_arguments
@@ -116,13 +104,4 @@ def factorized_gaussian_attention(
         >>> torch.allclose(ops.factorized_gaussian_attention(image, image, ones), ones)
         True
     """
-    return attend(
-        "factorized_gaussian_attention",
-        OPERATORS["factorized_gaussian"],
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-    )
+    return attend("factorized_gaussian", query, key, value, heads=heads, mask=mask, query_mask=query_mask)

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.ops.modes import are_themselves, autocasts, is_recorded_by_autograd
+from farfield.ops.modes import are_themselves, autocast_dtype, is_recorded_by_autograd, is_transformed
 
-Precision = Callable[[], contextlib.AbstractContextManager[Any]]
+_Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def restore_all(arguments: Sequence[Any], precision: Precision) -> Sequence[Any]:
+def _restore_all(arguments: Sequence[Any], precision: _Precision) -> Sequence[Any]:
     """Return the arguments: all of them were saved."""
     return arguments
 
 
-def never() -> bool:
+def _never() -> bool:
     """False: `forward` runs torch's operations only."""
     return False
 
@@ -34,7 +34,7 @@ def always() -> bool:
     return True
 
 
-class Shape(NamedTuple):
+class _Shape(NamedTuple):
     """The shape, dtype and device of an argument: all that the derivatives of a linear function need."""
 
     shape: torch.Size
@@ -44,13 +44,13 @@ class Shape(NamedTuple):
 
 def shapes_alone(arguments: Sequence[Any]) -> Sequence[Any]:
     """Replace tensors by their shapes, which is all that derivatives of linear functions need."""
-    return [Shape(each.shape, each.dtype, each.device) if isinstance(each, Tensor) else each for each in arguments]
+    return [_Shape(each.shape, each.dtype, each.device) if isinstance(each, Tensor) else each for each in arguments]
 
 
-def of_shapes(arguments: Sequence[Any]) -> Sequence[Any]:
-    """Replace each `Shape` by a zero, expanded to its shape."""
+def _of_shapes(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Replace each `_Shape` by a zero, expanded to its shape."""
     return [
-        torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape) if isinstance(each, Shape) else each
+        torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape) if isinstance(each, _Shape) else each
         for each in arguments
     ]
 
@@ -63,10 +63,10 @@ def accelerate(
     constants: int = 0,
     kept: int = 0,
     save: Callable[[Sequence[Any]], Sequence[Any]] = tuple,
-    restore: Callable[[Sequence[Any], Precision], Sequence[Any]] = restore_all,
+    restore: Callable[[Sequence[Any], _Precision], Sequence[Any]] = _restore_all,
     again: Callable[..., Sequence[Tensor | None]] | None = None,
     vmapped: Callable[..., Any] | None = None,
-    kernels_run: Callable[[], bool] = never,
+    kernels_run: Callable[[], bool] = _never,
 ) -> Callable[..., Any]:
     """Return a function that computes `plain` by `forward`, and its gradients by `backward`.
 
@@ -81,8 +81,8 @@ def accelerate(
         constants: Number of outputs of `plain`, the last ones, that have no gradient.
         kept: Number of further outputs of `forward`.
         save: From the arguments to those that are saved for the backward pass; by default all, unchanged. With
-            `shapes_alone`, `backward` gets a `Shape` for each tensor.
-        restore: From the saved arguments, and `precision`, to the arguments.
+            `shapes_alone`, `backward` gets a `_Shape` for each tensor.
+        restore: From the saved arguments, and `_precision`, to the arguments.
         again: `(arguments, grad_outputs)` to gradients that are differentiable again; by default those of `plain`.
         vmapped: The function that `torch.vmap` maps; by default `plain`.
         kernels_run: Whether `forward` may run a kernel now; kernels, unlike torch's operations, carry no tangents.
@@ -94,13 +94,13 @@ def accelerate(
     class Accelerated(torch.autograd.Function):
         @staticmethod
         def forward(*arguments: Any) -> Any:
-            return detach(forward(*arguments))
+            return _detach(forward(*arguments))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
             count = ctx.outputs = len(outputs) - kept - constants
-            ctx.precision = precision(next(each for each in inputs if isinstance(each, Tensor)))
+            ctx.precision = _precision(next(each for each in inputs if isinstance(each, Tensor)))
             saved, without = save(inputs), outputs[count:]
             ctx.others = [None if isinstance(each, Tensor) else each for each in saved]
             tensors = [each if isinstance(each, Tensor) else None for each in saved]
@@ -111,30 +111,30 @@ def accelerate(
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-            (arguments, rest), grad_outputs = load_arguments(ctx, restore), grad_outputs[: ctx.outputs]
+            (arguments, rest), grad_outputs = _load_arguments(ctx, restore), grad_outputs[: ctx.outputs]
             if torch.is_grad_enabled() or not are_themselves(*arguments, *grad_outputs):
                 with ctx.precision():
                     if again is not None:
                         return tuple(again(arguments, grad_outputs))
-                    return compute_vjp(plain, of_shapes(arguments), grad_outputs, ctx.needs_input_grad)
+                    return _compute_vjp(plain, _of_shapes(arguments), grad_outputs, ctx.needs_input_grad)
             return tuple(backward(arguments, rest, grad_outputs, ctx.needs_input_grad, ctx.precision))
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
-            arguments, rest = load_arguments(ctx, restore)
-            results = compute_jvp(plain, of_shapes(arguments), tangents, ctx.outputs)
+            arguments, rest = _load_arguments(ctx, restore)
+            results = _compute_jvp(plain, _of_shapes(arguments), tangents, ctx.outputs)
             return results[0] if ctx.outputs == 1 and not rest else (*results, *[None] * len(rest))
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-            return compute_vmap(vmapped or plain, info, in_dims, arguments, kept)
+            return _compute_vmap(vmapped or plain, info, in_dims, arguments, kept)
 
     class Untransformed(Accelerated):
         """The same for calls outside torch.func's transforms, which take torch half the time without setup_context."""
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            output = detach(forward(*arguments))
+            output = _detach(forward(*arguments))
             Accelerated.setup_context(ctx, arguments, output)
             return output
 
@@ -143,36 +143,27 @@ def accelerate(
     def run(*arguments: Any) -> Any:
         if not is_recorded_by_autograd(*arguments) and (not kernels_run() or are_themselves(*arguments)):
             return forward(*arguments)
-        try:
-            return Untransformed.apply(*arguments)
-        except RuntimeError as error:  # torch refuses a function without setup_context in a transform, before it runs
-            if "setup_context" not in str(error):
-                raise
-        return Accelerated.apply(*arguments)
+        return (Accelerated if is_transformed() else Untransformed).apply(*arguments)
 
     return run
 
 
-def detach(outputs: Any) -> Any:
+def _detach(outputs: Any) -> Any:
     """Return outputs that are no views: the tangent of a view must be laid out in memory as the view is."""
     if isinstance(outputs, Tensor):
         return outputs.detach()
     return tuple(None if each is None else each.detach() for each in outputs)
 
 
-def load_arguments(ctx: Any, restore: Callable[..., Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:
+def _load_arguments(ctx: Any, restore: Callable[..., Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return the arguments of the forward pass, and the outputs that were kept beside them."""
     count, saved = len(ctx.others), ctx.saved_tensors
     arguments = [other if tensor is None else tensor for tensor, other in zip(saved, ctx.others, strict=False)]
     return restore(arguments, ctx.precision), saved[count:]
 
 
-class TensorFunction:
-    """`plain` as a function of its arguments at `places`; returns the tensors among its first `outputs` outputs.
-
-    Attributes:
-        is_tensor: Which outputs are tensors; known after the first call.
-    """
+class _TensorFunction:
+    """`plain` as a function of its arguments at `places`; returns the tensors among its first outputs."""
 
     def __init__(self, plain: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int], outputs: int | None):
         self.plain, self.arguments, self.places, self.outputs = plain, arguments, places, outputs
@@ -198,45 +189,45 @@ class TensorFunction:
         return [next(rest) if is_tensor else None for is_tensor in self.is_tensor]
 
 
-def compute_vjp(
+def _compute_vjp(
     plain: Callable[..., Any], arguments: Sequence[Any], grad_outputs: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of the wanted arguments, by operations that are differentiable again."""
     places = [place for place, want in enumerate(wanted) if want]
-    run = TensorFunction(plain, arguments, places, len(grad_outputs))
+    run = _TensorFunction(plain, arguments, places, len(grad_outputs))
     outputs, pull = torch.func.vjp(run, *run.chosen())[:2]
     given = zip([each for each in grad_outputs if each is not None], outputs, strict=True)
     gradients = dict(zip(places, pull(tuple(each.to(out.dtype) for each, out in given)), strict=True))
     return tuple(gradients.get(place) for place in range(len(wanted)))
 
 
-def compute_jvp(
+def _compute_jvp(
     plain: Callable[..., Any], arguments: Sequence[Any], tangents: Sequence[Any], outputs: int
 ) -> list[Tensor | None]:
     """Return tangents of the outputs: the vector-Jacobian product of the vector-Jacobian product, which is linear."""
     places = [place for place, tangent in enumerate(tangents) if isinstance(tangent, Tensor)]
-    run = TensorFunction(plain, arguments, places, outputs)
+    run = _TensorFunction(plain, arguments, places, outputs)
     values, pull = torch.func.vjp(run, *run.chosen())[:2]
     back = torch.func.vjp(pull, tuple(torch.zeros_like(each) for each in values))[1]
     (pushes,) = back(tuple(tangents[place] for place in places))
     return run.fill(pushes)
 
 
-def compute_vmap(
+def _compute_vmap(
     plain: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], arguments: Sequence[Any], kept: int
 ) -> tuple[Any, Any]:
     """Return the outputs of `plain` under vmap and their mapped dimensions; nothing is kept."""
     places = [place for place, dim in enumerate(in_dims) if dim is not None]
-    run = TensorFunction(plain, arguments, places, None)
+    run = _TensorFunction(plain, arguments, places, None)
     values = torch.vmap(run, tuple(in_dims[place] for place in places), randomness=info.randomness)(*run.chosen())
     outputs = run.fill(values) + [None] * kept
     where = [0 if each is not None else None for each in outputs]
     return (outputs[0], where[0]) if len(outputs) == 1 else (tuple(outputs), tuple(where))
 
 
-def precision(tensor: Tensor) -> Precision:
+def _precision(tensor: Tensor) -> _Precision:
     """Return a function that makes a context with the current autocast, for a backward pass that recomputes."""
-    device = tensor.device.type
-    if not autocasts(tensor):
+    dtype = autocast_dtype(tensor)
+    if dtype is None:
         return contextlib.nullcontext
-    return functools.partial(torch.autocast, device, torch.get_autocast_dtype(device))
+    return functools.partial(torch.autocast, tensor.device.type, dtype)

@@ -19,53 +19,38 @@ from farfield.ops.modes import is_itself, is_recorded
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend by the softmax of products: softmax(scale · Q Kᵀ) V.
-
-    Args:
-        query: `(b, h, m, d)`.
-        key: `(b, h, n, d)`.
-        value: `(b, h, n, c)`.
-        mask: `(b, 1, 1, n)`, True where a key is valid, at least one per sample; None if all are.
-        scale: Factor of the products.
-
-    Returns:
-        `(b, h, m, c)`.
-
-    Cost:
-        b·h·m·n·(d + c) MACs, and 2.5 times that backward. Kept for backward are the arguments, the response and m
-        numbers per head; in forward mode, and for the derivative of a gradient, the matrix of b·h·m·n numbers.
-    """
+    """Compute softmax(scale · Q Kᵀ) V: `(b, h, m, c)`, from `(b, h, m, d)`, `(b, h, n, d)` and `(b, h, n, c)`."""
     if is_recorded():
-        return scaled_dot_product(query, key, value, mask, scale)
+        return _scaled_dot_product(query, key, value, mask, scale)
     if not all(map(is_itself, (query, key, value))):  # under a transform of torch.func, or with a tangent
         return cast(Tensor, _transformed(query, key, value, mask, scale))
-    response = scaled_dot_product(query, key, value, mask, scale)
+    response = _scaled_dot_product(query, key, value, mask, scale)
     return cast(Tensor, _derivable(response, query, key, value, mask, scale)) if response.requires_grad else response
 
 
-def scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute the attention by torch's kernel."""
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute the attention by its equation."""
-    return (weigh(query, key, mask, scale) @ value.to(accumulation(value.dtype))).to(value.dtype)
+    return (_weigh(query, key, mask, scale) @ value.to(accumulation(value.dtype))).to(value.dtype)
 
 
-def weigh(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _weigh(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return the matrix `(b, h, m, n)`: softmax(scale · Q Kᵀ)."""
     dtype = accumulation(query.dtype)
     products = scale * query.to(dtype) @ key.to(dtype).mT
     return (products if mask is None else products.masked_fill(~mask, -torch.inf)).softmax(-1)
 
 
-def gradients(
+def _plain_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, by operations that are differentiable again."""
     dtype = accumulation(query.dtype)
-    weights, grad = weigh(query, key, mask, scale), grad.to(dtype)
+    weights, grad = _weigh(query, key, mask, scale), grad.to(dtype)
     grad_weights = grad @ value.to(dtype).mT
     # Gradient of the products: weights · (gradient of the weights minus its mean under the weights).
     grad_products = scale * weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
@@ -73,46 +58,48 @@ def gradients(
     return result[0].to(query.dtype), result[1].to(key.dtype), result[2].to(value.dtype)
 
 
-def gradients_by_kernel(
+def _gradients_by_kernel(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as `gradients`, by the kernel and without a matrix of products."""
+    """Return the same as `_plain_gradients`, by the kernel and without a matrix of products."""
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return scaled_dot_product(query, key, value, mask, scale)
+        return _scaled_dot_product(query, key, value, mask, scale)
 
     response, pull = torch.func.vjp(run, query, key, value)[:2]
     return cast(tuple[Tensor, Tensor, Tensor], pull(grad.to(response.dtype)))
 
 
-def pull_gradients(
+def _pull_gradients(
     arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any
 ) -> tuple[Tensor | None, ...]:
-    """Return the vector-Jacobian product of `gradients`, by its equation."""
+    """Return the vector-Jacobian product of `_plain_gradients`, by its equation."""
     grad, query, key, value, mask, scale = arguments
 
     def run(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        return gradients(grad, query, key, value, mask, scale)
+        return _plain_gradients(grad, query, key, value, mask, scale)
 
     pull = torch.func.vjp(run, grad, query, key, value)[1]
     return *pull(tuple(grad_outputs)), None, None
 
 
-def differentiate(
+def _differentiate(
     arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the attention."""
     return *_gradients(grad_outputs[0], *arguments), None, None
 
 
-_gradients = accelerate(gradients, gradients_by_kernel, pull_gradients, vmapped=gradients_by_kernel, kernels_run=always)
+_gradients = accelerate(
+    _plain_gradients, _gradients_by_kernel, _pull_gradients, vmapped=_gradients_by_kernel, kernels_run=always
+)
 # The attention for transforms of torch.func and for tangents.
 _transformed = accelerate(
-    attend,
-    scaled_dot_product,
-    differentiate,
-    again=lambda arguments, grad_outputs: differentiate(arguments, None, grad_outputs),
-    vmapped=scaled_dot_product,
+    _attend,
+    _scaled_dot_product,
+    _differentiate,
+    again=lambda arguments, grad_outputs: _differentiate(arguments, None, grad_outputs),
+    vmapped=_scaled_dot_product,
     kernels_run=always,
 )
 

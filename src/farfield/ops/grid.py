@@ -75,7 +75,7 @@ def hide(grid: Tensor, mask: Tensor | None) -> Tensor:
     return grid if mask is None else torch.where(mask[:, None], grid, 0)
 
 
-def valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
+def _valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
     """Return `(b, 1, *size)`, 1 where a position is valid; without a mask it is one number, expanded."""
     dtype = accumulation(grid.dtype)
     if mask is None:
@@ -90,7 +90,7 @@ def flatten(grid: Tensor, mask: Tensor | None = None, place: Place | None = None
     if mask is None:
         one = grid.new_ones((), dtype=accumulation(grid.dtype))
         return Gathered(positions, one.expand(positions.shape[0], 1, positions.shape[2]))
-    return Gathered(hide(grid, mask).flatten(2), valid_positions(grid, mask).flatten(2))
+    return Gathered(hide(grid, mask).flatten(2), _valid_positions(grid, mask).flatten(2))
 
 
 def unflatten(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
@@ -112,10 +112,10 @@ class Pool:
 
     def __call__(self, grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
         """Pool a grid; the windows of a tile must be windows of the whole, so tiles start at multiples of `size`."""
-        return pool(grid, mask, place, self.size, self.kind)
+        return _pool(grid, mask, place, self.size, self.kind)
 
 
-def pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tuple[int, ...], kind: str) -> Gathered:
+def _pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tuple[int, ...], kind: str) -> Gathered:
     """See `Pool`."""
     spatial_dims = grid.dim() - 2
     sizes = (size,) * spatial_dims if isinstance(size, int) else tuple(size)
@@ -127,7 +127,7 @@ def pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tup
     if place is not None and any(start % step for start, step in zip(place[0], sizes, strict=True)):
         name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
         raise ShapeError(f"pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
-    valid = valid_positions(grid, mask)
+    valid = _valid_positions(grid, mask)
     if kind == "mean":
         positions, valid = windows(hide(grid, mask).to(valid.dtype), sizes, 0).sum(-1), windows(valid, sizes, 0).sum(-1)
         return Gathered(
@@ -152,11 +152,7 @@ def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
 
 # ---- axes ------------------------------------------------------------------------------------------------------------
 def axis_sums(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
-    """Gather, for each index of each axis, the sum over all other axes and the number of valid positions in it.
-
-    The axes follow one another in the grid's order. With `place`, the grid is a tile: the result has the length of the
-    whole grid's axes, and is 0 at indices outside the tile. See KAN Eq. 14 and 15.
-    """
+    """Gather the sums over all other axes and their numbers of valid positions, for each index of an axis (KAN 14)."""
     return Gathered(along_axes(hide(grid, mask), place), valid_counts(grid, mask, place))
 
 
@@ -166,20 +162,20 @@ def along_axes(grid: Tensor, place: Place | None = None) -> Tensor:
     others = [[other for other in axes if other != axis] for axis in axes]
     dtype = accumulation(grid.dtype)
     sums = [grid.sum(rest, dtype=dtype) if rest else grid.to(dtype) for rest in others]
-    return torch.cat(at_place(sums, place), -1)
+    return torch.cat(_at_place(sums, place), -1)
 
 
 def valid_counts(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Tensor:
     """Return `(b, 1, Σ size)`: the number of valid positions at each index of each axis."""
     if mask is not None:
-        return along_axes(valid_positions(grid, mask), place)
+        return along_axes(_valid_positions(grid, mask), place)
     size = tuple(grid.shape[2:])
     positions, dtype = math.prod(size), accumulation(grid.dtype)
     counts = [grid.new_full((grid.shape[0], 1, length), positions // length, dtype=dtype) for length in size]
-    return torch.cat(at_place(counts, place), -1)
+    return torch.cat(_at_place(counts, place), -1)
 
 
-def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
+def _at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
     """Pad the vectors of a tile's axes with zeros to the lengths of the whole grid's axes."""
     if place is None:
         return parts
@@ -191,14 +187,14 @@ def at_place(parts: list[Tensor], place: Place | None) -> list[Tensor]:
 def add_axes(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
     """Scatter one response per index of each axis by outer sum (KAN 18); a tile takes its part of the axes."""
     if place is None:
-        return add_parts(list(responses.split_with_sizes(list(size), -1)))
+        return _add_parts(list(responses.split_with_sizes(list(size), -1)))
     parts = responses.split_with_sizes(list(place[1]), -1)
-    return add_parts(
+    return _add_parts(
         [part.narrow(-1, start, length) for part, start, length in zip(parts, place[0], size, strict=True)]
     )
 
 
-def add_parts(parts: list[Tensor]) -> Tensor:
+def _add_parts(parts: list[Tensor]) -> Tensor:
     """Return the outer sum of one vector per axis, `(b, c, length)` each."""
     ones = (1,) * len(parts)
     shapes = [(*ones[:axis], part.shape[-1], *ones[axis + 1 :]) for axis, part in enumerate(parts)]
@@ -261,7 +257,7 @@ def pooled(size: int | tuple[int, ...] = 2, kind: str = "max") -> Positions:
         raise LookupError(f'pooled: no kind "{kind}"; it has max, mean.')
     if min((size,) if isinstance(size, int) else size, default=0) < 1:
         raise ValueError(f"pooled: a window needs whole numbers from 1, got size={size!r}; fix: pooled(2).")
-    return Positions(Pool(size, kind))
+    return Positions(Pool(size if isinstance(size, int) else tuple(size), kind))
 
 
 POOLED = pooled()

@@ -6,7 +6,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield.ops.attend import attend, document_arguments
-from farfield.ops.table import OPERATORS
 
 
 @document_arguments
@@ -39,17 +38,7 @@ def kronecker_kv_attention(
         >>> ops.kronecker_kv_attention(image, image, image, heads=4).shape
         torch.Size([2, 64, 56, 56])
     """
-    return attend(
-        "kronecker_kv_attention",
-        OPERATORS["kronecker_kv"],
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        scale=scale,
-    )
+    return attend("kronecker_kv", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale)
 
 
 @document_arguments
@@ -83,17 +72,7 @@ def kronecker_qkv_attention(
         >>> ops.kronecker_qkv_attention(volume, volume, volume).shape
         torch.Size([2, 64, 8, 16, 16])
     """
-    return attend(
-        "kronecker_qkv_attention",
-        OPERATORS["kronecker_qkv"],
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        scale=scale,
-    )
+    return attend("kronecker_qkv", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale)
 
 
 @document_arguments
@@ -127,13 +106,5 @@ def kronecker_qkv_literal_attention(
         torch.Size([2, 64, 8, 16, 16])
     """
     return attend(
-        "kronecker_qkv_literal_attention",
-        OPERATORS["kronecker_qkv_literal"],
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        scale=scale,
+        "kronecker_qkv_literal", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale
     )

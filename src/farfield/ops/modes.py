@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +15,30 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has a storage; one that a transform of torch.func wraps has none, and torch raises an error."""
-    try:
-        tensor.untyped_storage()
-    except NotImplementedError:
-        return False
-    return True
-
-
 def is_itself(tensor: Tensor) -> bool:
     """Whether no transform of torch.func wraps a tensor and it carries no forward-mode tangent."""
-    return has_memory(tensor) and not has_tangent(tensor)
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:  # a wrapped tensor has no memory
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is None
 
 
-def has_tangent(argument: object) -> bool:
-    """Whether an argument is a tensor that carries a forward-mode tangent."""
-    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
+class _Probe(torch.autograd.Function):
+    """Does nothing; has no setup_context, without which torch refuses a function in a transform of torch.func."""
+
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        """Do nothing."""
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is active, whatever it wraps."""
+    try:
+        _Probe.apply()
+    except RuntimeError:
+        return True
+    return False
 
 
 def is_recorded_by_autograd(*arguments: object) -> bool:
@@ -46,23 +54,34 @@ def are_themselves(*arguments: object) -> bool:
 def are_free(*arguments: object) -> bool:
     """Whether values are all that is wanted of these arguments: no gradient, no tangent, and no transform."""
     recording = torch.is_grad_enabled()
-    for each in arguments:  # at every call of a kernel, so no generators, which take twice the time
-        if isinstance(each, Tensor) and ((recording and each.requires_grad) or not is_itself(each)):
-            return False
+    try:  # at every call of a kernel, so no calls of the functions above, which take twice the time
+        for each in arguments:
+            if isinstance(each, Tensor):
+                each.untyped_storage()
+                if (recording and each.requires_grad) or forward_ad.unpack_dual(each).tangent is not None:
+                    return False
+    except NotImplementedError:
+        return False
     return True
 
 
-def autocasts(tensor: Tensor) -> bool:
-    """Whether autocast is on for the tensor's device; some devices, such as meta, have none."""
+def is_watched(*tensors: Tensor) -> bool:
+    """Whether the operations on tensors are recorded: by autograd, a transform, a compiler or an exporter."""
+    return is_recorded() or not are_free(*tensors)
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype in which autocast computes for the tensor's device; None if it is off, or there is none."""
     device = tensor.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def casts(tensor: Tensor) -> bool:
-    """Whether autocast is on for the tensor's device and would compute in another dtype than the tensor's."""
-    return autocasts(tensor) and tensor.dtype != torch.get_autocast_dtype(tensor.device.type)
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """Return a context without autocast, in which operations keep the dtypes of their arguments."""
-    return torch.autocast(tensor.device.type, enabled=False) if autocasts(tensor) else contextlib.nullcontext()
+    return (
+        contextlib.nullcontext()
+        if autocast_dtype(tensor) is None
+        else torch.autocast(tensor.device.type, enabled=False)
+    )

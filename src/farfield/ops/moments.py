@@ -27,7 +27,7 @@ class Moments(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
 
 
-def position_moments(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _position_moments(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean `(b, h, d, 1)`, covariance `(b, h, d, d)` and count `(b, 1, 1, 1)` of valid positions `(b, h, d, n)`."""
     positions, valid = positions.to(accumulation(positions.dtype)), valid.to(accumulation(positions.dtype))
     count = valid.sum(-1, keepdim=True)
@@ -69,8 +69,8 @@ def product_moments(
     Reference: KAN §4.1 (batch normalisation on the coefficient matrices).
     """
     (mean_q, covariance_q, count_q), (mean_k, covariance_k, count_k) = (
-        position_moments(query, query_valid),
-        position_moments(key, key_valid),
+        _position_moments(query, query_valid),
+        _position_moments(key, key_valid),
     )
     mean = (mean_q * mean_k).sum((2, 3))  # (b, h)
     within = (mean_q.mT @ covariance_k @ mean_q).sum((2, 3)) + (covariance_q * covariance_k).sum((2, 3))
@@ -96,7 +96,7 @@ def response_moments(slots: Tensor, coefficients: Tensor, query_valid: Tensor) -
 
     Reference: SAN Appendix (batch normalisation of the operator's output).
     """
-    mean_a, covariance_a, count = position_moments(coefficients, query_valid)
+    mean_a, covariance_a, count = _position_moments(coefficients, query_valid)
     slots = slots.to(mean_a.dtype)
     mean = (slots.mT @ mean_a)[..., 0]  # (b, h, c)
     variance = ((covariance_a @ slots) * slots).sum(2)

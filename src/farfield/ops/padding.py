@@ -45,7 +45,7 @@ def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b
         raise ShapeError("pad_grids: it needs one grid at least, got none.")
     named = {f"grids[{index}]": grid for index, grid in enumerate(grids)}
     for name, grid in named.items():
-        check_sample(name, grid)
+        _check_sample(name, grid)
         if grid.dim() != grids[0].dim() or grid.shape[0] != grids[0].shape[0]:
             fix = "give all grids the same number of spatial dims and channels."
             raise shape_error("pad_grids", f"{name} does not fit grids[0].", fix, **{"grids[0]": grids[0], name: grid})
@@ -60,7 +60,7 @@ def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b
     return batch, mask
 
 
-def check_sample(name: str, grid: Tensor) -> None:
+def _check_sample(name: str, grid: Tensor) -> None:
     """Refuse anything but a floating-point grid `(channels, *size)` with channels and positions."""
     if not isinstance(grid, Tensor):
         raise TypeError(

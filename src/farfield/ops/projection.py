@@ -1,16 +1,16 @@
-"""Projections of the channels of a grid to queries, keys, values and outputs."""
+"""Projections of the channels of a grid to queries, keys, values and outputs, and an operator with those around it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from farfield.ops.bare import is_bare, is_unchanged
-from farfield.ops.grid import accumulation
+from farfield.ops.grid import Gathered
+from farfield.ops.slots import Summary
+from farfield.ops.table import Operator
 
 
 class Projection(NamedTuple):
@@ -42,58 +42,18 @@ class ProjectionRuns(NamedTuple):
     output: Run | None = None
 
 
-NO_RUNS = ProjectionRuns()
-
-
-def read_projection(module: nn.Module | None, like: Tensor) -> tuple[Projection, Run | None]:
-    """Return a projection as a matrix and bias, which can act on a summary, or a function that runs it on positions.
-
-    The matrix and bias are the weight and bias of a bare `nn.Linear`, and the identity for None. Any other affine
-    module m (LoRA, parametrized) runs once on unit vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ. That m is affine is
-    not checked. Where m has hooks, patched methods, weights of a tensor subclass or active dropout, it runs on the
-    positions: hooks then see those and their gradients, and dropout is drawn for each of them.
-
-    Args:
-        module: An affine module with `in_features`, or None.
-        like: A grid; the matrix and bias of a module that is run have its dtype and device.
-    """
-    if module is None:
-        return IDENTITY, None
-    if is_bare(module, nn.Linear):
-        return Projection(module.weight, module.bias), None
-    if not all(is_unchanged(part) and not drops(part) for part in module.modules()):
-        return IDENTITY, partial(run_on_positions, module, like.dtype)
-    parameter = next(module.parameters(), None)
-    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
-    width = cast(int, module.in_features)
-    outputs = module(torch.eye(width + 1, width, dtype=dtype, device=like.device))  # the last row is 0
-    return Projection((outputs[:-1] - outputs[-1]).mT.to(like.dtype), outputs[-1].to(like.dtype)), None
-
-
-def run_on_positions(module: nn.Module, dtype: torch.dtype, positions: Tensor) -> Tensor:
-    """Run a module of channels-last inputs on positions `(b, in, n)`, in the dtype of the grid."""
-    return cast(Tensor, module(positions.mT.to(dtype)).mT)
-
-
-def drops(module: nn.Module) -> bool:
-    """Whether a module is a dropout that draws at each call."""
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
-
-
-def is_biased(module: nn.Module | None) -> bool:
-    """Whether a module adds a bias; assumed for a module that is not a bare `nn.Linear`."""
-    return module is not None and not (is_bare(module, nn.Linear) and module.bias is None)
+_NO_RUNS = ProjectionRuns()
 
 
 def project_to_scores(projection: Projection, vector: Tensor, heads: int) -> Projection:
     """Compose a projection with the scores by a vector, one score per head: wᵀ(Wx + b) = (wᵀW)x + wᵀb."""
-    scores, (matrix, bias) = score_matrix(vector, heads), projection
+    scores, (matrix, bias) = _score_matrix(vector, heads), projection
     if matrix is None:
         return Projection(scores)
     return Projection(scores @ matrix.to(scores.dtype), None if bias is None else scores @ bias.to(scores.dtype))
 
 
-def score_matrix(vector: Tensor, heads: int) -> Tensor:
+def _score_matrix(vector: Tensor, heads: int) -> Tensor:
     """Return the matrix `(heads, c)` of one score per head, from a vector `(c,)` of c/heads numbers per head."""
     if heads == 1:
         return vector[None]
@@ -114,3 +74,111 @@ def project(positions: Tensor, projection: Projection) -> Tensor:
     if bias is None:
         return torch.bmm(matrix, positions)
     return torch.baddbmm(bias[:, None].to(positions.dtype), matrix, positions)
+
+
+class _FoldedNorm(Protocol):
+    """Batch norm of coefficients or of responses, folded into the queries and the summary."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The shift of the responses; None if they are not shifted."""
+        ...
+
+    @property
+    def weight(self) -> Tensor:
+        """The factors that are learned."""
+        ...
+
+    @property
+    def is_factor(self) -> bool:
+        """Whether the norm does no more than to multiply the queries of each head with a factor, `factors`."""
+        ...
+
+    def factors(self) -> Tensor:
+        """Return these factors, `(heads,)`."""
+        ...
+
+    def __call__(
+        self, query: Tensor, query_valid: Tensor, summary: Summary, operator: Operator | None = None
+    ) -> tuple[Tensor, Summary, Tensor | None]:
+        """Return the queries, the summary, and a shift `(channels,)` of the responses or None."""
+        ...
+
+
+class Call(NamedTuple):
+    """An operator with the projections around it.
+
+    Attributes:
+        operator: The operator.
+        heads: Number of heads; channels of queries, keys and values are split into them in order.
+        scale: Factor of the products of queries and keys, for operators with a softmax of them.
+        query: Projection of the query grid to queries, or to scores for operators with a score.
+        key: Projection of the key grid to keys, or to scores.
+        value: Projection of the value grid, which acts on the summary.
+        output: Projection of the responses, which acts on the summary where that is cheaper.
+        norm: Batch norm of coefficients or responses.
+        runs: Projections that run on positions, before the matrices above; that of the output on the responses.
+    """
+
+    operator: Operator
+    heads: int = 1
+    scale: float = 1.0
+    query: Projection = IDENTITY
+    key: Projection = IDENTITY
+    value: Projection = IDENTITY
+    output: Projection = IDENTITY
+    norm: _FoldedNorm | None = None
+    runs: ProjectionRuns = _NO_RUNS
+
+    @property
+    def is_operator_alone(self) -> bool:
+        """Whether nothing is projected or normed; queries and keys may be scores."""
+        same = self.query is self.key and (self.query.matrix is None or self.operator.score is not None)
+        return same and self.value.matrix is None and self.output.matrix is None and self.norm is None
+
+    @property
+    def runs_projections(self) -> bool:
+        """Whether a projection runs on positions."""
+        return self.runs != _NO_RUNS
+
+
+def by_head(call: Call, dtype: torch.dtype) -> Tensor:
+    """Split the matrix of the output projection by the input channels of each head: `(h, out, c)`."""
+    return cast(Tensor, call.output.matrix).to(dtype).unflatten(1, (call.heads, -1)).transpose(0, 1)
+
+
+def _run_projection(run: Run, gathered: Gathered, side_by_side: bool) -> Gathered:
+    """Run a projection on gathered positions; on the means of those that are sums, `side_by_side` False."""
+    positions, valid = gathered
+    return Gathered(run(positions) if side_by_side else run(positions / valid.clamp_min(1)) * valid, valid)
+
+
+def run_values(call: Call, values: Tensor, valid: Tensor) -> Tensor:
+    """Run the projection of values, which no matrix defines; masked positions stay 0."""
+    side_by_side, run = call.operator.keys_from.side_by_side, cast(Run, call.runs.value)
+    return torch.where(valid > 0, _run_projection(run, Gathered(values, valid), side_by_side).positions, 0)
+
+
+def project_keys(call: Call, gathered: Gathered) -> Tensor:
+    """Project gathered positions to keys `(b, h, d, n)`; d is 1 for scores."""
+    side_by_side, (matrix, bias) = call.operator.keys_from.side_by_side, call.key
+    if not call.operator.reads_keys:  # any keys do
+        return gathered.valid[:, None].expand(-1, call.heads, -1, -1)
+    run = call.runs.key
+    positions, valid = gathered if run is None else _run_projection(run, gathered, side_by_side)
+    if side_by_side or bias is None:
+        return split_heads(project(positions, call.key), call.heads)
+    # Sums of positions give sums of keys, each with as many biases as positions.
+    return split_heads(project(positions, Projection(matrix)) + bias[:, None].to(positions.dtype) * valid, call.heads)
+
+
+def project_queries(call: Call, gathered: Gathered) -> Tensor:
+    """Project gathered positions to queries `(b, h, d, m)`, of the means of those that are sums; d is 1 for scores."""
+    side_by_side, (matrix, bias) = call.operator.queries_from.side_by_side, call.query
+    run = call.runs.query
+    positions, valid = gathered if run is None else _run_projection(run, gathered, side_by_side)
+    if side_by_side:
+        return split_heads(project(positions, call.query), call.heads)
+    queries = project(positions / valid.clamp_min(1), Projection(matrix))  # 0 for a sum without a valid position
+    queries = queries if bias is None else queries + bias[:, None].to(positions.dtype) * (valid > 0)
+    return split_heads(queries, call.heads)

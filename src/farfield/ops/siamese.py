@@ -5,9 +5,8 @@ from __future__ import annotations
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield._checks import ShapeError, check_grid, check_same_kind, shape_error
+from farfield._checks import check_same_kind, shape_error
 from farfield.ops.attend import attend, document_arguments
-from farfield.ops.table import OPERATORS
 
 
 @document_arguments
@@ -40,18 +39,7 @@ def siamese_attention(
         >>> ops.siamese_attention(text, text, text, weight=torch.ones(64), heads=4).shape
         torch.Size([2, 64, 512])
     """
-    check_weight("siamese_attention", query, weight)
-    return attend(
-        "siamese_attention",
-        OPERATORS["siamese"],
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        weight=weight,
-    )
+    return attend("siamese", query, key, value, heads=heads, mask=mask, query_mask=query_mask, weight=weight)
 
 
 @document_arguments
@@ -84,18 +72,7 @@ def siamese_local_attention(
         >>> ops.siamese_local_attention(text, text, text, weight=torch.ones(64)).shape
         torch.Size([2, 64, 512])
     """
-    check_weight("siamese_local_attention", query, weight)
-    return attend(
-        "siamese_local_attention",
-        OPERATORS["siamese_local"],
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        weight=weight,
-    )
+    return attend("siamese_local", query, key, value, heads=heads, mask=mask, query_mask=query_mask, weight=weight)
 
 
 @document_arguments
@@ -126,16 +103,7 @@ def siamese_ones_attention(
         >>> ops.siamese_ones_attention(text, text, text, heads=4).shape
         torch.Size([2, 64, 512])
     """
-    return attend(
-        "siamese_ones_attention",
-        OPERATORS["siamese_ones"],
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-    )
+    return attend("siamese_ones", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
 
 
 def siamese_similarity(
@@ -183,14 +151,3 @@ def siamese_similarity(
             raise shape_error("siamese_similarity", problem, fix, **{name: vector, "features": features})
     check_same_kind("siamese_similarity", a=a, b=b, weight=weight, other_weight=other)
     return a @ weight + b @ other
-
-
-def check_weight(caller: str, query: Tensor, weight: Tensor) -> None:
-    """Raise an error for a weight that does not have one number per query channel, or another dtype or device."""
-    check_grid(caller, "query", query)
-    if weight.dim() != 1 or weight.shape[0] != query.shape[1]:
-        raise ShapeError(
-            f"{caller}: weight must have one number per channel of query, got {tuple(weight.shape)} for "
-            f"query {tuple(query.shape)}; fix: torch.nn.Parameter(torch.ones({query.shape[1]}))."
-        )
-    check_same_kind(caller, query=query, weight=weight)

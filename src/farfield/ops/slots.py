@@ -11,12 +11,12 @@ from farfield._checks import shape_error
 from farfield.ops.modes import full_precision
 
 
-def concatenate(slots: Tensor, others: Tensor) -> Tensor:
+def _concatenate(slots: Tensor, others: Tensor) -> Tensor:
     """Concatenate the slots of two summaries whose slots are positions."""
     return torch.cat([slots, others], 2)
 
 
-def check_mergeable(summary: Summary, other: Summary) -> None:
+def _check_mergeable(summary: Summary, other: Summary) -> None:
     """Refuse summaries whose slots do not fit each other."""
     slots = 0 if summary.side_by_side else summary.values.shape[2]
     pairs = [(summary.values, other.values), (summary.count, other.count)]
@@ -58,8 +58,8 @@ class Summary(NamedTuple):
         Raises:
             ShapeError: If the two are of different operators, heads, channels or batches.
         """
-        check_mergeable(self, other)
-        join = concatenate if self.side_by_side else torch.add
+        _check_mergeable(self, other)
+        join = _concatenate if self.side_by_side else torch.add
         peak = None
         if self.peak is not None and other.peak is not None:
             peak = torch.maximum(self.peak, other.peak)
@@ -104,17 +104,15 @@ class Summary(NamedTuple):
         """
         dtype = self.values.dtype
         with full_precision(self.values):
-            projected = project_heads(self.values, matrix.to(dtype))
+            projected = _project_heads(self.values, matrix.to(dtype))
             return self._replace(
                 values=projected if bias is None else projected + self.weights * bias[:, None].to(dtype)
             )
 
 
-def project_heads(values: Tensor, matrix: Tensor) -> Tensor:
-    """Project values `(b, h, r, c)`, or `(b, 1, r, c)` that heads share, by `(h, p, c)` to `(b, h, r, p)`.
-
-    matmul would copy the matrix for every sample and keep the copies for the backward pass.
-    """
+def _project_heads(values: Tensor, matrix: Tensor) -> Tensor:
+    """Project `(b, h or 1, r, c)` by `(h, p, c)`: `(b, h, r, p)`."""
+    # matmul would copy the matrix for every sample and keep the copies for the backward pass.
     batch, heads, slots, _ = values.shape
     if heads == 1:
         joined = values[:, 0] @ matrix.flatten(0, 1).mT.expand(batch, -1, -1)

@@ -6,7 +6,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield.ops.attend import attend, document_arguments
-from farfield.ops.table import OPERATORS
 
 
 @document_arguments
@@ -38,17 +37,7 @@ def softmax_attention(
         >>> ops.softmax_attention(image, image, image, heads=4).shape
         torch.Size([2, 8, 7, 7])
     """
-    return attend(
-        "softmax_attention",
-        OPERATORS["softmax"],
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        scale=scale,
-    )
+    return attend("softmax", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale)
 
 
 @document_arguments
@@ -82,14 +71,4 @@ def softmax_pooled_attention(
         >>> ops.softmax_pooled_attention(image, image, image).shape
         torch.Size([2, 8, 7, 7])
     """
-    return attend(
-        "softmax_pooled_attention",
-        OPERATORS["softmax_pooled"],
-        query,
-        key,
-        value,
-        heads=heads,
-        mask=mask,
-        query_mask=query_mask,
-        scale=scale,
-    )
+    return attend("softmax_pooled", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale)

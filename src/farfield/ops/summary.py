@@ -16,7 +16,7 @@ from torch import Tensor
 
 from farfield.ops.fused import fused_attention
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import autocasts, full_precision
+from farfield.ops.modes import autocast_dtype, full_precision
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, softmax_of_products, weight
 
@@ -65,22 +65,22 @@ def summarize(operator: Operator, key: Tensor, value: Tensor, valid: Tensor, com
         dtype = accumulation(value.dtype)
         # A compiled loop would have a fixed length; compiled code converts to float32 as it reads.
         if dtype == value.dtype or torch.compiler.is_compiling():
-            return sum_positions(operator.basis, key.to(dtype), value.to(dtype), valid, complete)
+            return _sum_positions(operator.basis, key.to(dtype), value.to(dtype), valid, complete)
         positions = zip(key.split(WIDENED, -1), value.split(WIDENED, -1), valid.split(WIDENED, -1), strict=True)
-        return merge_all(
-            [sum_positions(operator.basis, k.to(dtype), v.to(dtype), r, complete) for k, v, r in positions]
+        return _merge_all(
+            [_sum_positions(operator.basis, k.to(dtype), v.to(dtype), r, complete) for k, v, r in positions]
         )
 
 
-def merge_all(parts: list[Summary]) -> Summary:
+def _merge_all(parts: list[Summary]) -> Summary:
     """Merge summaries pairwise, so that the rounding error grows with the logarithm of their number."""
     if len(parts) == 1:
         return parts[0]
     middle = len(parts) // 2
-    return merge_all(parts[:middle]).merge(merge_all(parts[middle:]))
+    return _merge_all(parts[:middle]).merge(_merge_all(parts[middle:]))
 
 
-def sum_positions(
+def _sum_positions(
     weigh: Callable[..., tuple[Tensor, Tensor | None]], key: Tensor, value: Tensor, valid: Tensor, complete: bool
 ) -> Summary:
     """Summarize positions, `weigh` being the operator's basis."""
@@ -96,25 +96,23 @@ def sum_positions(
 
 
 def sum_over_positions(rows: Tensor, positions: Tensor) -> Tensor:
-    """Return Σ_j rows_j ⊗ positions_j, from `(…, r, n)` and `(…, c, n)` to `(…, r, c)`.
-
-    One matrix product sums at most PRODUCT positions, except in float64 and in compiled code.
-    """
+    """Return Σ_j rows_j ⊗ positions_j, from `(…, r, n)` and `(…, c, n)` to `(…, r, c)`."""
     length, dtype = positions.shape[-1], accumulation(positions.dtype)
     if dtype != positions.dtype:
         pieces = zip(rows.split(WIDENED, -1), positions.split(WIDENED, -1), strict=True)
         return torch.stack([sum_over_positions(r.to(dtype), c.to(dtype)) for r, c in pieces]).sum(0)
+    # Compiled code has one graph for all lengths, and float64 needs no blocks.
     if torch.compiler.is_compiling() or length <= PRODUCT or positions.dtype == torch.float64:
         return rows @ positions.mT
     if math.prod(positions.shape[:-2]) * BLOCK < length:  # few samples, long: all blocks of one at once
         samples = zip(rows.flatten(0, -3), positions.flatten(0, -3), strict=True)
-        return torch.stack([sum_blocks(*sample) for sample in samples]).unflatten(0, positions.shape[:-2])
+        return torch.stack([_sum_blocks(*sample) for sample in samples]).unflatten(0, positions.shape[:-2])
     block = math.ceil(length / math.ceil(length / PRODUCT))
     products = [r @ c.mT for r, c in zip(rows.split(block, -1), positions.split(block, -1), strict=True)]
     return torch.stack(products).sum(0) if len(products) > 2 else products[0] + products[1]
 
 
-def sum_blocks(rows: Tensor, positions: Tensor) -> Tensor:
+def _sum_blocks(rows: Tensor, positions: Tensor) -> Tensor:
     """`sum_over_positions` of one sample, `(r, n)` and `(c, n)` to `(r, c)`: one batched product for all its blocks."""
     even = positions.shape[-1] // BLOCK * BLOCK
     blocks = rows[:, :even].unflatten(1, (-1, BLOCK)).transpose(0, 1), positions[:, :even].unflatten(1, (-1, BLOCK))
@@ -150,10 +148,10 @@ def respond(operator: Operator, query: Tensor, summary: Summary, scale: float = 
     if operator.coefficients is softmax_of_products:  # by torch's kernel, or by two products
         same = summary.keys is summary.values and operator.per is weight
         keys = slots if same else (cast(Tensor, summary.keys) / weight(query, summary)).to(query.dtype)
-        if summary.complete and matrix_is_small(query, slots):
+        if summary.complete and _matrix_is_small(query, slots):
             query = query if scale == 1 else query * scale
             return slots.mT @ (query.mT @ keys.mT).softmax(-1).mT
-        return fused_softmax(query, keys, slots, summary, scale)
+        return _fused_softmax(query, keys, slots, summary, scale)
     return slots.mT @ operator.coefficients(query, summary)
 
 
@@ -164,21 +162,19 @@ def attend_heads(
     return respond(operator, query, summarize(operator, key, value, valid, complete))
 
 
-def matrix_is_small(query: Tensor, slots: Tensor) -> bool:
-    """Whether the matrix of coefficients is small (see SMALL): then two plain products are faster than the kernel.
-
-    False where the products would round to half precision, and in a compiled graph, which is one for all sizes.
-    """
-    if torch.compiler.is_compiling() or autocasts(query) or query.dtype != accumulation(query.dtype):
+def _matrix_is_small(query: Tensor, slots: Tensor) -> bool:
+    """Whether the matrix of coefficients is small (see SMALL): two products are then faster than the kernel."""
+    # A compiled graph is one for all sizes; in half precision the products would round.
+    if torch.compiler.is_compiling() or autocast_dtype(query) is not None or query.dtype != accumulation(query.dtype):
         return False
     return max(query.shape[-1], slots.shape[2]) <= SMALL * min(query.shape[2], slots.shape[3])
 
 
-def fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:
+def _fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:
     """Combine slots by `softmax_of_products`, by torch's kernel, which takes `(…, positions, channels)`."""
     dtype = query.dtype
-    if autocasts(query) and dtype != torch.float64:  # the kernel would cast too, and keep the casts
-        dtype = torch.get_autocast_dtype(query.device.type)
+    if dtype != torch.float64:  # the kernel would cast too, and keep the casts
+        dtype = autocast_dtype(query) or dtype
     q, v = (positions.to(dtype).contiguous() for positions in (query.mT, slots))
     k = v if keys is slots else keys.to(dtype).contiguous()
     if summary.complete:

@@ -10,7 +10,8 @@ folded projections, norms and attention maps work with it. Shapes: keys `(b, h, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -136,8 +137,16 @@ class Operator:
     @property
     def weighs_by_products(self) -> bool:
         """Whether the weights of values depend on products of keys and queries, as rotary position embeddings need."""
-        products_of_slots = self.basis is keys and self.coefficients is queries
-        return products_of_slots or self.coefficients in (products, softmax_of_products)
+        return self.has_orders or self.coefficients in (products, softmax_of_products)
+
+    @cached_property
+    def has_orders(self) -> bool:
+        """Whether the products of keys, queries and values can be taken in either order."""
+        return self.basis is keys and self.coefficients is queries
+
+    def in_quadratic_order(self) -> Operator:
+        """Return the operator with the same responses and products V (KᵀQ), for one that `has_orders` (FA Eq. 6)."""
+        return replace(self, basis=None, coefficients=products)
 
 
 OPERATORS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -58,3 +59,9 @@ class Work(NamedTuple):
 def is_a_slot(slots: int, channels: int) -> bool:
     """Whether a bias is cheaper as one more slot, which copies the coefficients, than added to the responses."""
     return 8 * slots <= channels
+
+
+@functools.lru_cache(1024)
+def is_quadratic_cheaper(work: Work) -> bool:
+    """Whether V (KᵀQ) takes fewer MACs than (V Kᵀ) Q, for an operator whose products can be taken in either order."""
+    return work.macs(work.keys, basis=False) < work.macs(work.inner // work.heads, basis=True)

@@ -10,8 +10,8 @@ single layer. Needs the extra `stream`: `pip install "farfield[stream]"`.
 
 from farfield.streaming._predict_whole import predict_whole
 from farfield.streaming._respond_whole import respond_whole
+from farfield.streaming.adapt import MeanOverFlips
 from farfield.streaming.arguments import Tiles
-from farfield.streaming.flips import MeanOverFlips
 from farfield.streaming.planning import plan_whole
 from farfield.streaming.streaming_plan import StreamingPlan
 

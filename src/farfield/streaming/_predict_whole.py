@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farfield._fingerprint import fingerprint
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming.adapt import Reduction, name_volumes, one_grid
-from farfield.streaming.arguments import Tiles, parse_tiles
+from farfield.streaming.adapt import Reduce, one_grid
+from farfield.streaming.arguments import Tiles, name_volumes, parse_tiles
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
-from farfield.streaming.patches import run_patch
+from farfield.streaming.plan import PatchPlan
 from farfield.streaming.planning import Planner
-from farfield.streaming.progress import Saved, Stream, compute_identity, saved_plan
+from farfield.streaming.progress import Saved, Stream, find_unfinished
+from farfield.streaming.recording import run_patch
 from farfield.streaming.spans import Box, Span
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
-from farfield.volumes.sink import FileOutput, check_path, numpy_dtype, output_for
+from farfield.volumes.sink import FileOutput, numpy_dtype, output_for
 from farfield.volumes.source import VolumeSource, parse_layout
 from farfield.volumes.volume import describe_output
 
@@ -40,7 +40,7 @@ def predict_whole(
     *,
     tile: int | Sequence[int | None] | Tiles | None = None,
     pad: str | None = None,
-    reduce: Reduction = None,
+    reduce: Reduce = None,
     out: str | Path | Any | None = None,
     overwrite: bool = False,
     quiet: bool = False,
@@ -140,32 +140,28 @@ def predict_whole(
     known, volumes = name_volumes("predict_whole", volume)
     refuse_aliasing("predict_whole", out, volumes)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles("predict_whole", tile)
-    known_model, saved = "", None
-    if path is not None:
-        check_path("predict_whole", path, overwrite)
-        # Of the network as it is given: a run may change what it holds.
-        known_model = fingerprint(model)
-        saved = saved_plan("predict_whole", path, overwrite, known_model, volumes)
+    identity, saved = find_unfinished("predict_whole", path, overwrite, model, volumes)
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
         planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved).plan()
     else:
-        planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce)
+        planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce).bind("predict_whole", model)
     if not quiet:
         print(planned, file=sys.stderr)
-    graph, device = planned.bind("predict_whole", model), device_of(model)
+    graph, device = planned.graph_plan, device_of(model)
     sources = _read_volumes(planned, model, volumes)
     spec = _make_spec(known, planned, next(iter(sources.values())).channels)
     output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
-    settings = (planned.tile, planned.halo, planned.patch_size, planned.stored, planned.on_disk, str(path or ""))
-    identity = compute_identity(known_model, volumes, settings) | {
+    settings = (planned.tile, graph.labelled.halo, planned.patch_size, planned.stored, planned.on_disk, str(path))
+    identity |= {
+        "tile or halo": repr(settings),
         "pad or reduce": f"{planned.pad} {planned.padding} {planned.reduction}",
         # Summaries and stored values are known by their node, and another version may record other nodes.
         "version of torch": torch.__version__,
     }
     resumed = Saved(planned.tile, planned.stored, planned.on_disk)
     tiled = {name: (source, planned.cores) for name, source in sources.items()}
-    stream = Stream("predict_whole", output, identity, resumed, tiled, overwrite)
+    stream = Stream(output, identity, resumed, tiled)
     folder = output.folder if isinstance(output, FileOutput) else None
     with (
         closing(stream),
@@ -174,7 +170,7 @@ def predict_whole(
     ):
         if (stream.stage, stream.tile) == (0, 0):
             _check_region(planned, model, stream, quiet)
-        on_patch = None if planned.patches is None else partial(run_patch, planned.patches)
+        on_patch = partial(run_patch, graph) if isinstance(graph, PatchPlan) else None
         run = TiledRun(graph, on_patch, store, *_connect(stream, planned))
         tasks = [partial(run.run_task, number) for number in range(planned.samples * len(planned.passes))]
         result = stream.run([(len(planned.cores), task) for task in tasks], run, quiet)
@@ -192,7 +188,6 @@ def _read_volumes(plan: StreamingPlan, model: nn.Module, volumes: Mapping[str, A
 
 
 def _make_spec(known: ImageMetadata | None, plan: StreamingPlan, channels: int) -> OutputSpec:
-    """Describe the output, for a first volume of so many channels."""
     output = plan.output
     shape = plan.layout.shape(output.shape[0], output.shape[1], [stop - start for start, stop in output.kept])
     metadata = describe_output(known, plan.layout, channels, output.shape[1], output.scales)
@@ -202,7 +197,6 @@ def _make_spec(known: ImageMetadata | None, plan: StreamingPlan, channels: int) 
 
 
 def _check_region(plan: StreamingPlan, model: nn.Module, stream: Stream, quiet: bool) -> None:
-    """Compare tiles with the network on a region of the volume, if that is planned."""
     if not isinstance(plan.check, RegionCheck):
         return
     sources, sample = [source for source, _ in stream.volumes.values()], 0 if plan.samples > 1 else None

@@ -13,23 +13,22 @@ import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError, shape_error
-from farfield._fingerprint import fingerprint
 from farfield.nn import GridAttention
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
-from farfield.streaming.arguments import cores, parse_positions, round_up_tile
+from farfield.streaming.arguments import cores, parse_positions, refuse_large_summary, round_up_tile
 from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
-from farfield.streaming.progress import Saved, Stream, compute_identity, saved_plan
+from farfield.streaming.progress import Saved, Stream, find_unfinished
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
-from farfield.volumes.sink import box_index, check_path, numpy_dtype, output_for
+from farfield.volumes.sink import box_index, numpy_dtype, output_for
 from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
 from farfield.volumes.volume import describe_output, split_volume
 
 # Bytes of a tile by default; computing its response takes a few times as much memory.
-TILE = 2**24
+_TILE = 2**24
 
 
 def respond_whole(
@@ -105,12 +104,9 @@ def respond_whole(
     if tile is not None:
         tile = parse_positions("respond_whole", "tile", tile, 1, optional=True)
     refuse_aliasing("respond_whole", out, inputs)
-    path, known_layer = Path(out) if isinstance(out, str | Path) else None, ""
-    if path is not None:
-        check_path("respond_whole", path, None)
-        known_layer = fingerprint(layer)
-        saved = saved_plan("respond_whole", path, None, known_layer, given)
-        tile = saved.tile if tile is None and saved is not None else tile
+    path = Path(out) if isinstance(out, str | Path) else None
+    identity, saved = find_unfinished("respond_whole", path, None, layer, given)
+    tile = saved.tile if tile is None and saved is not None else tile
     layout = _find_layout(layer, grid, tile)
     volumes, keys = _open_grid("grid", layer, grid, mask, layout, tile), "grid"
     source, tiles = volumes["grid"]
@@ -126,8 +122,8 @@ def respond_whole(
     metadata = describe_output(known, layout, source.channels, channels)
     spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), positions, metadata)
     output = output_for("respond_whole", out, spec, grid, None)
-    identity = compute_identity(known_layer, given, (positions, _size_of(volumes[keys][1][0]), str(path)))
-    stream = Stream("respond_whole", output, identity, Saved(positions), volumes, None)
+    identity["tile or halo"] = repr((positions, _size_of(volumes[keys][1][0]), str(path)))
+    stream = Stream(output, identity, Saved(positions), volumes)
     with closing(stream):
         return _Response(layer, keys, stream).run(quiet)
 
@@ -179,7 +175,7 @@ def _open_grid(
 ) -> dict[str, tuple[VolumeSource, list[Region]]]:
     """Return a grid and its mask, by name, with their tiles, which are rounded up to the windows of pooled keys.
 
-    By default tiles are slabs of the first axis; if a slab of one index is larger than TILE, the next axis is cut too.
+    By default they are slabs of the first axis; if a slab of one index is larger than `_TILE`, the next is cut too.
     """
     device = device_of(layer)
     source = VolumeSource(array, layout, device, dtype_of(layer), caller="respond_whole")
@@ -191,7 +187,7 @@ def _open_grid(
         )
     size, pool = source.size, layer.operator.keys_from.gather
     if tile is None:
-        slab, room = list(size), TILE // (source.batch * source.channels * source.dtype.itemsize)
+        slab, room = list(size), _TILE // (source.batch * source.channels * source.dtype.itemsize)
         for axis, length in enumerate(size):
             slab[axis] = min(length, max(1, room // math.prod(slab[:axis] + slab[axis + 1 :])))
         tile = slab
@@ -248,28 +244,18 @@ class _Response:
         return self.stream.read(name, index, core), place
 
     def summarize(self, name: str, of_keys: bool, of_queries: bool, index: int) -> None:
-        """Merge a tile's keys and values, its query sums, or both."""
         tile, place = self.read(name, index)
         parts = layers.summarize_attention(self.attention, tile, of_keys=of_keys, of_queries=of_queries, **place)
         if index == 0 and of_keys and layers.has_grid_summary(self.attention):
-            self.check_size(layers.summary_bytes(parts[0]) * len(self.stream.volumes[name][1]), tile.device)
+            size = layers.summary_bytes(parts[0]) * len(self.stream.volumes[name][1])
+            operator = f"respond_whole: the summary of {self.attention.operator_name}"
+            refuse_large_summary(operator, size, free_bytes(tile.device))
         if not layers.are_numbers(parts):
             fix = f"a {'mask' if name == 'grid' else 'context_mask'} that is False there"
             raise layers.not_finite("respond_whole", place["origin"], name, fix)
         add_parts(self.runs, parts, layers.merge_attention)
 
-    def check_size(self, size: int, device: torch.device) -> None:
-        """Refuse a summary with a slot for each key that takes more than its share of the free memory."""
-        free = free_bytes(device)
-        if size > layers.SUMMARY_SHARE * free:
-            raise ValueError(
-                f"respond_whole: the summary of {self.attention.operator_name} is its grid, about {size:,} bytes, and "
-                f"may take half of the {free:,} bytes that are free; fix: an operator that compresses, such as "
-                "factorized_gaussian."
-            )
-
     def respond(self, index: int) -> None:
-        """Compute and write the response of a tile."""
         tile, place = self.read("grid", index)
         if self.whole is None:
             parts, is_masked = merge_runs(self.runs, layers.merge_attention), _mask_of(self.keys) in self.stream.volumes
@@ -281,10 +267,8 @@ class _Response:
         self.stream.write(box_index(shape, tiles[index]), response.reshape(shape))
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `load` resumes from."""
         return {"runs": list(self.runs)}
 
     def load(self, state: Mapping[str, Any], stage: int, tile: int) -> bool:
-        """Go on from a saved state."""
         self.runs = load_runs(state["runs"])
         return True

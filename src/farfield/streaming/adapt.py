@@ -1,90 +1,29 @@
-"""What a network takes and returns: several volumes of one size, and one grid made of its outputs."""
+"""One grid of what a network returns: several outputs are joined, scores are reduced, flips have their mean."""
 
 from __future__ import annotations
 
-import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
-from farfield.volumes.checks import check_volume
-from farfield.volumes.image_metadata import ImageMetadata
-from farfield.volumes.source import AxisLayout, parse_layout
-from farfield.volumes.volume import split_volume
 
 # What may be given as `reduce`: a name, or a function from an output grid to a grid of the same size.
-Reduction = str | Callable[[Tensor], Tensor] | None
-# Labels have the first of these dtypes that holds them all.
-LABELS = (torch.uint8, torch.int16, torch.int32)
-
-
-def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[str, Any]]:
-    """Return the metadata of the first volume, or None, and the arrays with names that errors give them."""
-    if isinstance(volume, Mapping | list) or (isinstance(volume, tuple) and not volume):
-        raise TypeError(
-            f"{caller}: volume must be an array, or a tuple of arrays for a network of several inputs, got "
-            f"{type(volume).__name__}; fix: numpy.asarray(…), or a tuple in the order of the network's arguments."
-        )
-    several = volume if isinstance(volume, tuple) else None
-    split = [split_volume(each) for each in several or (volume,)]
-    arrays = {f"input {index}" if several else "volume": array for index, (_, array) in enumerate(split)}
-    for name, array in arrays.items():
-        check_volume(caller, name, array)
-    return split[0][0], arrays
-
-
-def check_arguments(caller: str, model: nn.Module, count: int) -> None:
-    """Refuse another number of inputs than the network's `forward` takes."""
-    try:
-        signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a scripted network
-        return
-    try:
-        signature.bind(*range(count))
-    except TypeError as error:
-        inputs = "1 input" if count == 1 else f"{count} inputs"
-        names = [name for name, each in signature.parameters.items() if each.default is each.empty]
-        raise TypeError(
-            f"{caller}: {type(model).__name__}.forward{signature} does not take {inputs}: {error}; fix: a tuple of "
-            f"volumes of one size, ({', '.join(names)}), or a module around the network that has the others."
-        ) from error
-
-
-def parse_layouts(caller: str, shapes: Sequence[Sequence[int]], spatial_dims: int) -> list[AxisLayout]:
-    """Find the axes of volumes that a network takes together, and refuse them if they differ in batch or size."""
-    for index, shape in enumerate(shapes):
-        if len(shapes) > 1 and len(shape) < spatial_dims:
-            raise ShapeError(
-                f"{caller}: input {index} of shape {tuple(shape)} is no grid of {spatial_dims} spatial dims; fix: a "
-                "module around the network that has it, such as self.network(grid, self.other)."
-            )
-    layouts = [parse_layout(caller, shape, spatial_dims) for shape in shapes]
-    batches = [layout.batch_and_channels(shape)[0] for layout, shape in zip(layouts, shapes, strict=True)]
-    if len({(batch, *shape[len(shape) - spatial_dims :]) for batch, shape in zip(batches, shapes, strict=True)}) > 1:
-        listed = "".join(f"\n  input {index}  {tuple(shape)}" for index, shape in enumerate(shapes))
-        raise ShapeError(
-            f"{caller}: the inputs of a network must have one batch and one size.{listed}\n  fix: volumes of one size, "
-            "and a module around the network that resizes them where it needs another."
-        )
-    return layouts
+Reduce = str | Callable[[Tensor], Tensor] | None
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a network returns: one grid, or several with names, which are joined along the channels while tiles run.
+    """What a network returns: one grid, or several with names, which are joined along the channels while tiles run."""
 
-    Attributes:
-        names: Names of the outputs: the keys of a dict, the fields of a named tuple, or "0", "1", … of another
-            sequence; empty for one grid.
-        channels: Number of channels of each.
-        kind: What the network returns: a dict, a tuple, or a named tuple.
-    """
-
+    # The keys of a dict, the fields of a named tuple, or "0", "1", … of another sequence; empty for one grid.
     names: tuple[str, ...] = ()
+    # How many each has.
     channels: tuple[int, ...] = ()
     kind: type = dict
 
@@ -97,10 +36,7 @@ class Outputs:
         )
 
     def split(self, result: Any, axis: int, keep_axis: bool) -> Any:
-        """Return the outputs of a result joined along `axis`, as the network returns them; of one, the result.
-
-        `keep_axis`: whether an output of one channel keeps that axis.
-        """
+        """Return the outputs of a result joined along `axis`; `keep_axis` also where an output has one channel."""
         if not self.names:
             return result
         parts, start = [], 0
@@ -114,10 +50,15 @@ class Outputs:
 
 
 def one_grid(
-    caller: str, network: nn.Module, shape: Sequence[int], output: Any, reduce: Reduction = None
+    caller: str, network: nn.Module, shape: Sequence[int], output: Any, reduce: Reduce = None
 ) -> tuple[Tensor, Outputs]:
     """Make one grid of what a network returns for an input of a shape: several are joined, and scores are reduced."""
-    named, name = _name_outputs(output), type(network).__name__
+    named, name = dict[str, Any](), type(network).__name__
+    if isinstance(output, Mapping):
+        named = {str(key): part for key, part in output.items()}
+    elif isinstance(output, tuple | list):
+        keys = getattr(output, "_fields", range(len(output)))
+        named = {str(key): part for key, part in zip(keys, output, strict=True)}
     if named and all(isinstance(part, Tensor) and part.dim() > 2 for part in named.values()):
         _refuse_outputs(caller, name, shape, named, isinstance(output, Mapping), reduce)
         kind = dict if isinstance(output, Mapping) else type(output)
@@ -132,20 +73,9 @@ def one_grid(
     return _reduce_grid(caller, reduce, output), Outputs()
 
 
-def _name_outputs(output: Any) -> dict[str, Any]:
-    """Return what is in a dict or a sequence with names; nothing for another object."""
-    if isinstance(output, Mapping):
-        return {str(name): part for name, part in output.items()}
-    if isinstance(output, tuple | list):
-        names = getattr(output, "_fields", range(len(output)))
-        return {str(name): part for name, part in zip(names, output, strict=True)}
-    return {}
-
-
 def _refuse_outputs(
-    caller: str, name: str, shape: Sequence[int], named: Mapping[str, Tensor], by_key: bool, reduce: Reduction
+    caller: str, name: str, shape: Sequence[int], named: Mapping[str, Tensor], by_key: bool, reduce: Reduce
 ) -> None:
-    """Refuse several outputs that cannot be joined, or would be reduced."""
     listed = f"\n  input  {tuple(shape)}" + "".join(
         f"\n  {key}  {tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}" for key, part in named.items()
     )
@@ -163,11 +93,6 @@ def _refuse_outputs(
         )
 
 
-def _argmax(grid: Tensor) -> Tensor:
-    """Return the index of the largest channel at each position, `(batch, 1, *size)`, in the smallest dtype."""
-    return grid.argmax(1, keepdim=True).to(label_dtype(grid.shape[1]))
-
-
 def label_dtype(classes: int) -> torch.dtype:
     """Return the smallest dtype that holds the labels of this many classes.
 
@@ -175,10 +100,13 @@ def label_dtype(classes: int) -> torch.dtype:
         >>> label_dtype(256), label_dtype(257)
         (torch.uint8, torch.int16)
     """
-    return next(dtype for dtype in LABELS if torch.iinfo(dtype).max >= classes - 1)
+    return next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if torch.iinfo(dtype).max >= classes - 1)
 
 
-NAMED: dict[str, Callable[[Tensor], Tensor]] = {"argmax": _argmax, "softmax": lambda grid: grid.softmax(1)}
+_NAMED: dict[str, Callable[[Tensor], Tensor]] = {
+    "argmax": lambda grid: grid.argmax(1, keepdim=True).to(label_dtype(grid.shape[1])),
+    "softmax": lambda grid: grid.softmax(1),
+}
 
 
 class ReductionError(ShapeError):
@@ -187,16 +115,16 @@ class ReductionError(ShapeError):
 
 def check_reduction(caller: str, reduce: Any) -> None:
     """Refuse a `reduce` that is neither a known name, nor a function, nor None."""
-    if isinstance(reduce, str) and reduce not in NAMED:
-        raise unknown(caller, "reduce", reduce, NAMED)
+    if isinstance(reduce, str) and reduce not in _NAMED:
+        raise unknown(caller, "reduce", reduce, _NAMED)
     if reduce is not None and not isinstance(reduce, str) and not callable(reduce):
         raise TypeError(
-            f"{caller}: reduce must be one of {', '.join(NAMED)}, or a function from a grid to a grid of the same "
+            f"{caller}: reduce must be one of {', '.join(_NAMED)}, or a function from a grid to a grid of the same "
             f'size, got {type(reduce).__name__}; fix: reduce="argmax".'
         )
 
 
-def _reduce_grid(caller: str, reduce: Reduction, grid: Tensor) -> Tensor:
+def _reduce_grid(caller: str, reduce: Reduce, grid: Tensor) -> Tensor:
     if reduce is None:
         return grid
     if isinstance(reduce, str) and grid.shape[1] == 1:
@@ -204,7 +132,7 @@ def _reduce_grid(caller: str, reduce: Reduction, grid: Tensor) -> Tensor:
             f'{caller}: reduce="{reduce}" is over channels, and the network returns one channel; fix: a function, '
             f"such as reduce=lambda scores: scores > 0."
         )
-    reduced: object = NAMED[reduce](grid) if isinstance(reduce, str) else reduce(grid)
+    reduced: object = _NAMED[reduce](grid) if isinstance(reduce, str) else reduce(grid)
     if not isinstance(reduced, Tensor):
         raise TypeError(
             f"{caller}: reduce must return a tensor, got {type(reduced).__name__}; fix: a function from a grid "
@@ -217,3 +145,85 @@ def _reduce_grid(caller: str, reduce: Reduction, grid: Tensor) -> Tensor:
             f"  fix: keepdim=True for a reduction over channels, such as lambda grid: grid.amax(1, keepdim=True)."
         )
     return reduced
+
+
+class MeanOverFlips(nn.Module):
+    """A network whose output is its mean over all flips of the grid, each flipped back: test-time mirroring.
+
+    `mean over all subsets f of the axes: f(network(f(grid)))`
+
+    `streaming.predict_whole` runs it in tiles: flips are operations of its graph, so all share the passes, and a tile
+    reads its mirrored region of each. Each flip has summaries of its own, and sizes may be odd.
+
+    Args:
+        network: From one grid `(batch, channels, *size)`, or several of one size, to one of floating-point numbers, or
+            to several of one size in a dict, tuple or list, of which each has its mean.
+        axes: Spatial axes that are flipped, from 0; all subsets of them, so n axes give 2^n flips.
+
+    Raises:
+        TypeError: If `axes` is no sequence of integers; in `forward`, if the network returns integers.
+        ValueError: If an axis is below 0, or given twice.
+        ShapeError: In `forward`, if the grid has no such axis.
+
+    Cost:
+        2^n times the MACs of the network.
+
+    Example:
+        >>> from farfield.streaming import MeanOverFlips, predict_whole
+        >>> net = MeanOverFlips(nn.Conv2d(1, 3, 5, padding=2), axes=(0, 1)).eval()
+        >>> image = torch.randn(1, 40, 50)
+        >>> scores = predict_whole(net, image, tile=16, quiet=True)
+        >>> torch.allclose(scores, net(image[None])[0], atol=1e-5)
+        True
+    """
+
+    def __init__(self, network: nn.Module, axes: Sequence[int]) -> None:
+        super().__init__()
+        given: Any = axes
+        if not isinstance(given, Sequence) or any(type(axis) is not int for axis in given):
+            raise TypeError(f"MeanOverFlips: axes must be integers, got {axes!r}; fix: axes=(0, 1), for example.")
+        if any(axis < 0 for axis in axes) or len(set(axes)) < len(axes):
+            raise ValueError(
+                f"MeanOverFlips: axes must be different numbers from 0, got {axes!r}; fix: axes=(0, 1), for example; "
+                "0 is the first spatial axis."
+            )
+        self.network, self.axes = network, tuple(axes)
+
+    @property
+    def flips(self) -> list[tuple[int, ...]]:
+        """All subsets of the axes; the first is empty."""
+        return [flip for number in range(len(self.axes) + 1) for flip in itertools.combinations(self.axes, number)]
+
+    def extra_repr(self) -> str:
+        """Return the axes, as text."""
+        return f"axes={self.axes}"
+
+    def forward(self, *grids: Float[Tensor, "b _ *n"]) -> Any:
+        """Return the mean over all flips of the network's inputs: a grid, or several as the network returns them."""
+        spatial_dims = grids[0].dim() - 2
+        if max(self.axes, default=-1) >= spatial_dims:
+            raise ShapeError(
+                f"MeanOverFlips: the network is flipped along the axes {self.axes}, and the grid has {spatial_dims} "
+                f"spatial dims; fix: axes from 0 to {spatial_dims - 1}."
+            )
+        first, outputs = self._run_flipped(grids, ())
+        if not first.is_floating_point():
+            raise TypeError(
+                f"MeanOverFlips: {type(self.network).__name__} returns {first.dtype}, of which there is no mean over "
+                'flips; fix: a network that returns scores, and reduce="argmax" where labels are wanted.'
+            )
+        # One flip at a time is in memory.
+        total = first.to(torch.promote_types(first.dtype, torch.float32))
+        for flip in self.flips[1:]:
+            total = total + self._run_flipped(grids, flip)[0].to(total.dtype)
+        return outputs.split((total / len(self.flips)).to(first.dtype), 1, True)
+
+    def _run_flipped(self, grids: Sequence[Tensor], flip: Sequence[int]) -> tuple[Tensor, Outputs]:
+        """Run the network on flipped grids; return its outputs as one grid, flipped back."""
+        output = self.network(*(_flip_grid(grid, flip) for grid in grids))
+        grid, outputs = one_grid("MeanOverFlips", self.network, grids[0].shape, output)
+        return _flip_grid(grid, flip), outputs
+
+
+def _flip_grid(grid: Tensor, axes: Sequence[int]) -> Tensor:
+    return grid.flip([axis + 2 for axis in axes]) if axes else grid

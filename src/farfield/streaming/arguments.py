@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,10 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
-from farfield.volumes.source import Span
-
-# What norms and pooling see: all positions of the volume, or those that a tile reads.
-STATISTICS = ("whole", "tile")
+from farfield.streaming.layers import SUMMARY_SHARE
+from farfield.volumes.checks import check_volume
+from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.source import AxisLayout, Span, parse_layout
+from farfield.volumes.volume import split_volume
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,13 @@ def parse_tiles(caller: str, tile: Any) -> Tiles:
     size = None if given.size is None else parse_positions(caller, "tile", given.size, 1, optional=True)
     halo = None if given.halo is None else parse_positions(caller, "halo", given.halo, 0)
     memory, disk = (_parse_bytes(caller, name, getattr(given, name)) for name in ("memory", "disk"))
-    if given.statistics not in STATISTICS:
-        raise unknown(caller, "statistics", given.statistics, STATISTICS)
+    if given.statistics not in ("whole", "tile"):
+        raise unknown(caller, "statistics", given.statistics, ("whole", "tile"))
     return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, disk, given.statistics)
 
 
 def _parse_bytes(caller: str, name: str, given: Any) -> int | None:
-    """Parse a number of bytes, of any type whose value is a whole number, such as 2e9; or None."""
+    """Parse a number of any type whose value is a whole number, such as 2e9; or None."""
     if given is None:
         return None
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
@@ -94,27 +96,17 @@ def parse_positions(
     is_sequence = isinstance(given, Sequence | np.ndarray | Tensor) and not isinstance(given, str | bytes)
     is_sequence = is_sequence and getattr(given, "ndim", 1) == 1
     try:
-        values = given if is_sequence else [given]
-        numbers = [None if optional and each is None else _parse_integer(each) for each in values]
+        values = list(given) if is_sequence else [given]
+        if any(isinstance(each, bool | np.bool_) for each in values):
+            raise TypeError
+        # Of any integer type; of floats, even whole ones, a TypeError.
+        numbers = [None if optional and each is None else operator.index(each) for each in values]
     except TypeError:
         expected = "an integer, or one per spatial dim" + (", None for those that are not cut" if optional else "")
         raise TypeError(f"{caller}: {name} must be {expected}, got {given!r}; fix: {name}=64, for example.") from None
     if any(number is not None and number < least for number in numbers):
         raise ShapeError(f"{caller}: {name} must be at least {least}, got {given!r}; fix: {name}=64, for example.")
     return tuple(numbers) if is_sequence else numbers[0] or 0
-
-
-def _parse_integer(given: Any) -> int:
-    """Return an int for any integer type; raise TypeError for booleans and for floats, even whole ones."""
-    if isinstance(given, bool | np.bool_):
-        raise TypeError
-    return operator.index(given)
-
-
-def split_padding(length: int, multiple: int, pad: str | None) -> Span:
-    """Return how many positions to pad before and after an axis to make it a multiple: half on each end, as in CARE."""
-    missing = -length % multiple if pad is not None else 0
-    return missing // 2, missing - missing // 2
 
 
 def axis_spans(size: Sequence[int], tile: Sequence[int]) -> list[list[Span]]:
@@ -136,7 +128,7 @@ def cut_axes(size: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Round a number up to the next multiple of `multiple`."""
+    """Return the next multiple."""
     return -(-number // multiple) * multiple
 
 
@@ -147,6 +139,57 @@ def round_up_tile(tile: int | Sequence[int | None], size: Sequence[int], multipl
         length if own is None else min(length, round_up(own, multiple))
         for own, length, multiple in zip(requested, size, multiples, strict=True)
     )
+
+
+def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[str, Any]]:
+    """Return the metadata of the first volume, or None, and the arrays with names that errors give them."""
+    if isinstance(volume, Mapping | list) or (isinstance(volume, tuple) and not volume):
+        raise TypeError(
+            f"{caller}: volume must be an array, or a tuple of arrays for a network of several inputs, got "
+            f"{type(volume).__name__}; fix: numpy.asarray(…), or a tuple in the order of the network's arguments."
+        )
+    several = volume if isinstance(volume, tuple) else None
+    split = [split_volume(each) for each in several or (volume,)]
+    arrays = {f"input {index}" if several else "volume": array for index, (_, array) in enumerate(split)}
+    for name, array in arrays.items():
+        check_volume(caller, name, array)
+    return split[0][0], arrays
+
+
+def check_arguments(caller: str, model: nn.Module, count: int) -> None:
+    """Refuse another number of inputs than the network's `forward` takes."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # a scripted network
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        inputs = "1 input" if count == 1 else f"{count} inputs"
+        names = [name for name, each in signature.parameters.items() if each.default is each.empty]
+        raise TypeError(
+            f"{caller}: {type(model).__name__}.forward{signature} does not take {inputs}: {error}; fix: a tuple of "
+            f"volumes of one size, ({', '.join(names)}), or a module around the network that has the others."
+        ) from error
+
+
+def parse_layouts(caller: str, shapes: Sequence[Sequence[int]], spatial_dims: int) -> list[AxisLayout]:
+    """Find the axes of volumes that a network takes together, and refuse them if they differ in batch or size."""
+    for index, shape in enumerate(shapes):
+        if len(shapes) > 1 and len(shape) < spatial_dims:
+            raise ShapeError(
+                f"{caller}: input {index} of shape {tuple(shape)} is no grid of {spatial_dims} spatial dims; fix: a "
+                "module around the network that has it, such as self.network(grid, self.other)."
+            )
+    layouts = [parse_layout(caller, shape, spatial_dims) for shape in shapes]
+    batches = [layout.batch_and_channels(shape)[0] for layout, shape in zip(layouts, shapes, strict=True)]
+    if len({(batch, *shape[len(shape) - spatial_dims :]) for batch, shape in zip(batches, shapes, strict=True)}) > 1:
+        listed = "".join(f"\n  input {index}  {tuple(shape)}" for index, shape in enumerate(shapes))
+        raise ShapeError(
+            f"{caller}: the inputs of a network must have one batch and one size.{listed}\n  fix: volumes of one size, "
+            "and a module around the network that resizes them where it needs another."
+        )
+    return layouts
 
 
 def spatial_dims_of(caller: str, model: nn.Module, tile: object) -> int:
@@ -192,6 +235,15 @@ def refuse_axes(
     else:
         return
     raise ValueError(text) from error
+
+
+def refuse_large_summary(name: str, size: int, free: int) -> None:
+    """Refuse a summary with a slot for each key, whose name is given, if it takes too much of the free memory."""
+    if size > SUMMARY_SHARE * free:
+        raise ValueError(
+            f"{name} is its grid, about {size:,} bytes, and may take half of the {free:,} bytes that are free; fix: an "
+            "operator that compresses, such as factorized_gaussian."
+        )
 
 
 def refuse_training(caller: str, model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """The check of a prediction: on a region of the user's volume, tiles are compared with the network itself.
 
 The region runs as if it were the volume: untiled by a copy of the network, in its own precision and in float64, and in
-tiles by the recorded graph. Tiles may differ by `ALLOWED` times what the precision of the network makes it differ.
+tiles by the recorded graph. Tiles may differ by `_ALLOWED` times what the precision of the network makes it differ.
 """
 
 from __future__ import annotations
@@ -25,18 +25,15 @@ from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, write_box
 
 # The distance from the untiled network that is allowed, in its own distance from float64.
-ALLOWED = 4
+_ALLOWED = 4
 # Where the volume is looked at for a region that is not constant: shares of the free room, the middle first.
-PLACES = (0.5, 0.25, 0.75, 0.0, 1.0)
+_PLACES = (0.5, 0.25, 0.75, 0.0, 1.0)
+# Reads a region of a volume, by the number of the volume.
+_ReadRegion = Callable[[int, tuple[Span, ...]], Tensor]
 
 
 class TilesDifferError(ValueError):
     """Tiles give another result than the network."""
-
-
-# ---- running ---------------------------------------------------------------------------------------------------------
-# Reads a region of a volume, by the number of the volume.
-ReadRegion = Callable[[int, tuple[Span, ...]], Tensor]
 
 
 def run_check(
@@ -45,17 +42,9 @@ def run_check(
     network: nn.Module,
     finish: Callable[[Any], Tensor],
     size: Sequence[int],
-    read: ReadRegion,
+    read: _ReadRegion,
 ) -> str:
-    """Compare tiles with the network on a region of a volume of this size; return "" or why it was not checked.
-
-    Args:
-        caller: The function that errors name.
-        check: The check.
-        network: The network; a copy of it runs.
-        finish: Makes one grid of what the network returns.
-        size: The volume's size.
-        read: Reads a region of a volume.
+    """Compare tiles with a copy of the network on a region of a volume; return "" or why it was not checked.
 
     Raises:
         TilesDifferError: If they differ by more than is allowed, and so does an operation, or the recording.
@@ -76,10 +65,10 @@ def run_check(
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         # A network of the user may take one precision alone, and refuse others by any of these.
         return f"the network does not run on a region in float64 ({str(error).splitlines()[0]:.80})"
-    allowed = ALLOWED * (distance(want, wide) + _eps(want))
+    allowed = _ALLOWED * (distance(want, wide) + _eps(want))
     if distance(got, want) <= allowed:
         return ""
-    problem = find_difference(check.plan, grids)
+    problem = _find_difference(check.plan, grids)
     if not problem:
         # Rounding that a condition made large, such as `x > x.mean()` near the mean, is no fault of tiles.
         if distance(run_whole(graph, grids), want) <= allowed:
@@ -92,9 +81,9 @@ def run_check(
     )
 
 
-def _read_varied(check: RegionCheck, size: Sequence[int], read: ReadRegion) -> list[Tensor]:
+def _read_varied(check: RegionCheck, size: Sequence[int], read: _ReadRegion) -> list[Tensor]:
     """Read a region of all volumes, one in which the first is finite and not constant if such a one is found."""
-    for place in PLACES:
+    for place in _PLACES:
         starts = [int(place * (length - own)) for length, own in zip(size, check.size, strict=True)]
         region = tuple((start, start + own) for start, own in zip(starts, check.size, strict=True))
         first = read(0, region)
@@ -169,13 +158,9 @@ def _count_in_series(graph: Graph) -> int:
     return counts[graph.output.node]
 
 
-# ---- the first operation that differs --------------------------------------------------------------------------------
-def find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
-    """Return what names the first operation that differs in tiles from itself untiled; nothing if none does.
-
-    Each operation runs in tiles on untiled operands, so a difference is its own: it is one where it is more than half
-    of the digits of its dtype.
-    """
+def _find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
+    """Return what names the first operation that differs in tiles from itself untiled; nothing if none does."""
+    # Operands are untiled, so a difference is the operation's own: it is one from half of the digits of its dtype on.
     labelled = plan.labelled
     graph = labelled.graph
     users = Counter(value for index in labelled.order for value in set(graph.nodes[index].inputs))

@@ -38,18 +38,14 @@ class Info(NamedTuple):
 
 @dataclass
 class RecordedLayer:
-    """A call of a layer that needs the whole grid.
-
-    Attributes:
-        path: The layer's path in the network.
-        module: The layer; None in a saved plan without a network.
-        summing: Its MACs while the whole grid is summarized; the others are those of responses.
-        summary_bytes: The bytes of its summary, if that has a slot for each key.
-    """
+    """A call of a layer that needs the whole grid."""
 
     path: str
+    # None in a saved plan without a network.
     module: Any = None
+    # Its MACs while the whole grid is summarized; the others are those of responses.
     summing: int = 0
+    # Of a summary that has a slot for each key.
     summary_bytes: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,43 +54,30 @@ class RecordedLayer:
 
 
 class Node(NamedTuple):
-    """An operation.
+    """An operation, with `Value` in the place of tensors among its arguments."""
 
-    Attributes:
-        op: Its name, "aten.add.Tensor"; or `input`, `constant`, `layer`, or one of `OWN`.
-        args: Its arguments, with `Value` in the place of tensors.
-        kwargs: Its named arguments.
-        outputs: What it returns.
-        path: The module that ran it.
-        macs: Its MACs.
-        inputs: The values among its arguments, in order.
-        known: Whether it follows from the tensors of the network alone, and from no volume.
-    """
-
+    # "aten.add.Tensor"; or `input`, `constant`, `layer`, or one of `OWN`.
     op: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[Info, ...]
+    # The module that ran it.
     path: str = ""
     macs: int = 0
+    # The values among its arguments, in order.
     inputs: tuple[Value, ...] = ()
+    # Whether it follows from the tensors of the network alone, and from no volume.
     known: bool = False
 
 
 @dataclass
 class Graph:
-    """The operations of a network on grids of one size.
-
-    Attributes:
-        nodes: In the order in which they run.
-        inputs: The volumes.
-        output: The value that the network returns.
-        constants: Name -> tensor, of parameters, buffers and other tensors of the network.
-    """
+    """The operations of a network on grids of one size, in the order in which they run."""
 
     nodes: list[Node] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
     output: Value = field(default_factory=lambda: Value(-1))
+    # Parameters, buffers and other tensors of the network, by name.
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def info(self, value: Value) -> Info:
@@ -103,9 +86,10 @@ class Graph:
 
     def add(self, op: str, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Info], **more: Any) -> Value:
         """Append a node and return its first output."""
-        inputs = tuple(values_in((tuple(args), kwargs)))
+        inputs: list[Value] = []
+        map_values((tuple(args), kwargs), Value, inputs.append)
         known = op != "input" and all(self.nodes[value.node].known for value in inputs)
-        self.nodes.append(Node(op, tuple(args), kwargs, tuple(outputs), **more, inputs=inputs, known=known))
+        self.nodes.append(Node(op, tuple(args), kwargs, tuple(outputs), **more, inputs=tuple(inputs), known=known))
         return Value(len(self.nodes) - 1)
 
     def needed(self, output: Value | None = None) -> list[int]:
@@ -132,13 +116,6 @@ def map_values(part: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     return part
 
 
-def values_in(part: Any) -> list[Value]:
-    """Return all values, nested in tuples, lists and dicts, in order."""
-    found: list[Value] = []
-    map_values(part, Value, found.append)
-    return found
-
-
 @functools.cache
 def find_operation(name: str) -> Any:
     """Return an operation of torch by its name, "aten.add.Tensor"."""
@@ -146,7 +123,6 @@ def find_operation(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-# ---- running on whole values -----------------------------------------------------------------------------------------
 def run_whole(graph: Graph, inputs: Sequence[Tensor], output: Value | None = None) -> Tensor:
     """Run a graph on whole volumes, operation by operation, and return a value, by default the output."""
     known: dict[Value, Tensor] = {}
@@ -210,7 +186,6 @@ OWN: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# ---- adding operations -----------------------------------------------------------------------------------------------
 class Writer(NamedTuple):
     """Appends operations on values to a graph, as those of the module at `path`."""
 
@@ -218,7 +193,7 @@ class Writer(NamedTuple):
     path: str
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """Return the shape of a value."""
+        """Return a value's shape."""
         return self.graph.info(value).shape
 
     def is_known(self, value: Value) -> bool:

@@ -93,7 +93,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
     def begin(self, stage: int) -> None:
         """Let go of what no pass from this one on reads; what this one stores takes over files of that.
 
-        Files that are left stay for later passes, as far as the planned disk space has room.
+        Files that are left stay for what later passes store, as far as the planned disk space has room.
         """
         stored, made, info = self.plan.stored, self.plan.stages[stage].writes, self.plan.labelled.graph.info
         sizes = {value: info(value).bytes for value in stored}
@@ -106,7 +106,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
         room = self.plan.bytes_stored - sum(size for value, size in sizes.items() if value in made or value not in gone)
         for value in reversed(free):
             room -= sizes[value]
-            if room < 0:
+            if room < 0 or not any(each.writes for each in self.plan.stages[stage + 1 :]):
                 self[value].remove()
 
     def clear(self) -> None:

@@ -11,13 +11,13 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
-from farfield.streaming.arguments import axis_spans, cut_axes
+from farfield.streaming.arguments import axis_spans, cores, cut_axes
 from farfield.streaming.graph import Node, Value
 from farfield.streaming.labels import LabelledGraph, count_bytes, find_regions, summarized_boxes
 from farfield.streaming.spans import Box, Layout, Piece, Region, Span, hull, is_empty, region_of, whole_box
 
 # Tiles at each end of an axis whose cost is counted one by one.
-ENDS = 2
+_ENDS = 2
 
 
 class Halo(NamedTuple):
@@ -40,7 +40,6 @@ def join_halos(halos: Iterable[Halo]) -> Halo:
 
 
 def _halo_of(region: Region, tile: Sequence[Span]) -> Halo:
-    """Return the halo with which a tile reads a region of the volume."""
     pairs = list(zip(tile, (dim[0] for dim in region[-len(tile) :]), strict=True))
     return Halo(
         tuple(max(0, start - spans[0][0]) for (start, _), spans in pairs),
@@ -48,7 +47,6 @@ def _halo_of(region: Region, tile: Sequence[Span]) -> Halo:
     )
 
 
-# ---- passes ----------------------------------------------------------------------------------------------------------
 class PlannedPass(NamedTuple):
     """A pass over all tiles.
 
@@ -67,14 +65,8 @@ class PlannedPass(NamedTuple):
     bytes: int
 
 
-class GraphPass(NamedTuple):
-    """One pass over all tiles, by nodes of the graph.
-
-    Attributes:
-        reductions: The nodes that it summarizes.
-        writes: The values that it stores.
-        last: Whether it writes the output.
-    """
+class _GraphPass(NamedTuple):
+    """What one pass over all tiles summarizes, by node, and stores; the last one writes the output."""
 
     reductions: tuple[int, ...]
     writes: tuple[Value, ...]
@@ -83,27 +75,17 @@ class GraphPass(NamedTuple):
 
 @dataclass
 class GraphPlan:
-    """How a graph runs over the tiles of a volume.
-
-    Attributes:
-        labelled: The graph.
-        tile: Size of the tiles.
-        stored: Stored value -> the last pass that reads it.
-    """
+    """How a graph runs over the tiles of a volume."""
 
     labelled: LabelledGraph
     tile: tuple[int, ...]
+    # Stored value -> the last pass that reads it.
     stored: dict[Value, int]
-
-    @cached_property
-    def spans(self) -> list[list[Span]]:
-        """For each axis, the own positions of the tiles along it."""
-        return axis_spans(self.labelled.size, self.tile)
 
     @cached_property
     def tiles(self) -> list[tuple[Span, ...]]:
         """Own positions of each tile, the last axis fastest."""
-        return list(itertools.product(*self.spans))
+        return cores(self.labelled.size, self.tile)
 
     @property
     def cut(self) -> tuple[int, ...]:
@@ -116,11 +98,11 @@ class GraphPlan:
         return self.labelled.reductions
 
     @cached_property
-    def stages(self) -> list[GraphPass]:
+    def stages(self) -> list[_GraphPass]:
         """The passes."""
         levels, last = self.labelled.levels, self.level_of(self.labelled.graph.output)
         return [
-            GraphPass(
+            _GraphPass(
                 tuple(index for index in self.reductions if levels[index] == stage + 1),
                 tuple(value for value in self.stored if levels[value.node] == stage),
                 stage == last,
@@ -131,7 +113,15 @@ class GraphPlan:
     @cached_property
     def passes(self) -> tuple[PlannedPass, ...]:
         """The passes with their costs."""
-        return tuple(map(self._cost, range(len(self.stages))))
+        nodes = self.labelled.graph.nodes
+        return tuple(
+            PlannedPass(
+                tuple(dict.fromkeys(nodes[index].path for index in each.reductions)),
+                tuple(dict.fromkeys(nodes[value.node].path for value in each.writes)),
+                *self._cost(stage),
+            )
+            for stage, each in enumerate(self.stages)
+        )
 
     def level_of(self, value: Value) -> int:
         """Return the first pass that can compute a value."""
@@ -170,22 +160,14 @@ class GraphPlan:
         box = self.labelled.core(layout, tile)
         return None if is_empty(box) or not self.labelled.owns(layout, tile) else box
 
-    def _describe(self, stage: int, halo: Halo, macs: float, peak: int) -> PlannedPass:
-        nodes, each = self.labelled.graph.nodes, self.stages[stage]
-        summarizes = dict.fromkeys(nodes[index].path for index in each.reductions)
-        stores = dict.fromkeys(nodes[value.node].path for value in each.writes)
-        return PlannedPass(tuple(summarizes), tuple(stores), halo, macs, peak)
-
-    def _cost(self, stage: int) -> PlannedPass:
-        """Return a pass with its cost.
-
-        What a tile reads along an axis follows from its place along that axis alone, so a diagonal of tiles tells all.
-        """
+    def _cost(self, stage: int) -> tuple[Halo, float, int]:
+        """Return the halo, the MACs and the bytes of a pass."""
+        # What a tile reads along an axis follows from its place along it alone, so a diagonal of tiles tells all.
         labelled, graph, given = self.labelled, self.labelled.graph, self.given(stage)
         halos, peak = [Halo(*[(0,) * len(self.tile)] * 2)], 0
         # Of each value, how many positions run along each axis in all tiles, and along no axis, None.
         counts: dict[Value, Counter[int | None]] = {}
-        for tile, weights in _diagonal(self.spans):
+        for tile, weights in _diagonal(axis_spans(self.labelled.size, self.tile)):
             summarized, wanted = self.wanted(stage, tile)
             regions = find_regions(labelled, wanted, given)
             left = sum(labelled.bytes_on(value, regions[value]) for value in wanted)
@@ -197,12 +179,12 @@ class GraphPlan:
                     halos.append(_halo_of(region, tile))
                 elif value not in given and _running_macs(labelled, value.node):
                     _add_positions(counts.setdefault(value, Counter()), labelled.layouts[value], region, weights)
-        summing = sum(summing_macs(graph.nodes[index]) for index in self.stages[stage].reductions)
+        summing = sum(_summing_macs(graph.nodes[index]) for index in self.stages[stage].reductions)
         running = sum(
             _running_macs(labelled, value.node) * math.prod(own.values()) / max(1, math.prod(graph.info(value).shape))
             for value, own in counts.items()
         )
-        return self._describe(stage, join_halos(halos), summing + running, peak)
+        return join_halos(halos), summing + running, peak
 
     @property
     def bytes_stored(self) -> int:
@@ -213,15 +195,14 @@ class GraphPlan:
         return max(sum(size for size, first, last in stored if first <= stage <= last) for stage in stages)
 
 
-def summing_macs(node: Node) -> int:
+def _summing_macs(node: Node) -> int:
     """Return the MACs of a reduction while it is summarized: all, but of a layer, which also responds."""
     return node.args[0].summing if node.op == "layer" else node.macs
 
 
 def _running_macs(labelled: LabelledGraph, index: int) -> int:
-    """Return the MACs of a node while its output is computed."""
     node = labelled.graph.nodes[index]
-    return node.macs - summing_macs(node) if index in labelled.reductions else node.macs
+    return node.macs - _summing_macs(node) if index in labelled.reductions else node.macs
 
 
 def _diagonal(spans: Sequence[Sequence[Span]]) -> Iterator[tuple[tuple[Span, ...], list[int]]]:
@@ -229,8 +210,8 @@ def _diagonal(spans: Sequence[Sequence[Span]]) -> Iterator[tuple[tuple[Span, ...
     axes = [[(span, 1) for span in own] for own in spans]
     for own in axes:
         count = len(own)
-        if count > 2 * ENDS:
-            own[ENDS:-ENDS] = [(own[count // 2][0], count - 2 * ENDS)]
+        if count > 2 * _ENDS:
+            own[_ENDS:-_ENDS] = [(own[count // 2][0], count - 2 * _ENDS)]
     for step in range(max(map(len, axes))):
         # An axis of fewer tiles stays at its last, which is counted already.
         pairs = [own[step] if step < len(own) else (own[-1][0], 0) for own in axes]
@@ -248,16 +229,13 @@ def _add_positions(counts: Counter[int | None], layout: Layout, region: Region, 
 
 @dataclass
 class PatchPlan(GraphPlan):
-    """How a graph runs on patches; its passes summarize attention alone, and store nothing.
+    """How a graph runs on patches; its passes summarize attention alone, and store nothing."""
 
-    Attributes:
-        patch: The graph of one patch, with the same nodes.
-        halo: What a tile reads before and after its own positions, where the volume does not end.
-        scales: How values scale with the volume.
-    """
-
+    # The graph of one patch, with the same nodes.
     patch: LabelledGraph
+    # What a tile reads before and after its own positions, where the volume does not end.
     halo: Halo
+    # Positions of the volume from one of a value to the next, along each axis.
     scales: dict[Value, dict[int, Fraction]]
 
     @property
@@ -291,37 +269,32 @@ class PatchPlan(GraphPlan):
         """Return the whole boxes of values on a patch, of those that depend on the volume."""
         return {value: whole_box(self.patch.layouts[value]) for value in values if value not in self.patch.known}
 
-    def _cost(self, stage: int) -> PlannedPass:
-        """Return a pass with its cost, from the MACs and the bytes of one patch."""
+    def _cost(self, stage: int) -> tuple[Halo, float, int]:
         graph, reductions = self.patch.graph, self.stages[stage].reductions
         wanted = self.patch_boxes([*self.summarized(stage), *self.ends(stage)])
         regions = find_regions(self.patch, wanted, graph.inputs)
-        macs = sum(summing_macs(graph.nodes[index]) for index in reductions)
+        macs = sum(_summing_macs(graph.nodes[index]) for index in reductions)
         for index in {value.node for value in regions}:
-            macs += graph.nodes[index].macs - (summing_macs(graph.nodes[index]) if index in self.reductions else 0)
+            macs += graph.nodes[index].macs - (_summing_macs(graph.nodes[index]) if index in self.reductions else 0)
         peak = count_bytes(self.patch, regions, graph.inputs, wanted)
-        return self._describe(stage, self.halo, float(macs * len(self.tiles)), peak)
+        return self.halo, float(macs * len(self.tiles)), peak
 
 
 @dataclass
 class RegionCheck:
-    """A check on a region, which runs as if it were the volume.
+    """A check on a region, which runs as if it were the volume."""
 
-    Attributes:
-        plan: The passes over its tiles, of which there are at least two.
-        macs: MACs of the check: of the untiled network in two precisions, and of the tiles.
-    """
-
+    # The passes over its tiles, of which there are at least two.
     plan: GraphPlan
+    # Of the untiled network in two precisions, and of the tiles.
     macs: float
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Size of the region."""
+        """The size of the region."""
         return self.plan.labelled.size
 
 
-# ---- from a graph to its plan ----------------------------------------------------------------------------------------
 def make_graph_plan(labelled: LabelledGraph, tile: Sequence[int], chosen: Collection[Value]) -> GraphPlan:
     """Plan the passes of a graph; of the chosen values those are stored that a later pass reads."""
     last = labelled.levels[labelled.graph.output.node]
@@ -348,7 +321,6 @@ def _reach(labelled: LabelledGraph, ends: Sequence[Value], given: Collection[Val
     return reached
 
 
-# ---- what is stored --------------------------------------------------------------------------------------------------
 def find_stored(labelled: LabelledGraph) -> set[Value]:
     """Return the values to store so that each operation with MACs runs in one pass alone."""
     levels, graph = labelled.levels, labelled.graph
@@ -377,10 +349,7 @@ def _cheapest_source(labelled: LabelledGraph, value: Value) -> Value:
 
 
 def fit_stored(labelled: LabelledGraph, allowed: int) -> set[Value]:
-    """Return the values to store that take at most so many bytes at once: those that save most MACs a byte.
-
-    Values of which one position needs all along an axis are stored in any case.
-    """
+    """Return the values to store in so many bytes: those that save most MACs a byte, and all that are gathered."""
 
     def fits(values: Collection[Value]) -> bool:
         return make_graph_plan(labelled, labelled.size, values).bytes_stored <= allowed

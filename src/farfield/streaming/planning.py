@@ -20,42 +20,33 @@ from farfield._fingerprint import fingerprint
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.nn.network_copy import CannotCopyError
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming.adapt import (
-    Outputs,
-    Reduction,
-    ReductionError,
-    check_arguments,
-    check_reduction,
-    one_grid,
-    parse_layouts,
-)
+from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, ReductionError, check_reduction, one_grid
 from farfield.streaming.arguments import (
     Tiles,
+    check_arguments,
     cut_axes,
+    parse_layouts,
     parse_tiles,
     refuse_axes,
+    refuse_large_summary,
     refuse_training,
     round_up_tile,
     spatial_dims_of,
-    split_padding,
 )
-from farfield.streaming.flips import MeanOverFlips, check_axes
 from farfield.streaming.graph import Info, RecordingError, Value
 from farfield.streaming.labels import GraphError, LabelledGraph
-from farfield.streaming.layers import SUMMARY_SHARE
-from farfield.streaming.patches import make_patch_plan, plan_check
 from farfield.streaming.plan import GraphPlan, PatchPlan, find_stored, fit_stored, make_graph_plan
 from farfield.streaming.progress import Saved
 from farfield.streaming.record import record_network
-from farfield.streaming.scales import Recording, Scales
+from farfield.streaming.recording import Recording, Scales, make_patch_plan, plan_check
 from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import AxisScale, PlannedOutput, StreamingPlan, describe_structure
 from farfield.volumes.source import MODES
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
-MEMORY_SHARE, DISK_SHARE = 0.25, 0.5
+_MEMORY_SHARE, _DISK_SHARE = 0.25, 0.5
 # A length that strides divide, and windows of common models.
-DIVISIBLE = 2**6 * 3 * 5 * 7
+_DIVISIBLE = 2**6 * 3 * 5 * 7
 
 
 @looks_at_a_copy
@@ -65,7 +56,7 @@ def plan_whole(
     *,
     tile: int | Sequence[int | None] | Tiles | None = None,
     pad: str | None = None,
-    reduce: Reduction = None,
+    reduce: Reduce = None,
 ) -> StreamingPlan:
     """Plan a call of `predict_whole`, which also prints its plan before it starts.
 
@@ -116,24 +107,20 @@ def plan_whole(
 
 @dataclass
 class Planner:
-    """Plans a call of `predict_whole` or `plan_whole`, of which these are the arguments.
-
-    Attributes:
-        path: The path of the output, if it has one.
-        saved: What an unfinished prediction at the path was planned with.
-        outputs: What is known of several outputs, once the network is recorded.
-        recordings: Number of samples, size, and whether it is reduced -> the network on volumes of these.
-    """
+    """Plans a call of `predict_whole` or `plan_whole`, of which these are the arguments."""
 
     caller: str
     model: Any
     shapes: Sequence[Sequence[int]]
     tiles: Tiles
     pad: str | None
-    reduce: Reduction
+    reduce: Reduce
+    # The path of the output, and what an unfinished prediction there was planned with.
     path: Path | None = None
     saved: Saved | None = None
+    # Known once the network is recorded.
     outputs: Outputs = field(default_factory=Outputs, init=False)
+    # Number of samples, size, and whether it is reduced -> the network on volumes of these.
     recordings: dict[tuple[int, tuple[int, ...], bool], Recording] = field(default_factory=dict, init=False)
 
     def plan(self) -> StreamingPlan:
@@ -152,15 +139,18 @@ class Planner:
         self._check()
         few = min(self.batch, 2)
         # One of two samples on a size that the strides divide states the padding, and whether layers mix samples.
-        sizes = [(DIVISIBLE,) * len(self.size), self.size] if self.pad else [self.size] * (few > 1)
+        sizes = [(_DIVISIBLE,) * len(self.size), self.size] if self.pad else [self.size] * (few > 1)
         probe = self._record_first(few, sizes)
         strides = probe.strides if probe and self.pad else (1,) * len(self.size)
-        padding = tuple(split_padding(*each, self.pad) for each in zip(self.size, strides, strict=True))
-        size = tuple(length + sum(positions) for length, positions in zip(self.size, padding, strict=True))
+        # Half on each end, as in CARE.
+        missing = [-length % stride for length, stride in zip(self.size, strides, strict=True)]
+        padding = tuple((each // 2, each - each // 2) for each in missing)
+        size = tuple(length + each for length, each in zip(self.size, missing, strict=True))
         mixed = few > 1 and (probe is None or probe.mixes_samples)
         batch, samples = (self.batch, 1) if mixed else (1, self.batch)
         recording = self._record_whole(batch, size, probe)
-        plan, on_disk = self._plan_saved(recording) or self._choose_tiles(recording)
+        tile = None if self.tiles.size is None else round_up_tile(self.tiles.size, size, recording.strides)
+        plan, on_disk = self._plan_saved(recording, tile) or self._choose_tiles(recording, tile)
         self._refuse_large_summaries(plan.labelled)
         if self.tiles.statistics == "tile" and plan.cut:
             plan = self._plan_patches(recording, plan, batch)
@@ -184,7 +174,6 @@ class Planner:
         )
 
     def _check(self) -> None:
-        """Check what is given, and find the axes of the volumes."""
         caller, model = self.caller, self.model
         self.network = model.network if isinstance(model, MeanOverFlips) else model
         refuse_training(caller, self.network)
@@ -197,8 +186,6 @@ class Planner:
         pairs = [own.batch_and_channels(shape) for own, shape in zip(self.layouts, self.shapes, strict=True)]
         self.batch, self.channels = pairs[0][0], tuple(channels for _, channels in pairs)
         self.size = tuple(self.shapes[0][len(self.shapes[0]) - dims :])
-        if isinstance(model, MeanOverFlips):
-            check_axes(caller, model, dims)
         halo = self.tiles.halo
         self.halo = (halo,) * dims if isinstance(halo, int) else halo
         if self.halo is not None and len(self.halo) != dims:
@@ -207,7 +194,6 @@ class Planner:
                 f"halo={max(self.halo, default=0)}."
             )
 
-    # ---- recordings --------------------------------------------------------------------------------------------------
     def _record(self, batch: int, size: tuple[int, ...], *, reduced: bool = True) -> Recording:
         """Record the network on volumes of this size; raise ValueError if it does not take them."""
         key = batch, size, reduced
@@ -252,7 +238,7 @@ class Planner:
         except ValueError as error:
             refuse_axes(self.caller, self.network, self.channels, size, error)
             if not self.pad:
-                probe = self._record_first(1, [(DIVISIBLE,) * len(size)])
+                probe = self._record_first(1, [(_DIVISIBLE,) * len(size)])
             strides = probe.strides if probe else ()
             if any(length % stride for length, stride in zip(size, strides, strict=False)):
                 multiples = " × ".join(map(str, strides))
@@ -273,20 +259,14 @@ class Planner:
             raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')
         return patches
 
-    # ---- tiles -------------------------------------------------------------------------------------------------------
-    def _given_tile(self, recording: Recording) -> tuple[int, ...] | None:
-        """Return the size of the requested tiles, rounded up to multiples of the strides; None if none is requested."""
-        tile = self.tiles.size
-        return None if tile is None else round_up_tile(tile, recording.size, recording.strides)
-
-    def _plan_saved(self, recording: Recording) -> tuple[GraphPlan, bool] | None:
+    def _plan_saved(self, recording: Recording, given: tuple[int, ...] | None) -> tuple[GraphPlan, bool] | None:
         """Return the plan of an unfinished prediction, if the call is for it, whatever memory and disk are free."""
         saved, tiles = self.saved, self.tiles
         if saved is None or len(saved.tile) != len(recording.size):
             return None
         # An explicit number of bytes on disk determines by itself what is stored.
         is_explicit = tiles.disk is not None and (saved.on_disk or tiles.disk > 0)
-        if is_explicit or (self._given_tile(recording) or saved.tile) != saved.tile:
+        if is_explicit or (given or saved.tile) != saved.tile:
             return None
         try:
             labelled = recording.label(cut_axes(recording.size, saved.tile))
@@ -297,11 +277,11 @@ class Planner:
             return None
         return make_graph_plan(labelled, saved.tile, stored), saved.on_disk
 
-    def _choose_tiles(self, recording: Recording) -> tuple[GraphPlan, bool]:
+    def _choose_tiles(self, recording: Recording, given: tuple[int, ...] | None) -> tuple[GraphPlan, bool]:
         """Choose the size of tiles and the values that are stored; return the plan, and whether they are on disk."""
-        size, given = recording.size, self._given_tile(recording)
-        free = free_bytes(device_of(self.network))
-        memory = int(MEMORY_SHARE * free) if self.tiles.memory is None else self.tiles.memory
+        size, memory = recording.size, self.tiles.memory
+        if memory is None:
+            memory = int(_MEMORY_SHARE * free_bytes(device_of(self.network)))
         if given is None:
             whole = make_graph_plan(recording.label([]), size, [])
             if whole.passes[0].bytes <= memory:
@@ -332,7 +312,7 @@ class Planner:
         on_disk, of_stored = bool(disk), disk or (memory // 2 if wanted else 0)
         if wanted and self.path is not None and disk is None:
             # On disk a value outlives a process that is killed.
-            room = int(DISK_SHARE * shutil.disk_usage(self.path.absolute().parent).free)
+            room = int(_DISK_SHARE * shutil.disk_usage(self.path.absolute().parent).free)
             if room >= min(wanted, memory // 2):
                 on_disk, of_stored = True, room
         least = sum(graph.info(value).bytes for value in labelled.gathered)
@@ -347,18 +327,12 @@ class Planner:
         return memory if on_disk else memory - of_stored, of_stored, on_disk
 
     def _refuse_large_summaries(self, labelled: LabelledGraph) -> None:
-        """Refuse an attention whose summary has a slot for each key, if that takes too much of the free memory."""
         free = free_bytes(device_of(self.network))
         for node in (labelled.graph.nodes[index] for index in labelled.reductions):
-            if node.op == "layer" and node.args[0].summary_bytes > SUMMARY_SHARE * free:
-                layer = node.args[0]
-                raise ValueError(
-                    f"{self.caller}: the summary of {layer.module.operator_name} at {node.path} is its grid, "
-                    f"{layer.summary_bytes:,} bytes, and may take half of the {free:,} bytes that are free; fix: an "
-                    "operator that compresses, such as factorized_gaussian."
-                )
+            if node.op == "layer" and node.args[0].summary_bytes:
+                name = f"{self.caller}: the summary of {node.args[0].module.operator_name} at {node.path}"
+                refuse_large_summary(name, node.args[0].summary_bytes, free)
 
-    # ---- the output --------------------------------------------------------------------------------------------------
     def _plan_output(
         self,
         recording: Recording,

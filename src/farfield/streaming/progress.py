@@ -18,20 +18,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from farfield._files import open_replacement
+from farfield._fingerprint import fingerprint
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import ArrayOutput, FileOutput, box_checksum, check_path, overwrite_fix, to_numpy
 from farfield.volumes.source import Region, VolumeSource, checksum
-from farfield.volumes.unfinished import FULL_DISK, STATE, explain_disk_errors, unfinished_folder, was_moved
+from farfield.volumes.unfinished import STATE, explain_disk_errors, unfinished_folder, was_moved
 
-KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
-DTYPES = {str(dtype): dtype for dtype in KINDS}
-# Version of the content of the file; a file of another version is refused.
-VERSION = 6
+_KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
+_DTYPES = {str(dtype): dtype for dtype in _KINDS}
+# Of the content of the file; a file of another version is refused.
+_VERSION = 6
 # Attributes of `Stream` that are saved, and their types in JSON.
 FIELDS = {
     "identity": dict,
@@ -49,18 +50,16 @@ SHARE = 20
 
 
 class Saved(NamedTuple):
-    """What an unfinished prediction was planned with: resuming does not depend on the free memory and disk.
-
-    `stored` has node and output of each value that is stored between passes, on disk or in memory.
-    """
+    """What an unfinished prediction was planned with: resuming does not depend on the free memory and disk."""
 
     tile: tuple[int, ...]
+    # Node and output of each value that is stored between passes.
     stored: tuple[tuple[int, int], ...] = ()
     on_disk: bool = False
 
 
-class Written(NamedTuple):
-    """A box that a pass and a tile wrote to the output, by first indices and those after the last; and its checksum."""
+class _Written(NamedTuple):
+    """A box that a pass and a tile wrote to the output, by first indices and those after the last."""
 
     stage: int
     tile: int
@@ -77,29 +76,26 @@ class Stream:
 
     def __init__(
         self,
-        caller: str,
         output: FileOutput | ArrayOutput,
         identity: dict[str, str],
         planned: Saved,
         volumes: Mapping[str, tuple[VolumeSource, Sequence[Region]]],
-        overwrite: bool | None,
     ) -> None:
-        self.caller, self.output, self.identity, self.volumes = caller, output, identity, volumes
+        self.caller, self.output, self.identity, self.volumes = output.caller, output, identity, volumes
         self.positions, self.stored, self.on_disk = planned
         # The next pass and tile.
         self.stage, self.tile = 0, 0
         # Of each volume and tile, once it is read.
         self.checksums: dict[str, dict[str, int]] = {}
         self.summaries: list[dict[str, Any]] = []
-        self.written: list[Written] = []
+        self.written: list[_Written] = []
         # When the progress was saved, and how many seconds that took.
         self.saved, self.took = 0.0, 0.0
         self.overflowed = False  # whether there was a warning
         if isinstance(output, FileOutput):
             with self.explained():
-                self._open(output, overwrite)
+                self._open(output)
 
-    # ---- passes ------------------------------------------------------------------------------------------------------
     def run(self, passes: Sequence[tuple[int, Callable[[int], None]]], summaries: Any, quiet: bool) -> Any:
         """Run what remains of passes, each a number of tiles and what it does with one; return the finished output.
 
@@ -166,25 +162,23 @@ class Stream:
             spec = self.output.spec
             spans = [list(span.indices(length)[:2]) for span, length in zip(index, spec.shape, strict=True)]
             own_sum = box_checksum(to_numpy(box).astype(spec.dtype, copy=False))
-            self.written.append(Written(self.stage, self.tile, spans, own_sum))
+            self.written.append(_Written(self.stage, self.tile, spans, own_sum))
 
     def close(self) -> None:
         """Unlock the output for other processes."""
         self.output.let_go()
 
     def explained(self) -> AbstractContextManager[None]:
-        """Explain errors of the disk to which a file is written; those of other arrays pass."""
+        """Explain errors of the disk to which a file is written."""
         if isinstance(self.output, FileOutput):
             return explain_disk_errors(self.caller, self.output.path)
         return contextlib.nullcontext()
 
-    # ---- the progress ------------------------------------------------------------------------------------------------
     def _save(self, output: FileOutput) -> None:
-        """Save the progress, completely or not at all."""
         write_state(output.folder / STATE, {field: getattr(self, field) for field in FIELDS})
 
     def _resume(self, summaries: Any) -> None:
-        """Load saved summaries, and check that the tiles that were read for them have not changed."""
+        """Load what was saved, and check that the tiles that were read for it have not changed."""
         output: Any = self.output
         if self.summaries and not summaries.load(self.summaries[-1], self.stage, self.tile):
             _warn(
@@ -199,14 +193,15 @@ class Stream:
                 *sample, index = map(int, key.split())
                 self.read(name, index, self.volumes[name][1][index], *sample)
 
-    def _open(self, output: FileOutput, overwrite: bool | None) -> None:
+    def _open(self, output: FileOutput) -> None:
         """Lock the output and open it, with the progress of an unfinished one of the same identity, or make it anew."""
+        overwrite = output.overwrite
         with contextlib.ExitStack() as unlocked:
             output.owned.hold()
             unlocked.callback(output.owned.let_go)
             output.restore_replaced()
             check_path(self.caller, output.path, overwrite)  # again: the path may exist since it was checked
-            state = _saved_state(self.caller, output.path, overwrite)
+            state = _read_saved(self.caller, output.path, overwrite)
             changed = [name for name, own in self.identity.items() if state and state["identity"].get(name) != own]
             if changed and not overwrite:
                 raise ValueError(
@@ -219,7 +214,7 @@ class Stream:
             else:
                 self.stage, self.tile = state["stage"], state["tile"]
                 self.checksums, self.summaries = state["checksums"], state["summaries"]
-                self.written = [Written(*each) for each in state["written"]]
+                self.written = [_Written(*each) for each in state["written"]]
                 self._reopen(output)
             unlocked.pop_all()
 
@@ -228,13 +223,10 @@ class Stream:
         try:
             output.make()
             self._save(output)
-        except OSError as error:
+        except OSError:
             with contextlib.suppress(OSError):
                 output.owned.remove()
-            if error.errno not in FULL_DISK or self.caller in str(error):
-                raise
-            problem = f'the disk has no room for the progress of "{output.path}"'
-            raise OSError(error.errno, f"{self.caller}: {problem}; fix: make room, or another disk.") from error
+            raise
 
     def _reopen(self, output: FileOutput) -> None:
         """Open an unfinished output; if it does not hold all that was written, make it anew and rewind the progress.
@@ -263,7 +255,7 @@ def write_whole(caller: str, path: Path, array: np.ndarray, metadata: ImageMetad
     """Write an array in memory to a path, completely or not at all, and return it opened."""
     check_path(caller, path, overwrite)
     output = FileOutput(caller, path, OutputSpec(array.shape, array.dtype, array.shape, metadata), overwrite)
-    stream = Stream(caller, output, {"model": "in one piece"}, Saved(array.shape), {}, overwrite)
+    stream = Stream(output, {"model": "in one piece"}, Saved(array.shape), {})
     with stream.explained(), contextlib.closing(stream):
         output.write((slice(None),) * array.ndim, torch.from_numpy(array))
         return output.finish()
@@ -277,26 +269,24 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-# ---- the file --------------------------------------------------------------------------------------------------------
-def compute_identity(model: str, volumes: Mapping[str, Any], tiles: object) -> dict[str, str]:
-    """Return the fingerprint of the model, the volumes' shapes and dtypes, and how they are cut and written."""
+def find_unfinished(
+    caller: str, path: Path | None, overwrite: bool | None, model: nn.Module, volumes: Mapping[str, Any]
+) -> tuple[dict[str, str], Saved | None]:
+    """Return what identifies a model and its volumes, and what an unfinished prediction of these was planned with."""
+    if path is None:
+        return {}, None
+    check_path(caller, path, overwrite)
     kinds = [f"{name} {tuple(volume.shape)} {getattr(volume, 'dtype', '')}" for name, volume in volumes.items()]
-    return {"model": model, "volume": "; ".join(kinds), "tile or halo": repr(tiles)}
-
-
-def saved_plan(caller: str, path: Path, overwrite: bool | None, model: str, volumes: Mapping[str, Any]) -> Saved | None:
-    """Return what the unfinished prediction for a path was planned with.
-
-    None if there is no such prediction, or if it is of another model or of volumes of another shape or dtype.
-    """
-    state, identity = _saved_state(caller, path, overwrite), compute_identity(model, volumes, None)
-    if state is None or any(state["identity"].get(name) != identity[name] for name in ("model", "volume")):
-        return None
+    # Of the model as it is given: a run may change what it holds.
+    identity = {"model": fingerprint(model), "volume": "; ".join(kinds)}
+    state = _read_saved(caller, path, overwrite)
+    if state is None or any(state["identity"].get(name) != own for name, own in identity.items()):
+        return identity, None
     stored = tuple((int(node), int(output)) for node, output in state["stored"])
-    return Saved(tuple(state["positions"]), stored, state["on_disk"])
+    return identity, Saved(tuple(state["positions"]), stored, state["on_disk"])
 
 
-def _saved_state(caller: str, path: Path, overwrite: bool | None) -> dict[str, Any] | None:
+def _read_saved(caller: str, path: Path, overwrite: bool | None) -> dict[str, Any] | None:
     """Read the state of the unfinished prediction for a path; None if there is none, or it is damaged and replaced."""
     file = unfinished_folder(path) / STATE
     if not file.is_file():
@@ -324,7 +314,7 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
         tensors.append(value)
         return {"tensor": len(tensors) - 1, "shape": list(value.shape), "of": str(value.dtype)}
 
-    text = json.dumps({"version": VERSION, **state}, default=describe)
+    text = json.dumps({"version": _VERSION, **state}, default=describe)
     with open_replacement(file) as opened, zipfile.ZipFile(opened, "w") as archive:
         archive.writestr(zipfile.ZipInfo("state.json"), text)  # without the time, which may be before 1980
         for number, tensor in enumerate(tensors):
@@ -341,16 +331,16 @@ def read_state(file: Path) -> dict[str, Any]:
 
             def restore(value: dict[str, Any]) -> Any:
                 if value.keys() == {"dtype"}:
-                    return DTYPES[value["dtype"]]
+                    return _DTYPES[value["dtype"]]
                 if value.keys() != {"tensor", "shape", "of"}:
                     return value
                 content = np.array(memoryview(archive.read(f"tensor{value['tensor']}")), np.uint8)
-                return torch.from_numpy(content).view(DTYPES[value["of"]]).reshape(value["shape"])
+                return torch.from_numpy(content).view(_DTYPES[value["of"]]).reshape(value["shape"])
 
             state = json.loads(archive.read("state.json"), object_hook=restore)
     except (KeyError, ValueError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    if not isinstance(state, dict) or state.get("version") != VERSION:
+    if not isinstance(state, dict) or state.get("version") != _VERSION:
         raise ValueError("it was written by another version of farfield")
     for field, kind in FIELDS.items():
         if not isinstance(state.get(field), kind):

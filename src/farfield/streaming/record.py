@@ -47,8 +47,6 @@ _LIBRARY.define("layer(int number, Tensor grid, Tensor? mask) -> Tensor")
 
 
 class _Recorder(TorchDispatchMode):
-    """Records operations as nodes of a graph."""
-
     def __init__(self, constants: dict[int, tuple[str, Tensor]]) -> None:
         super().__init__()
         # id of a fake tensor of the network -> its name, and the real tensor.
@@ -65,7 +63,6 @@ class _Recorder(TorchDispatchMode):
         return self.running[-1]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record it."""
         if function is aten._local_scalar_dense.default:
             return self.number_of(args[0])
         if function is torch.ops.farfield_streaming.layer.default:
@@ -76,7 +73,6 @@ class _Recorder(TorchDispatchMode):
         return outputs
 
     def add(self, function: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Record an operation that returned tensors."""
         macs = count_macs(function, args, kwargs, outputs)
         args, kwargs = _read_arguments(function, args, kwargs)
         still = self.check_repeatable(function, args, kwargs)
@@ -93,7 +89,6 @@ class _Recorder(TorchDispatchMode):
         self.note(outputs, [result] if isinstance(result, Value) else result)
 
     def note(self, outputs: Any, values: Sequence[Value]) -> None:
-        """Note which values the tensors of an output are."""
         for tensor, value in zip(outputs if isinstance(outputs, tuple | list) else (outputs,), values, strict=True):
             if isinstance(tensor, Tensor):
                 self.known[id(tensor)] = value, tensor
@@ -101,11 +96,16 @@ class _Recorder(TorchDispatchMode):
     def run_layer(self, number: int, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Record a layer as one node, and return a new tensor of its result's shape."""
         layer, forward = self.layers[number]
-        given = {} if mask is None else {"mask": mask}
+        module = forward.args[0]
+        given: dict[str, Any] = {} if mask is None else {"mask": mask}
         values = [self.value_of(each) for each in (grid, *given.values())]
+        attention = isinstance(module, GridAttention)
+        with MacCounter() as counter:
+            summary = (make_streamable(module) if attention else module).summarize(grid, **given)
+        kept = summary_bytes(summary) if attention and has_grid_summary(module) else 0
+        layer = replace(layer, summing=counter.macs, summary_bytes=kept)
         with MacCounter() as counter:
             result = forward(grid, **given)
-        layer = _with_summary(layer, forward.args[0], grid, given)
         result = grid.new_empty(result.shape, dtype=result.dtype)
         node = self.graph.add("layer", (layer, *values), {}, [_info(result)], path=self.write.path, macs=counter.macs)
         self.note(result, [node])
@@ -152,21 +152,11 @@ class _Recorder(TorchDispatchMode):
         return value
 
     def number_of(self, tensor: Tensor) -> Any:
-        """Return a number that the network reads from a tensor."""
         value = self.value_of(tensor)
         if not self.write.is_known(value):
             raise RecordingError(f"{self.write.path} reads a computed number in Python (item, float, if)")
         with with_numbers():
             return run_whole(self.graph, [], value).item()
-
-
-def _with_summary(layer: RecordedLayer, module: Any, grid: Tensor, given: dict[str, Any]) -> RecordedLayer:
-    """Return a layer that knows the MACs of its summary, and its bytes if it has a slot for each key."""
-    attention = isinstance(module, GridAttention)
-    with MacCounter() as counter:
-        summary = (make_streamable(module) if attention else module).summarize(grid, **given)
-    kept = summary_bytes(summary) if attention and has_grid_summary(module) else 0
-    return replace(layer, summing=counter.macs, summary_bytes=kept)
 
 
 def _info(output: Any) -> Info:
@@ -192,7 +182,6 @@ class _NetworkFunctions(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch."""
         kwargs = kwargs or {}
         if function in (F.pad, torch._C._nn.pad):
             given = (*args, *(kwargs[name] for name in ("input", "pad", "mode") if name in kwargs), "constant")
@@ -215,16 +204,10 @@ def _pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
     return grid.contiguous()
 
 
-# ---- the network -----------------------------------------------------------------------------------------------------
 def record_network(
     network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any] = lambda output: output
 ) -> Graph:
-    """Record the operations of a network in eval mode, which neither runs nor gets a hook.
-
-    Args:
-        network: The network; its parameters, buffers and other tensors are the constants of the graph.
-        volumes: Shape and dtype of each input, with batch and channels.
-        finish: Makes one grid of what the network returns.
+    """Record a network in eval mode on volumes; `finish` makes one grid of what it returns.
 
     Raises:
         RecordingError: If it runs an operation that cannot be recorded.
@@ -250,7 +233,6 @@ def record_network(
 def _record(
     recorder: _Recorder, fake: nn.Module, network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any]
 ) -> Graph:
-    """Run the copy of a network while the recorder records, and return the graph, which alone is left of the run."""
     _follow(recorder, fake, network)
     graph = recorder.graph
     inputs = [torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in volumes]

@@ -15,7 +15,6 @@ from farfield.streaming.graph import Info, RecordingError, Value, Writer, run_wh
 aten = torch.ops.aten
 
 
-# ---- views -----------------------------------------------------------------------------------------------------------
 def _view(write: Writer, output: Info, value: Value, *_: Any) -> Value:
     if output.dtype != write.graph.info(value).dtype:
         raise RecordingError(f"{write.path} reads a tensor as another dtype without converting it")
@@ -66,7 +65,6 @@ def _channel_shuffle(write: Writer, output: Info, value: Value, groups: int) -> 
     return _shuffle(write, output, value, fine, (1, 0, *range(2, 2 + len(size))))
 
 
-# ---- parts -----------------------------------------------------------------------------------------------------------
 def _slice(write: Writer, output: Info, value: Value, dim: int, start: Any, stop: Any, step: int) -> Value:
     dim %= len(output.shape)
     first, *_ = slice(start, stop).indices(write.shape(value)[dim])
@@ -88,17 +86,8 @@ def _split(write: Writer, outputs: Sequence[Info], value: Value, _: Any, dim: in
     return parts
 
 
-def _take(write: Writer, value: Value, dim: int, index: Value) -> Value:
-    with with_numbers():
-        positions = run_whole(write.graph, [], index).reshape(-1) % write.shape(value)[dim]
-        return write.take(value, dim, positions.tolist())
-
-
 def _index_select(write: Writer, output: Info, value: Value, dim: int, index: Value) -> Value | None:
-    """Positions that are known, of a tensor that is not."""
-    if not output.shape or not write.is_known(index) or write.is_known(value):
-        return None
-    return _take(write, value, dim % len(output.shape), index)
+    return _index(write, output, value, [*[None] * (dim % len(output.shape)), index]) if output.shape else None
 
 
 def _index(write: Writer, output: Info, value: Value, indices: Sequence[Value | None]) -> Value | None:
@@ -113,11 +102,12 @@ def _index(write: Writer, output: Info, value: Value, indices: Sequence[Value | 
     if len(given) != last + 1 - first or together != sorted(set(together)):
         return None
     for dim, each in given:
-        value = _take(write, value, dim, each)
+        with with_numbers():
+            positions = run_whole(write.graph, [], each).reshape(-1) % write.shape(value)[dim]
+            value = write.take(value, dim, positions.tolist())
     return write.view(value, output.shape)
 
 
-# ---- several values as one -------------------------------------------------------------------------------------------
 def _roll(write: Writer, output: Info, value: Value, shifts: Sequence[int], dims: Sequence[int]) -> Value:
     """The end before the beginning, along each dimension."""
     if not dims:
@@ -191,7 +181,6 @@ def _index_put(
     return write.where(condition, write.view(number, ()), value)
 
 
-# ---- windows ---------------------------------------------------------------------------------------------------------
 def _count_windows(size: Sequence[int], windows: Sequence[Sequence[int]]) -> list[int]:
     """Return how many windows there are along each dimension: kernel, dilation, padding, stride."""
     each = zip(size, *windows, strict=True)
@@ -240,7 +229,6 @@ def _max_unpool(write: Writer, output: Info, value: Value, index: Value, size: S
     return write.append("unpool", (value, index, *map(list, zip(*chosen, strict=True))), output.shape)
 
 
-# ---- other numbers ---------------------------------------------------------------------------------------------------
 def _copy(write: Writer, output: Info, _: Value, value: Value, *__: Any) -> Value:
     """The second tensor in the shape and dtype of the first."""
     if write.shape(value) != output.shape:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -13,44 +12,36 @@ from torch import nn
 
 from farfield._checks import ShapeError
 from farfield._fingerprint import ADDRESS, fingerprint
-from farfield.streaming.adapt import Outputs, Reduction, parse_layouts
-from farfield.streaming.graph import Graph, RecordedLayer, Value
+from farfield.streaming.adapt import Outputs, Reduce
+from farfield.streaming.arguments import parse_layouts
+from farfield.streaming.graph import RecordedLayer, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
 from farfield.streaming.plan import GraphPlan, PatchPlan, PlannedPass, RegionCheck, join_halos
 from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
-WORK = 4
+_WORK = 4
+# Names of constants that are no parameters or buffers begin with these.
+_UNNAMED = ("tensor ", "constant ")
 
 
 class AxisScale(NamedTuple):
-    """How an axis of the output scales with a spatial axis of the volume.
-
-    Attributes:
-        axis: Index of the output's axis.
-        ratio: Positions of the output per position of the volume: 1/4 after two strides of 2.
-    """
+    """The axis of the output that runs along one of the volume, and its positions per position: 1/4 after 2 strides."""
 
     axis: int
     ratio: Fraction
 
 
 class PlannedOutput(NamedTuple):
-    """The network's output.
-
-    Attributes:
-        shape: Its shape, of all samples.
-        dtype: Its dtype.
-        scales: For each spatial axis of the volume: the axis of the output that runs along it, and positions of the
-            output per position of the volume; None if none does.
-        kept: The spatial region that does not stand for padding alone.
-        written: Size of the part that the first tile writes.
-    """
+    """The network's output, of all samples."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # For each spatial axis of the volume; None if none of the output runs along it.
     scales: tuple[AxisScale | None, ...]
+    # The spatial region that does not stand for padding alone.
     kept: Region
+    # Size of the part that the first tile writes.
     written: tuple[int, ...]
 
 
@@ -89,11 +80,6 @@ class StreamingPlan:
     graph_plan: GraphPlan = field(repr=False)
 
     @property
-    def graph(self) -> Graph:
-        """The recorded network."""
-        return self.graph_plan.labelled.graph
-
-    @property
     def size(self) -> tuple[int, ...]:
         """Size of the volume, padded."""
         return self.graph_plan.labelled.size
@@ -109,24 +95,15 @@ class StreamingPlan:
         return self.graph_plan.tiles
 
     @property
-    def halo(self) -> Sequence[int] | None:
-        """Positions of the volume that operations without a rule reach; None if there are none of those."""
-        return self.graph_plan.labelled.halo
-
-    @property
-    def patches(self) -> PatchPlan | None:
-        """How the network runs on patches, if norms, means and pooling see what a tile reads: statistics="tile"."""
-        return self.graph_plan if isinstance(self.graph_plan, PatchPlan) else None
-
-    @property
     def patch_size(self) -> tuple[int, ...]:
-        """The size of a patch, if there are any."""
-        return self.patches.patch.size if self.patches else ()
+        """The size of a patch, if norms, means and pooling see what a tile reads: statistics="tile"."""
+        return self.graph_plan.patch.size if isinstance(self.graph_plan, PatchPlan) else ()
 
     @property
     def macs(self) -> int:
         """MACs of the untiled network on all samples."""
-        return self.samples * sum(self.graph.nodes[index].macs for index in self.graph_plan.labelled.order)
+        labelled = self.graph_plan.labelled
+        return self.samples * sum(labelled.graph.nodes[index].macs for index in labelled.order)
 
     @property
     def recomputed(self) -> float:
@@ -166,13 +143,12 @@ class StreamingPlan:
             check = replace(check, plan=replace(check.plan, labelled=function(check.plan.labelled)))
         return {"graph_plan": plan, "check": check}
 
-    def bind(self, caller: str, network: nn.Module) -> GraphPlan:
+    def bind(self, caller: str, network: nn.Module) -> StreamingPlan:
         """Return the plan with the parameters, buffers and layers of a network; refuse another than was planned."""
-        if not self.graph_plan.labelled.layouts:
-            vars(self).update(self._convert(lambda labelled: _bind_graph(caller, labelled, network)))
-            if describe_structure(network) != self.structure:
-                raise _other_network(caller, network, "other modules, or another forward, than were recorded")
-        return self.graph_plan
+        bound = replace(self, **self._convert(lambda labelled: _bind_graph(caller, labelled, network)))
+        if describe_structure(network) != self.structure:
+            raise _other_network(caller, network, "other modules, or another forward, than were recorded")
+        return bound
 
     def __str__(self) -> str:
         """Return the text that `predict_whole` prints."""
@@ -187,7 +163,7 @@ class StreamingPlan:
         count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
         memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
         text.append(f"{count} of {tile} positions with a halo of {halo}, {memory}")
-        if self.patches is not None:
+        if self.patch_size:
             patch = " × ".join(map(str, self.patch_size))
             text.append(f'norms and pooling see the {patch} positions that a tile reads: statistics="tile"')
         if self.samples > 1:
@@ -209,7 +185,7 @@ class StreamingPlan:
             text.append(f"before, tiles are compared with the network on a region of {region} positions: {share}")
         else:
             text.append(f"not checked: {self.check}")
-        if self.recomputed > WORK and self.patches is None:
+        if self.recomputed > _WORK and not self.patch_size:
             text.append("to do less work: tile=Tiles(…, disk=bytes) stores values inside the network between passes")
         return text
 
@@ -217,11 +193,6 @@ class StreamingPlan:
 def _list_names(names: Sequence[str], most: int = 4) -> str:
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
-
-
-# ---- the network of a plan -------------------------------------------------------------------------------------------
-# Names of constants that are no parameters or buffers begin with this.
-UNNAMED = "tensor "
 
 
 def describe_structure(network: nn.Module) -> str:
@@ -237,7 +208,7 @@ def describe_structure(network: nn.Module) -> str:
 
 def _without_labels(labelled: LabelledGraph) -> LabelledGraph:
     """Return a graph without labels, which follow from it, and without parameters and buffers of its network."""
-    constants = {name: each for name, each in labelled.graph.constants.items() if name.startswith(UNNAMED)}
+    constants = {name: each for name, each in labelled.graph.constants.items() if name.startswith(_UNNAMED)}
     graph = replace(labelled.graph, constants=constants)
     return LabelledGraph(graph, labelled.size, labelled.cut, labelled.halo, levels=labelled.levels)
 
@@ -250,7 +221,7 @@ def _bind_graph(caller: str, labelled: LabelledGraph, network: nn.Module) -> Lab
     for index in graph.needed():
         node = nodes[index]
         name: Any = node.args[0] if node.args else None
-        if node.op == "constant" and name not in constants:
+        if node.op == "constant" and not name.startswith(_UNNAMED):
             tensor = named.get(name)
             if tensor is None or (tuple(tensor.shape), tensor.dtype) != tuple(node.outputs[0]):
                 raise _other_network(caller, network, f'no "{name}" of shape {node.outputs[0].shape}')
@@ -271,9 +242,9 @@ def _other_network(caller: str, network: nn.Module, why: str) -> ValueError:
 
 
 def check_plan(
-    caller: str, plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None, reduce: Reduction
+    caller: str, plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None, reduce: Reduce
 ) -> StreamingPlan:
-    """Return a plan that is bound to no network; refuse one of other volumes, or beside what it has itself."""
+    """Return a plan that was given; refuse one of other volumes, or beside what it has itself."""
     if not isinstance(plan, StreamingPlan):
         raise TypeError(f"{caller}: plan must be what plan_whole returns, got {type(plan).__name__}; fix: plan=None.")
     if tile is not None or pad is not None:
@@ -290,5 +261,4 @@ def check_plan(
             f"{caller}: plan is of volumes of another shape.\n  planned  {planned}\n  got      {first}\n"
             "  fix: plan_whole(model, volume.shape)."
         )
-    # As a saved plan: without the parameters of the network that it was made for, or ran last.
-    return copy.copy(plan)
+    return plan

@@ -1,7 +1,7 @@
 """Training tasks, one LightningModule per file; each takes a network as an argument and imports no models and no data.
 
 Needs the extra `train`. Modules: `classify`, `segment`, `restore`, `detect`, `stereo`, `masked_lm` and `generate` (the
-tasks), `restore_stack` (restores one whole stack), `metrics` (of restored stacks), `checkpoints` (atomic writing, safe
-reading, export), `replay` (the same random numbers after a resume), `logs` (a run's folder), and the package `writers`
-(the files of `farfield predict`).
+tasks), `training_task` (their base class), `restore_stack` (restores one whole stack), `metrics` (of restored stacks),
+`checkpoints` (atomic writing, safe reading, export), `replay` (the same random numbers after a resume), `logs` (a run's
+folder), and the package `writers` (the files of `farfield predict`).
 """

@@ -18,7 +18,7 @@ from torch import Tensor
 from farfield._files import open_replacement, stage_files
 from farfield.models.storage import Stored, is_entry, read_pickled
 
-SHOWN = 5
+_SHOWN = 5
 
 
 class CheckpointError(RuntimeError):
@@ -40,11 +40,7 @@ class AtomicCheckpoints(CheckpointIO):
         self.folders: set[Path] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint.
-
-        Raises:
-            CheckpointError: If the file cannot be written, e.g. because the disk is full; the text has the reason.
-        """
+        """Write a checkpoint; if it cannot be written, e.g. to a full disk, a `CheckpointError` has the reason."""
         with written(Path(path)) as file:
             torch.save(checkpoint, file)
         self.folders.add(Path(path).parent.resolve())
@@ -52,12 +48,7 @@ class AtomicCheckpoints(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = True
     ) -> dict[str, Any]:
-        """Read a checkpoint; nothing in it is executed, whatever the value of `weights_only`.
-
-        Raises:
-            CheckpointError: If there is no such file, or it is damaged, holds more than tensors and plain values, or is
-                no checkpoint of a training run.
-        """
+        """Read a checkpoint; nothing in it is executed, whatever the value of `weights_only`."""
         return read(Path(path), map_location)
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -74,8 +65,7 @@ def written(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces `path` when the block ends without an error.
 
     Raises:
-        CheckpointError: If the file cannot be written, e.g. because the disk is full; the text has the reason, and
-            whether a previous file at `path` is unchanged.
+        CheckpointError: If the file cannot be written; the text has the reason, and whether a previous file is there.
     """
     try:
         with open_replacement(path) as file:
@@ -90,11 +80,7 @@ def written(path: Path) -> Iterator[IO[bytes]]:
 
 
 def check_writable(folder: Path) -> None:
-    """Create a folder, and refuse it if no file can be written there.
-
-    Raises:
-        CheckpointError: If the folder cannot be created or written to; the text has the reason.
-    """
+    """Create a folder; raise `CheckpointError` with the reason if no file can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -113,8 +99,7 @@ def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
     """Read a checkpoint as tensors and plain values, without executing anything in it.
 
     Raises:
-        CheckpointError: If there is no such file, or it is damaged, holds more than tensors and plain values, or is no
-            checkpoint of a training run.
+        CheckpointError: If there is no such file, or it is damaged, or no checkpoint of a training run.
     """
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}; fix: the path of a .ckpt file of a run.")
@@ -122,34 +107,25 @@ def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
         checkpoint = read_pickled(path, map_location)
     except ValueError as error:
         raise CheckpointError(f"{path} {error}; fix: another checkpoint of the run, or start a new run.") from error
-    if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
+    fault = _describe_fault(checkpoint)
+    if fault:
         raise CheckpointError(
-            f"{path} is no checkpoint of a training run: it has no state_dict; fix: best.ckpt or last.ckpt of a run."
+            f"{path} is no checkpoint of a training run: {fault}; fix: best.ckpt or last.ckpt of a run."
         )
-    if not all(map(is_entry, checkpoint["state_dict"].items())):
-        raise CheckpointError(
-            f"{path} is no checkpoint of a training run: its state_dict holds more than tensors; "
-            "fix: best.ckpt or last.ckpt of a run."
-        )
-    for name in ("epoch", "global_step"):
-        if not isinstance(checkpoint.get(name, 0), int):
-            raise CheckpointError(
-                f"{path} is no checkpoint of a training run: its {name} is no whole number; "
-                "fix: best.ckpt or last.ckpt of a run."
-            )
     return checkpoint
 
 
+def _describe_fault(checkpoint: Any) -> str | None:
+    if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
+        return "it has no state_dict"
+    if not all(map(is_entry, checkpoint["state_dict"].items())):
+        return "its state_dict holds more than tensors"
+    wrong = [name for name in ("epoch", "global_step") if not isinstance(checkpoint.get(name, 0), int)]
+    return f"its {wrong[0]} is no whole number" if wrong else None
+
+
 def check_same_network(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Refuse the state dict of another network.
-
-    Args:
-        expected: The state dict of the network that is to take the weights.
-        given: The state dict in the checkpoint.
-
-    Raises:
-        CheckpointError: If names or shapes of tensors differ; the text lists the first few of each kind.
-    """
+    """Refuse a state dict whose names or shapes are not the expected ones; the error lists the first few."""
     absent = [name for name in expected if name not in given]
     added = [name for name in given if name not in expected]
     differing = [
@@ -160,7 +136,7 @@ def check_same_network(expected: Mapping[str, Tensor], given: Mapping[str, Tenso
     if not (absent or added or differing):
         return
     lines = [
-        f"  {what} ({len(names)}): {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        f"  {what} ({len(names)}): {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
         for what, names in (("not in it", absent), ("only in it", added), ("of another shape", differing))
         if names
     ]
@@ -169,22 +145,14 @@ def check_same_network(expected: Mapping[str, Tensor], given: Mapping[str, Tenso
 
 
 def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path | None:
-    """Write the network with the best weights of a fit to `folder/model.safetensors`.
+    """Write the network with the best weights of a fit to `folder/model.safetensors`; return the folder.
 
     A network with `save_pretrained` writes its files itself, also its configuration, for `from_pretrained`; of any
-    other network, and of one that was changed after it was built, only the weights are written. Afterwards `module` has
-    the best weights.
-
-    Args:
-        trainer: The trainer after `fit`.
-        module: A task with a `network`. If it has a method `exported`, the network that it returns is written instead.
-        folder: The folder to write to.
+    other network, and of one that was changed after it was built, only the weights are written. If the module has a
+    method `exported`, the network that it returns is written. Afterwards `module` has the best weights.
 
     Returns:
         The folder; None in all processes except the first, or if the fit wrote no checkpoint.
-
-    Raises:
-        CheckpointError: If the best checkpoint cannot be read.
     """
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
     if not (trainer.is_global_zero and best):
@@ -196,7 +164,7 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     with stage_files(folder) as staging:
         if isinstance(network, Stored):
             try:
-                network.save_pretrained(staging, model_card_kwargs=card_of(trainer))
+                network.save_pretrained(staging, model_card_kwargs=_describe_fit(trainer))
             except ValueError as error:  # its configuration does not describe it; the weights of a long fit are kept
                 rank_zero_warn(f"only the weights are written, without config.json: {error}")
                 save = None
@@ -207,7 +175,7 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
     return folder
 
 
-def card_of(trainer: Trainer) -> dict[str, Any]:
+def _describe_fit(trainer: Trainer) -> dict[str, Any]:
     """Return what the model card records of a fit: the best value of the metric, the data, the image size if known."""
     best, data = trainer.checkpoint_callback, getattr(trainer, "datamodule", None)
     score, monitor = getattr(best, "best_model_score", None), getattr(best, "monitor", None)

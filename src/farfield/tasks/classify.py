@@ -24,14 +24,13 @@ from torch.optim.lr_scheduler import (
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from farfield._checks import shape_error
-from farfield.tasks.checkpoints import check_same_network
-from farfield.tasks.replay import Replay
+from farfield.tasks.training_task import TrainingTask
 
 Decay = Literal["weights", "weights and depthwise", "all"]
 Schedule = Literal["cosine", "one-cycle"]
 
 # Momentum at the highest learning rate of the one-cycle schedule.
-LEAST_MOMENTUM = 0.85
+_LEAST_MOMENTUM = 0.85
 
 
 class Predicted(NamedTuple):
@@ -42,15 +41,13 @@ class Predicted(NamedTuple):
     probabilities: Tensor
 
 
-class Classify(LightningModule):
+class Classify(TrainingTask):
     """Train a network that computes one score per class of an image; defaults are the settings of KAN and SAN.
 
     SGD with momentum; the learning rate is divided by ten after the epochs of `schedule`. Weight decay acts on weights
     of convolutions and linear layers and, by default, not on depthwise kernels, norms, biases and the weight vectors of
     attention, as in the code that the authors of the papers published. Logged: `train/loss`, `val/loss`,
     `val/accuracy`, `val/top5` if there are more than five classes, the same for `test`, and `learning_rate`.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module from images `(batch, 3, height, width)` to scores `(batch, classes)`.
@@ -100,39 +97,28 @@ class Classify(LightningModule):
         label_smoothing: float = 0.0,
         channels_last: bool = True,
     ) -> None:
-        super().__init__()
-        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
-        self.save_hyperparameters(ignore=["network"])
-        self.network, self.mirrors = network, False
+        super().__init__(network)
+        self.mirrors = False
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes"]:
         """Return the scores of all classes."""
-        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
-        images = images.to(next(self.network.parameters()).dtype)
+        images = self._as_weights(images)
         if self.hparams["channels_last"]:
             images = images.contiguous(memory_format=torch.channels_last)
         return self.network(images)
 
     def on_train_epoch_start(self) -> None:
         """Log the learning rate of the epoch."""
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self._log_rate()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         scores, labels = self._scores(batch, self)
         loss = functional.cross_entropy(scores, labels, label_smoothing=self.hparams["label_smoothing"])
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(labels))
+        self._log_loss(loss, len(labels))
         return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log loss and accuracy on a validation batch."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log loss and accuracy on a test batch."""
-        self._evaluate("test", batch)
 
     def predict_step(self, batch: tuple[Tensor, list[str]], batch_idx: int) -> Predicted:
         """Return the names of the images of a batch, and the likeliest class of each with its probability."""
@@ -158,14 +144,6 @@ class Classify(LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": self._scheduler(optimizer)}
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
-
     def _evaluation_scores(self, images: Tensor) -> Tensor:
         """Return the scores; with `mirrors`, means over each image and its mirror image."""
         scores: Tensor = self(images)
@@ -174,7 +152,7 @@ class Classify(LightningModule):
     def _scores(self, batch: tuple[Tensor, Tensor], score: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = batch
         scores = score(images)
-        classes = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
+        classes = self.classes
         if scores.ndim != 2 or (classes and scores.shape[1] != len(classes)):
             expected = f"each of the data's {len(classes)} classes" if classes else "each class"
             problem = f"the network must give one score for {expected}."
@@ -184,7 +162,7 @@ class Classify(LightningModule):
             raise shape_error("Classify", problem, fix, images=images, scores=scores)
         return scores, labels
 
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         scores, labels = self._scores(batch, self._evaluation_scores)
         scores = scores.float()
         values = {"loss": functional.cross_entropy(scores, labels)}
@@ -201,7 +179,7 @@ class Classify(LightningModule):
         main: LRScheduler
         if schedule == "one-cycle":
             momentum = self.hparams["momentum"]
-            bounds = {"base_momentum": min(LEAST_MOMENTUM, momentum), "max_momentum": momentum}
+            bounds = {"base_momentum": min(_LEAST_MOMENTUM, momentum), "max_momentum": momentum}
             steps = max(2, int(self.trainer.estimated_stepping_batches))
             # torch divides by (steps of the rise - 1) and by the steps of the fall.
             share = min(1 - 0.5 / steps, max(warmup / epochs, 1.5 / steps))
@@ -240,14 +218,7 @@ class MirroredScores(Callback):
 
 
 def decayed_parameters(network: nn.Module, decay: Decay) -> list[nn.Parameter]:
-    """List the parameters with weight decay.
-
-    Args:
-        network: Any module.
-        decay: See `Classify`.
-
-    Returns:
-        The parameters, in the order of the network's modules.
+    """List the parameters with weight decay, see `Classify`, in the order of the network's modules.
 
     Example:
         >>> [tuple(weight.shape) for weight in decayed_parameters(nn.Conv2d(4, 8, 1), "weights")]

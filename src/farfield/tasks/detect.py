@@ -8,25 +8,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from pycocotools import mask as coco
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, MultiStepLR
 from torchmetrics.detection import MeanAveragePrecision
 
-from farfield.tasks.checkpoints import check_same_network
-from farfield.tasks.replay import Replay
+from farfield.tasks.training_task import TrainingTask
 
 # Share of the learning rate at the first step.
-WARM = 1e-3
+_WARM = 1e-3
 # torchmetrics' keys of precisions, for boxes alone or boxes and masks -> kind of object.
-KINDS = {"precision": "box", "bbox_precision": "box", "segm_precision": "mask"}
+_KINDS = {"precision": "box", "bbox_precision": "box", "segm_precision": "mask"}
 # Measures that are logged in validation.
-BRIEF = ("ap", "ap50", "ap75")
-AREAS = ("all", "small", "medium", "large")
+_BRIEF = ("ap", "ap50", "ap75")
+_AREAS = ("all", "small", "medium", "large")
 
-Batch = tuple[list[Tensor], list[dict[str, Tensor]]]
+_Batch = tuple[list[Tensor], list[dict[str, Tensor]]]
 
 
 class Detected(NamedTuple):
@@ -43,7 +41,7 @@ class Detected(NamedTuple):
     found: list[list[dict[str, Any]]]
 
 
-class Detect(LightningModule):
+class Detect(TrainingTask):
     """Train a detector with the interface of torchvision's; defaults are the settings of FA and of torchvision.
 
     `learning rate = lr_per_image · images per step`, divided by ten at each milestone
@@ -57,8 +55,6 @@ class Detect(LightningModule):
     `train/loss` and its terms, `learning_rate`, `val/box_ap`, `val/box_ap50`, `val/box_ap75`, the same for masks if
     network and data have them, and for `test` also of `small`, `medium` and `large` objects and of each class. An
     average precision is -1 if there are no objects of its kind.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Module with the interface of torchvision's detectors. Its arguments are a list of images and, in
@@ -99,10 +95,7 @@ class Detect(LightningModule):
         milestones: Sequence[int] = (17, 20),
         max_detections: int = 100,
     ) -> None:
-        super().__init__()
-        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
-        self.save_hyperparameters(ignore=["network"])
-        self.network = network
+        super().__init__(network)
         self.measures: MeanAveragePrecision | None = None
         # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
         self.train()
@@ -127,48 +120,25 @@ class Detect(LightningModule):
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: _Batch, batch_idx: int) -> Tensor:
         """Return the sum of the losses of a batch."""
         images, targets = batch
-        if batch_idx == 0 and "masks" not in targets[0] and gives_masks(self.network):
+        if batch_idx == 0 and "masks" not in targets[0] and _gives_masks(self.network):
             raise ValueError(
                 "Detect: the network is trained on masks and the data have boxes alone; fix: a network without a mask "
                 "head, --model.network faster_rcnn."
             )
         losses = self(images, targets)
         loss = torch.stack(list(losses.values())).sum()
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(images))
+        self._log_loss(loss, len(images))
         self.log_dict({f"train/{name}": value for name, value in losses.items()}, batch_size=len(images))
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self._log_rate()
         return loss
-
-    def on_validation_epoch_start(self) -> None:
-        """Discard the detections of the previous epoch."""
-        self.measures = None
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add detections in validation images, and the annotations, to the average precision."""
-        self._evaluate(batch)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add detections in test images, and the annotations, to the average precision."""
-        self._evaluate(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the average precision over all images."""
-        values = {name: value for name, value in self._measure().items() if name.partition("_")[2] in BRIEF}
-        self.log_dict({f"val/{name}": value for name, value in values.items()}, prog_bar=True)
-
-    def on_test_epoch_end(self) -> None:
-        """Log the average precision over all images, also by size and by class."""
-        self.log_dict({f"test/{name}": value for name, value in self._measure().items()})
 
     def predict_step(self, batch: tuple[list[Tensor], list[str], list[str], list[int]], batch_idx: int) -> Detected:
         """Return the detections in the images, as COCO's results."""
         images, paths, names, numbers = batch
-        return Detected(paths, names, numbers, [entries_of(detections) for detections in self(images)])
+        return Detected(paths, names, numbers, [list_entries(detections) for detections in self(images)])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return SGD on the trained parameters, the warm-up, which changes per step, and the milestones, per epoch."""
@@ -181,16 +151,12 @@ class Detect(LightningModule):
         )
         schedules: list[Any] = [MultiStepLR(optimizer, list(settings["milestones"]))]
         if settings["warmup"]:
-            warmup = LinearLR(optimizer, WARM, total_iters=settings["warmup"])
+            warmup = LinearLR(optimizer, _WARM, total_iters=settings["warmup"])
             schedules.append({"scheduler": warmup, "interval": "step"})
         return [optimizer], schedules
 
     def rate(self) -> float:
-        """Return `learning_rate`, or without it `lr_per_image` times the images per step over all devices.
-
-        Raises:
-            ValueError: If the images per step are needed and the training loader has no batch size.
-        """
+        """Return `learning_rate`, or without it `lr_per_image` times the images per step over all devices."""
         settings, trainer = self.hparams, self.trainer
         if settings["learning_rate"] is not None:
             return settings["learning_rate"]
@@ -204,43 +170,35 @@ class Detect(LightningModule):
             )
         return settings["lr_per_image"] * size * trainer.world_size * trainer.accumulate_grad_batches
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
+    def _reset(self) -> None:
+        self.measures = None
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the data's classes; empty if there are none."""
-        return getattr(getattr(self._trainer, "datamodule", None), "classes", None) or []
-
-    def _evaluate(self, batch: Batch) -> None:
+    def _evaluate(self, stage: str, batch: _Batch, batch_idx: int) -> None:
         images, targets = batch
         detections = [dict(each) for each in self(images)]
         masks = "masks" in detections[0] and "masks" in targets[0]
         if self.measures is None:
-            self.measures = measures_of(masks, self.hparams["max_detections"]).to(self.device)
+            self.measures = _build_measures(masks, self.hparams["max_detections"]).to(self.device)
         if masks:
             for each in detections:
-                each["masks"] = solid(each["masks"])
+                each["masks"] = _threshold_masks(each["masks"])
         self.measures.update(detections, targets)
 
-    def _measure(self) -> dict[str, float]:
-        """Return name -> average precision, e.g. `box_ap50` or `mask_ap/nucleus`; empty before the first image."""
-        return {} if self.measures is None else precisions(self.measures.compute(), self.classes)
+    def _measure(self, stage: str) -> None:
+        values = {} if self.measures is None else _compute_precisions(self.measures.compute(), self.classes)
+        if stage == "val":
+            values = {name: value for name, value in values.items() if name.partition("_")[2] in _BRIEF}
+        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=stage == "val")
 
 
-def gives_masks(network: nn.Module) -> bool:
+def _gives_masks(network: nn.Module) -> bool:
     """Return whether a network has the mask head of torchvision's detectors."""
     return any(getattr(module, "mask_head", None) is not None for module in network.modules())
 
 
-def measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
+def _build_measures(masks: bool, max_detections: int) -> MeanAveragePrecision:
     """Build the metric of COCO's average precision of boxes and, with `masks`, of masks."""
-    # torchmetrics' own mean is -1 for limits other than 100 detections; `precisions` takes the mean at the last limit.
+    # torchmetrics' own mean is -1 for limits other than 100 detections, so `_compute_precisions` takes the means.
     measures = MeanAveragePrecision(
         iou_type=("bbox", "segm") if masks else "bbox",
         max_detection_thresholds=[max_detections] * 3,
@@ -251,48 +209,40 @@ def measures_of(masks: bool, max_detections: int) -> MeanAveragePrecision:
     return measures
 
 
-def precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, float]:
-    """Compute the means that COCO reports, and those of each class, from the result of `measures_of`.
+def _compute_precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, float]:
+    """Compute name -> mean precision as COCO reports it, and for each of `classes`, from what `_build_measures` found.
 
-    Args:
-        computed: `precision`, or `bbox_precision` and `segm_precision`, tensors of shape (thresholds of the IoU,
-            recalls, classes, areas, limits of detections), and `classes`, the labels that occur.
-        classes: Names of the labels from 1; if empty, the means of each class are left out.
-
-    Returns:
-        Name -> average precision, -1 if there is no such object.
+    Precisions are tensors (thresholds of the IoU, recalls, classes, areas, limits of detections).
     """
     result: dict[str, float] = {}
-    for key, name in KINDS.items():
+    for key, name in _KINDS.items():
         if key not in computed:
             continue
         # Index 0 of areas is all sizes; index 0 of thresholds is 0.50 and index 5 is 0.75.
         values = computed[key][..., -1]
-        result |= {f"{name}_ap": mean_of(values[..., 0])}
-        result |= {f"{name}_ap50": mean_of(values[0, ..., 0]), f"{name}_ap75": mean_of(values[5, ..., 0])}
-        result |= {f"{name}_ap_{area}": mean_of(values[..., place]) for place, area in enumerate(AREAS) if place}
-        for place, label in enumerate(computed["classes"].reshape(-1).tolist()):
-            if classes:
-                result[f"{name}_ap/{classes[label - 1]}"] = mean_of(values[:, :, place, 0])
+        parts = {"": values[..., 0], "50": values[0, ..., 0], "75": values[5, ..., 0]}
+        parts |= {f"_{area}": values[..., place] for place, area in enumerate(_AREAS) if place}
+        labels = computed["classes"].reshape(-1).tolist() if classes else []
+        parts |= {f"/{classes[label - 1]}": values[:, :, place, 0] for place, label in enumerate(labels)}
+        result |= {f"{name}_ap{which}": average_defined(part) for which, part in parts.items()}
     return result
 
 
-def mean_of(values: Tensor) -> float:
+def average_defined(values: Tensor) -> float:
     """Return the mean of the defined precisions; COCO has -1 where there is no object."""
     defined = values[values > -1]
     return float(defined.mean()) if len(defined) else -1.0
 
 
-def solid(masks: Float[Tensor, "objects 1 h w"]) -> Tensor:
+def _threshold_masks(masks: Float[Tensor, "objects 1 h w"]) -> Tensor:
     """Return binary masks: 1 where the probability of the object is above one half."""
     return (masks[:, 0] > 0.5).to(torch.uint8)
 
 
-def entries_of(detections: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def list_entries(detections: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Convert the detections in one image to a list of COCO's results, without `image_id` and `category_id`.
 
-    Each entry has `bbox` as x, y, width and height, `score`, `label` (the label of the network, not a category id) and,
-    if there are masks, `segmentation` as RLE.
+    Each has `bbox` as x, y, width and height, `score`, `label` (the network's) and, if there are masks, `segmentation`.
     """
     corners = detections["boxes"].double().cpu()
     boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
@@ -301,7 +251,7 @@ def entries_of(detections: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         {"bbox": box, "score": score, "label": label} for box, score, label in zip(boxes, scores, labels, strict=True)
     ]
     if "masks" in detections:
-        for entry, mask in zip(entries, solid(detections["masks"]).cpu().numpy(), strict=True):
+        for entry, mask in zip(entries, _threshold_masks(detections["masks"]).cpu().numpy(), strict=True):
             rle = coco.encode(np.asfortranarray(mask))
             entry["segmentation"] = {"size": list(rle["size"]), "counts": rle["counts"].decode("ascii")}
     return entries

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
-from lightning.pytorch import Callback, LightningModule
 from PIL import Image
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from farfield.tasks.checkpoints import check_same_network, written
-from farfield.tasks.replay import Replay
+from farfield.tasks.checkpoints import written
+from farfield.tasks.training_task import TrainingTask
 
 # Images in the picture of an epoch.
-SHOWN = 80
+_SHOWN = 80
 # Number of batches, and images per batch, for the batch norm statistics of the averaged generator.
-SETTLING = (16, 64)
+_SETTLING = (16, 64)
 
 
 class Drawn(NamedTuple):
@@ -32,7 +31,7 @@ class Drawn(NamedTuple):
     images: UInt8[Tensor, "b 3 h w"]
 
 
-class Generate(LightningModule):
+class Generate(TrainingTask):
     """Train a generator against a discriminator; defaults are the settings of SAGAN.
 
     `discriminator: mean max(0, 1 - D(x)) + mean max(0, 1 + D(G(z)))`, `generator: -mean D(G(z))`
@@ -45,8 +44,6 @@ class Generate(LightningModule):
 
     Logged: the losses `train/discriminator` and `train/generator`, and `val/discriminator`, that of the discriminator
     on images it was not trained on. None of them measures the quality of images, so the last epoch counts as the best.
-
-    A checkpoint holds the networks' weights and the arguments below, never the networks' code.
 
     Args:
         network: A module with a `generator` from noise `(batch, noise_channels)` and labels to images, a
@@ -74,6 +71,8 @@ class Generate(LightningModule):
         torch.Size([3, 3, 16, 16])
     """
 
+    not_saved = ("sample_seed",)
+
     def __init__(
         self,
         network: nn.Module,
@@ -86,16 +85,15 @@ class Generate(LightningModule):
         sample_seed: int = 0,
         channels_last: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(network)
         if not (0 <= averaging < 1 and discriminator_steps >= 1):
             raise ValueError(
                 f"Generate: averaging must be from 0 to below 1 and discriminator_steps 1 at least, "
                 f"got {averaging=}, {discriminator_steps=}."
             )
-        # Without `ignore` the networks would be pickled into every checkpoint, and loading would execute their code.
-        self.save_hyperparameters(ignore=["network", "sample_seed"])
         self.automatic_optimization = False
-        self.network = cast(Any, network.to(memory_format=torch.channels_last) if channels_last else network)
+        if channels_last:
+            self.network.to(memory_format=torch.channels_last)
         self.sample_seed, self.num_classes = sample_seed, int(self.network.num_classes)
         self.averaged: AveragedModel | None = None
         if averaging:
@@ -109,7 +107,7 @@ class Generate(LightningModule):
 
     def on_fit_start(self) -> None:
         """Refuse data whose number of classes is not the `num_classes` of the network, unless that is 0."""
-        classes = getattr(getattr(self.trainer, "datamodule", None), "classes", None)
+        classes = self.classes
         if classes and self.num_classes not in (0, len(classes)):
             raise ValueError(
                 f"Generate: the data have {len(classes)} classes and the network {self.num_classes}; fix: build the "
@@ -137,21 +135,13 @@ class Generate(LightningModule):
     def on_train_epoch_end(self) -> None:
         """Compute the batch norm statistics of the averaged generator, and write a picture of samples."""
         if self.averaged is not None:
-            batches, size = SETTLING
+            batches, size = _SETTLING
             update_bn([self._noise(size) for _ in range(batches)], self.averaged)
         folder = self.trainer.log_dir
         if folder and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            pixels = sheet(self.samples(range(SHOWN)).cpu(), self.columns)
+            pixels = arrange_images(self.samples(range(_SHOWN)).cpu(), self.columns)
             with written(Path(folder) / "samples" / f"{self.current_epoch:04}.png") as file:
                 Image.fromarray(pixels.numpy()).save(file, "PNG")
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the discriminator's loss on validation images."""
-        self._log("val/discriminator", self._discriminator_loss(batch), len(batch[0]))
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the discriminator's loss on test images."""
-        self._log("test/discriminator", self._discriminator_loss(batch), len(batch[0]))
 
     def predict_step(self, batch: Int[Tensor, " b"], batch_idx: int) -> Drawn:
         """Return the samples with the given numbers; a sample depends only on its number and `sample_seed`."""
@@ -188,13 +178,8 @@ class Generate(LightningModule):
         betas = tuple(settings["betas"])
         return [Adam(getattr(self.network, part).parameters(), lr=rate, betas=betas) for part, rate in rates.items()]
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._log(f"{stage}/discriminator", self._discriminator_loss(batch), len(batch[0]))
 
     def _discriminator_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the hinge loss on real images and as many generated ones, scored together."""
@@ -232,19 +217,11 @@ class Generate(LightningModule):
         self.log(name, loss.detach(), prog_bar=True, on_step=training, on_epoch=True, batch_size=size)
 
 
-def sheet(images: UInt8[Tensor, "b 3 h w"], columns: int, gap: int = 2) -> UInt8[Tensor, "y x 3"]:
-    """Arrange images in rows, with a black gap between them.
-
-    Args:
-        images: Images of one size.
-        columns: Number of images per row.
-        gap: Width of the gap, in pixels.
-
-    Returns:
-        One picture; where the last row has no image it is black.
+def arrange_images(images: UInt8[Tensor, "b 3 h w"], columns: int, gap: int = 2) -> UInt8[Tensor, "y x 3"]:
+    """Arrange images of one size in rows of `columns`, with a black gap of some pixels between them.
 
     Example:
-        >>> sheet(torch.zeros(7, 3, 10, 10, dtype=torch.uint8), 3).shape
+        >>> arrange_images(torch.zeros(7, 3, 10, 10, dtype=torch.uint8), 3).shape
         torch.Size([34, 34, 3])
     """
     padded = F.pad(images, (0, gap, 0, gap, 0, 0, 0, -len(images) % columns))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -15,15 +14,14 @@ from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.text import Perplexity
 
 from farfield._checks import shape_error
-from farfield.tasks.checkpoints import check_same_network
-from farfield.tasks.replay import Replay
+from farfield.tasks.training_task import TrainingTask
 
 # Label of tokens that the loss and the measures ignore.
-IGNORED = -100
+_IGNORED = -100
 
 
 # Ids of words (batch, tokens), the mask of valid ones, labels (the hidden words, else -100), names of the samples.
-Batch = tuple[Tensor, Tensor, Tensor, list[str]]
+_Batch = tuple[Tensor, Tensor, Tensor, list[str]]
 
 
 class Filled(NamedTuple):
@@ -42,7 +40,7 @@ class Filled(NamedTuple):
     probabilities: list[Tensor]
 
 
-class MaskedLM(LightningModule):
+class MaskedLM(TrainingTask):
     """Train a network that computes one logit per word for each hidden token; defaults are the settings of BERT.
 
     `loss = mean over hidden tokens of -log softmax(logits)[word]`
@@ -52,8 +50,6 @@ class MaskedLM(LightningModule):
     norms and biases do not. Gradients with a norm above `clip` are scaled down to it. The network computes logits of
     hidden tokens alone; a batch without hidden tokens has the loss 0. Logged: `train/loss`, `learning_rate`, and
     `val/loss`, `val/perplexity`, `val/accuracy` over all hidden tokens of the split, the same for `test`.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module `(words, mask=…, chosen=…) -> logits`, as `models.Bert`; `words` and the boolean `mask` and
@@ -96,12 +92,9 @@ class MaskedLM(LightningModule):
         top: int = 5,
         blank: int | None = None,
     ) -> None:
-        super().__init__()
-        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
-        self.save_hyperparameters(ignore=["network"])
-        self.network = network
+        super().__init__(network)
         self.hidden, self.loss, self.accuracy = SumMetric(), MeanMetric(), MeanMetric()
-        self.perplexity = Perplexity(ignore_index=IGNORED)
+        self.perplexity = Perplexity(ignore_index=_IGNORED)
         # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
         self.train()
 
@@ -109,33 +102,17 @@ class MaskedLM(LightningModule):
         """Return the logits `(tokens, vocabulary)` of the chosen tokens."""
         return self.network(words, mask=mask, chosen=chosen)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: _Batch, batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         if batch_idx == 0:
             self._check_vocabulary(batch[0])
         logits, labels = self._hidden(batch)
-        loss = loss_of(logits, labels)
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=max(1, len(labels)))
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        loss = compute_word_loss(logits, labels)
+        self._log_loss(loss, max(1, len(labels)))
+        self._log_rate()
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Update the measures with a validation batch."""
-        self._evaluate(batch, batch_idx)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Update the measures with a test batch."""
-        self._evaluate(batch, batch_idx)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log loss, perplexity and accuracy over all hidden tokens."""
-        self._measure("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log loss, perplexity and accuracy over all hidden tokens."""
-        self._measure("test")
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> Filled:
+    def predict_step(self, batch: _Batch, batch_idx: int) -> Filled:
         """Return the likeliest words of each blank, that is of each mask token."""
         if batch_idx == 0:
             self._check_vocabulary(batch[0])
@@ -171,7 +148,7 @@ class MaskedLM(LightningModule):
                 f"MaskedLM: warmup_steps={warmup:,} are not fewer than the {steps:,} steps of the training, so the "
                 f"learning rate never falls; fix: --model.warmup_steps {steps // 10} for a warm-up of a tenth of them."
             )
-        schedule = LambdaLR(optimizer, lambda step: rate_of(step, warmup, steps))
+        schedule = LambdaLR(optimizer, lambda step: compute_rate(step, warmup, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_gradient_clipping(
@@ -184,20 +161,12 @@ class MaskedLM(LightningModule):
         largest = self.hparams["clip"] if gradient_clip_val is None else gradient_clip_val
         self.clip_gradients(optimizer, largest, gradient_clip_algorithm or "norm")
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
-
-    def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _hidden(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         words, mask, labels, _ = batch
-        chosen = labels != IGNORED
+        chosen = labels != _IGNORED
         return self(words, mask, chosen), labels[chosen]
 
-    def _evaluate(self, batch: Batch, batch_idx: int) -> None:
+    def _evaluate(self, stage: str, batch: _Batch, batch_idx: int) -> None:
         if batch_idx == 0:
             self._check_vocabulary(batch[0])
         logits, labels = self._hidden(batch)
@@ -205,7 +174,7 @@ class MaskedLM(LightningModule):
             return
         logits = logits.float()
         self.hidden.update(len(labels))
-        self.loss.update(loss_of(logits, labels), len(labels))
+        self.loss.update(compute_word_loss(logits, labels), len(labels))
         self.perplexity.update(logits[None], labels[None])
         self.accuracy.update(logits.argmax(1) == labels)
 
@@ -233,16 +202,16 @@ class MaskedLM(LightningModule):
             raise shape_error("MaskedLM", problem, fix, words=words)
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+def compute_word_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy of logits `(tokens, vocabulary)`, averaged over the tokens; 0 without tokens."""
     return functional.cross_entropy(logits, labels, reduction="sum") / max(1, len(labels))
 
 
-def rate_of(step: int, warmup: int, steps: int) -> float:
+def compute_rate(step: int, warmup: int, steps: int) -> float:
     """Return the factor of the highest learning rate: it rises over the warm-up, then falls to 0 after the last step.
 
     Example:
-        >>> [round(rate_of(step, 2, 6), 2) for step in range(6)]
+        >>> [round(compute_rate(step, 2, 6), 2) for step in range(6)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     rising = (step + 1) / warmup if step < warmup else 1.0

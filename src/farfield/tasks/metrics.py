@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 # Percentiles of the truth that become 0 and 1.
-TRUTH_PERCENTILES = (0.1, 99.9)
+_TRUTH_PERCENTILES = (0.1, 99.9)
 # Added to the difference of two percentiles, to avoid a division by zero (CARE's value).
 EPSILON = 1e-20
 
@@ -60,12 +60,12 @@ def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
         raise ValueError(
             f"care_metrics: truth and restored must have the same size, got {truth.shape} and {restored.shape}."
         )
-    low, high = np.percentile(truth, TRUTH_PERCENTILES)
+    low, high = np.percentile(truth, _TRUTH_PERCENTILES)
     if high <= low:
         raise ValueError(f"care_metrics: the truth is constant: percentiles 0.1 and 99.9 are both {low:g}.")
     truth = (truth - low) / (high - low + EPSILON)
     truth, restored = truth - truth.mean(), restored - restored.mean()
-    restored = restored * scale(truth, restored)
+    restored = restored * _fit_factor(truth, restored)
     smallest = min(truth.shape)
     return CareMetrics(
         psnr=float(peak_signal_noise_ratio(truth, restored, data_range=1)),
@@ -74,7 +74,7 @@ def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
     )
 
 
-def scale(truth: NDArray[Any], restored: NDArray[Any]) -> float:
+def _fit_factor(truth: NDArray[Any], restored: NDArray[Any]) -> float:
     """Return `cov(restored, truth) / var(restored)` of two images of mean 0; 0 if the restored image is constant."""
     variance = float(restored.var())
     if variance == 0:

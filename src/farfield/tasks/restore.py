@@ -8,22 +8,21 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from farfield._checks import shape_error
 from farfield._outputs import check_not_input, output_path
-from farfield.tasks.checkpoints import check_same_network
+from farfield.streaming import Tiles
 from farfield.tasks.metrics import EPSILON, care_metrics
-from farfield.tasks.replay import Replay
 from farfield.tasks.restore_stack import restore
-from farfield.tasks.writers.predictions import inputs_of
+from farfield.tasks.training_task import TrainingTask
+from farfield.tasks.writers.predictions import list_inputs
 
 Loss = Literal["mae", "laplace"]
 
 
-class Restore(LightningModule):
+class Restore(TrainingTask):
     """Train a network that restores noisy or blurred grids; defaults are the settings of CARE.
 
     `mae: mean |μ - y|`, `laplace: mean(|μ - y| / σ + log σ + log 2)`
@@ -33,8 +32,6 @@ class Restore(LightningModule):
     `tasks.restore_stack.restore`. Logged: `train/loss`, `val/loss`, `val/psnr` (of the patches, scaled and shifted as
     in CARE), `learning_rate`, and for `test` PSNR, SSIM and NRMSE, over all stacks and for each condition, such as
     `test/psnr` and `test/<condition>/psnr`; for the stacks before restoration, `test/psnr_before` and so on.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module from grids `(batch, channels, *size)` to such grids, or to means and scales, concatenated
@@ -48,8 +45,9 @@ class Restore(LightningModule):
             several stacks, or without a suffix, it is a folder. None writes `<name>-restored.tif` beside each stack,
             and `<name>-restored.zarr` beside a zarr folder; names with `.ome` keep that.
         overwrite: Whether existing files are replaced; "skip" keeps them and continues with the other stacks.
-        tile: Size of the tiles that are restored at a time, one number or one per spatial dim; None for the largest
-            that memory allows. The result does not depend on it.
+        tile: Size of the tiles that are restored at a time, one number or one per spatial dim, or `streaming.Tiles`,
+            which also has memory and disk (--tile.size 64 --tile.disk 20G); None for the largest that memory allows.
+            The result does not depend on it.
 
     Raises:
         ShapeError: In the first batch, if the network's outputs do not have the shape of the targets, or with the loss
@@ -63,6 +61,10 @@ class Restore(LightningModule):
         torch.Size([2, 1, 4, 8, 8])
     """
 
+    # Whether a prediction that was stopped goes on where it was, when the same command runs again.
+    resumes = True
+    not_saved = ("output", "overwrite", "tile")
+
     def __init__(
         self,
         network: nn.Module,
@@ -74,31 +76,27 @@ class Restore(LightningModule):
         patience: int = 10,
         output: str | None = None,
         overwrite: Literal["skip"] | bool = False,
-        tile: list[int] | int | None = None,
+        tile: Tiles | list[int] | int | None = None,
     ) -> None:
-        super().__init__()
-        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
-        self.save_hyperparameters(ignore=["network", "output", "overwrite", "tile"])
-        self.network, self.overwrite, self.tile = network, overwrite, tile
+        super().__init__(network)
+        self.overwrite, self.tile = overwrite, tile
         self.output = None if output is None else Path(output)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *m"]:
         """Return restored grids; for a probabilistic network means and scales, concatenated along the channels."""
-        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
-        return self.network(grid.to(next(self.network.parameters()).dtype))
+        return self.network(self._as_weights(grid))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         loss = self._loss(*batch)[0]
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(batch[0]))
+        self._log_loss(loss, len(batch[0]))
         return loss
 
     def on_train_epoch_start(self) -> None:
         """Log the learning rate of the epoch."""
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self._log_rate()
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss and the peak signal-to-noise ratio of a validation batch."""
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         loss, mean, target = self._loss(*batch)
         values = {"val/loss": loss, "val/psnr": scaled_psnr(mean, target)}
         self.log_dict(values, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(target))
@@ -128,10 +126,10 @@ class Restore(LightningModule):
             return f"{output} (skipped: it exists)"
         if output.exists() and not self.overwrite:
             raise FileExistsError(
-                f"farfield predict: {output} exists; fix: another output, overwrite=true to replace it, or "
-                "overwrite=skip to go on with the other stacks."
+                f"farfield predict: {output} exists; fix: another --output, --overwrite true to replace it, or "
+                "--overwrite skip to go on with the other stacks."
             )
-        inputs = inputs_of(self.trainer) if self._trainer is not None else []
+        inputs = list_inputs(self.trainer) if self._trainer is not None else []
         check_not_input("farfield predict", output, [Path(path), *inputs])
         output.parent.mkdir(parents=True, exist_ok=True)
         restore(self.network, stack, tile=self.tile, out=output, overwrite=self.overwrite is True, quiet=False)
@@ -161,20 +159,8 @@ class Restore(LightningModule):
             "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss", "interval": "epoch", "strict": False},
         }
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
-
     def _loss(self, grid: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, the restored grids and their targets.
-
-        Raises:
-            ShapeError: If the outputs do not fit the targets or the loss.
-        """
+        """Return the loss, the restored grids and their targets."""
         output = self(grid).float()
         channels, laplace = target.shape[1], self.hparams["loss"] == "laplace"
         if output.shape[2:] != target.shape[2:] or output.shape[1] not in (channels, 2 * channels):
@@ -206,8 +192,7 @@ def laplace_loss(mean: Tensor, scale: Tensor, target: Tensor) -> Tensor:
 def scaled_psnr(restored: Float[Tensor, "b c *n"], target: Float[Tensor, "b c *n"]) -> Tensor:
     """Return the mean PSNR, in dB, of a batch with targets from 0 to 1, each grid shifted and scaled to its target.
 
-    This is the PSNR of `tasks.metrics.care_metrics` without the percentiles of the truth: patches are already
-    normalised by the percentiles of their stack.
+    Unlike `care_metrics`, it takes no percentiles of the truth: patches are already normalised by those of their stack.
     """
     restored, target = (grid.detach().flatten(1).double() for grid in (restored, target))
     restored, target = (grid - grid.mean(1, keepdim=True) for grid in (restored, target))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from farfield.streaming import predict_whole
+from farfield.streaming import Tiles, predict_whole
 from farfield.streaming.progress import write_whole
 from farfield.volumes import ImageMetadata
 from farfield.volumes.aliasing import refuse_aliasing
@@ -23,18 +24,15 @@ from farfield.volumes.source import narrowed, without_mask
 from farfield.volumes.volume import split_volume
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
-PERCENTILES = (2.0, 99.8)
+_PERCENTILES = (2.0, 99.8)
 # Stacks of more positions, but for unsigned ones up to 16 bits, have percentiles estimated from evenly spaced planes.
-COUNTED = 2**25
+_COUNTED = 2**25
 
 
 class ScaledNetwork(nn.Module):
     """A network on the grey levels of each channel: `network((x - low) / (high - low)) · (high - low) + low`.
 
-    Args:
-        network: From normalised grids of one channel to restored ones; the scales of a probabilistic network are
-            dropped.
-        levels: For each channel the grey levels that become 0 and 1.
+    `levels` are those that become 0 and 1, of each channel. The scales of a probabilistic network are dropped.
     """
 
     low: Tensor
@@ -51,14 +49,16 @@ class ScaledNetwork(nn.Module):
         """Return the restored grid; its channels pass through the network as samples."""
         batch, channels = grid.shape[:2]
         low, length = (each.repeat(batch) for each in (self.low, self.range))
-        restored = self.network((grid.flatten(0, 1)[:, None] - like(low, grid)) / like(length, grid))[:, :1]
+        restored = self.network(
+            (grid.flatten(0, 1)[:, None] - _expand_levels(low, grid)) / _expand_levels(length, grid)
+        )[:, :1]
         # Grey levels of 16 bits are infinite in float16.
         restored = restored.to(torch.promote_types(restored.dtype, torch.float32))
-        restored = restored * like(length, restored) + like(low, restored)
+        restored = restored * _expand_levels(length, restored) + _expand_levels(low, restored)
         return restored.reshape(batch, channels, *restored.shape[2:])
 
 
-def like(levels: Tensor, grid: Tensor) -> Tensor:
+def _expand_levels(levels: Tensor, grid: Tensor) -> Tensor:
     """Return one number for each sample, with as many axes as a grid and its dtype."""
     return levels.to(grid.dtype).reshape(-1, *(1,) * (grid.dim() - 1))
 
@@ -67,7 +67,7 @@ def restore(
     network: nn.Module,
     stack: Any,
     *,
-    tile: int | Sequence[int | None] | None = None,
+    tile: Tiles | int | Sequence[int | None] | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
     quiet: bool = True,
@@ -86,7 +86,7 @@ def restore(
             eval mode. The scales of a probabilistic network are dropped.
         stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)` or `(y, x)`, or `(channels, …)`.
         tile: Size of the tiles that are written at a time: one number, or one per spatial dim, None for those that are
-            not cut; by default the largest that memory allows. Not used with `project`.
+            not cut, or `streaming.Tiles`; by default the largest that memory allows. Not used with `project`.
         out: A path ending in .tif, .ome.tif, .zarr or .ome.zarr, for results that do not fit in memory; None returns an
             array.
         overwrite: Whether an existing file is replaced.
@@ -121,23 +121,24 @@ def restore(
     if len(stack.shape) > len(multiples):
         kept = range(1, len(stack.shape))
         channels = [AxesView(array, kept, {0: [channel]}) for channel in range(stack.shape[0])]
-    scaled = ScaledNetwork(network, [grey_levels(channel) for channel in channels]).eval()
+    scaled = ScaledNetwork(network, [find_grey_levels(channel) for channel in channels]).eval()
     if not hasattr(network, "project"):
-        each = tile if isinstance(tile, Sequence) else [tile] * len(multiples)
+        given = tile if isinstance(tile, Tiles) else Tiles(tile)
         # Always a sequence: its length gives the number of spatial dims, which the network's first layer may not give.
-        tiles = None if tile is None else list(each)
+        size = [given.size] * len(multiples) if isinstance(given.size, int) else given.size
+        tiles = None if tile is None else replace(given, size=size)
         return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
     if out is None:
-        return projected(scaled, stack, multiples)
+        return _project_stack(scaled, stack, multiples)
     refuse_aliasing("restore", out, {"stack": array})
     check_path("restore", Path(out), overwrite)  # before the work
-    image = projected(scaled, stack, multiples)
+    image = _project_stack(scaled, stack, multiples)
     axes = "CYX"[-image.ndim :]
     metadata = known.with_axes(axes) if known is not None else ImageMetadata(axes)
     return write_whole("restore", Path(out), image, metadata, overwrite)
 
 
-def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
+def _project_stack(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
     """Project a whole stack to a restored image; the stack is padded to multiples of the strides, the image cropped."""
     # Half of the padding on each side; NumPy reflects repeatedly if the padding is longer than the axis.
     size = stack.shape[-len(multiples) :]
@@ -154,31 +155,24 @@ def projected(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArr
     return image if len(stack.shape) > len(size) else image[0]
 
 
-def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> tuple[float, float]:
-    """Return two percentiles of a stack that need not fit in memory.
+def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> tuple[float, float]:
+    """Return the grey levels of two percentiles, from 0 to 100, of a stack that need not fit in memory.
 
-    The percentiles are exact for unsigned integers up to 16 bits, which are counted, and for other stacks up to 33
-    million positions; for larger ones only evenly spaced planes are read.
-
-    Args:
-        stack: Anything with `shape`, `dtype` and slicing along its first axis.
-        percentiles: The two percentiles, from 0 to 100.
-
-    Returns:
-        The grey levels of the two percentiles.
+    They are exact for unsigned integers up to 16 bits, which are counted, and for other stacks up to 33 million
+    positions; of larger ones only evenly spaced planes are read.
 
     Raises:
         ValueError: If the two levels are equal, or values in the planes that are read are NaN, infinite or masked.
 
     Example:
-        >>> grey_levels(np.arange(101, dtype=np.uint8), (2, 98.5))
+        >>> find_grey_levels(np.arange(101, dtype=np.uint8), (2, 98.5))
         (2.0, 98.5)
     """
     dtype = np.dtype(stack.dtype)
     if dtype.kind == "u" and dtype.itemsize <= 2:
-        low, high = counted(stack, percentiles)
+        low, high = _count_levels(stack, percentiles)
     else:
-        step = max(1, math.ceil(math.prod(stack.shape) / COUNTED))
+        step = max(1, math.ceil(math.prod(stack.shape) / _COUNTED))
         planes = np.stack([without_mask("restore", stack[index]) for index in range(0, stack.shape[0], step)])
         if not np.isfinite(planes).all():
             faults = int((~np.isfinite(planes)).sum())
@@ -195,7 +189,7 @@ def grey_levels(stack: Any, percentiles: tuple[float, float] = PERCENTILES) -> t
     return low, high
 
 
-def counted(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
+def _count_levels(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
     """Return percentiles of unsigned integers from counts per plane, interpolated as in `numpy.percentile`."""
     counts = np.zeros(256 ** np.dtype(stack.dtype).itemsize, np.int64)
     for index in range(stack.shape[0]):

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,12 +14,11 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from farfield._checks import shape_error, unknown
-from farfield.tasks.checkpoints import check_same_network
 from farfield.tasks.classify import decayed_parameters
-from farfield.tasks.replay import Replay
+from farfield.tasks.training_task import TrainingTask
 
 # The label of pixels that the loss and the measures ignore.
-VOID = 255
+_VOID = 255
 
 
 class Segmented(NamedTuple):
@@ -31,7 +29,7 @@ class Segmented(NamedTuple):
     labels: list[Tensor]
 
 
-class Segment(LightningModule):
+class Segment(TrainingTask):
     """Train a network that computes one logit per class for each position; defaults are the settings of DeepLab.
 
     `rate_t = learning_rate · (1 - t / steps)^power`
@@ -43,8 +41,6 @@ class Segment(LightningModule):
     to the size of the labels. Pixel accuracy and mean IoU, the mean over classes of intersection over union, are
     computed from one confusion matrix of all images. Logged: `train/loss`, `val/loss`, `val/accuracy`, `val/miou`, the
     same for `test`, `test/iou/<class>` and `learning_rate`.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module from images `(batch, 3, height, width)` to logits `(batch, classes, y, x)`.
@@ -87,14 +83,11 @@ class Segment(LightningModule):
         freeze_norms: bool = True,
         upsample_logits: bool = False,
     ) -> None:
-        super().__init__()
-        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
-        self.save_hyperparameters(ignore=["network"])
-        self.network = network
+        super().__init__(network)
         if head not in dict(network.named_modules()):
             raise unknown("Segment", f"module of {type(network).__name__}", head, dict(network.named_children()))
         if freeze_norms:
-            for norm in norms_of(network):
+            for norm in _list_norms(network):
                 norm.requires_grad_(False)
         self.measures: MetricCollection | None = None
         # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
@@ -102,14 +95,13 @@ class Segment(LightningModule):
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
         """Return the logits of all classes at each position."""
-        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
-        return self.network(images.to(next(self.network.parameters()).dtype))
+        return self.network(self._as_weights(images))
 
     def train(self, mode: bool = True) -> Segment:
         """Set training or eval mode; frozen norms stay in eval mode."""
         super().train(mode)
         if self.hparams["freeze_norms"]:
-            for norm in norms_of(self.network):
+            for norm in _list_norms(self.network):
                 norm.eval()
         return self
 
@@ -118,35 +110,13 @@ class Segment(LightningModule):
         images, labels = batch
         logits = self._logits(images)
         if self.hparams["upsample_logits"]:
-            logits = enlarged(logits, labels)
+            logits = _enlarge_logits(logits, labels)
         else:
-            labels = reduced(labels, logits)
-        loss = loss_of(logits, labels)
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(images))
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+            labels = reduce_labels(labels, logits)
+        loss = compute_pixel_loss(logits, labels)
+        self._log_loss(loss, len(images))
+        self._log_rate()
         return loss
-
-    def on_validation_epoch_start(self) -> None:
-        """Reset the confusion matrix."""
-        self.measures = None
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss of a validation batch, and add its pixels to the confusion matrix."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss of a test batch, and add its pixels to the confusion matrix."""
-        self._evaluate("test", batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log pixel accuracy and mean IoU of all images."""
-        self._measure("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log pixel accuracy, mean IoU and the IoU of each class of all images."""
-        self._measure("test")
 
     def predict_step(self, batch: tuple[Tensor, list[str], list[str], Tensor], batch_idx: int) -> Segmented:
         """Return the likeliest class of each pixel, in the original size of each image."""
@@ -188,19 +158,6 @@ class Segment(LightningModule):
             for (rate, decays), parameters in groups.items()
         ]
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the data's classes; empty if there are none."""
-        return getattr(getattr(self._trainer, "datamodule", None), "classes", None) or []
-
     def _logits(self, images: Tensor) -> Tensor:
         logits = self(images)
         classes = self.classes
@@ -213,12 +170,17 @@ class Segment(LightningModule):
             raise shape_error("Segment", problem, fix, images=images, logits=logits)
         return logits
 
-    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+    def _reset(self) -> None:
+        self.measures = None
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
-        logits = enlarged(self._logits(images).float(), labels)
-        self.log(f"{stage}/loss", loss_of(logits, labels), on_epoch=True, sync_dist=True, batch_size=len(images))
+        logits = _enlarge_logits(self._logits(images).float(), labels)
+        self.log(
+            f"{stage}/loss", compute_pixel_loss(logits, labels), on_epoch=True, sync_dist=True, batch_size=len(images)
+        )
         if self.measures is None:
-            self.measures = measures_of(logits.shape[1]).to(self.device)
+            self.measures = build_pixel_measures(logits.shape[1]).to(self.device)
         self.measures.update(logits.argmax(1), labels)
 
     def _measure(self, stage: str) -> None:
@@ -231,39 +193,40 @@ class Segment(LightningModule):
             self.log_dict({f"test/iou/{name}": value for name, value in zip(self.classes, each, strict=True)})
 
 
-def measures_of(classes: int) -> MetricCollection:
+def build_pixel_measures(classes: int) -> MetricCollection:
     """Build pixel accuracy, mean IoU and IoU per class from one confusion matrix; void pixels are ignored."""
     return MetricCollection(
         {
-            "accuracy": MulticlassAccuracy(classes, average="micro", ignore_index=VOID, validate_args=False),
-            "miou": MulticlassJaccardIndex(classes, ignore_index=VOID, validate_args=False),
-            "iou": MulticlassJaccardIndex(classes, average=None, ignore_index=VOID, validate_args=False),
+            "accuracy": MulticlassAccuracy(classes, average="micro", ignore_index=_VOID, validate_args=False),
+            "miou": MulticlassJaccardIndex(classes, ignore_index=_VOID, validate_args=False),
+            "iou": MulticlassJaccardIndex(classes, average=None, ignore_index=_VOID, validate_args=False),
         }
     )
 
 
-def norms_of(network: nn.Module) -> list[nn.Module]:
+def _list_norms(network: nn.Module) -> list[nn.Module]:
     """List the modules of a network with running statistics: batch norms, including those of attention."""
     return [module for module in network.modules() if getattr(module, "running_mean", None) is not None]
 
 
-def loss_of(logits: Float[Tensor, "b classes h w"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, ""]:
+def compute_pixel_loss(logits: Float[Tensor, "b classes h w"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, ""]:
     """Return the cross-entropy, averaged over the pixels that are not void; 0 if all pixels are void."""
-    total = functional.cross_entropy(logits, labels, ignore_index=VOID, reduction="sum")
-    return total / (labels != VOID).sum().clamp(min=1)
+    total = functional.cross_entropy(logits, labels, ignore_index=_VOID, reduction="sum")
+    return total / (labels != _VOID).sum().clamp(min=1)
 
 
-def reduced(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]) -> Int[Tensor, "b y x"]:
+def reduce_labels(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]) -> Int[Tensor, "b y x"]:
     """Reduce labels to the size of logits, by nearest neighbour: each position has the label at its centre.
 
     Example:
-        >>> reduced(torch.arange(9).expand(1, 9, 9), torch.zeros(1, 2, 3, 3))[0, 0]
+        >>> reduce_labels(torch.arange(9).expand(1, 9, 9), torch.zeros(1, 2, 3, 3))[0, 0]
         tensor([1, 4, 7])
     """
     small = functional.interpolate(labels[:, None].float(), logits.shape[2:], mode="nearest-exact")
     return small[:, 0].to(labels.dtype)
 
 
-def enlarged(logits: Float[Tensor, "b classes y x"], labels: Int[Tensor, "b h w"]) -> Float[Tensor, "b classes h w"]:
-    """Interpolate logits to the size of labels, bilinearly."""
+def _enlarge_logits(
+    logits: Float[Tensor, "b classes y x"], labels: Int[Tensor, "b h w"]
+) -> Float[Tensor, "b classes h w"]:
     return functional.interpolate(logits, labels.shape[1:], mode="bilinear")

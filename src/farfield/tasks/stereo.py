@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,15 +13,14 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from farfield._checks import shape_error
-from farfield.tasks.checkpoints import check_same_network
-from farfield.tasks.replay import Replay
+from farfield.tasks.training_task import TrainingTask
 
 # Weights of the losses of PSMNet's three outputs; a network with fewer outputs has the last ones.
-WEIGHTS = (0.5, 0.7, 1.0)
+_WEIGHTS = (0.5, 0.7, 1.0)
 # Number of frames over which PSMNet's code averages at a time.
-GROUP = 8
+_GROUP = 8
 # Multiples to which images are padded if a network has no attribute `multiples`.
-MULTIPLES = (16, 16)
+_MULTIPLES = (16, 16)
 
 
 class Matched(NamedTuple):
@@ -33,7 +31,7 @@ class Matched(NamedTuple):
     disparities: list[Tensor]
 
 
-class Stereo(LightningModule):
+class Stereo(TrainingTask):
     """Train a network that computes the disparity of each pixel of the left image; defaults are PSMNet's settings.
 
     `0.5 L(first) + 0.7 L(second) + L(third)`, `L(d) = mean smooth_l1(d, d*)` over pixels with `d* < max_disparity`
@@ -43,8 +41,6 @@ class Stereo(LightningModule):
     and on the right to multiples of the network's strides, and the disparities are cropped again. Logged:
     `train/loss`, for `val` and `test` `epe`, `epe_batches_of_8`, `error_3px` and `d1` (see `DisparityErrors`), and
     `learning_rate`.
-
-    A checkpoint holds the network's weights and the arguments below, never the network's code.
 
     Args:
         network: Any module from images `(batch, 3, height, width)`, left and right, to disparities
@@ -74,10 +70,7 @@ class Stereo(LightningModule):
         betas: tuple[float, float] = (0.9, 0.999),
         max_disparity: int | None = None,
     ) -> None:
-        super().__init__()
-        # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
-        self.save_hyperparameters(ignore=["network"])
-        self.network = network
+        super().__init__(network)
         own = getattr(network, "max_disparity", 192)
         self.max_disparity: float = own if max_disparity is None else max_disparity
         self.errors = DisparityErrors(self.max_disparity)
@@ -87,10 +80,8 @@ class Stereo(LightningModule):
     def forward(self, left: Float[Tensor, "b 3 h w"], right: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b k h w"]:
         """Return the disparities of each output of the network, in the size of the images, which may be any."""
         height, width = left.shape[2:]
-        multiples = getattr(self.network, "multiples", MULTIPLES)
-        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
-        dtype = next(self.network.parameters()).dtype
-        images = [padded(image.to(dtype), multiples) for image in (left, right)]
+        multiples = getattr(self.network, "multiples", _MULTIPLES)
+        images = [pad_to_multiples(self._as_weights(image), multiples) for image in (left, right)]
         disparities = self.network(*images)
         if disparities.dim() != 4 or disparities.shape[2:] != images[0].shape[2:]:
             problem = "the network must return (batch, outputs, height, width), in the size of the images."
@@ -101,31 +92,10 @@ class Stereo(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         left, right, disparity = batch
-        loss = loss_of(self(left, right).float(), disparity, self.max_disparity)
-        self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(left))
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        loss = compute_disparity_loss(self(left, right).float(), disparity, self.max_disparity)
+        self._log_loss(loss, len(left))
+        self._log_rate()
         return loss
-
-    def on_validation_epoch_start(self) -> None:
-        """Reset the errors."""
-        self.errors.reset()
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
-        """Measure the errors of a validation pair."""
-        left, right, disparity = batch
-        self.errors.update(self(left, right)[:, -1], disparity)
-
-    test_step = validation_step
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the errors of all validation pairs."""
-        self._measure("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the errors of all test pairs."""
-        self._measure("test")
 
     def predict_step(self, batch: tuple[Tensor, Tensor, list[str], list[str]], batch_idx: int) -> Matched:
         """Return the disparities of the left images, from the last output of the network."""
@@ -137,13 +107,12 @@ class Stereo(LightningModule):
         settings = self.hparams
         return torch.optim.Adam(self.network.parameters(), lr=settings["learning_rate"], betas=tuple(settings["betas"]))
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return `Replay`, which makes the random numbers of an epoch reproducible."""
-        return [Replay()]
+    def _reset(self) -> None:
+        self.errors.reset()
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another network; the `CheckpointError` lists the differences."""
-        check_same_network(self.state_dict(), checkpoint["state_dict"])
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        left, right, disparity = batch
+        self.errors.update(self(left, right)[:, -1], disparity)
 
     def _measure(self, stage: str) -> None:
         values = self.errors.compute()
@@ -188,7 +157,7 @@ class DisparityErrors(Metric):
         Each frame gives four numbers to `sums`: the sum of its errors, the numbers of wrong pixels by `error_3px` and
         by `d1`, and the number of pixels that count.
         """
-        known = known_below(truth, self.max_disparity)
+        known = _find_known(truth, self.max_disparity)
         error = torch.where(known, (disparity.double() - truth.double()).abs(), 0.0)
         wrong = error > 3
         outliers = wrong & (error > 0.05 * truth)
@@ -201,40 +170,39 @@ class DisparityErrors(Metric):
         sums = dim_zero_cat(self.sums)
         error, wrong, outliers, pixels = sums.sum(0)
         self.measured, whole = bool(pixels > 0), pixels.clamp(min=1)
-        groups = torch.stack([group.sum(0) for group in sums.split(GROUP)])
+        groups = torch.stack([group.sum(0) for group in sums.split(_GROUP)])
         values = {"epe": error / whole, "epe_batches_of_8": (groups[:, 0] / groups[:, 3].clamp(min=1)).mean()}
         values |= {"error_3px": wrong / whole, "d1": outliers / whole}
         return {name: value.float() for name, value in values.items()}
 
 
-def loss_of(
+def compute_disparity_loss(
     disparities: Float[Tensor, "b k h w"], truth: Float[Tensor, "b h w"], max_disparity: float
 ) -> Float[Tensor, ""]:
     """Return the weighted sum of the outputs' smooth L1 losses, each the mean over the pixels with a valid disparity.
 
-    A disparity is valid if it is known and below `max_disparity`. The weights are the last k of `WEIGHTS`. If a batch
-    has no valid disparity, the loss is 0.
+    The weights are the last k of `_WEIGHTS`. If a batch has no valid disparity, the loss is 0.
     """
-    known = known_below(truth, max_disparity)
+    known = _find_known(truth, max_disparity)
     # Indexed instead of multiplied by 0, because unknown disparities are infinite.
     target, pixels = truth[known], known.sum().clamp(min=1)
     losses = [
         weight * functional.smooth_l1_loss(output[known], target, reduction="sum") / pixels
-        for weight, output in zip(WEIGHTS[-disparities.shape[1] :], disparities.unbind(1), strict=True)
+        for weight, output in zip(_WEIGHTS[-disparities.shape[1] :], disparities.unbind(1), strict=True)
     ]
     return torch.stack(losses).sum()
 
 
-def known_below(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Tensor, "b h w"]:
+def _find_known(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Tensor, "b h w"]:
     """Return the mask of the pixels with a valid disparity: known, so finite, and below `max_disparity`."""
     return truth < max_disparity
 
 
-def padded(image: Float[Tensor, "b c h w"], multiples: tuple[int, int]) -> Float[Tensor, "b c y x"]:
+def pad_to_multiples(image: Float[Tensor, "b c h w"], multiples: tuple[int, int]) -> Float[Tensor, "b c y x"]:
     """Pad an image at the top and on the right, to multiples of two numbers in y and x, with 0, the mean colour.
 
     Example:
-        >>> padded(torch.zeros(1, 3, 540, 960), (16, 16)).shape
+        >>> pad_to_multiples(torch.zeros(1, 3, 540, 960), (16, 16)).shape
         torch.Size([1, 3, 544, 960])
     """
     top, right = (-side % multiple for side, multiple in zip(image.shape[2:], multiples, strict=True))

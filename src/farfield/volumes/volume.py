@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import warnings
 from collections.abc import Sequence
@@ -286,7 +287,9 @@ def arrange(file: Path, array: Any, metadata: ImageMetadata, channel: int | Sequ
     metadata = replace(metadata, axes=axes)
     place = axes.find("C")
     count = array.shape[place] if place >= 0 else 1
-    chosen = list(range(count)) if channel is None else [channel] if isinstance(channel, int) else list(channel)
+    # An index of any type, such as NumPy's, or several.
+    given: Any = range(count) if channel is None else channel
+    chosen = [operator.index(each) for each in ([given] if np.ndim(given) == 0 else given)]
     if not chosen or any(not 0 <= each < count for each in chosen):
         raise ValueError(
             f'open_volume: "{file}" has {count} channels, got channel={channel}; fix: a number from 0 to {count - 1}.'

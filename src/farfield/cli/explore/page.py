@@ -18,9 +18,9 @@ from farfield.cli import tables
 from farfield.cli.explore.panels import SIZES, PageContent, costs_of, engine_entry
 from farfield.ops.table import OPERATORS
 
-HERE = Path(__file__).parent
+_HERE = Path(__file__).parent
 # Longest side of the photograph in the page, in pixels.
-SHOWN = 640
+_SHOWN = 640
 
 
 def write(content: PageContent, path: Path) -> None:
@@ -32,32 +32,31 @@ def write(content: PageContent, path: Path) -> None:
 def render(content: PageContent) -> str:
     """Return the page."""
     parts = {
-        "style": source("page.css"),
-        "engine": source("engine.js"),
-        "page": source("page.js"),
+        "style": _source("page.css"),
+        "engine": _source("engine.js"),
+        "page": _source("page.js"),
         "intro": html.escape(content.intro),
         "credit": html.escape(content.credit),
         "channels": str(content.panels[0].channels),
         # A script ends at "</", wherever it stands.
-        "data": json.dumps(data_of(content)).replace("</", "<\\/"),
+        "data": json.dumps(_data_of(content)).replace("</", "<\\/"),
     }
-    text = source("page.html")
+    text = _source("page.html")
     for name, part in parts.items():
         text = text.replace("{{" + name + "}}", part)
     return text
 
 
-def source(name: str) -> str:
-    """Return a file of this folder."""
-    return (HERE / name).read_text(encoding="utf-8")
+def _source(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
 
 
-def data_of(content: PageContent) -> dict[str, Any]:
+def _data_of(content: PageContent) -> dict[str, Any]:
     """Return the numbers of the page; equal arrays of queries and keys stand in it once."""
     arrays: list[dict[str, Any]] = []
 
     def place_of(tensor: Tensor) -> int:
-        array = encode(tensor)
+        array = _encode(tensor)
         if array not in arrays:
             arrays.append(array)
         return arrays.index(array)
@@ -86,7 +85,7 @@ def data_of(content: PageContent) -> dict[str, Any]:
     return {
         "size": [height, width],
         "position": height // 2 * width + width // 2,
-        "photograph": f"data:image/jpeg;base64,{jpeg(content)}",
+        "photograph": f"data:image/jpeg;base64,{_jpeg(content)}",
         "note": html.escape(content.note, quote=False),
         "arrays": arrays,
         "panels": panels,
@@ -97,7 +96,7 @@ def data_of(content: PageContent) -> dict[str, Any]:
     }
 
 
-def encode(tensor: Tensor) -> dict[str, Any]:
+def _encode(tensor: Tensor) -> dict[str, Any]:
     """Return `(channels, positions)` as 16-bit whole numbers with a scale per channel: off by 2^-16 of its largest."""
     rows = tensor.double().numpy()
     scales = np.abs(rows).max(1) / (2**15 - 1)
@@ -106,10 +105,9 @@ def encode(tensor: Tensor) -> dict[str, Any]:
     return {"scales": scales.tolist(), "data": base64.b64encode(whole.tobytes()).decode()}
 
 
-def jpeg(content: PageContent) -> str:
-    """Return the photograph as JPEG in base64."""
+def _jpeg(content: PageContent) -> str:
     image = Image.fromarray(content.photograph)
-    image.thumbnail((SHOWN, SHOWN))
+    image.thumbnail((_SHOWN, _SHOWN))
     file = io.BytesIO()
     image.save(file, "JPEG", quality=82)
     return base64.b64encode(file.getvalue()).decode()

@@ -20,14 +20,14 @@ from farfield.cli.loaded_network import load
 from farfield.cli.maps.views import read_photograph, select_layer
 from farfield.maps.inputs import read_call, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention
-from farfield.ops.call import project_keys
 from farfield.ops.engine import summarize_grid
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED
+from farfield.ops.projection import project_keys
 from farfield.ops.table import OPERATORS, Operator
 
 SIZES = (7, 14, 28, 56, 112, 224, 448)
 # Names of the sources of keys and queries in engine.js.
-SOURCES = {ALL: "all", AXES: "axes", NORMALIZED_AXES: "axes", POOLED: "windows"}
+_SOURCES = {ALL: "all", AXES: "axes", NORMALIZED_AXES: "axes", POOLED: "windows"}
 
 
 class HeadPanel(NamedTuple):
@@ -77,26 +77,19 @@ class PageContent(NamedTuple):
 
 
 def panels_of_features(image: Path | None, operators: Sequence[str], longer: int) -> PageContent:
-    """Return a panel for each operator, on features of a photograph's colours, edges and contrast; nothing is trained.
-
-    Args:
-        image: The photograph; None for one that scikit-learn ships.
-        operators: Names of operators.
-        longer: The longer side of the grid.
-    """
-    photograph, credit = read(image)
+    """Return a panel for each operator, on untrained features: a photograph's colours, edges and contrast."""
+    photograph, credit = _read(image)
     height, width = photograph.shape[:2]
     size = tuple(max(2, round(longer * side / max(height, width))) for side in (height, width))
     grid = features(photograph / 255.0, size)
-    panels = [panel_of_features(name, grid) for name in operators]
+    panels = [_panel_of_features(name, grid) for name in operators]
     intro = "Each panel is one operator. All get the same features of the photograph: colours, edges, contrast."
     imports = "import torch; from farfield import maps; from farfield.nn import GridAttention"
     note = f"{imports}; grid: the features, {tuple(grid.shape)}"
     return PageContent(photograph, credit, intro, note, (size[0], size[1]), panels)
 
 
-def panel_of_features(name: str, grid: Tensor) -> HeadPanel:
-    """Return the panel of one operator without projections."""
+def _panel_of_features(name: str, grid: Tensor) -> HeadPanel:
     module = GridAttention(grid.shape[1], name)
     if module.weight is not None:
         # Nothing is trained here: the principal direction of the features replaces the learned vector.
@@ -104,26 +97,15 @@ def panel_of_features(name: str, grid: Tensor) -> HeadPanel:
         middle = grid[0, :, grid.shape[2] // 2, grid.shape[3] // 2]
         with torch.no_grad():
             module.weight.copy_(direction * (direction @ middle).sign())
-    (queries, keys, vector), *_ = heads_of(module, grid)
+    (queries, keys, vector), *_ = _heads_of(module, grid)
     arguments = f'GridAttention({grid.shape[1]}, "{name}"), grid'
     note = "; the features sum to 0, and so do its scores" if name == "siamese_ones" else ""
-    return HeadPanel(name, text_of(name) + note, arguments, 0, name, grid.shape[1], queries, keys, vector)
+    return HeadPanel(name, _text_of(name) + note, arguments, 0, name, grid.shape[1], queries, keys, vector)
 
 
 def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: int) -> PageContent:
-    """Return a panel for each head of a layer of a trained network.
-
-    Args:
-        image: The photograph; None for one that scikit-learn ships.
-        model: The network, as for `farfield maps`.
-        layer: The path of the layer; None for the first one with the finest grid.
-        longer: The longest side that the layer's grid may have.
-
-    Raises:
-        ValueError: If the layer has an operator of your own or projects keys after pooling, or its grid is larger.
-        LookupError: If there is no such layer.
-    """
-    photograph, credit = read(image)
+    """Return a panel for each head of a layer of a trained network."""
+    photograph, credit = _read(image)
     trained = load(model)
     image_of_network = trained.prepare(torch.from_numpy(photograph).permute(2, 0, 1), None)
     attentions = maps.layers(trained.network, image_of_network)
@@ -138,9 +120,9 @@ def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: i
     operator, arguments = module.operator_name, f'*maps.layers(network, image)["{name}"][:2]'
     panels = [
         HeadPanel(
-            f"head {number}", f"{operator}, {text_of(operator)}", arguments, number, operator, module.channels, *head
+            f"head {number}", f"{operator}, {_text_of(operator)}", arguments, number, operator, module.channels, *head
         )
-        for number, head in enumerate(heads_of(module, grid))
+        for number, head in enumerate(_heads_of(module, grid))
     ]
     intro, note = (
         f"Each panel is one head of {name}.",
@@ -149,7 +131,7 @@ def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: i
     return PageContent(photograph, credit, intro, note, (grid.shape[2], grid.shape[3]), panels)
 
 
-def read(image: Path | None) -> tuple[NDArray[np.uint8], str]:
+def _read(image: Path | None) -> tuple[NDArray[np.uint8], str]:
     """Return a photograph `(height, width, 3)`, 8-bit, and whose it is; None is a flower that scikit-learn ships."""
     if image is None:
         return np.array(load_sample_image("flower.jpg")), CREDIT
@@ -169,7 +151,7 @@ def check_shown(name: str, module: GridAttention, grid: Tensor, longer: int) -> 
         )
 
 
-def heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return queries and keys `(d, positions)` and the vector of scores of each head, in float32.
 
     Queries and keys of positions, also for operators whose keys or queries are sums: the projections are linear.
@@ -186,7 +168,7 @@ def heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor, 
     return [(query, key, vector) for query, key in zip(queries[0], keys[0], strict=True)]
 
 
-def text_of(operator: str) -> str:
+def _text_of(operator: str) -> str:
     """Return an operator's equation and slots in a line."""
     equation, slots, *_ = tables.OPERATORS[operator]
     return f"{equation}; slots: {slots}"
@@ -198,8 +180,8 @@ def engine_entry(operator: Operator) -> dict[str, Any]:
         "coefficients": operator.coefficients.__name__,
         "basis": None if operator.basis is None else operator.basis.__name__,
         "per": operator.per.__name__,
-        "keys_from": SOURCES[operator.keys_from],
-        "queries_from": SOURCES[operator.queries_from],
+        "keys_from": _SOURCES[operator.keys_from],
+        "queries_from": _SOURCES[operator.queries_from],
         "normalized": operator.queries_from.normalize is not None,
         "score": operator.score,
     }

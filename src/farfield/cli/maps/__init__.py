@@ -1,29 +1,16 @@
-"""`farfield maps`: show what a trained network attends to in a photograph.
-
-    farfield maps --model runs/imagenette --image photo.jpg
-    farfield maps --model runs/imagenette --image photo.jpg --position 120,80 --position 40,200
-    farfield maps --model runs/imagenette --image photo.jpg --image other.jpg --basis
-    farfield maps --model vit.ckpt --network my_networks.build --image photo.jpg --token 0
-    farfield maps --model runs/imagenette --norms
-    farfield maps --network kanet_qkv --image photo.jpg --health
-
-The first command lists the attention layers. The last measures the response and the gradients of each layer. The others
-draw a figure. A pixel is given as row,column, from 0,0 at the top left. A transformer has such layers after
-replace_attention.
-"""
+"""`farfield maps`: show what a trained network attends to in a photograph."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import json as json_format
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from farfield._outputs import check_not_input
-from farfield.cli.command_parser import CommandParser
+from farfield.cli.command_line import CommandLineError
 from farfield.cli.loaded_network import build_untrained, load
-from farfield.cli.maps.figures import PANELS, write
+from farfield.cli.maps.figures import write
 from farfield.cli.maps.views import (
     View,
     attention,
@@ -36,150 +23,113 @@ from farfield.cli.maps.views import (
     show_scales,
 )
 from farfield.cli.output import Column, Table, joined, write_table
+from farfield.cli.values import Index, Pixel
 from farfield.maps.health import PARTS
 
 
-def main(argv: Sequence[str]) -> None:
-    """Run the command.
+def show_maps(  # noqa: PLR0913  (the options of a command)
+    *,
+    model: str | None = None,
+    image: list[Path] | None = None,
+    position: list[Pixel] | None = None,
+    token: list[Index] | None = None,
+    basis: bool = False,
+    norms: bool = False,
+    health: bool = False,
+    layer: str | None = None,
+    head: Index | None = None,
+    slot: list[Index] | None = None,
+    size: int | None = None,
+    network: str | None = None,
+    output: Path = Path("maps.png"),
+    json: bool = False,
+) -> None:
+    """Show what a trained network attends to in a photograph.
+
+        farfield maps --model runs/imagenette --image photo.jpg
+        farfield maps --model runs/imagenette --image photo.jpg --position 120,80 --position 40,200
+        farfield maps --model runs/imagenette --image photo.jpg --image other.jpg --basis
+        farfield maps --model vit.ckpt --network my_networks.build --image photo.jpg --token 0
+        farfield maps --model runs/imagenette --norms
+        farfield maps --network kanet_qkv --image photo.jpg --health
+
+    The first command lists the attention layers. The last measures the response and the gradients of each layer. The
+    others draw a figure. A pixel is given as row,column, from 0,0 at the top left. A transformer has such layers after
+    replace_attention.
 
     Args:
-        argv: Its options.
-
-    Raises:
-        SystemExit: With status 2 for a wrong option.
-        ValueError: For a position outside the image, a network without attention, a figure that its operator does not
-            support, or a model or image that cannot be read.
-        LookupError: For an unknown layer or network.
-        OSError: For a missing model or image, and an output that would replace one of the photographs.
+        model: A saved network, a run of farfield fit, a folder of runs, a checkpoint, or a repository of the Hub.
+        image: A photograph; several for --basis.
+        position: A pixel of the photograph, the query; may be given several times.
+        token: A token before the patches of a transformer, the query: 0 is its class token; may be given several times.
+        basis: Draw the basis masks of the slots.
+        norms: Draw the learned scales of the norms in each checkpoint of a run.
+        health: Measure the response and the gradients of each layer.
+        layer: The path of a layer (default: the first layer with the finest grid).
+        head: One head, from 0 (default: the average of all; with --basis all).
+        slot: With --basis, a slot of each head; may be given several times (default: the first masks).
+        size: Shorter side of the resized photograph, in pixels (default: as in training).
+        network: The function that builds the network: of a checkpoint of another library, or, without --model,
+            untrained.
+        output: The figure.
+        json: Print all numbers, for scripts.
     """
-    options = parser()
-    arguments = options.parse_args(argv)
-    if not (arguments.model or (arguments.health and arguments.network)):
-        options.error("give a network, --model; --health also takes an untrained one, --network")
-    if not (arguments.norms or arguments.image):
-        options.error("give a photograph, --image photo.jpg, or --norms for the scales of the norms over training")
-    queries = [*arguments.position, *arguments.token]
-    if arguments.norms + bool(queries) + arguments.basis + arguments.health > 1:
-        options.error("--position and --token, --basis, --norms, --health show one thing each; give one of them")
-    if len(arguments.image) > 1 and not arguments.basis:
-        options.error("only --basis takes several photographs; give one --image")
-    check_not_input("farfield maps", arguments.output, map(Path, arguments.image))
-    print_view(show_scales(arguments.model) if arguments.norms else look(arguments), arguments)
+    images = image or []
+    queries: list[Pixel | Index] = [*(position or []), *(token or [])]
+    if not (model or (health and network)):
+        raise CommandLineError("give a network, --model; --health also takes an untrained one, --network")
+    if not (norms or images):
+        raise CommandLineError(
+            "give a photograph, --image photo.jpg, or --norms for the scales of the norms over training"
+        )
+    if norms + bool(queries) + basis + health > 1:
+        raise CommandLineError(
+            "--position and --token, --basis, --norms, --health show one thing each; give one of them"
+        )
+    if len(images) > 1 and not basis:
+        raise CommandLineError("only --basis takes several photographs; give one --image")
+    check_not_input("farfield maps", output, images)
+    if norms:
+        _print_view(show_scales(str(model)), output, json)
+        return
+    photographs = [read_photograph(path) for path in images]
+    trained = load(model, network) if model else build_untrained(str(network))
+    if health:
+        _print_view(measure_health(trained, photographs[0], size), output, json)
+        return
+    layers = [attention(trained, photograph, size) for photograph in photographs]
+    if not (queries or basis):
+        view = list_layers(layers[0], photographs[0], size or trained.side, trained.source)
+    else:
+        name = select_layer(layers[0], layer)
+        view = (
+            show_rows(name, layers[0][name], photographs[0], queries, head)
+            if queries
+            else show_masks(name, [each[name] for each in layers], photographs, head, slot)
+        )
+    _print_view(view, output, json)
 
 
-def look(arguments: argparse.Namespace) -> View:
-    """Run the network on the photographs and return the view of one of its layers."""
-    photographs = [read_photograph(Path(path)) for path in arguments.image]
-    trained = load(arguments.model, arguments.network) if arguments.model else build_untrained(arguments.network)
-    if arguments.health:
-        return measure_health(trained, photographs[0], arguments.size)
-    layers = [attention(trained, photograph, arguments.size) for photograph in photographs]
-    queries = [*arguments.position, *arguments.token]
-    if not (queries or arguments.basis):
-        return list_layers(layers[0], photographs[0], arguments.size or trained.side, trained.source)
-    name = select_layer(layers[0], arguments.layer)
-    if queries:
-        return show_rows(name, layers[0][name], photographs[0], queries, arguments.head)
-    return show_masks(name, [each[name] for each in layers], photographs, arguments.head, arguments.slot)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = CommandParser("farfield maps", __doc__, raw=True)
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="a saved network, a run of farfield fit, a folder of runs, a checkpoint, or a repository of the Hub",
-    )
-    parser.add_argument(
-        "--image", action="append", default=[], metavar="FILE", help="a photograph; several for --basis"
-    )
-    parser.add_argument(
-        "--position",
-        action="append",
-        default=[],
-        type=pixel,
-        metavar="ROW,COLUMN",
-        help="a pixel of the photograph, the query; repeatable",
-    )
-    parser.add_argument(
-        "--token",
-        action="append",
-        default=[],
-        type=count,
-        metavar="INDEX",
-        help="a token before the patches of a transformer, the query: 0 is its class token; repeatable",
-    )
-    parser.add_argument("--basis", action="store_true", help="draw the basis masks of the slots")
-    parser.add_argument(
-        "--norms", action="store_true", help="draw the learned scales of the norms in each checkpoint of a run"
-    )
-    parser.add_argument("--health", action="store_true", help="measure the response and the gradients of each layer")
-    parser.add_argument("--layer", metavar="PATH", help="default: the first layer with the finest grid")
-    parser.add_argument("--head", type=count, help="one head, from 0 (default: the average of all; with --basis all)")
-    parser.add_argument(
-        "--slot",
-        action="append",
-        type=count,
-        help=f"with --basis, a slot of each head (default: the first {PANELS} masks)",
-    )
-    parser.add_argument(
-        "--size", type=positive, help="shorter side of the resized photograph, in pixels (default: as in training)"
-    )
-    parser.add_argument(
-        "--network",
-        metavar="MODULE.FUNCTION",
-        help="function that builds the network: of a checkpoint of another library, or, without --model, untrained",
-    )
-    parser.add_argument("--output", type=Path, default=Path("maps.png"), metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print all numbers, for scripts")
-    return parser
-
-
-def pixel(text: str) -> tuple[int, int]:
-    """Convert an option to a pixel, such as 120,80."""
-    parts = [part.strip() for part in text.split(",")]
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a pixel: its row and column from 0, such as 120,80")
-    return int(parts[0]), int(parts[1])
-
-
-def count(text: str) -> int:
-    """Convert an option to a whole number from 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
-    return int(text)
-
-
-def positive(text: str) -> int:
-    """Convert an option to a whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
-def pair(indices: Sequence[int]) -> str:
-    """Format a pixel or a position as on the command line."""
+def _pair(indices: Sequence[int]) -> str:
     return f"{indices[0]},{indices[1]}"
 
 
-TEXTS: dict[str, Callable[[Any], str]] = {"size": joined, "pixel": pair, "position": pair}
-TEXTS |= dict.fromkeys(("sum", "mean", "smallest", "largest"), "{:.4g}".format)
-TEXTS |= dict.fromkeys(("response", "constant", "host", *PARTS), "{:.2g}".format)
-TEXTS |= dict.fromkeys(("identity", "cut"), lambda value: "yes" if value else "")
+_TEXTS: dict[str, Callable[[Any], str]] = {"size": joined, "pixel": _pair, "position": _pair}
+_TEXTS |= dict.fromkeys(("sum", "mean", "smallest", "largest"), "{:.4g}".format)
+_TEXTS |= dict.fromkeys(("response", "constant", "host", *PARTS), "{:.2g}".format)
+_TEXTS |= dict.fromkeys(("identity", "cut"), lambda value: "yes" if value else "")
 # Long values: printed by --json only.
-LONG = ("row", "mask", "scales")
+_LONG = ("row", "mask", "scales")
 
 
-def print_view(view: View, arguments: argparse.Namespace) -> None:
-    """Write the figure, if there is one, and print the numbers."""
+def _print_view(view: View, output: Path, json: bool) -> None:
     notes = list(view.notes)
     if view.figure is not None:
-        write(view.figure, arguments.output)
-        notes.append(f"Figure: {arguments.output}")
-    if arguments.json:
-        print(json.dumps(view.rows, indent=2, ensure_ascii=False))
+        write(view.figure, output)
+        notes.append(f"Figure: {output}")
+    if json:
+        print(json_format.dumps(view.rows, indent=2, ensure_ascii=False))
         return
-    shown = [key for key in view.rows[0] if key not in LONG and any(row[key] is not None for row in view.rows)]
-    columns = [Column(key, key, TEXTS.get(key, str), left=key in ("layer", "operator", "image")) for key in shown]
+    shown = [key for key in view.rows[0] if key not in _LONG and any(row[key] is not None for row in view.rows)]
+    columns = [Column(key, key, _TEXTS.get(key, str), left=key in ("layer", "operator", "image")) for key in shown]
     write_table(Table(view.title, columns, view.rows, notes))

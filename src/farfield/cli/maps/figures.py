@@ -21,7 +21,7 @@ from farfield.tasks.checkpoints import written
 
 # Colours of the query positions: distinguishable with colour vision deficiency, and on any photograph.
 COLOURS = ("#ff3b30", "#34c759", "#2f7bff", "#ffd60a", "#d65cff", "#ff9f0a", "#40e0ff", "#ff7eb6")
-INK, FAINT = "#1b1d21", "#6b7280"
+_INK, _FAINT = "#1b1d21", "#6b7280"
 PANELS = 6
 
 
@@ -49,7 +49,7 @@ class Heat(NamedTuple):
     weights: Tensor
     label: str
     pixel: tuple[int, int] | None = None
-    colour: str = INK
+    colour: str = _INK
 
 
 def draw_rows(photograph: Photograph, heats: Sequence[Heat], title: str, note: str) -> Figure:
@@ -57,12 +57,12 @@ def draw_rows(photograph: Photograph, heats: Sequence[Heat], title: str, note: s
     columns = len(heats) + 1 if len(heats) < 4 else 3
     figure, axes = panels(-(-(len(heats) + 1) // columns), columns, photograph.height / photograph.width, title, note)
     positions, full = axes.ravel(), max(full_weight(heat.weights) for heat in heats)
-    show(positions[0], photograph, photograph.shown, "the query positions")
+    _show(positions[0], photograph, photograph.shown, "the query positions")
     for heat, axis in zip(heats, positions[1:], strict=False):
-        show(axis, photograph, overlay(photograph.shown, heat.weights, full=full), heat.label)
-        mark(positions[0], heat)
-        mark(axis, heat)
-    add_colour_bar(figure, axes, heats, full)
+        _show(axis, photograph, overlay(photograph.shown, heat.weights, full=full), heat.label)
+        _mark(positions[0], heat)
+        _mark(axis, heat)
+    _add_colour_bar(figure, axes, heats, full)
     return figure
 
 
@@ -73,10 +73,10 @@ def draw_masks(rows: Sequence[tuple[Photograph, Sequence[Heat]]], title: str, no
     every = [heat for _, heats in rows for heat in heats]
     full = max(full_weight(heat.weights) for heat in every)
     for (photograph, heats), positions in zip(rows, axes, strict=True):
-        show(positions[0], photograph, photograph.shown, photograph.path.name)
+        _show(positions[0], photograph, photograph.shown, photograph.path.name)
         for heat, axis in zip(heats, positions[1:], strict=True):
-            show(axis, photograph, overlay(photograph.shown, heat.weights, full=full), heat.label)
-    add_colour_bar(figure, axes, every, full)
+            _show(axis, photograph, overlay(photograph.shown, heat.weights, full=full), heat.label)
+    _add_colour_bar(figure, axes, every, full)
     return figure
 
 
@@ -87,10 +87,10 @@ def draw_scales(epochs: Sequence[int], scales: Mapping[str, np.ndarray], title: 
     for (name, values), axis in zip(scales.items(), axes.ravel(), strict=False):
         axis.set_axis_on()
         axis.plot(epochs, values, color="#2f7bff", alpha=max(0.25, values.shape[1] ** -0.5), linewidth=1.2)
-        axis.axhline(1, color=FAINT, linewidth=0.7, linestyle=":")
-        axis.set_title(name, fontsize=8, color=INK)
-        axis.tick_params(labelsize=7, colors=FAINT)
-        axis.spines[:].set_color(FAINT)
+        axis.axhline(1, color=_FAINT, linewidth=0.7, linestyle=":")
+        axis.set_title(name, fontsize=8, color=_INK)
+        axis.tick_params(labelsize=7, colors=_FAINT)
+        axis.spines[:].set_color(_FAINT)
     limits = [bound for values in scales.values() for bound in (values.min(), values.max(), 1.0)]
     margin = 0.05 * (max(limits) - min(limits)) or 0.05
     for axis in axes.ravel()[: len(scales)]:
@@ -104,32 +104,31 @@ def panels(rows: int, columns: int, aspect: float, title: str, note: str) -> tup
     size = (max(columns, 3) * width, rows * (width * aspect + 0.45) + 0.6)
     figure = Figure(figsize=size, dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, weight="bold")
-    figure.supxlabel(note, x=0.01, ha="left", fontsize=7.5, color=FAINT)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_INK, weight="bold")
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=7.5, color=_FAINT)
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.ravel():
         axis.set_axis_off()
     return figure, axes
 
 
-def show(axis: Axes, photograph: Photograph, colours: Tensor, label: str) -> None:
+def _show(axis: Axes, photograph: Photograph, colours: Tensor, label: str) -> None:
     """Show an image with the photograph's pixels as its coordinates, and a line of text above it."""
     axis.imshow(colours.permute(1, 2, 0).numpy(), extent=(0, photograph.width, photograph.height, 0))
-    axis.set_title(label, fontsize=8, color=INK)
+    axis.set_title(label, fontsize=8, color=_INK)
 
 
-def add_colour_bar(figure: Figure, axes: np.ndarray, heats: Sequence[Heat], full: float) -> None:
+def _add_colour_bar(figure: Figure, axes: np.ndarray, heats: Sequence[Heat], full: float) -> None:
     """Add the one scale of all heat maps: the colours of their weights over a grey photograph."""
     low = -full if any(bool((heat.weights < 0).any()) for heat in heats) else 0.0
     colours = overlay(torch.full((3, 1, 256), 0.5), torch.linspace(low, full, 256)[None], full=full)
     scale = ScalarMappable(Normalize(low, full), ListedColormap(colours[:, 0].T.numpy()))
     bar = figure.colorbar(scale, ax=axes, extend="both" if low else "max", fraction=0.03, pad=0.02)
-    bar.set_label("weight, times 1/N", fontsize=8, color=INK)
-    bar.ax.tick_params(labelsize=7, colors=FAINT)
+    bar.set_label("weight, times 1/N", fontsize=8, color=_INK)
+    bar.ax.tick_params(labelsize=7, colors=_FAINT)
 
 
-def mark(axis: Axes, heat: Heat) -> None:
-    """Mark the pixel of the query."""
+def _mark(axis: Axes, heat: Heat) -> None:
     if heat.pixel is not None:
         row, column = heat.pixel
         axis.plot(column + 0.5, row + 0.5, "o", markersize=7, color=heat.colour, markeredgecolor="white", clip_on=False)

@@ -24,8 +24,8 @@ from farfield.maps.layer import place_on_image, tokens_before
 from farfield.tasks.checkpoints import read
 
 # The largest height or width of a shown photograph, in pixels.
-SHOWN = 800
-WEIGHTS = "All panels have one colour scale; blue: negative. 1/N: the weight of each position in a mean."
+_SHOWN = 800
+_WEIGHTS = "All panels have one colour scale; blue: negative. 1/N: the weight of each position in a mean."
 
 
 class View(NamedTuple):
@@ -49,7 +49,7 @@ def read_photograph(path: Path) -> Photograph:
     except Exception as error:
         raise ValueError(f"{path} cannot be read as an image: {error}.") from error
     small = image.copy()
-    small.thumbnail((SHOWN, SHOWN))
+    small.thumbnail((_SHOWN, _SHOWN))
     pixels, shown = (torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in (image, small))
     return Photograph(path, image.height, image.width, pixels, shown / 255)
 
@@ -59,21 +59,21 @@ def attention(trained: LoadedNetwork, photograph: Photograph, side: int | None) 
     return maps.layers(trained.network, trained.prepare(photograph.pixels, side))
 
 
-def size_of(layer: Layer) -> tuple[int, ...]:
+def _size_of(layer: Layer) -> tuple[int, ...]:
     """Return the size of the query grid of a layer, or of the patches that its tokens are."""
     return layer.patches or tuple(layer.grid.shape[2:])
 
 
-def is_image(layer: Layer) -> bool:
+def _is_image(layer: Layer) -> bool:
     """Return whether the query grid and the context of a layer both have two spatial dims, those of an image."""
     if layer.patches is not None:
         return len(layer.patches) == 2
     return layer.grid.dim() == 4 and (layer.context is None or layer.context.dim() == 4)
 
 
-def finest(layers: dict[str, Layer]) -> str | None:
+def _finest(layers: dict[str, Layer]) -> str | None:
     """Return the first of the layers with the most positions over an image; None if no layer has such positions."""
-    positions = {name: math.prod(size_of(layer)) for name, layer in layers.items() if is_image(layer)}
+    positions = {name: math.prod(_size_of(layer)) for name, layer in layers.items() if _is_image(layer)}
     return max(positions, key=lambda name: positions[name], default=None)
 
 
@@ -81,9 +81,9 @@ def select_layer(layers: dict[str, Layer], name: str | None) -> str:
     """Return the name of the requested layer, or of the finest one; raise if there is no such layer over an image."""
     if name is not None and name not in layers:
         raise unknown("--layer", "attention layer", name, layers)
-    name = name or finest(layers) or next(iter(layers))
-    if not is_image(layers[name]):
-        size = size_of(layers[name])
+    name = name or _finest(layers) or next(iter(layers))
+    if not _is_image(layers[name]):
+        size = _size_of(layers[name])
         fix = "farfield.maps.layer_row takes grids of any number of spatial dims."
         raise ValueError(f"{name} gets a grid of size {size}, which does not lie over an image; fix: {fix}")
     return name
@@ -97,12 +97,12 @@ def list_layers(layers: dict[str, Layer], photograph: Photograph, side: int, sou
             "operator": layer.attention.operator_name,
             "heads": layer.attention.heads,
             "channels": layer.attention.channels,
-            "size": list(size_of(layer)),
+            "size": list(_size_of(layer)),
         }
         for name, layer in layers.items()
     ]
     notes = [f"Grids of {photograph.path.name}, its shorter side resized to {side} pixels, normalised {source}."]
-    notes.append(f"--position ROW,COLUMN and --basis show {finest(layers)}; --layer selects another.")
+    notes.append(f"--position ROW,COLUMN and --basis show {_finest(layers)}; --layer selects another.")
     before = [tokens_before(layer, layer.grid.shape[2]) for layer in layers.values() if layer.patches is not None]
     if any(before):
         notes.append("Sizes are those of patches. --token 0 shows the class token, which has no place in the image.")
@@ -113,7 +113,7 @@ def list_layers(layers: dict[str, Layer], photograph: Photograph, side: int, sou
 def measure_health(trained: LoadedNetwork, photograph: Photograph, side: int | None) -> View:
     """Measure the responses and gradients of the attention layers of a network on a photograph."""
     side = side or trained.side
-    layers = maps.health(trained.network, quarters(trained.prepare(photograph.pixels, 2 * side)))
+    layers = maps.health(trained.network, _quarters(trained.prepare(photograph.pixels, 2 * side)))
     rows: list[Row] = [
         {
             **{name: value for name, value in one._asdict().items() if name != "gradients"},
@@ -134,7 +134,7 @@ def measure_health(trained: LoadedNetwork, photograph: Photograph, side: int | N
     return View("Health of the attention", rows, notes)
 
 
-def quarters(image: Tensor) -> Tensor:
+def _quarters(image: Tensor) -> Tensor:
     """Split an image into a batch of four, because batch norm in training makes the means of a single image 0."""
     height, width = (length // 2 for length in image.shape[2:])
     parts = image[..., : 2 * height, : 2 * width].unflatten(3, (2, width)).unflatten(2, (2, height))
@@ -146,27 +146,29 @@ def show_rows(
     name: str, layer: Layer, photograph: Photograph, queries: Sequence[tuple[int, int] | int], head: int | None
 ) -> View:
     """Show the attention row of each query, a pixel's position or a token (FA Figure 2)."""
-    check_head(name, layer, head)
+    _check_head(name, layer, head)
     heats, numbers = [], []
     for index, query in enumerate(queries):
-        where, label, position = describe_query(name, layer, photograph, query)
+        where, label, position = _describe_query(name, layer, photograph, query)
         weights = maps.layer_row(layer, position)[0]
         weights = weights.mean(0) if head is None else weights[head]
-        numbers.append({**where, **extremes(weights), "row": weights.tolist()})
+        numbers.append({**where, **_extremes(weights), "row": weights.tolist()})
         pixel = None if isinstance(query, int) else query
-        heats.append(Heat(weights * weights.numel(), f"{label}\n{span(weights)}", pixel, COLOURS[index % len(COLOURS)]))
+        heats.append(
+            Heat(weights * weights.numel(), f"{label}\n{_span(weights)}", pixel, COLOURS[index % len(COLOURS)])
+        )
     one = f"head {head} of {layer.attention.heads}" if head is not None else "the average of its heads"
-    heading = f"{describe(name, layer)} · {'one head' if layer.attention.heads == 1 else one}"
-    figure = draw_rows(photograph, heats, heading, f"{WEIGHTS} Pixels: row, column from the top left.")
+    heading = f"{_describe(name, layer)} · {'one head' if layer.attention.heads == 1 else one}"
+    figure = draw_rows(photograph, heats, heading, f"{_WEIGHTS} Pixels: row, column from the top left.")
     return View("Attention rows", [{"layer": name, "head": head} | row for row in numbers], [heading], figure)
 
 
-def describe_query(
+def _describe_query(
     name: str, layer: Layer, photograph: Photograph, query: tuple[int, int] | int
 ) -> tuple[Row, str, tuple[int, int] | int]:
     """Return the numbers and the text of a query, a pixel or a token, and its position for `maps.layer_row`."""
     if not isinstance(query, int):
-        position = position_of(query, photograph, layer)
+        position = _position_of(query, photograph, layer)
         where: Row = {"pixel": list(query), "position": list(position), "token": None}
         return where, f"row {query[0]}, column {query[1]}", position
     before = 0 if layer.patches is None else tokens_before(layer, layer.grid.shape[2])
@@ -176,9 +178,9 @@ def describe_query(
     return {"pixel": None, "position": None, "token": query}, f"token {query}", query
 
 
-def position_of(pixel: tuple[int, int], photograph: Photograph, layer: Layer) -> tuple[int, int]:
+def _position_of(pixel: tuple[int, int], photograph: Photograph, layer: Layer) -> tuple[int, int]:
     """Return the position of a layer's grid that contains a pixel of the photograph."""
-    (row, column), (height, width) = pixel, size_of(layer)
+    (row, column), (height, width) = pixel, _size_of(layer)
     if row >= photograph.height or column >= photograph.width:
         fix = f"from 0,0 to {photograph.height - 1},{photograph.width - 1}."
         if row < photograph.width and column < photograph.height:
@@ -190,27 +192,24 @@ def position_of(pixel: tuple[int, int], photograph: Photograph, layer: Layer) ->
     return row * height // photograph.height, column * width // photograph.width
 
 
-def check_head(name: str, layer: Layer, head: int | None) -> None:
-    """Raise for a head that a layer does not have."""
+def _check_head(name: str, layer: Layer, head: int | None) -> None:
     heads = layer.attention.heads
     if head is not None and head >= heads:
         raise ValueError(f"--head {head}: {name} has {heads}; fix: --head 0 to {heads - 1}, or leave it out.")
 
 
-def extremes(weights: Tensor) -> Row:
-    """Return the sum, the smallest and the largest of the weights."""
+def _extremes(weights: Tensor) -> Row:
     return {"sum": float(weights.sum()), "smallest": float(weights.min()), "largest": float(weights.max())}
 
 
-def span(weights: Tensor) -> str:
+def _span(weights: Tensor) -> str:
     """Format the largest weight, and the smallest if it is negative, as multiples of 1/N, the weight in a mean."""
     low, high = (float(bound) * weights.numel() for bound in (weights.min(), weights.max()))
     return f"{low:.3g} to {high:.3g} times 1/N" if low < 0 else f"up to {high:.3g} times 1/N"
 
 
-def describe(name: str, layer: Layer) -> str:
-    """Return the name, the operator and the size of a layer as text."""
-    return f"{name} · {layer.attention.operator_name} · {joined(list(size_of(layer)))} positions"
+def _describe(name: str, layer: Layer) -> str:
+    return f"{name} · {layer.attention.operator_name} · {joined(list(_size_of(layer)))} positions"
 
 
 # ---- basis masks -----------------------------------------------------------------------------------------------------
@@ -218,24 +217,23 @@ def show_masks(
     name: str, layers: Sequence[Layer], photographs: Sequence[Photograph], head: int | None, slots: list[int] | None
 ) -> View:
     """Show the basis masks of the slots, one row of panels per photograph (FA Figure 7)."""
-    check_head(name, layers[0], head)
+    _check_head(name, layers[0], head)
     numbers: list[Row] = []
     drawn = []
     for layer, photograph in zip(layers, photographs, strict=True):
         grid, mask = (layer.grid, layer.mask) if layer.context is None else (layer.context, layer.context_mask)
         masks = place_on_image(layer, maps.basis_masks(layer.attention, grid, mask=mask))[0]  # (h, r, y, x)
         heats = []
-        for one, slot in select_slots(masks, head, slots):
+        for one, slot in _select_slots(masks, head, slots):
             weights, where = masks[one, slot], {"layer": name, "image": str(photograph.path)}
-            numbers.append(where | {"head": one, "slot": slot, **extremes(weights), "mask": weights.tolist()})
-            heats.append(Heat(weights * weights.numel(), f"head {one}, slot {slot}\n{span(weights)}"))
+            numbers.append(where | {"head": one, "slot": slot, **_extremes(weights), "mask": weights.tolist()})
+            heats.append(Heat(weights * weights.numel(), f"head {one}, slot {slot}\n{_span(weights)}"))
         drawn.append((photograph, heats))
-    heading = f"{describe(name, layers[0])} · {len(heats)} of {masks.shape[0] * masks.shape[1]} basis masks"
-    return View("Basis masks", numbers, [heading], draw_masks(drawn, heading, WEIGHTS))
+    heading = f"{_describe(name, layers[0])} · {len(heats)} of {masks.shape[0] * masks.shape[1]} basis masks"
+    return View("Basis masks", numbers, [heading], draw_masks(drawn, heading, _WEIGHTS))
 
 
-def select_slots(masks: Tensor, head: int | None, slots: list[int] | None) -> list[tuple[int, int]]:
-    """Return the pairs of head and slot that are shown."""
+def _select_slots(masks: Tensor, head: int | None, slots: list[int] | None) -> list[tuple[int, int]]:
     heads, every = masks.shape[:2]
     for slot in slots or []:
         if slot >= every:

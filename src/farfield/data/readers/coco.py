@@ -8,6 +8,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +21,27 @@ from torch import Tensor
 from farfield.data.readers.coco_entries import (
     FIELDS,
     are_numbers,
-    faults_of_sections,
-    faults_of_values,
+    find_missing_keys,
+    find_section_faults,
+    find_value_faults,
     is_box,
-    missing_keys,
 )
-from farfield.data.readers.images import SHOWN, FolderError, images_of, read_utf8
-from farfield.data.readers.run_lengths import fault_of_rle
+from farfield.data.readers.images import SHOWN, FolderError, list_images, list_some, read_utf8, refuse
+from farfield.data.readers.run_lengths import find_rle_fault
 
 # Number of pixels by which a box may exceed its image: annotators' coordinates are rounded.
-ROUNDING = 1.0
+_ROUNDING = 1.0
 
 
 @dataclass(frozen=True)
 class Annotated:
-    """The images of one file of annotations, and the objects in each.
-
-    Attributes:
-        file: The file of annotations.
-        folder: Where its images lie.
-        images: Entries of its images: `id`, `file_name`, `width`, `height`.
-        objects: Image id -> the entries of its objects: `bbox`, `category_id`, `segmentation`, `iscrowd` …
-        categories: Names by id, in the order of the ids.
-    """
+    """The images of one file of annotations, and the objects in each."""
 
     file: Path
-    folder: Path
-    images: list[dict[str, Any]]
-    objects: dict[int, list[dict[str, Any]]]
-    categories: dict[int, str]
+    folder: Path  # of the images
+    images: list[dict[str, Any]]  # `id`, `file_name`, `width`, `height`
+    objects: dict[int, list[dict[str, Any]]]  # by image id: `bbox`, `category_id`, `segmentation`, `iscrowd` …
+    categories: dict[int, str]  # names by id, in the order of the ids
 
     def path(self, image: Mapping[str, Any]) -> Path:
         """Return the path of an image."""
@@ -56,16 +49,12 @@ class Annotated:
 
 
 def read_annotated(root: Path, name: str) -> Annotated:
-    """Read `root/annotations/instances_<name>.json`, of images in `root/<name>`, `root/images/<name>` or `root/images`.
-
-    Raises:
-        FolderError: If there is no such file or folder, or the file is not in COCO's format.
-    """
+    """Read `root/annotations/instances_<name>.json`, whose images lie in `<name>`, `images/<name>` or `images`."""
     file = root / "annotations" / f"instances_{name}.json"
     if not file.is_file():
         there = sorted(path.name for path in file.parent.glob("*.json")) or ["no .json files"]
         raise FolderError(
-            f"CocoFolders: there is no {file}; {file.parent} has {', '.join(there[:SHOWN])}.\n"
+            f"CocoFolders: there is no {file}; {file.parent} has {list_some(there)}.\n"
             "  fix: add that file, or name the splits that exist, --data.splits."
         )
     places = [root / name, root / "images" / name, root / "images"]
@@ -75,8 +64,8 @@ def read_annotated(root: Path, name: str) -> Annotated:
             f"CocoFolders: {file} has no images beside it: there is none of {', '.join(map(str, places))}.\n"
             "  fix: put its images into one of these folders."
         )
-    content = read_json(file)
-    check_entries(file, content)
+    content = _read_json(file)
+    _check_entries(file, content)
     objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content["images"]}
     for each in content["annotations"]:
         objects[each["image_id"]].append(each)
@@ -84,12 +73,8 @@ def read_annotated(root: Path, name: str) -> Annotated:
     return Annotated(file, folder, content["images"], objects, categories)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a file that has all sections of COCO's format; the content of the sections is not checked.
-
-    Raises:
-        FolderError: If the file is not UTF-8, is not JSON, or lacks a section.
-    """
+def _read_json(file: Path) -> dict[str, Any]:
+    """Read a file that has all sections of COCO's format; the content of the sections is not checked."""
     try:
         content = json.loads(read_utf8(file, "CocoFolders"))
     except FolderError:
@@ -109,96 +94,95 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def check_entries(file: Path, content: Mapping[str, Any]) -> None:
-    """Refuse a file without images or categories, and entries that lack keys, have wrong types or unknown references.
-
-    Raises:
-        FolderError: If there are any; the error names the first few of one kind.
-    """
-    refuse(file, "parts are not in COCO's format", list(faults_of_sections(content)), "use lists of objects with keys.")
+def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
+    """Refuse a file without images or categories, and entries with missing keys, wrong types or unknown references."""
+    refuse_here = partial(refuse, f"CocoFolders: {file}")
+    refuse_here("parts are not in COCO's format", list(find_section_faults(content)), "use lists of objects with keys.")
     if not content["images"] or not content["categories"]:
         raise FolderError(f"CocoFolders: {file} lists no {'categories' if content['images'] else 'images'}.")
-    refuse(file, "keys are missing", list(missing_keys(content)), "add them; COCO's format needs all of these.")
-    refuse(file, "values are of another kind", list(faults_of_values(content)), "use values of the kind after 'not'.")
+    refuse_here("keys are missing", list(find_missing_keys(content)), "add them; COCO's format needs all of these.")
+    refuse_here("values are of another kind", list(find_value_faults(content)), "use values of the kind after 'not'.")
     for section in FIELDS:
         counted = Counter(each["id"] for each in content[section])
         twice = [f"{section}: id {number}, {times} times" for number, times in counted.items() if times > 1]
-        refuse(file, "ids are given more than once", twice, "give each entry an id of its own.")
+        refuse_here("ids are given more than once", twice, "give each entry an id of its own.")
     images, categories = ({each["id"] for each in content[section]} for section in ("images", "categories"))
     lost = [
         f"annotation {each['id']} is of image {each['image_id']!r}"
         for each in content["annotations"]
         if each["image_id"] not in images
     ]
-    refuse(file, "annotations are of images that the file does not list", lost, "list the images, or leave these out.")
+    refuse_here("annotations are of images that the file does not list", lost, "list the images, or leave these out.")
     formless = [
         f"annotation {each['id']}: {reprlib.repr(each['bbox'])}"
         for each in content["annotations"]
         if not is_box(each["bbox"])
     ]
-    refuse(file, "boxes are not x, y, width and height", formless, "give each box four numbers, in pixels.")
+    refuse_here("boxes are not x, y, width and height", formless, "give each box four numbers, in pixels.")
     known = ", ".join(f"{each['id']} {each['name']}" for each in content["categories"][:SHOWN])
     strange = [
         f"annotation {each['id']} has category {each['category_id']!r}"
         for each in content["annotations"]
         if each["category_id"] not in categories
     ]
-    refuse(file, "annotations have unknown categories", strange, f"use the ids under categories: {known}.")
+    refuse_here("annotations have unknown categories", strange, f"use the ids under categories: {known}.")
 
 
 def check_files(part: Annotated) -> None:
-    """Refuse listed images that do not exist, and images of the split's own folder that are not listed.
-
-    Raises:
-        FolderError: If there are any; the error names the first few.
-    """
+    """Refuse listed images that do not exist, and images of the split's own folder that are not listed."""
+    refuse_here = partial(refuse, f"CocoFolders: {part.file}")
     listed = {part.path(image) for image in part.images}
     # pathlib's is_file raises for names that no file can have.
     absent = sorted(str(path) for path in listed if not os.path.isfile(path))
-    refuse(part.file, "listed images are not there", absent, "put them there, or take them out of the file.")
+    refuse(
+        f"CocoFolders: {part.file}",
+        "listed images are not there",
+        absent,
+        "put them there, or take them out of the file.",
+    )
     if part.folder.name != "images":
-        extra = sorted(str(path) for path in set(images_of(part.folder, "CocoFolders")) - listed)
+        extra = sorted(str(path) for path in set(list_images(part.folder, "CocoFolders")) - listed)
         fix = "list them too, without annotations if nothing is on them, or move them elsewhere."
-        refuse(part.file, f"images in {part.folder} are not listed", extra, fix)
+        refuse_here(f"images in {part.folder} are not listed", extra, fix)
 
 
-def faults_of_boxes(part: Annotated) -> Iterator[str]:
+def find_box_faults(part: Annotated) -> Iterator[str]:
     """Yield a text for each box that has no size or lies outside its image."""
     for image in part.images:
         for each in part.objects[image["id"]]:
-            fault = fault_of_box(each["bbox"], image["width"], image["height"])
+            fault = find_box_fault(each["bbox"], image["width"], image["height"])
             if fault:
                 yield f"annotation {each['id']} in {image['file_name']}: {fault}"
 
 
-def fault_of_box(box: Sequence[float], width: int, height: int) -> str | None:
+def find_box_fault(box: Sequence[float], width: int, height: int) -> str | None:
     """Return what is wrong with a box `(x, y, width, height)`, None if nothing.
 
     Example:
-        >>> fault_of_box([90, 10, 20, 5], 100, 50)
+        >>> find_box_fault([90, 10, 20, 5], 100, 50)
         'box [90, 10, 20, 5] lies outside the image of 100x50 pixels'
     """
     x, y, wide, high = box
     if wide <= 0 or high <= 0:
         return f"box {box} has no size"
-    if min(x, y) < -ROUNDING or x + wide > width + ROUNDING or y + high > height + ROUNDING:
+    if min(x, y) < -_ROUNDING or x + wide > width + _ROUNDING or y + high > height + _ROUNDING:
         return f"box {box} lies outside the image of {width}x{height} pixels"
     return None
 
 
-def faults_of_masks(part: Annotated) -> Iterator[str]:
+def find_mask_faults(part: Annotated) -> Iterator[str]:
     """Yield a text for each segmentation that is neither polygons of at least three points nor valid RLE."""
     for image in part.images:
         for each in part.objects[image["id"]]:
-            fault = fault_of_mask(each.get("segmentation"), image["width"], image["height"])
+            fault = find_mask_fault(each.get("segmentation"), image["width"], image["height"])
             if fault:
                 yield f"annotation {each['id']} in {image['file_name']}: {fault}"
 
 
-def fault_of_mask(segmentation: Any, width: int, height: int) -> str | None:
+def find_mask_fault(segmentation: Any, width: int, height: int) -> str | None:
     """Return what is wrong with the segmentation of an object in an image of this size, None if nothing."""
     if isinstance(segmentation, Mapping):
-        return fault_of_rle(segmentation, width, height)
+        return find_rle_fault(segmentation, width, height)
     if not segmentation:
         return "it has no segmentation"
     if not isinstance(segmentation, list) or not all(isinstance(polygon, list) for polygon in segmentation):
@@ -226,16 +210,16 @@ def is_rectangle(each: Mapping[str, Any]) -> bool:
         return False
     points, (x, y, wide, high) = np.reshape(polygon, (4, 2)), each["bbox"]
     corners = [(left, top) for left in (x, x + wide) for top in (y, y + high)]
-    return all(np.abs(points - corner).max(1).min() < ROUNDING / 2 for corner in corners)
+    return all(np.abs(points - corner).max(1).min() < _ROUNDING / 2 for corner in corners)
 
 
-def masks_of(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> UInt8[Tensor, "objects h w"]:
+def decode_masks(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> UInt8[Tensor, "objects h w"]:
     """Turn the segmentations of objects, polygons or RLE (compressed or not), into masks: 1 on the object, else 0.
 
     Example:
         >>> square = [1, 1, 3, 1, 3, 3, 1, 3]
         >>> column = {"size": [4, 5], "counts": [8, 4, 8]}
-        >>> masks_of([{"segmentation": [square]}, {"segmentation": column}], 4, 5).sum((1, 2))
+        >>> decode_masks([{"segmentation": [square]}, {"segmentation": column}], 4, 5).sum((1, 2))
         tensor([4, 4])
     """
     masks = np.zeros((len(objects), height, width), np.uint8)
@@ -247,10 +231,3 @@ def masks_of(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> U
             rle = coco.frPyObjects(segmentation, height, width)
         masks[place] = coco.decode(coco.merge(rle) if isinstance(rle, list) else rle)
     return torch.from_numpy(masks)
-
-
-def refuse(file: Path, problem: str, faults: Sequence[str], fix: str) -> None:
-    """Raise `FolderError` with the number of faults and the first few, if there are any."""
-    if faults:
-        shown = "\n  ".join([*faults[:SHOWN], *["..."] * (len(faults) > SHOWN)])
-        raise FolderError(f"CocoFolders: {file}: {len(faults)} {problem}.\n  {shown}\n  fix: {fix}")

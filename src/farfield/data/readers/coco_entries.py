@@ -8,31 +8,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 # The largest side of a JPEG file. Every object has a mask of its image's size, so a wrong size would take all memory.
-LARGEST_SIDE = 65_535
+_LARGEST_SIDE = 65_535
 # The largest coordinate: boxes are float32 in training.
-LARGEST = 1e9
+_LARGEST = 1e9
 
 
-class Field(NamedTuple):
-    """The values that a key may have.
-
-    Attributes:
-        fits: Returns whether a value is allowed.
-        kind: The allowed values in words, for errors.
-        needed: Whether an entry must have the key.
-    """
+class _Field(NamedTuple):
+    """The values that a key may have."""
 
     fits: Callable[[Any], bool]
-    kind: str
+    kind: str  # the allowed values in words, for errors
     needed: bool = True
 
 
-def is_whole(value: Any, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
+def _is_whole(value: Any, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
     """Return whether a value is a whole number from `least` to `most`, and not a bool."""
     return type(value) is int and least <= value <= most
 
 
-def are_numbers(values: Iterable[Any], most: float = LARGEST) -> bool:
+def are_numbers(values: Iterable[Any], most: float = _LARGEST) -> bool:
     """Return whether all values are finite numbers of magnitude `most` or less.
 
     Example:
@@ -47,7 +41,7 @@ def is_box(box: Any) -> bool:
     return isinstance(box, list) and len(box) == 4 and are_numbers(box)
 
 
-def is_text(value: Any) -> bool:
+def _is_text(value: Any) -> bool:
     """Return whether a value is text that is not empty, has no byte 0, and can be the name of a file."""
     try:
         return isinstance(value, str) and bool(value.strip()) and "\0" not in value and bool(os.fsencode(value))
@@ -55,21 +49,21 @@ def is_text(value: Any) -> bool:
         return False
 
 
-ID = Field(is_whole, "a whole number")
-SIDE = Field(lambda value: is_whole(value, 1, LARGEST_SIDE), f"a whole number from 1 to {LARGEST_SIDE:,}")
-NAME = Field(is_text, "a text that is not empty and can be a name")
-FLAG = Field(lambda value: value in (0, 1), "0 or 1", needed=False)
-AREA = Field(lambda value: are_numbers([value], LARGEST**2) and value >= 0, "a number from 0", needed=False)
+_ID = _Field(_is_whole, "a whole number")
+_SIDE = _Field(lambda value: _is_whole(value, 1, _LARGEST_SIDE), f"a whole number from 1 to {_LARGEST_SIDE:,}")
+_NAME = _Field(_is_text, "a text that is not empty and can be a name")
+_FLAG = _Field(lambda value: value in (0, 1), "0 or 1", needed=False)
+_AREA = _Field(lambda value: are_numbers([value], _LARGEST**2) and value >= 0, "a number from 0", needed=False)
 # Boxes are checked separately, by `is_box`.
-ANY = Field(lambda value: True, "anything")
-FIELDS: dict[str, dict[str, Field]] = {
-    "images": {"id": ID, "file_name": NAME, "width": SIDE, "height": SIDE},
-    "annotations": {"id": ID, "image_id": ID, "category_id": ID, "bbox": ANY, "iscrowd": FLAG, "area": AREA},
-    "categories": {"id": ID, "name": NAME},
+_ANY = _Field(lambda value: True, "anything")
+FIELDS: dict[str, dict[str, _Field]] = {
+    "images": {"id": _ID, "file_name": _NAME, "width": _SIDE, "height": _SIDE},
+    "annotations": {"id": _ID, "image_id": _ID, "category_id": _ID, "bbox": _ANY, "iscrowd": _FLAG, "area": _AREA},
+    "categories": {"id": _ID, "name": _NAME},
 }
 
 
-def faults_of_sections(content: Mapping[str, Any]) -> Iterator[str]:
+def find_section_faults(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield a text for each section that is not a list, and for each entry that is not an object with keys."""
     for section in FIELDS:
         if not isinstance(content[section], list):
@@ -80,7 +74,7 @@ def faults_of_sections(content: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{section}[{place}] is {reprlib.repr(entry)}, not an object with keys"
 
 
-def missing_keys(content: Mapping[str, Any]) -> Iterator[str]:
+def find_missing_keys(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield a text for each key that an entry must have and lacks."""
     for section, fields in FIELDS.items():
         for place, entry in enumerate(content[section]):
@@ -88,7 +82,7 @@ def missing_keys(content: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{section}[{place}] has no {key}" for key in lacking)
 
 
-def faults_of_values(content: Mapping[str, Any]) -> Iterator[str]:
+def find_value_faults(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield a text for each value of an entry that is not allowed."""
     for section, fields in FIELDS.items():
         for place, entry in enumerate(content[section]):

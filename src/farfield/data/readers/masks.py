@@ -15,7 +15,17 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from farfield.data.readers.images import SHOWN, Check, FolderError, check_each, fault_of, note_of, read_utf8
+from farfield.data.readers.images import (
+    Check,
+    FolderError,
+    check_each,
+    find_fault,
+    find_note,
+    list_some,
+    name_file,
+    read_utf8,
+    refuse,
+)
 
 VOC_CLASSES = (
     *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -24,9 +34,9 @@ VOC_CLASSES = (
 # The label of pixels that the loss and the metrics ignore.
 VOID = 255
 # Pillow's modes of an image with one number per pixel: a palette, or grey.
-INDEXED = ("P", "L")
+_INDEXED = ("P", "L")
 LISTS = Path("ImageSets", "Segmentation")
-IMAGES, MASKS = "JPEGImages", "SegmentationClass"
+_IMAGES, _MASKS = "JPEGImages", "SegmentationClass"
 
 
 class Pair(NamedTuple):
@@ -36,13 +46,10 @@ class Pair(NamedTuple):
     mask: Path
 
 
-def classes_of_masks(root: Path) -> list[str]:
+def read_mask_classes(root: Path) -> list[str]:
     """Read the names of the classes from `root/classes.txt`, one per line in the order of their labels; else VOC's 21.
 
     All lines may begin with the label itself; void, 255, is then skipped.
-
-    Raises:
-        FolderError: If the file is not text or holds no names, or its labels do not count up from 0.
     """
     path = root / "classes.txt"
     if not path.is_file():
@@ -53,9 +60,8 @@ def classes_of_masks(root: Path) -> list[str]:
         numbered = [(int(label), name.strip()) for label, name in lines if int(label) != VOID]
         labels, names = [label for label, _ in numbered], [name for _, name in numbered]
         if labels != list(range(len(labels))) or not labels:
-            shown = ", ".join(map(str, labels[:SHOWN])) + (", ..." if len(labels) > SHOWN else "")
             raise FolderError(
-                f"VOCFolders: the labels of {path} must count up from 0, got {shown or 'none'}.\n"
+                f"VOCFolders: the labels of {path} must count up from 0, got {list_some(labels) or 'none'}.\n"
                 "  fix: 0, 1, 2 and so on, one per line, or no labels."
             )
         return names
@@ -66,55 +72,36 @@ def classes_of_masks(root: Path) -> list[str]:
     return [" ".join(line).strip() for line in lines]
 
 
-def names_in(path: Path) -> list[list[str]]:
-    """Read the lines of a list of images, each split into words.
-
-    Raises:
-        FolderError: If there is no such list, or it is empty or not text.
-    """
+def read_list(path: Path) -> list[list[str]]:
+    """Read the lines of a list of images, each split into words."""
     if not path.is_file():
         held = ", ".join(sorted(entry.stem for entry in path.parent.glob("*.txt"))) or "no lists"
         raise FolderError(f"VOCFolders: there is no list {path}; {path.parent} has {held}.\n  fix: write that list.")
     lines = [line.split() for line in read_utf8(path, "VOCFolders").splitlines() if line.strip()]
     if not lines:
-        raise FolderError(f"VOCFolders: {path} is empty.\n  fix: one name per line, that of {IMAGES}/<name>.jpg.")
+        raise FolderError(f"VOCFolders: {path} is empty.\n  fix: one name per line, that of {_IMAGES}/<name>.jpg.")
     return lines
 
 
-def pairs_in(root: Path, path: Path) -> list[Pair]:
-    """Return the pairs of a list: names of images (VOC), or two paths per line below the root (`train_aug` lists).
-
-    Args:
-        root: The folder with `JPEGImages` and `SegmentationClass`.
-        path: The list.
-
-    Raises:
-        FolderError: If the list does not exist, is empty or not text, or files of its pairs are missing.
-    """
+def list_mask_pairs(root: Path, path: Path) -> list[Pair]:
+    """Return the pairs of a list: names of images (VOC), or two paths per line below the root (train_aug lists)."""
     pairs = [
         Pair(root / words[0].lstrip("/"), root / words[1].lstrip("/"))
         if len(words) == 2
-        else Pair(image_of(root / IMAGES, words[0]), root / MASKS / f"{words[0]}.png")
-        for words in names_in(path)
+        else Pair(_find_image(root / _IMAGES, words[0]), root / _MASKS / f"{words[0]}.png")
+        for words in read_list(path)
     ]
-    return complete(pairs, path)
+    return _check_complete(pairs, path)
 
 
-def train_aug(root: Path, sbd: Path) -> list[Pair]:
+def list_train_aug(root: Path, sbd: Path) -> list[Pair]:
     """List VOC's 10,582 training images with SBD's masks: (SBD train and val, and VOC train) without VOC val.
 
-    VOC's own masks take precedence where both exist.
-
-    Args:
-        root: The folder of VOC 2012.
-        sbd: The folder of SBD with `cls`, `train.txt` and `val.txt`, or its parent, in which it is `dataset`.
-
-    Raises:
-        FolderError: If lists or files are missing.
+    VOC's own masks take precedence. `sbd` has `cls`, `train.txt` and `val.txt`, or is the folder around `dataset`.
     """
     sbd = sbd / "dataset" if (sbd / "dataset").is_dir() else sbd
     ids = {
-        place: {words[0] for words in names_in(path)}
+        place: {words[0] for words in read_list(path)}
         for place, path in {
             "sbd train": sbd / "train.txt",
             "sbd val": sbd / "val.txt",
@@ -123,61 +110,51 @@ def train_aug(root: Path, sbd: Path) -> list[Pair]:
         }.items()
     }
     pairs = [
-        Pair(image_of(root / IMAGES, name), root / MASKS / f"{name}.png")
+        Pair(_find_image(root / _IMAGES, name), root / _MASKS / f"{name}.png")
         if name in ids["train"]
-        else Pair(image_of(root / IMAGES, name), sbd / "cls" / f"{name}.mat")
-        for name in augmented(ids["sbd train"], ids["sbd val"], ids["train"], ids["val"])
+        else Pair(_find_image(root / _IMAGES, name), sbd / "cls" / f"{name}.mat")
+        for name in list_augmented(ids["sbd train"], ids["sbd val"], ids["train"], ids["val"])
     ]
-    return complete(pairs, sbd)
+    return _check_complete(pairs, sbd)
 
 
-def augmented(
+def list_augmented(
     sbd_train: Iterable[str], sbd_val: Iterable[str], voc_train: Iterable[str], voc_val: Iterable[str]
 ) -> list[str]:
     """List the names of train_aug in sorted order.
 
     Example:
-        >>> augmented(["a", "b"], ["c", "v"], ["a", "t"], ["b", "v"])
+        >>> list_augmented(["a", "b"], ["c", "v"], ["a", "t"], ["b", "v"])
         ['a', 'c', 't']
     """
     return sorted({*sbd_train, *sbd_val, *voc_train} - {*voc_val})
 
 
-def image_of(folder: Path, name: str) -> Path:
+def _find_image(folder: Path, name: str) -> Path:
     """Return the file of an image by its name without suffix; that with `.jpg` if there is none."""
     paths = (folder / f"{name}{suffix}" for suffix in (".jpg", *IMG_EXTENSIONS))
     # pathlib's is_file raises for names that no file can have, which a damaged list may hold.
     return next((path for path in paths if os.path.isfile(path)), folder / f"{name}.jpg")
 
 
-def complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
-    """Return the pairs; raise `FolderError` if a file is missing. `source` names their list or folder in the error."""
+def _check_complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
+    """Return the pairs; raise `FolderError` if a file is missing. `source` is their list or folder, for the error."""
     missing = [path for pair in pairs for path in pair if not os.path.isfile(path)]
-    if missing:
-        shown = "\n  ".join([str(path) for path in missing[:SHOWN]] + ["..."] * (len(missing) > SHOWN))
-        raise FolderError(
-            f"VOCFolders: {len(missing)} files of the {len(pairs)} pairs in {source} are missing.\n  {shown}\n"
-            f"  fix: an image and a mask for each name, {IMAGES}/<name>.jpg and {MASKS}/<name>.png."
-        )
+    fix = f"an image and a mask for each name, {_IMAGES}/<name>.jpg and {_MASKS}/<name>.png."
+    refuse("VOCFolders", f"files of the {len(pairs)} pairs in {source} are missing", missing, fix)
     return list(pairs)
 
 
 def read_mask(path: Path) -> Tensor:
-    """Read the labels of a mask as a `uint8` tensor `(height, width)`.
-
-    Raises:
-        FolderError: If the file cannot be read, or holds colours in place of labels.
-    """
-    try:
+    """Read the labels of a mask as a `uint8` tensor `(height, width)`; refuse colours."""
+    with name_file("VOCFolders", path):
         if path.suffix == ".mat":
             from scipy.io import loadmat
 
             return torch.from_numpy(loadmat(path, mat_dtype=False)["GTcls"][0]["Segmentation"][0].astype(np.uint8))
         with Image.open(path) as image:
             mode, labels = image.mode, torch.from_numpy(np.array(image))
-    except Exception as error:
-        raise FolderError(f"VOCFolders: cannot read {path}: {error}") from error
-    if mode not in INDEXED:
+    if mode not in _INDEXED:
         raise FolderError(
             f"VOCFolders: {path} has colours (mode {mode}) and not one label per pixel.\n"
             "  fix: save masks as palette or grey PNG files whose numbers are the labels."
@@ -186,31 +163,20 @@ def read_mask(path: Path) -> Tensor:
 
 
 def check_pairs(pairs: Sequence[Pair], classes: Sequence[str], root: Path, check: Check = "once") -> None:
-    """Decode every pair and refuse those that cannot be trained on, in one error.
-
-    Args:
-        pairs: The pairs to read.
-        classes: The names of the labels.
-        root: The folder of the data, for which the note of a passed check is kept.
-        check: `"once"`, `"always"` or `"never"`.
-
-    Raises:
-        FolderError: If a file is damaged, a mask has colours or labels that are no class, or its size is not the
-            image's; the error names the files.
-    """
+    """Decode every pair and refuse those that cannot be trained on, in one error."""
     if check == "never":
         return
-    note = note_of(root, [path for pair in pairs for path in pair], f"{len(classes)} classes")
+    note = find_note(root, [path for pair in pairs for path in pair], f"{len(classes)} classes")
     fix = (
         f"labels are 0 to {len(classes) - 1} and {VOID} for void, on an image of the same size; classes.txt names them."
     )
-    fault = partial(fault_of_pair, classes=len(classes))
+    fault = partial(find_pair_fault, classes=len(classes))
     check_each("VOCFolders", pairs, fault, check, note, f"pairs in {root} cannot be trained on", fix)
 
 
-def fault_of_pair(pair: Pair, classes: int) -> str | None:
+def find_pair_fault(pair: Pair, classes: int) -> str | None:
     """Read one pair; return what is wrong with it, or None."""
-    damaged = fault_of(pair.image)
+    damaged = find_fault(pair.image)
     if damaged:
         return damaged
     try:
@@ -221,13 +187,13 @@ def fault_of_pair(pair: Pair, classes: int) -> str | None:
         warnings.simplefilter("ignore")
         size = image.size[::-1]
     if tuple(labels.shape) != size:
-        return f"{pair.mask} is {sized(labels.shape)}, {pair.image} is {sized(size)}"
+        return f"{pair.mask} is {format_size(labels.shape)}, {pair.image} is {format_size(size)}"
     foreign = [label for label in labels.unique().tolist() if label >= classes and label != VOID]
     if foreign:
-        return f"{pair.mask}: labels {', '.join(map(str, foreign[:SHOWN]))} are no classes"
+        return f"{pair.mask}: labels {list_some(foreign)} are no classes"
     return None
 
 
-def sized(size: Sequence[int]) -> str:
+def format_size(size: Sequence[int]) -> str:
     """Format the size of an image as width x height, as image viewers do."""
     return f"{size[1]}x{size[0]}"

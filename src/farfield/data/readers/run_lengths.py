@@ -9,22 +9,17 @@ from typing import Any
 import numpy as np
 
 # The most digits of 5 bits that a run of 32 bits has.
-DIGITS = 7
+_DIGITS = 7
 
 
-def fault_of_rle(segmentation: Mapping[str, Any], width: int, height: int) -> str | None:
+def find_rle_fault(segmentation: Mapping[str, Any], width: int, height: int) -> str | None:
     """Return what is wrong with the RLE of a mask, None if nothing.
 
     pycocotools decodes into memory of the given size without checking the runs, so they are checked here.
 
-    Args:
-        segmentation: `size`, height and width, and `counts`, a list of runs or COCO's string of them.
-        width: Width of the mask's image.
-        height: Height of the mask's image.
-
     Example:
-        >>> fault_of_rle({"size": [4, 5], "counts": [8, 4, 8]}, 5, 4)
-        >>> fault_of_rle({"size": [4, 5], "counts": [8, 400, 8]}, 5, 4)
+        >>> find_rle_fault({"size": [4, 5], "counts": [8, 4, 8]}, 5, 4)
+        >>> find_rle_fault({"size": [4, 5], "counts": [8, 400, 8]}, 5, 4)
         'its RLE has runs of 416 pixels in all, and the image has 20'
     """
     size = segmentation.get("size")
@@ -33,7 +28,7 @@ def fault_of_rle(segmentation: Mapping[str, Any], width: int, height: int) -> st
     if size != [height, width] or not all(type(side) is int for side in size):
         return f"its RLE has the size {reprlib.repr(size)}, and the image has {[height, width]}"
     try:
-        runs = runs_of(segmentation["counts"])
+        runs = read_runs(segmentation["counts"])
     except ValueError as error:
         return f"its RLE {error}"
     if min(runs, default=0) < 0:
@@ -43,21 +38,15 @@ def fault_of_rle(segmentation: Mapping[str, Any], width: int, height: int) -> st
     return None
 
 
-def runs_of(counts: Any) -> list[int]:
-    """Return the runs of background and object in turn, from a list or from COCO's string.
+def read_runs(counts: Any) -> list[int]:
+    """Return the runs of background and object in turn, from a list or from COCO's string; `ValueError` if damaged.
 
     In COCO's string a number is written in digits of 5 bits, the lowest first, each a character from "0" on. The bit of
     value 32 means that another digit follows, the bit of value 16 in the last digit that the number is negative. The
     first three numbers are runs; from the fourth on, a number is the difference between its run and the run two before.
 
-    Args:
-        counts: The `counts` of RLE.
-
-    Raises:
-        ValueError: If it is neither, or the string is damaged; the text continues "its RLE".
-
     Example:
-        >>> runs_of("848"), runs_of([8, 4, 8])
+        >>> read_runs("848"), read_runs([8, 4, 8])
         ([8, 4, 8], [8, 4, 8])
     """
     if isinstance(counts, list) and all(type(run) is int for run in counts):
@@ -72,8 +61,8 @@ def runs_of(counts: Any) -> list[int]:
         return []
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
-    if lengths.max() > DIGITS:
-        raise ValueError(f"has the counts {reprlib.repr(counts)}, with a run of more than {DIGITS} digits")
+    if lengths.max() > _DIGITS:
+        raise ValueError(f"has the counts {reprlib.repr(counts)}, with a run of more than {_DIGITS} digits")
     shifts = 5 * (np.arange(len(digits)) - np.repeat(starts, lengths))
     runs = np.add.reduceat((digits & 31) << shifts, starts)
     runs -= (digits[ends] >> 4 & 1) << 5 * lengths

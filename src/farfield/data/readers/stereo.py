@@ -14,17 +14,26 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from farfield.data.readers.images import SHOWN, Check, FolderError, check_each, fault_of, files_of, note_of
-from farfield.data.readers.masks import sized
+from farfield.data.readers.images import (
+    Check,
+    FolderError,
+    check_each,
+    find_fault,
+    find_note,
+    list_files,
+    name_file,
+    refuse,
+)
+from farfield.data.readers.masks import format_size
 
 CALLER = "StereoFrames"
 # Folders of test pairs in Scene Flow, KITTI and Middlebury.
-TESTS = frozenset({"TEST", "testing", "test", "testF", "testH", "testQ"})
+_TESTS = frozenset({"TEST", "testing", "test", "testF", "testH", "testQ"})
 # KITTI's PNG files store 256 times the disparity.
-KITTI_FACTOR = 256
+_KITTI_FACTOR = 256
 # Width, height and scale of a PFM file. A width has at most nine digits, a header at most LONGEST_HEADER bytes.
-PFM_HEADER = re.compile(rb"Pf\s+(\d{1,9})\s+(\d{1,9})\s+([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)[ \t\r]*\n")
-LONGEST_HEADER = 4096
+_PFM_HEADER = re.compile(rb"Pf\s+(\d{1,9})\s+(\d{1,9})\s+([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)[ \t\r]*\n")
+_LONGEST_HEADER = 4096
 
 
 class FrameLayout(NamedTuple):
@@ -64,19 +73,12 @@ LAYOUTS = {
 
 
 class Frame(NamedTuple):
-    """The files of one pair.
-
-    Attributes:
-        left: The left image.
-        right: The right image.
-        disparity: The disparities of the left image's pixels; None where there are none.
-        name: The left image's path below the folder, without suffix.
-    """
+    """The files of one pair."""
 
     left: Path
     right: Path
-    disparity: Path | None
-    name: str
+    disparity: Path | None  # of the left image's pixels
+    name: str  # the left image's path below the folder, without suffix
 
     @property
     def names(self) -> set[str]:
@@ -86,21 +88,17 @@ class Frame(NamedTuple):
     @property
     def is_test(self) -> bool:
         """Whether the pair lies in a folder of test pairs."""
-        return not TESTS.isdisjoint(self.name.split("/")[:-1])
+        return not _TESTS.isdisjoint(self.name.split("/")[:-1])
 
 
-def frames_in(folder: Path) -> list[Frame]:
-    """List the pairs of a folder, of every layout, in sorted order.
-
-    Raises:
-        FolderError: If the folder does not exist or holds no pairs, or right images are missing.
-    """
+def list_frames(folder: Path) -> list[Frame]:
+    """List the pairs of a folder, of every layout, in sorted order."""
     if not folder.is_dir():
         raise FolderError(f"{CALLER}: there is no folder {folder}.")
-    there = {path.relative_to(folder).as_posix() for path in files_of(folder)}
+    there = {path.relative_to(folder).as_posix() for path in list_files(folder)}
     frames, missing = [], []
     for path in sorted(there):
-        matched = layout_of(path)
+        matched = _match_layout(path)
         if matched is None:
             continue
         layout, match = matched
@@ -115,58 +113,43 @@ def frames_in(folder: Path) -> list[Frame]:
             f"{CALLER}: {folder} has no stereo pairs of {', '.join(LAYOUTS)}.\n"
             "  fix: left/1.png, right/1.png and disparity/1.pfm for each pair."
         )
-    if missing:
-        shown = "\n  ".join(missing[:SHOWN] + ["..."] * (len(missing) > SHOWN))
-        raise FolderError(
-            f"{CALLER}: {len(missing)} of {len(frames)} pairs have no right image.\n  {shown}\n"
-            "  fix: add these images, or remove their left ones."
-        )
+    fix = "add these images, or remove their left ones."
+    refuse(CALLER, f"of {len(frames)} pairs have no right image", missing, fix)
     return frames
 
 
-def layout_of(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
+def _match_layout(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
     """Return the layout of the path of a left image, with the match; None for other files."""
     matches = ((layout, layout.left.fullmatch(path)) for layout in LAYOUTS.values())
     return next(((layout, match) for layout, match in matches if match), None)
 
 
 def read_disparity(path: Path) -> NDArray[np.float32]:
-    """Read the disparities of a PFM file, or of KITTI's 16-bit PNG files, which store 256 times the disparity.
-
-    Raises:
-        FolderError: If the file is damaged or of another kind; the error names it.
-    """
+    """Read the disparities of a PFM file, or of KITTI's 16-bit PNG files, which store 256 times the disparity."""
     if path.suffix.lower() == ".pfm":
         return read_pfm(path)
-    try:
-        with Image.open(path) as image:
-            mode, values = image.mode, np.array(image)
-    except Exception as error:
-        raise FolderError(f"{CALLER}: cannot read {path}: {error}") from error
+    with name_file(CALLER, path), Image.open(path) as image:
+        mode, values = image.mode, np.array(image)
     if not mode.startswith("I"):
         raise FolderError(
             f"{CALLER}: {path} has 8 bits or colours (mode {mode}), whose unit is unknown.\n"
-            f"  fix: 16-bit PNG files of {KITTI_FACTOR} times the disparity in pixels, or PFM files."
+            f"  fix: 16-bit PNG files of {_KITTI_FACTOR} times the disparity in pixels, or PFM files."
         )
-    return (values / KITTI_FACTOR).astype(np.float32)
+    return (values / _KITTI_FACTOR).astype(np.float32)
 
 
 def read_pfm(path: Path) -> NDArray[np.float32]:
     """Read a PFM file of one channel, which stores the last row first; the sign of its scale gives the byte order.
 
     Pillow reads such files too, but not those whose scale has more than ten digits.
-
-    Raises:
-        FolderError: If it is damaged or of another kind; the error names it.
     """
     try:
         with path.open("rb") as file:
-            start = file.read(LONGEST_HEADER)
-            header = PFM_HEADER.match(start)
+            start = file.read(_LONGEST_HEADER)
+            header = _PFM_HEADER.match(start)
             if header is None:
-                kind = (
-                    "three channels, which are no disparities" if start.startswith(b"PF") else "no header of a PFM file"
-                )
+                colours = start.startswith(b"PF")
+                kind = "three channels, which are no disparities" if colours else "no header of a PFM file"
                 raise FolderError(f"{CALLER}: cannot read {path}: it has {kind}.")
             width, height, scale = int(header[1]), int(header[2]), float(header[3])
             held, wanted = os.fstat(file.fileno()).st_size - header.end(), 4 * width * height
@@ -184,28 +167,18 @@ def read_pfm(path: Path) -> NDArray[np.float32]:
 
 
 def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> None:
-    """Decode every frame and refuse those that cannot be read or whose files differ in size, in one error.
-
-    Args:
-        frames: The frames to read.
-        root: The folder of the data, for which the note of a passed check is kept.
-        check: `"once"`, `"always"` or `"never"`.
-
-    Raises:
-        FolderError: If a file is damaged, or not of the left image's size; the error names the files.
-    """
+    """Decode every frame and refuse those that cannot be read or whose files differ in size, in one error."""
     if check == "never":
         return
-    note = note_of(root, [path for frame in frames for path in frame[:3] if path is not None])
+    note = find_note(root, [path for frame in frames for path in frame[:3] if path is not None])
     fix = "two images and disparities of one size for each pair, rectified."
-    check_each(CALLER, frames, fault_of_frame, check, note, f"pairs in {root} cannot be read", fix)
+    check_each(CALLER, frames, _find_frame_fault, check, note, f"pairs in {root} cannot be read", fix)
 
 
-def fault_of_frame(frame: Frame) -> str | None:
-    """Read one frame; return what is wrong with it, or None."""
+def _find_frame_fault(frame: Frame) -> str | None:
     size = {}
     for path in (frame.left, frame.right):
-        damaged = fault_of(path)
+        damaged = find_fault(path)
         if damaged:
             return damaged
         with warnings.catch_warnings(), Image.open(path) as image:
@@ -218,5 +191,5 @@ def fault_of_frame(frame: Frame) -> str | None:
             return str(error).removeprefix(f"{CALLER}: ").splitlines()[0]
     for path, own in size.items():
         if own != size[frame.left]:
-            return f"{path} is {sized(own)}, {frame.left} is {sized(size[frame.left])}"
+            return f"{path} is {format_size(own)}, {frame.left} is {format_size(size[frame.left])}"
     return None

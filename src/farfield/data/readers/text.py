@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from farfield.data.readers.images import SHOWN, FolderError, files_of, read_utf8
+from farfield.data.readers.images import FolderError, list_files, list_some, read_utf8
 
 CALLER = "TextFolder"
 
@@ -54,63 +54,49 @@ class Text(NamedTuple):
                 start = None
 
 
-def texts_of(folder: Path) -> list[Text]:
-    """Read all `.txt` files below a folder, in sorted order.
-
-    Raises:
-        FolderError: If there is no such folder or no such file in it, or a file is not UTF-8; the error names the byte.
-    """
+def _read_texts(folder: Path) -> list[Text]:
+    """Read all `.txt` files below a folder, in sorted order; an error names those that are not UTF-8."""
     if not folder.is_dir():
         raise FolderError(f"{CALLER}: there is no folder {folder}.")
-    paths = [path for path in files_of(folder) if path.suffix.lower() == ".txt"]
+    paths = [path for path in list_files(folder) if path.suffix.lower() == ".txt"]
     if not paths:
-        held = ", ".join(path.name for path in files_of(folder)[:SHOWN]) or "nothing"
+        held = list_some(path.name for path in list_files(folder)) or "nothing"
         raise FolderError(f"{CALLER}: {folder} has no text files (.txt); it holds {held}.")
     texts, faults = [], []
     for path in paths:
         try:
-            texts.append(read_text(path))
+            texts.append(read_text_file(path))
         except FolderError as error:
             faults.append(str(error).removeprefix(f"{CALLER}: "))
     if faults:
-        shown = "\n  ".join(faults[:SHOWN] + ["..."] * (len(faults) > SHOWN))
+        shown = list_some(faults, "\n  ")
         raise FolderError(f"{CALLER}: {len(faults)} of the {len(paths)} files in {folder} cannot be read.\n  {shown}")
     return texts
 
 
-def read_text(path: Path) -> Text:
-    """Read a text file.
-
-    Raises:
-        FolderError: If the file cannot be read, is not UTF-8 or not text; the error names the byte.
-    """
+def read_text_file(path: Path) -> Text:
+    """Read a text file."""
     return Text(path, read_utf8(path, CALLER).splitlines())
 
 
-def parted(root: Path, share: float) -> dict[str, list[Text]]:
+def read_parts(root: Path, share: float) -> dict[str, list[Text]]:
     """Read the texts of train and val, and of test if there is such a folder.
 
-    Args:
-        root: A folder with folders `train`, `val` and optionally `test`; without `train`, a folder of files, the last
-            `share` of each of which is val.
-        share: Share of the characters of each file.
-
-    Raises:
-        FolderError: If a file or a folder is missing or faulty, or there is no text in a part.
+    Without a folder `train`, the last `share` of the characters of each file is val.
     """
     if (root / "train").is_dir():
-        parts = {name: texts_of(root / name) for name in ("train", "val")}
+        parts = {name: _read_texts(root / name) for name in ("train", "val")}
         if (root / "test").is_dir():
-            parts["test"] = texts_of(root / "test")
+            parts["test"] = _read_texts(root / "test")
     else:
-        both = [text.cut(share) for text in texts_of(root)]
+        both = [text.cut(share) for text in _read_texts(root)]
         parts = {"train": [first for first, _ in both], "val": [last for _, last in both]}
     for name, texts in parts.items():
-        check_not_blank(root, name, texts)
+        _check_not_blank(root, name, texts)
     return parts
 
 
-def check_not_blank(root: Path, name: str, texts: Sequence[Text]) -> None:
+def _check_not_blank(root: Path, name: str, texts: Sequence[Text]) -> None:
     """Raise `FolderError` for a part whose texts have only blank lines."""
     if not any(line.strip() for text in texts for line in text.lines):
         raise FolderError(

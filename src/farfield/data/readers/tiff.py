@@ -11,14 +11,14 @@ import tifffile
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
-from farfield.data.readers.images import CLUTTER, SHOWN, FolderError, check_names
+from farfield.data.readers.images import CLUTTER, FolderError, check_names, name_file, refuse
 from farfield.volumes.tiff_parts import check_parts, check_planes, describe_series
 
 SUFFIXES = (".tif", ".tiff")
 # Letters that tifffile gives to unknown axes.
-UNNAMED = "QI"
+_UNNAMED = "QI"
 # There is a warning if more than this share of the positions has the largest value of the dtype.
-SATURATED = 0.001
+_SATURATED = 0.001
 
 
 class PairOfFiles(NamedTuple):
@@ -29,11 +29,10 @@ class PairOfFiles(NamedTuple):
     condition: str
 
 
-def stacks_in(folder: Path) -> list[Path]:
+def list_stacks(folder: Path) -> list[Path]:
     """List the TIFF files of a folder in sorted order, without hidden ones; none if the folder does not exist.
 
-    Raises:
-        FolderError: If two of them differ in the suffix alone: pairs and outputs go by the name without suffix.
+    Two that differ in the suffix alone are refused: pairs and outputs go by the name without suffix.
     """
     entries = folder.iterdir() if folder.is_dir() else ()
     stacks = sorted(
@@ -45,43 +44,32 @@ def stacks_in(folder: Path) -> list[Path]:
     return stacks
 
 
-def pairs_in(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
-    """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`.
-
-    Raises:
-        FolderError: If a folder does not exist or is empty, a file has no counterpart, or the stacks have different bit
-            depths.
-    """
-    truths = {path.stem: path for path in stacks_in(folder / target)}
+def list_stack_pairs(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
+    """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`."""
+    truths = {path.stem: path for path in list_stacks(folder / target)}
     pairs = []
     for source in sources:
-        files = {path.stem: path for path in stacks_in(folder / source)}
-        layout = f"fix: {folder / source / 'a.tif'} and {folder / target / 'a.tif'} for each stack; "
+        files = {path.stem: path for path in list_stacks(folder / source)}
+        layout = f"{folder / source / 'a.tif'} and {folder / target / 'a.tif'} for each stack; "
         layout += "--data.sources and --data.target name the folders."
         if not files or not truths:
             empty = folder / (target if files else source)
             what = "has no TIFF files" if empty.is_dir() else "is not there"
-            raise FolderError(f"StackPairs: {empty} {what}.\n  {layout}")
+            raise FolderError(f"StackPairs: {empty} {what}.\n  fix: {layout}")
         lonely = [*(files[name] for name in files.keys() - truths.keys())]
         lonely += [truths[name] for name in truths.keys() - files.keys()]
-        if lonely:
-            listed = "\n  ".join([str(path) for path in sorted(lonely)[:SHOWN]] + ["..."] * (len(lonely) > SHOWN))
-            raise FolderError(f"StackPairs: {len(lonely)} files have no counterpart.\n  {listed}\n  {layout}")
+        refuse("StackPairs", "files have no counterpart", sorted(lonely), layout)
         pairs += [PairOfFiles(files[name], truths[name], source) for name in files]
     check_depths([pair.source for pair in pairs], [pair.target for pair in pairs])
     return pairs
 
 
 def check_depths(*groups: Sequence[Path]) -> None:
-    """Refuse files of one group (sources, or targets) of different bit depths; only the files' headers are read.
-
-    Raises:
-        FolderError: If there are any; the error names a file of each dtype.
-    """
+    """Refuse files of one group (sources, or targets) of different bit depths; only the files' headers are read."""
     for files in groups:
         first: dict[str, Path] = {}
         for path in files:
-            with opened(path) as file:
+            with open_tiff_file(path) as file:
                 first.setdefault(str(file.series[0].dtype), path)
         if len(first) > 1:
             listed = "\n  ".join(f"{dtype:8} {path}" for dtype, path in first.items())
@@ -91,74 +79,56 @@ def check_depths(*groups: Sequence[Path]) -> None:
             )
 
 
-def opened(path: Path) -> tifffile.TiffFile:
-    """Open a TIFF file whose first series is whole.
-
-    Raises:
-        FolderError: If the file is not a TIFF file, holds no images, lacks planes, or names files outside its folder as
-            its parts.
-    """
-    try:
+def open_tiff_file(path: Path) -> tifffile.TiffFile:
+    """Open a TIFF file whose first series is whole."""
+    with name_file("StackPairs", path):
         file = tifffile.TiffFile(path)
         check_parts(file)
         if not file.series:
             raise tifffile.TiffFileError("no images in it")
         check_planes(file)
-    # tifffile raises all kinds of errors for damaged files.
-    except Exception as error:
-        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
-    return file
+        return file
 
 
-def stack_of(path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None) -> NDArray[Any]:
+def open_stack(path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None) -> NDArray[Any]:
     """Open a stack `(z, y, x)` or an image `(y, x)` without loading it, where the file allows that.
 
     Args:
-        path: A TIFF file: OME, ImageJ, or plain.
+        path: A TIFF file: OME, ImageJ, or plain; one that is compressed is read.
         spatial_dims: 3 for stacks, 2 for images.
         axes: The axes, e.g. "ZYX"; None takes those that the file gives.
         channel: Index of the channel to read, for files of several; ignored for others.
-
-    Returns:
-        A memory map, or an array if the file is compressed.
-
-    Raises:
-        FolderError: If the file cannot be read, has no such channel, or its axes are not those of one stack or image.
     """
-    with opened(path) as file:
+    with open_tiff_file(path) as file:
         shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
-    place = channels_axis(shape, letters)
+    place = _find_channels_axis(shape, letters)
     if channel is None or place is None:
-        keep = kept_axes(path, shape, letters, spatial_dims)
-        return array_of(path).reshape([shape[axis] for axis in keep])
+        keep = _find_axes(path, shape, letters, spatial_dims)
+        return open_array(path).reshape([shape[axis] for axis in keep])
     if not 0 <= channel < shape[place]:
         raise FolderError(
             f"StackPairs: {path} has {shape[place]} channels, and no channel {channel}.\n"
             f"  fix: --data.channel, a number from 0 to {shape[place] - 1}."
         )
-    one = array_of(path).reshape(shape)[(slice(None),) * place + (channel,)]
-    keep = kept_axes(path, one.shape, letters[:place] + letters[place + 1 :], spatial_dims, place)
+    one = open_array(path).reshape(shape)[(slice(None),) * place + (channel,)]
+    keep = _find_axes(path, one.shape, letters[:place] + letters[place + 1 :], spatial_dims, place)
     return one.reshape([one.shape[axis] for axis in keep])
 
 
-def channels_axis(shape: Sequence[int], letters: str) -> int | None:
+def _find_channels_axis(shape: Sequence[int], letters: str) -> int | None:
     """Return the axis of several channels, or of the samples of a colour image; None if there is none.
 
     Example:
-        >>> channels_axis((5, 2, 64, 64), "ZCYX"), channels_axis((5, 1, 64, 64), "ZCYX")
+        >>> _find_channels_axis((5, 2, 64, 64), "ZCYX"), _find_channels_axis((5, 1, 64, 64), "ZCYX")
         (1, None)
     """
     named = [axis for axis, letter in enumerate(letters[: len(shape)]) if letter in "CS" and shape[axis] > 1]
     return named[0] if len(named) == 1 else None
 
 
-def several_of(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
-    """Open a file of several stacks, or images, along its first axis; axes of length 1 are left out.
-
-    Raises:
-        FolderError: If the file cannot be read, or holds another number of stacks than `number`.
-    """
-    whole = array_of(path)
+def open_stacks(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
+    """Open a file of several stacks, or images, along its first axis; axes of length 1 are left out."""
+    whole = open_array(path)
     whole = whole.reshape([side for side in whole.shape if side > 1])
     if whole.ndim != spatial_dims + 1 or len(whole) != number:
         raise FolderError(
@@ -168,13 +138,9 @@ def several_of(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
     return whole
 
 
-def array_of(path: Path) -> NDArray[Any]:
-    """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read.
-
-    Raises:
-        FolderError: If the file cannot be read, or holds no grey levels.
-    """
-    with opened(path) as file:
+def open_array(path: Path) -> NDArray[Any]:
+    """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read."""
+    with open_tiff_file(path) as file:
         series = file.series[0]
         if len(file.series) > 1:
             others = "".join(f"\n  series {place}  {describe_series(each)}" for place, each in enumerate(file.series))
@@ -187,22 +153,20 @@ def array_of(path: Path) -> NDArray[Any]:
                 f"StackPairs: {path} holds {series.dtype}; stacks are grey levels, whole numbers or floats."
             )
         in_one_piece = series.dataoffset is not None
-    try:
+    with name_file("StackPairs", path):
         return tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
-    except Exception as error:
-        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
 
 
-def axes_fix(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None) -> str:
-    """Return the advice for axes that are not those of one stack or image; the arguments are those of `kept_axes`."""
+def _advise_axes(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None) -> str:
+    """Return the advice for axes that are not those of one stack or image; the arguments are those of `_find_axes`."""
     wanted = "ZYX"[-spatial_dims:]
     split, longer = f"one grey stack per file with the axes {wanted}.", [side for side in shape if side > 1]
-    place = channels_axis(shape, axes)
+    place = _find_channels_axis(shape, axes)
     if len(longer) > spatial_dims + (taken is None):
         return split
     if place is not None and len(axes) == len(shape):
         return f"--data.channel, one of its {shape[place]} channels, a number from 0."
-    letters = letters_for(shape, spatial_dims, taken is None)
+    letters = _suggest_letters(shape, spatial_dims, taken is None)
     if taken is not None:
         return f"--data.axes {letters[:taken]}C{letters[taken:]}, beside --data.channel; or {split}"
     if "C" in letters:
@@ -213,11 +177,11 @@ def axes_fix(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | No
     return f"--data.axes {letters}, if these are its axes; or {split}"
 
 
-def letters_for(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
+def _suggest_letters(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
     """Return letters of axes that can be read: Q for those of length 1, C for channels if there may be any.
 
     Example:
-        >>> letters_for((2, 5, 64, 64), 3, True), letters_for((1, 5, 1, 64, 64), 3, True)
+        >>> _suggest_letters((2, 5, 64, 64), 3, True), _suggest_letters((1, 5, 1, 64, 64), 3, True)
         ('CZYX', 'QZQYX')
     """
     names = "ZYX"[-spatial_dims:]
@@ -230,27 +194,21 @@ def letters_for(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
     return "".join(named.get(place, "Q") for place in range(len(shape)))
 
 
-def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None = None) -> list[int]:
+def _find_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None = None) -> list[int]:
     """Return which axes of an array are z, y and x; the others must have length 1.
 
-    Args:
-        path: The file, for errors.
-        shape: The shape of the array.
-        axes: A letter for each of its axes.
-        spatial_dims: 3 for stacks, 2 for images.
-        taken: Where an axis of channels stood, of which one was taken; None if none was.
-
-    Raises:
-        FolderError: If the letters in `axes` do not determine them, or another axis is longer than 1.
+    `axes` has a letter for each; `taken` is where an axis of channels stood, of which one was taken, or None.
     """
     wanted = "ZYX"[-spatial_dims:]
-    fix = f"fix: {axes_fix(shape, axes, spatial_dims, taken)}"
-    if len(axes) != len(shape) or len(set(axes) - set(UNNAMED)) != len([axis for axis in axes if axis not in UNNAMED]):
+    fix = f"fix: {_advise_axes(shape, axes, spatial_dims, taken)}"
+    if len(axes) != len(shape) or len(set(axes) - set(_UNNAMED)) != len(
+        [axis for axis in axes if axis not in _UNNAMED]
+    ):
         raise FolderError(f'StackPairs: {path} has the size {tuple(shape)}, but the axes "{axes}".\n  {fix}')
     many = [place for place, side in enumerate(shape) if side > 1 or axes[place] in wanted]
     named = "".join(axes[place] for place in many)
     # An unnamed first axis can only be z.
-    if spatial_dims == 3 and "Z" not in named and named[:1] in tuple(UNNAMED):
+    if spatial_dims == 3 and "Z" not in named and named[:1] in tuple(_UNNAMED):
         named = "Z" + named[1:]
     if spatial_dims == 3 and named == "YX":
         fix = 'fix: for images, --data.patch "[64,64]" and --model.network.spatial_dims 2.'
@@ -260,12 +218,8 @@ def kept_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, ta
     return many
 
 
-def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
-    """Return a stack unchanged, if it can be trained on; warn if many positions are saturated.
-
-    Raises:
-        FolderError: If there are no positions, or some values are not finite, or all are equal.
-    """
+def check_stack_values(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
+    """Return a stack unchanged, if its values are finite and differ; warn if many positions are saturated."""
     if not stack.size:
         raise FolderError(f"StackPairs: {path}: it has no positions, its size is {stack.shape}.")
     if stack.dtype.kind == "f" and not np.isfinite(stack).all():
@@ -281,7 +235,7 @@ def checked(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
         )
     if stack.dtype.kind == "u" and largest == np.iinfo(stack.dtype).max:
         share = float((stack == largest).mean())
-        if share > SATURATED:
+        if share > _SATURATED:
             rank_zero_warn(f"StackPairs: {path}: {share:.1%} of the positions are saturated, at {largest}.")
     return stack
 
@@ -294,21 +248,12 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
 
     Returns:
         Sources `(samples, 1, z, y, x)` and targets of the same size, or `(samples, 1, y, x)` if they have one plane.
-
-    Raises:
-        FolderError: If the file cannot be read or lacks an entry, or its axes, shapes or values cannot be trained on.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            missing = [name for name in ("X", "Y", "axes") if name not in file]
-            if missing:
-                raise FolderError(f"StackPairs: {path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
-            source, target, axes = file["X"], file["Y"], str(file["axes"])
-    except FolderError:
-        raise
-    # NumPy, zipfile and zlib raise all kinds of errors for damaged files.
-    except Exception as error:
-        raise FolderError(f"StackPairs: cannot read {path}: {error or type(error).__name__}") from error
+    with name_file("StackPairs", path), np.load(path, allow_pickle=False) as file:
+        missing = [name for name in ("X", "Y", "axes") if name not in file]
+        if missing:
+            raise FolderError(f"StackPairs: {path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
+        source, target, axes = file["X"], file["Y"], str(file["axes"])
     for name, part in (("X", source), ("Y", target)):
         if part.dtype.kind not in "uif":
             raise FolderError(f"StackPairs: {path}: {name} holds {part.dtype}; patches are whole numbers or floats.")
@@ -327,17 +272,13 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
         or source.shape[2 + projected :] != target.shape[2 + projected :]
     ):
         raise FolderError(f"StackPairs: {path}: X {source.shape} and Y {target.shape} are not pairs of one channel.")
-    source, target = (normalised(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
+    source, target = (_normalise_patches(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
     return source, target[:, :, 0] if projected else target
 
 
-def normalised(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
-    """Check patches, and scale those of whole numbers so that percentiles 2 and 99.8 of them all become 0 and 1.
-
-    Raises:
-        FolderError: If the values are not finite, all equal, or equal at both percentiles.
-    """
-    checked(name, patches)
+def _normalise_patches(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
+    """Check patches, and scale those of whole numbers so that percentiles 2 and 99.8 of them all become 0 and 1."""
+    check_stack_values(name, patches)
     if patches.dtype.kind == "f":
         return np.asarray(patches, np.float32)
     low, high = np.percentile(patches, (2, 99.8))

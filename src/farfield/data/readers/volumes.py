@@ -7,46 +7,38 @@ from dataclasses import replace
 from pathlib import Path
 
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.tiff import SUFFIXES, array_of, check_depths, opened, stack_of, stacks_in
+from farfield.data.readers.tiff import SUFFIXES, check_depths, list_stacks, open_array, open_stack, open_tiff_file
 from farfield.volumes import Volume, open_volume
 from farfield.volumes.tiff_metadata import read_tiff_metadata
 from farfield.volumes.tiff_parts import paths_of
 from farfield.volumes.volume import arrange
 
 # A folder with one of these files is a zarr array or group.
-ZARR = ("zarr.json", ".zgroup", ".zarray")
+_ZARR = ("zarr.json", ".zgroup", ".zarray")
 
 
 def is_zarr(path: Path) -> bool:
     """Whether a path is a folder of zarr."""
-    return path.is_dir() and any((path / name).is_file() for name in ZARR)
+    return path.is_dir() and any((path / name).is_file() for name in _ZARR)
 
 
-def volumes_in(folder: Path) -> list[Path]:
-    """List the TIFF files and zarr folders of a folder in sorted order, without hidden ones.
-
-    Raises:
-        FolderError: If two of the TIFF files differ in the suffix alone, or have different bit depths.
-    """
-    stacks = stacks_in(folder)
+def list_volumes(folder: Path) -> list[Path]:
+    """List the TIFF files and zarr folders of a folder in sorted order, without hidden ones."""
+    stacks = list_stacks(folder)
     check_depths(stacks)
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted([*stacks, *(path for path in entries if is_zarr(path) and not path.name.startswith("."))])
 
 
-def files_of(path: Path) -> list[Path]:
-    """Return the files, or the zarr folder, that a stack is in: those of an OME-TIFF can be several.
-
-    Raises:
-        FolderError: If it is a TIFF file that cannot be read.
-    """
+def list_stack_files(path: Path) -> list[Path]:
+    """Return the files, or the zarr folder, that a stack is in: those of an OME-TIFF can be several."""
     if path.suffix.lower() not in SUFFIXES:
         return [path]
-    with opened(path) as file:
+    with open_tiff_file(path) as file:
         return [path, *sorted(paths_of(file.series[0]) - {path})]
 
 
-def volume_of(path: Path, spatial_dims: int, axes: str | None, channel: int | Sequence[int] | None) -> Volume:
+def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: int | Sequence[int] | None) -> Volume:
     """Open a stack `(z, y, x)` or an image `(y, x)` with its voxel size, without loading it.
 
     Args:
@@ -55,25 +47,22 @@ def volume_of(path: Path, spatial_dims: int, axes: str | None, channel: int | Se
         axes: The axes of a TIFF file, e.g. "ZYX"; None takes those that the file gives.
         channel: Index of the channel to read; several give a volume with an axis of channels first. Files of one
             channel are read as they are.
-
-    Raises:
-        FolderError: If the file cannot be read, has no such channel, or its axes are not those of one stack or image.
     """
     wanted = "ZYX"[-spatial_dims:]
     if path.suffix.lower() in SUFFIXES:
-        with opened(path) as file:
+        with open_tiff_file(path) as file:
             shape, metadata = tuple(file.series[0].shape), read_tiff_metadata(file)
         metadata = replace(metadata, axes=(axes or metadata.axes).upper())
         if not isinstance(channel, Sequence) or "C" not in metadata.axes or len(metadata.axes) != len(shape):
             single = channel if isinstance(channel, int) else None
             if single is not None and "C" in metadata.axes:
                 metadata = metadata.with_channels([single], shape[metadata.axes.index("C")])
-            return Volume(stack_of(path, spatial_dims, axes, single), metadata.with_axes(wanted))
+            return Volume(open_stack(path, spatial_dims, axes, single), metadata.with_axes(wanted))
     try:
         if path.suffix.lower() in SUFFIXES:
-            volume = arrange(path, array_of(path).reshape(shape), metadata, channel)
+            volume = arrange(path, open_array(path).reshape(shape), metadata, channel)
         else:
-            volume = open_volume(path, channel=channel if has_channels(path) else None)
+            volume = open_volume(path, channel=channel if _has_channels(path) else None)
     except ValueError as error:
         raise FolderError(f"StackPairs: {str(error).removeprefix('open_volume: ')}") from error
     named = volume.metadata.axes
@@ -84,6 +73,5 @@ def volume_of(path: Path, spatial_dims: int, axes: str | None, channel: int | Se
     return volume
 
 
-def has_channels(path: Path) -> bool:
-    """Whether a zarr folder has an axis of several channels."""
+def _has_channels(path: Path) -> bool:
     return "C" in open_volume(path).metadata.axes

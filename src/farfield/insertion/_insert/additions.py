@@ -19,7 +19,7 @@ from farfield.insertion._places import CHILD, Place, inside, join, runs_in_order
 # torch.fx reads `__module__` of the module, not of its class: a module of torch.nn stays one call, all others are
 # traced. With these values an addition stays one call (and is recognized as an addition), and a layer of torch.nn that
 # hosts one is traced together with its hook; otherwise quantization would replace the layer by one without the hook.
-CALLED, TRACED = "torch.nn.farfield", "farfield.host"
+_CALLED, _TRACED = "torch.nn.farfield", "farfield.host"
 
 
 class ChannelsLast(nn.Module):
@@ -76,19 +76,18 @@ def with_entry(outputs: Any, key: Any, grid: Tensor) -> Any:
     return copy
 
 
-# ---- the child -------------------------------------------------------------------------------------------------------
-def name_of_addition(host: nn.Module) -> str | None:
+def _name_of_addition(host: nn.Module) -> str | None:
     """Return the name of the child that is the addition of a host: `del` gives the elements of a sequence new names."""
     for name in (CHILD, *(host._modules if runs_in_order(host) else ())):
         child = host._modules.get(name)
-        if isinstance(child, Entries) or (child is not None and vars(child).get("__module__") == CALLED):
+        if isinstance(child, Entries) or (child is not None and vars(child).get("__module__") == _CALLED):
             return name
     return None
 
 
 def places_of(path: str, host: nn.Module) -> list[Place]:
     """Return the places of a host that have additions."""
-    name = name_of_addition(host)
+    name = _name_of_addition(host)
     child = host._modules[name] if name is not None else Entries()
     return [Place(path, entry) for entry in child] if isinstance(child, Entries) else [Place(path)]
 
@@ -101,14 +100,14 @@ def additions(model: nn.Module) -> dict[Place, nn.Module]:
     """Map each place with an addition to its host: first hosts in the model, then those that others have replaced."""
     hosts = dict(model.named_modules())
     present = set(hosts.values())
-    for around, module, watched in watches(model):
-        lost = {join(around, path): host for path, host in watched.hosts.items() if not has_child(module, path)}
+    for around, module, watched in _watches(model):
+        lost = {join(around, path): host for path, host in watched.hosts.items() if not _has_child(module, path)}
         hosts |= {at: host for at, host in lost.items() if host not in present}
     return {place: host for path, host in hosts.items() for place in places_of(path, host)}
 
 
-def attach(host: nn.Module, entry: str | None, module: nn.Module) -> None:
-    module.__module__ = CALLED
+def attach_addition(host: nn.Module, entry: str | None, module: nn.Module) -> None:
+    module.__module__ = _CALLED
     module.train(host.training)
     if entry is None:
         host.add_module(CHILD, module)
@@ -116,24 +115,23 @@ def attach(host: nn.Module, entry: str | None, module: nn.Module) -> None:
         host.add_module(CHILD, host._modules.get(CHILD, Entries()))
         cast(Entries, host._modules[CHILD])[entry] = module
     if not runs_in_order(host):
-        hang(host)
+        _hang(host)
 
 
-def detach(host: nn.Module, entry: str | None) -> None:
+def detach_addition(host: nn.Module, entry: str | None) -> None:
     """Remove the addition, or that of one entry, from its host."""
-    name = name_of_addition(host) or CHILD
+    name = _name_of_addition(host) or CHILD
     addition = host.get_submodule(name)
     module = cast(Entries, addition).pop(entry) if entry is not None else addition
     # Uncovers the class's own `__module__`.
     del module.__module__
     if module is addition or not len(cast(Entries, addition)):
         del host._modules[name]
-        if hooks(host).pop(CHILD, None) is not None:
+        if _hooks(host).pop(CHILD, None) is not None:
             del host.__module__
 
 
-# ---- hooks -----------------------------------------------------------------------------------------------------------
-def hooks(module: nn.Module, kind: str = "forward") -> OrderedDict[Any, Any]:
+def _hooks(module: nn.Module, kind: str = "forward") -> OrderedDict[Any, Any]:
     """Return the hooks of a module; their keys are torch's numbers, and CHILD for ours."""
     return cast("OrderedDict[Any, Any]", vars(module)[f"_{kind}_hooks"])
 
@@ -143,12 +141,12 @@ def apply_addition(host: nn.Module, inputs: Any, outputs: Any) -> Any:
     return getattr(host, CHILD)(outputs)
 
 
-def hang(host: nn.Module) -> None:
+def _hang(host: nn.Module) -> None:
     """Make a host call the addition that is its child, before any other forward hook runs."""
     # A number as the key would start anew where a saved model is loaded: the next hook would overwrite this one.
-    hooks(host)[CHILD] = apply_addition
-    hooks(host).move_to_end(CHILD, last=False)
-    host.__module__ = TRACED
+    _hooks(host)[CHILD] = apply_addition
+    _hooks(host).move_to_end(CHILD, last=False)
+    host.__module__ = _TRACED
 
 
 class Watch:
@@ -166,28 +164,28 @@ class Watch:
         for path, host in self.hosts.items():
             if CHILD not in host._modules:
                 continue
-            now = module_at(module, path)
-            if now is None or not is_same(now._modules.get(CHILD), host._modules[CHILD]):
+            now = _module_at(module, path)
+            if now is None or not _are_one(now._modules.get(CHILD), host._modules[CHILD]):
                 old = type(host).__name__
                 kinds = f"its {old} was removed" if now is None else f"{type(now).__name__} has replaced its {old}"
                 raise RuntimeError(
                     f"insert: {path} in {type(module).__name__} has lost its addition: {kinds}.\n"
                     f"  fix: remove() the addition, fuse or replace the layer, then insert() again."
                 )
-            if CHILD not in hooks(now):
-                hang(now)
+            if CHILD not in _hooks(now):
+                _hang(now)
                 self.hosts[path] = now
 
 
-def module_at(module: nn.Module | None, path: str) -> nn.Module | None:
+def _module_at(module: nn.Module | None, path: str) -> nn.Module | None:
     for name in path.split("."):
         module = module._modules.get(name) if module is not None else None
     return module
 
 
-def has_child(module: nn.Module, path: str) -> bool:
+def _has_child(module: nn.Module, path: str) -> bool:
     """Whether there is a module at a path in another that has an addition."""
-    now = module_at(module, path)
+    now = _module_at(module, path)
     return now is not None and CHILD in now._modules
 
 
@@ -196,43 +194,43 @@ def watch(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> No
     for place, host in places.items():
         if place.path and set(host._modules) == {CHILD} and not runs_in_order(host):
             around = seen.caller_of(place.path)
-            watched = hooks(model.get_submodule(around), "forward_pre").setdefault(CHILD, Watch())
+            watched = _hooks(model.get_submodule(around), "forward_pre").setdefault(CHILD, Watch())
             watched.hosts[inside(around, place.path)] = host
 
 
-def is_same(one: nn.Module | None, other: nn.Module | None) -> bool:
+def _are_one(one: nn.Module | None, other: nn.Module | None) -> bool:
     """Whether two additions are one, or replicas of one on several GPUs: these share the dict of their hooks."""
     # The first comparison is the one that Dynamo evaluates.
-    return one is other or (one is not None and other is not None and hooks(one) is hooks(other))
+    return one is other or (one is not None and other is not None and _hooks(one) is _hooks(other))
 
 
-def watches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Watch]]:
+def _watches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Watch]]:
     for path, module in model.named_modules():
-        hook = hooks(module, "forward_pre").get(CHILD)
+        hook = _hooks(module, "forward_pre").get(CHILD)
         if isinstance(hook, Watch):
             yield path, module, hook
 
 
 def tidy(model: nn.Module, removed: Iterable[str]) -> None:
     """Delete the watches and other hooks of additions that were removed, also those that copies inherited."""
-    for around, module, watched in list(watches(model)):
+    for around, module, watched in list(_watches(model)):
         for path, host in list(watched.hosts.items()):
             # A shared layer may have lost its addition under another path.
-            if (join(around, path) in removed or CHILD not in host._modules) and not has_child(module, path):
+            if (join(around, path) in removed or CHILD not in host._modules) and not _has_child(module, path):
                 del watched.hosts[path]
         if not watched.hosts:
-            del hooks(module, "forward_pre")[CHILD]
+            del _hooks(module, "forward_pre")[CHILD]
     for module in model.modules():
-        for key, hook in list(hooks(module).items()):
+        for key, hook in list(_hooks(module).items()):
             if hook is apply_addition and CHILD not in module._modules:
-                del hooks(module)[key]
+                del _hooks(module)[key]
         if not any(CHILD in inner._modules for inner in module.modules()):
-            hooks(module, "load_state_dict_pre").pop(CHILD, None)
+            _hooks(module, "load_state_dict_pre").pop(CHILD, None)
 
 
 def read_old(sequence: nn.Module, last: str) -> None:
     """Make a sequence whose last child has the addition load files of 0.2, in which the sequence itself has it."""
-    hooks(sequence, "load_state_dict_pre")[CHILD] = partial(rename_keys, last)
+    _hooks(sequence, "load_state_dict_pre")[CHILD] = partial(rename_keys, last)
 
 
 def rename_keys(last: str, state: dict[str, Any], prefix: str, *_: object) -> None:

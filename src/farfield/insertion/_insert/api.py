@@ -7,8 +7,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from farfield.insertion._insert.additions import ChannelsLast, additions, attach, detach, read_old, tidy, watch
-from farfield.insertion._insert.checks import check_batch, check_free, check_open, check_types, grid_at, look, verify
+from farfield.insertion._insert.additions import (
+    ChannelsLast,
+    additions,
+    attach_addition,
+    detach_addition,
+    read_old,
+    tidy,
+    watch,
+)
+from farfield.insertion._insert.checks import (
+    check_batch,
+    check_free,
+    check_open,
+    check_types,
+    grid_at,
+    record_places,
+    verify,
+)
 from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, check_layouts, look_elsewhere
 from farfield.insertion._places import Place, find_places, inside
 
@@ -94,20 +110,20 @@ def insert(
     places = {place: model.get_submodule(place.path) for place in named.values()}
     for place in places:
         check_free("insert", model, place)
-    seen = look(model, [*named, *places], example)
+    seen = record_places(model, [*named, *places], example)
     grids = {place: grid_at(model, place, seen, example) for place in places}
     elsewhere = look_elsewhere(model, places, example)
     for place in places:
         check_batch(model, place, seen, elsewhere[place], example)
     check_layouts(model, {place: tuple(grid.shape) for place, grid in grids.items()}, elsewhere, layout)
-    made = make_all(make, grids, layout)
+    made = _make_all(make, grids, layout)
     for place, module in made.items():
-        attach(places[place], place.entry, ChannelsLast(module) if layout == "channels_last" else module)
+        attach_addition(places[place], place.entry, ChannelsLast(module) if layout == "channels_last" else module)
     try:
         verify(model, grids, seen, example)
     except BaseException:
         for place, host in places.items():
-            detach(host, place.entry)
+            detach_addition(host, place.entry)
         raise
     watch(model, places, seen)
     for name, place in named.items():
@@ -144,23 +160,23 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
     chosen = list(present) if where is None else []
     for pattern in [where] if isinstance(where, str) else where or ():
         # A host that another layer has replaced is not in the model any more, so paths of additions come first.
-        matched = [place for place in present if str(place) == pattern] or find_additions(model, pattern, present)
+        matched = [place for place in present if str(place) == pattern] or _find_additions(model, pattern, present)
         if not matched:
             raise LookupError(f'remove: no addition at "{pattern}"; there are {", ".join(map(str, present))}.')
         chosen += matched
     for place in dict.fromkeys(chosen):
-        detach(present[place], place.entry)
+        detach_addition(present[place], place.entry)
     tidy(model, [place.path for place in chosen])
 
 
-def find_additions(model: nn.Module, pattern: str, present: Mapping[Place, nn.Module]) -> list[Place]:
+def _find_additions(model: nn.Module, pattern: str, present: Mapping[Place, nn.Module]) -> list[Place]:
     """Return the places of the additions that a path leads to; a shared host has one path among them."""
     matched = [place for pair in find_places("remove", model, pattern).items() for place in pair]
     wanted = [(model.get_submodule(place.path), place.entry) for place in matched]
     return [place for place, host in present.items() if (host, place.entry) in wanted or (host, None) in wanted]
 
 
-def make_all(
+def _make_all(
     make: Callable[[int], nn.Module], grids: Mapping[Place, Tensor], layout: Layout | None
 ) -> dict[Place, nn.Module]:
     """Make a new module for each place, on the device and in the dtype of its grid."""

@@ -13,34 +13,34 @@ from farfield._checks import ShapeError, unknown
 from farfield.insertion._insert.additions import Entries, child_of, grid_of, places_of
 from farfield.insertion._insert.effects import Effects
 from farfield.insertion._insert.layout import Elsewhere, Shape, batches, changes, is_floating, look_elsewhere
-from farfield.insertion._insert.probe import Seen, describe, describe_error, entries, probe, run_example
+from farfield.insertion._insert.probe import Seen, describe_error, describe_value, entries, probe, run_example
 from farfield.insertion._places import CHILD, Place, join, parents
 from farfield.nn.attention import GridAttention
 
 # They synchronize or shard the gradients of the weights that exist when they wrap; weights added later are missed.
 # Compared by name, because importing them is slow.
-WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
-AROUND = "if the module at a place calls its children in a loop, insert at one of them or at the module around it."
+_AROUND = "if the module at a place calls its children in a loop, insert at one of them or at the module around it."
 
 # The calls that errors advise.
-CALLS = {"insert": "insert({}, where, make, example=…)", "remove": "remove({})", "places": "places({}, example)"}
+_CALLS = {"insert": "insert({}, where, make, example=…)", "remove": "remove({})", "places": "places({}, example)"}
 
 
 def check_open(caller: str, model: nn.Module, path: str = "") -> None:
     """Refuse a place in a model that is compiled, scripted or wrapped, and what is no module."""
-    fix = CALLS[caller].format("model")
+    fix = _CALLS[caller].format("model")
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; fix: {fix}.")
     for at in (*reversed(parents(path)), path):
-        reason = closed_reason(caller, model.get_submodule(at) if at else model, at)
+        reason = _closed_reason(caller, model.get_submodule(at) if at else model, at)
         if reason is not None:
             raise ValueError(f"{caller}: {at or 'the model'} is {reason}")
 
 
-def closed_reason(caller: str, module: nn.Module, at: str) -> str | None:
+def _closed_reason(caller: str, module: nn.Module, at: str) -> str | None:
     """Return why a module of a model, at a path, cannot be changed, with the fix; None if it can."""
-    kinds, call, changes = {kind.__name__ for kind in type(module).__mro__}, CALLS[caller].format, caller != "places"
+    kinds, call, changes = {kind.__name__ for kind in type(module).__mro__}, _CALLS[caller].format, caller != "places"
     whole = f'model.get_submodule("{at}")' if at else "model"
     if isinstance(module, torch.jit.ScriptModule):
         then = ", and script that" * changes
@@ -53,8 +53,8 @@ def closed_reason(caller: str, module: nn.Module, at: str) -> str | None:
         return f"compiled, and its code is fixed; fix: {own}{then}."
     if module._compiled_call_impl is not None:
         return f"compiled, and its code is fixed; fix: {call('model')} before {whole}.compile()."
-    if kinds & WRAPPERS:
-        wrapper = ", ".join(kinds & WRAPPERS)
+    if kinds & _WRAPPERS:
+        wrapper = ", ".join(kinds & _WRAPPERS)
         fix = f"{call('model')} before it is wrapped"
         if wrapper == "DistributedDataParallel" and not at:
             fix = call("model.module") + ", and wrap that anew" * changes
@@ -113,36 +113,38 @@ def check_free(caller: str, model: nn.Module, place: Place) -> None:
         )
 
 
-def look(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
+def record_places(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
     """Record each place, its parents, its children and the children of the model in one run; refuse repeated calls."""
-    watched = {path for place in places for path in (place.path, *parents(place.path), *children(model, place.path))}
-    seen = run_example("insert", model, watched | set(children(model, "")), example)
+    watched = {
+        path for place in places for path in (place.path, *parents(place.path), *_list_children(model, place.path))
+    }
+    seen = run_example("insert", model, watched | set(_list_children(model, "")), example)
     for path in dict.fromkeys(place.path for place in places):
         parent = seen.caller_of(path)
         around, calls = parent or type(model).__name__, seen.calls[path]
         if not calls:
-            inside = [child for child in children(model, path) if seen.calls[child]] + [parent] * bool(parent)
-            whole = [child for child in children(model, "") if seen.calls[child]]
+            inside = [child for child in _list_children(model, path) if seen.calls[child]] + [parent] * bool(parent)
+            whole = [child for child in _list_children(model, "") if seen.calls[child]]
             raise ValueError(
                 f"insert: {path} is never called with this example, in eval; its weights may be read without a call."
                 f"\n  fix: insert at a module that runs: {', '.join(inside or whole)}."
             )
         if not seen.is_called_once(path):
             raise ValueError(
-                f"insert: {path} is called {times(calls)} while {around} is called {times(seen.calls[parent])}, "
+                f"insert: {path} is called {_times(calls)} while {around} is called {_times(seen.calls[parent])}, "
                 f"and one addition would change the output of every call.\n  fix: insert at {around}, or at a "
                 f"module that it calls once."
             )
     return seen
 
 
-def children(model: nn.Module, path: str) -> list[str]:
+def _list_children(model: nn.Module, path: str) -> list[str]:
     """Return the paths of a module's children, and of the children of those that are lists or dicts of modules."""
     paths = []
     for name, child in model.get_submodule(path).named_children():
         paths.append(join(path, name))
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            paths += children(model, paths[-1])
+            paths += _list_children(model, paths[-1])
     return paths
 
 
@@ -151,25 +153,27 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     path, outputs = place.path or type(model).__name__, seen.outputs[place.path]
     several = isinstance(outputs, Mapping | tuple | list)
     if several and place.entry is None:
-        near = find_alternatives(model, place, seen, example)
-        fix = f'choose an entry, "{near[0]}" for example' if near and near[0].path == place.path else fix_text(near)
-        raise TypeError(f"insert: {path} returns several values, {describe(outputs)}; fix: {fix}.")
+        near = _find_alternatives(model, place, seen, example)
+        fix = f'choose an entry, "{near[0]}" for example' if near and near[0].path == place.path else _fix_text(near)
+        raise TypeError(f"insert: {path} returns several values, {describe_value(outputs)}; fix: {fix}.")
     if not several and place.entry is not None:
         fix = f'insert at "{place.path}"'
-        raise TypeError(f"insert: {path} returns {describe(outputs)} and has no entries; fix: {fix}.")
+        raise TypeError(f"insert: {path} returns {describe_value(outputs)} and has no entries; fix: {fix}.")
     try:
         grid = grid_of(outputs, place.entry)
     except LookupError:
         raise unknown("insert", f"entry of {path}", place.entry, entries(outputs)) from None
     if not is_floating(grid):
-        fix = fix_text(find_alternatives(model, place, seen, example))
-        raise TypeError(f"insert: {place.label} must return a grid of floats, got {describe(grid)}.\n  fix: {fix}.")
+        fix = _fix_text(_find_alternatives(model, place, seen, example))
+        raise TypeError(
+            f"insert: {place.label} must return a grid of floats, got {describe_value(grid)}.\n  fix: {fix}."
+        )
     if grid.dim() < 3:
         raise ShapeError(
             f"insert: {place.label} returns {tuple(grid.shape)}, which has no spatial dims to attend over.\n"
             f"  fix: insert before the layer that removes them, pooling or flattening for example."
         )
-    if has_batch_second(model, place, grid):
+    if _has_batch_second(model, place, grid):
         raise ValueError(
             f"insert: {place.label} has the batch as its second dimension; fix: build the model with batch_first=True."
         )
@@ -184,10 +188,10 @@ def grids_in(path: str, outputs: Any) -> dict[Place, Any]:
 
 def has_grid(model: nn.Module, place: Place, value: Any) -> bool:
     """Whether a place returns a grid as `grid_at` accepts it."""
-    return is_floating(value) and value.dim() >= 3 and not has_batch_second(model, place, value)
+    return is_floating(value) and value.dim() >= 3 and not _has_batch_second(model, place, value)
 
 
-def has_batch_second(model: nn.Module, place: Place, grid: Tensor) -> bool:
+def _has_batch_second(model: nn.Module, place: Place, grid: Tensor) -> bool:
     """Whether a module around a place or in it has `batch_first=False`, so that the batch is the second dimension."""
     modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
     return grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules)
@@ -208,7 +212,7 @@ def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere
     raise ShapeError(
         f"insert: {place.label} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}: "
         f"its first dimension is not the batch but parts of it, windows for example, and an addition would attend "
-        f"within each part alone.\n  fix: {fix_text(find_alternatives(model, place, seen, example))}."
+        f"within each part alone.\n  fix: {_fix_text(_find_alternatives(model, place, seen, example))}."
     )
 
 
@@ -219,30 +223,30 @@ def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, exampl
         seen = probe(model, example, ["", *children.values(), *(place.path for place in grids)])
     except Exception as error:
         for place, grid in grids.items():
-            check_runs(place, model.get_submodule(children[place]), grid)
+            _check_runs(place, model.get_submodule(children[place]), grid)
         raise ValueError(
             f"insert: {type(model).__name__} fails with {', '.join(place.label for place in grids)} in place, so all "
-            f"additions were taken out again: {describe_error(error)}\n  fix: {AROUND}"
+            f"additions were taken out again: {describe_error(error)}\n  fix: {_AROUND}"
         ) from error
     for place, grid in grids.items():
         calls, host_calls = seen.calls[children[place]], seen.calls[place.path]
         if calls != host_calls or not calls:
             raise ValueError(
-                f"insert: {place.label} was called {times(host_calls)} and its addition {times(calls)}, so all "
-                f"additions were taken out again.\n  fix: {AROUND}"
+                f"insert: {place.label} was called {_times(host_calls)} and its addition {_times(calls)}, so all "
+                f"additions were taken out again.\n  fix: {_AROUND}"
             )
-        check_kept(place, grid, seen.outputs[children[place]])
+        _check_kept(place, grid, seen.outputs[children[place]])
     effects = Effects(model, example, seen.outputs[""])
     for place, grid in grids.items():
         if not (grid.is_meta or effects.reaches(place, Place(children[place]))):
             raise ValueError(
                 f"insert: {place.label} has no effect: whatever its addition returns, {type(model).__name__} returns "
                 f"the same for this example, so all additions were taken out again.\n"
-                f"  fix: {fix_text(find_alternatives(model, place, before, example))}."
+                f"  fix: {_fix_text(_find_alternatives(model, place, before, example))}."
             )
 
 
-def check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
+def _check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
     """Raise ValueError for an addition that fails on the grid of its place alone."""
     try:
         with torch.no_grad():
@@ -255,7 +259,7 @@ def check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
         ) from error
 
 
-def check_kept(place: Place, grid: Tensor, output: Any) -> None:
+def _check_kept(place: Place, grid: Tensor, output: Any) -> None:
     """Refuse an addition that does not return one grid of the shape, dtype and device of its input."""
     if not isinstance(output, Tensor):
         raise TypeError(f"insert: the addition at {place.label} must return a tensor, got {type(output).__name__}.")
@@ -274,16 +278,16 @@ def check_kept(place: Place, grid: Tensor, output: Any) -> None:
         )
 
 
-def find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
+def _find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
     """Return up to three places to insert at instead: entries of the place, or modules in it or around it.
 
     Each returns a floating-point grid with the batch first, is called once, and affects the output of the model.
     """
     candidates: dict[Place, Shape] = {}
-    for path in (place.path, *reversed(children(model, place.path)), *parents(place.path)):
+    for path in (place.path, *reversed(_list_children(model, place.path)), *parents(place.path)):
         if seen.calls[path] == seen.calls[seen.caller_of(path)]:
             grids = grids_in(path, seen.outputs.get(path)).items()
-            candidates |= {other: tuple(grid.shape) for other, grid in grids if is_grid(grid, batches(example))}
+            candidates |= {other: tuple(grid.shape) for other, grid in grids if _is_grid(grid, batches(example))}
     candidates = {other: shape for other, shape in candidates.items() if str(other) not in ("", str(place))}
     elsewhere = look_elsewhere(model, candidates, example)
     effects = Effects(model, example, seen.outputs[""])
@@ -291,15 +295,15 @@ def find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) 
     return list(islice(filter(effects.reaches, kept), 3))
 
 
-def fix_text(places: list[Place]) -> str:
+def _fix_text(places: list[Place]) -> str:
     return "insert at " + (" or ".join(f'"{place}"' for place in places) or "a module that returns one grid")
 
 
-def is_grid(value: Any, batch: set[int]) -> bool:
+def _is_grid(value: Any, batch: set[int]) -> bool:
     """Whether a value is a floating-point grid: batch first, and two further dimensions longer than 1."""
     fits = is_floating(value) and value.dim() >= 3 and len(value) in batch
     return fits and sum(length > 1 for length in value.shape[1:]) > 1
 
 
-def times(count: int) -> str:
+def _times(count: int) -> str:
     return {0: "never", 1: "once"}.get(count, f"{count} times")

@@ -32,9 +32,9 @@ class Effects:
     def reaches(self, place: Place, module: Place | None = None) -> bool:
         """Whether the model's output changes when the output of a place, or of the module added to it, changes."""
         path, entry = module or place
-        if self.moves(path, partial(disturb_entry, entry=entry)):
+        if self.moves(path, partial(_disturb_entry, entry=entry)):
             return True
-        others = [other for other, _ in self.model.named_modules() if not related(other, place.path)]
+        others = [other for other, _ in self.model.named_modules() if not _related(other, place.path)]
         before = probe(self.model, self.example, others).outputs
         disturbed: list[Tensor] = []
 
@@ -42,13 +42,13 @@ class Effects:
             disturbed.append(add_noise(grid))
             return disturbed[-1]
 
-        change = {path: partial(disturb_entry, entry=entry, disturb=disturb)}
+        change = {path: partial(_disturb_entry, entry=entry, disturb=disturb)}
         after = probe(self.model, self.example, others, change=change).outputs
-        taker = next((other for other in before if is_taken(before[other], after.get(other), disturbed)), None)
+        taker = next((other for other in before if _is_taken(before[other], after.get(other), disturbed)), None)
         if taker is None:
             return False
         detects = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors(self.outputs))
-        return not detects or self.moves(taker, disturb_all)
+        return not detects or self.moves(taker, _disturb_all)
 
     def moves(self, path: str, change: Callable[..., Any]) -> bool:
         """Whether the model's output changes when that of a module does; an error of the model counts as a change."""
@@ -57,7 +57,7 @@ class Effects:
                 after = probe(self.model, self.example, [""], change={path: partial(change, disturb=disturb)})
             except Exception:  # noqa: BLE001
                 return True
-            if not same(self.outputs, after.outputs[""]):
+            if not _are_equal(self.outputs, after.outputs[""]):
                 return True
         return False
 
@@ -78,13 +78,13 @@ def linked(model: nn.Module, example: Any, places: list[Place]) -> set[Place]:
 
     def mark_entries(outputs: Any, path: str) -> Any:
         for place in (place for place in places if place.path == path):
-            outputs = disturb_entry(outputs, place.entry, partial(mark, place=place))
+            outputs = _disturb_entry(outputs, place.entry, partial(mark, place=place))
         return outputs
 
     change = {place.path: partial(mark_entries, path=place.path) for place in places}
     try:
         with torch.enable_grad():
-            example = map_tensors(example, needs_gradient)
+            example = map_tensors(example, _needs_gradient)
         outputs = probe(model, example, [""], change=change, gradients=True).outputs[""]
         ends = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
         noise = [add_noise(torch.zeros_like(end)) for end in ends]
@@ -94,24 +94,24 @@ def linked(model: nn.Module, example: Any, places: list[Place]) -> set[Place]:
     return {place for (place, _), grad in zip(marked, gradients, strict=True) if grad is not None and grad.any()}
 
 
-def needs_gradient(tensor: Tensor, start: int) -> Tensor:
+def _needs_gradient(tensor: Tensor, start: int) -> Tensor:
     """Return a copy that needs a gradient, if it can have one, and may be changed in place."""
     return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
-def is_taken(before: Any, after: Any, disturbed: list[Tensor]) -> bool:
+def _is_taken(before: Any, after: Any, disturbed: list[Tensor]) -> bool:
     """Whether a module's output changes in tensors other than the disturbed grids, which it may pass on."""
     pairs = itertools.zip_longest(tensors(before), tensors(after))
-    moved = [two for one, two in pairs if not same(one, two)]
-    return any(not any(same(two, grid) for grid in disturbed) for two in moved)
+    moved = [two for one, two in pairs if not _are_equal(one, two)]
+    return any(not any(_are_equal(two, grid) for grid in disturbed) for two in moved)
 
 
-def related(path: str, place: str) -> bool:
+def _related(path: str, place: str) -> bool:
     """Whether one path is the other, an ancestor of it, or a descendant."""
     return not path or not place or f"{place}.".startswith(f"{path}.") or f"{path}.".startswith(f"{place}.")
 
 
-def disturb_entry(outputs: Any, entry: str | None, disturb: Callable[[Tensor], Tensor]) -> Any:
+def _disturb_entry(outputs: Any, entry: str | None, disturb: Callable[[Tensor], Tensor]) -> Any:
     """Return the outputs of a module with one grid disturbed."""
     if entry is None:
         return disturb(outputs)
@@ -119,11 +119,11 @@ def disturb_entry(outputs: Any, entry: str | None, disturb: Callable[[Tensor], T
     return with_entry(outputs, key, disturb(outputs[key]))
 
 
-def disturb_all(outputs: Any, disturb: Callable[[Tensor], Tensor]) -> Any:
+def _disturb_all(outputs: Any, disturb: Callable[[Tensor], Tensor]) -> Any:
     """Return the outputs of a module with all floating-point tensors disturbed."""
     if isinstance(outputs, Mapping | tuple | list):
         for key in outputs if isinstance(outputs, Mapping) else range(len(outputs)):
-            outputs = with_entry(outputs, key, disturb_all(outputs[key], disturb))
+            outputs = with_entry(outputs, key, _disturb_all(outputs[key], disturb))
     return disturb(outputs) if is_floating(outputs) else outputs
 
 
@@ -134,7 +134,7 @@ def add_noise(grid: Tensor) -> Tensor:
     return grid + noise * (grid.abs().mean() + 1)
 
 
-def same(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     """Whether two outputs hold equal numbers; NaN equals NaN."""
     pairs = list(zip(tensors(one), tensors(other), strict=False))
     return len(tensors(one)) == len(tensors(other)) and all(

@@ -16,20 +16,20 @@ from farfield.insertion._insert.probe import probe
 from farfield.insertion._places import Place
 
 Layout = Literal["channels_first", "channels_last"]
-LAYOUTS = get_args(Layout)
+_LAYOUTS = get_args(Layout)
 Shape = tuple[int, ...]
 
 
 def check_layout_name(caller: str, layout: Any) -> None:
-    if layout not in (None, *LAYOUTS):
-        raise ValueError(f"{caller}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
+    if layout not in (None, *_LAYOUTS):
+        raise ValueError(f"{caller}: layout must be one of {', '.join(_LAYOUTS)}, got {layout!r}.")
 
 
 def channel_axis(dimensions: int, layout: Layout) -> int:
     return 1 if layout == "channels_first" else dimensions - 1
 
 
-def resize(example: Any) -> Iterator[Any]:
+def _resize(example: Any) -> Iterator[Any]:
     """Yield the example at other sizes: once for each length among its spatial axes, with all axes of it changed.
 
     In a floating-point tensor of three dimensions, the second or the third may hold the channels: both are tried.
@@ -38,17 +38,17 @@ def resize(example: Any) -> Iterator[Any]:
     map_tensors(example, lambda *pair: tensors.append(pair))
     both = any(tensor.is_floating_point() and tensor.dim() - start == 2 for tensor, start in tensors)
     for channels in (0, 1) if both else (0,):
-        axes = ((tensor, axis) for tensor, start in tensors for axis in spatial_axes(tensor, start, channels))
+        axes = ((tensor, axis) for tensor, start in tensors for axis in _spatial_axes(tensor, start, channels))
         lengths = {(tensor.shape[axis], tensor.is_floating_point()) for tensor, axis in axes}
         for length in sorted({length for length, _ in lengths} - {0, 1}, reverse=True):
             # Integers may be indices: a longer axis could exceed a table or trigger a device assertion, so halve it.
             shorter = (length, False) in lengths
-            yield map_tensors(example, partial(change_size, length=length, shorter=shorter, channels=channels))
+            yield map_tensors(example, partial(_change_size, length=length, shorter=shorter, channels=channels))
 
 
-def change_size(tensor: Tensor, start: int, length: int, shorter: bool, channels: int) -> Tensor:
+def _change_size(tensor: Tensor, start: int, length: int, shorter: bool, channels: int) -> Tensor:
     """Return a tensor with all spatial axes of one length halved (`shorter`) or doubled."""
-    for axis in spatial_axes(tensor, start, channels):
+    for axis in _spatial_axes(tensor, start, channels):
         if tensor.shape[axis] == length:
             tensor = tensor.narrow(axis, 0, length // 2) if shorter else torch.cat([tensor, tensor], axis)
     return tensor
@@ -82,18 +82,17 @@ def batches(example: Any) -> set[int]:
     return {len(example)} if isinstance(example, list) else set()
 
 
-def repeat_batch(example: Any) -> Any:
-    """Return the example with every sample twice."""
+def _repeat_batch(example: Any) -> Any:
     if isinstance(example, list):
         return example * 2
     if isinstance(example, Mapping):
-        return {name: repeat_batch(value) for name, value in example.items()}
+        return {name: _repeat_batch(value) for name, value in example.items()}
     if isinstance(example, tuple):
-        return tuple(map(repeat_batch, example))
+        return tuple(map(_repeat_batch, example))
     return torch.cat([example, example]) if isinstance(example, Tensor) and example.dim() else example
 
 
-def spatial_axes(tensor: Tensor, start: int, channels: int) -> list[int]:
+def _spatial_axes(tensor: Tensor, start: int, channels: int) -> list[int]:
     """Return the spatial dimensions of an input: all but the batch and, in floating-point grids, the channels."""
     axes = list(range(start, tensor.dim()))
     if tensor.is_floating_point() and len(axes) > 1:
@@ -111,14 +110,14 @@ class Elsewhere(NamedTuple):
     def keeps_batch(self, shape: Shape, example: Any) -> bool:
         """Whether the first dimension has the length of the batch, and only it changes with twice the batch."""
         lengths, sizes = {other[0] for other in self.batches}, {other[0] for other in self.sizes}
-        fits = shape[0] in batches(example) and lengths <= batches(repeat_batch(example)) and sizes <= {shape[0]}
+        fits = shape[0] in batches(example) and lengths <= batches(_repeat_batch(example)) and sizes <= {shape[0]}
         return fits and not changes(shape, self.batches)
 
 
 def look_elsewhere(model: nn.Module, places: Iterable[Place], example: Any) -> dict[Place, Elsewhere]:
     """Return the output shapes of places for other inputs; a model may refuse some or all of these inputs."""
     shapes = {place: Elsewhere([], []) for place in places}
-    for batched, other in [(False, other) for other in resize(example)] + [(True, repeat_batch(example))]:
+    for batched, other in [(False, other) for other in _resize(example)] + [(True, _repeat_batch(example))]:
         outputs = probe(model, other, [place.path for place in shapes], stop_early=True).outputs
         for place, elsewhere in shapes.items():
             # A smaller input may have fewer levels.
@@ -132,12 +131,12 @@ def check_layouts(
     model: nn.Module, shapes: Mapping[Place, Shape], elsewhere: Mapping[Place, Elsewhere], layout: Layout | None
 ) -> None:
     """Refuse a layout that another input size contradicts, and the default if neither it nor the weights confirm it."""
-    reasons = {place: find_misfit(model, place, shape, elsewhere[place], layout) for place, shape in shapes.items()}
+    reasons = {place: _find_misfit(model, place, shape, elsewhere[place], layout) for place, shape in shapes.items()}
     misfits = {place: misfit for place, misfit in reasons.items() if misfit is not None}
     if not misfits:
         return
     problem, fix = next(iter(misfits.values()))
-    assumed, other = layout or LAYOUTS[0], other_layout(layout)
+    assumed, other = layout or _LAYOUTS[0], _other_layout(layout)
     wrong = [place for place, (_, remedy) in misfits.items() if remedy == f'layout="{other}"']
     right = [place for place in shapes if place not in misfits]
     if wrong and right:
@@ -147,11 +146,11 @@ def check_layouts(
     raise ShapeError(f"insert: {problem}.\n  fix: {fix}.")
 
 
-def find_misfit(
+def _find_misfit(
     model: nn.Module, place: Place, shape: Shape, elsewhere: Elsewhere, layout: Layout | None
 ) -> tuple[str, str] | None:
     """Return the reason why a layout is refused at one place, and the fix; None if it is accepted."""
-    assumed, other = layout or LAYOUTS[0], other_layout(layout)
+    assumed, other = layout or _LAYOUTS[0], _other_layout(layout)
     axis, swapped = channel_axis(len(shape), assumed), channel_axis(len(shape), other)
     changed = changes(shape, elsewhere.sizes)
     if axis in changed:
@@ -163,9 +162,9 @@ def find_misfit(
     # A layout that is given is accepted where nothing contradicts it.
     if changed or layout is not None:
         return None
-    widths = widths_of(model.get_submodule(place.path))
+    widths = _widths_of(model.get_submodule(place.path))
     if not widths & {shape[axis], shape[swapped]}:
-        widths = widths_of(model)
+        widths = _widths_of(model)
     if shape[axis] in widths and shape[swapped] not in widths:
         return None
     problem = f"{place.label} returns {shape}, and no other input size shows which dimension holds the channels"
@@ -178,18 +177,18 @@ def find_misfit(
     )
 
 
-def find_layout(
+def choose_layout(
     model: nn.Module, place: Place, shape: Shape, elsewhere: Elsewhere, layout: Layout | None
 ) -> Layout | None:
     """Return the layout with which `insert` accepts a place: the given one, or by default the one that is confirmed."""
-    misfit = find_misfit(model, place, shape, elsewhere, layout)
+    misfit = _find_misfit(model, place, shape, elsewhere, layout)
     if misfit is None:
-        return layout or LAYOUTS[0]
-    other = other_layout(layout)
+        return layout or _LAYOUTS[0]
+    other = _other_layout(layout)
     return other if layout is None and misfit[1] == f'layout="{other}"' else None
 
 
-def other_layout(layout: Layout | None) -> Layout:
+def _other_layout(layout: Layout | None) -> Layout:
     return "channels_first" if layout == "channels_last" else "channels_last"
 
 
@@ -199,6 +198,6 @@ def changes(shape: Shape, others: list[Shape]) -> dict[int, Shape]:
     return {axis: other for other in others for axis in axes if other[axis : axis + 1] != (shape[axis],)}
 
 
-def widths_of(module: nn.Module) -> set[int]:
+def _widths_of(module: nn.Module) -> set[int]:
     """Return the lengths of biases and norms, the parameters of one dimension, except 1: numbers of channels."""
     return {parameter.numel() for parameter in module.parameters() if parameter.dim() == 1} - {1}

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from farfield.insertion._insert.additions import attach, child_of, grid_of
+from farfield.insertion._insert.additions import attach_addition, child_of, grid_of
 from farfield.insertion._insert.checks import check_free, check_open, grids_in, has_grid
 from farfield.insertion._insert.effects import Effects, linked
-from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, find_layout, look_elsewhere
+from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, choose_layout, look_elsewhere
 from farfield.insertion._insert.probe import Seen, probe, run_example
 from farfield.insertion._places import CHILD, Place, host_of
 from farfield.nn.network_copy import copied, share_parameters
@@ -78,24 +78,24 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
     check_open("places", model)
     modules = {path: module for path, module in model.named_modules() if CHILD not in path.split(".")}
     seen = run_example("places", model, modules, example)
-    grids = dict(find_grids(model, seen))
+    grids = dict(_find_grids(model, seen))
     elsewhere = look_elsewhere(model, grids, example)
     fitting = {}
     for place, grid in grids.items():
         shape = tuple(grid.shape)
-        fits = find_layout(model, place, shape, elsewhere[place], layout)
+        fits = choose_layout(model, place, shape, elsewhere[place], layout)
         if fits is None or not elsewhere[place].keeps_batch(shape, example):
             continue
         axis, kind = channel_axis(len(shape), fits), type(modules[place.path]).__name__
         size = shape[1:axis] + shape[axis + 1 :]
         fitting[place] = InsertionPlace(str(place), kind, shape[axis], size, fits, shape)
     effects = Effects(model, example, seen.outputs[""])
-    called = called_with_hosts(model, list(fitting), example)
+    called = _called_with_hosts(model, list(fitting), example)
     sure = linked(model, example, called)
     return [fitting[place] for place in called if grids[place].is_meta or place in sure or effects.reaches(place)]
 
 
-def find_grids(model: nn.Module, seen: Seen) -> Iterator[tuple[Place, Tensor]]:
+def _find_grids(model: nn.Module, seen: Seen) -> Iterator[tuple[Place, Tensor]]:
     """Iterate over the grids of modules that run once for each call of the module around them and have no addition."""
     for path, outputs in seen.outputs.items():
         if not seen.is_called_once(path) or host_of(model, Place(path)).path != path:
@@ -108,7 +108,7 @@ def find_grids(model: nn.Module, seen: Seen) -> Iterator[tuple[Place, Tensor]]:
                     yield place, grid
 
 
-def called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> list[Place]:
+def _called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> list[Place]:
     """Return the places whose additions would be called as often as their hosts, and leave the model able to run.
 
     All places of a copy get an addition that does nothing, for one run. If it fails then, each half is tried alone.
@@ -116,9 +116,9 @@ def called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> lis
     paths = [path for place in tried for path in (place.path, child_of(place))]
     with copied(model, share_parameters) as own:
         for place in tried:
-            attach(own.get_submodule(place.path), place.entry, nn.Identity())
+            attach_addition(own.get_submodule(place.path), place.entry, nn.Identity())
         with suppress(Exception):  # a model may raise anything
             calls = probe(own, example, paths).calls
             return [place for place in tried if calls[child_of(place)] == calls[place.path] > 0]
     halves = (tried[: len(tried) // 2], tried[len(tried) // 2 :])
-    return [place for half in halves if len(tried) > 1 for place in called_with_hosts(model, half, example)]
+    return [place for half in halves if len(tried) > 1 for place in _called_with_hosts(model, half, example)]

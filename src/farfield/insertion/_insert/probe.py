@@ -82,7 +82,6 @@ def probe(
     return seen
 
 
-# ---- the example -----------------------------------------------------------------------------------------------------
 def run_example(caller: str, model: nn.Module, paths: Iterable[str], example: Any) -> Seen:
     """Run the model and record the modules at some paths; refuse an example that it does not take, or without batch."""
     try:
@@ -92,10 +91,10 @@ def run_example(caller: str, model: nn.Module, paths: Iterable[str], example: An
     except Exception as error:
         weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
         raise ValueError(
-            f"{caller}: {type(model).__name__} refuses example {describe(example)}: {describe_error(error)}\n"
-            f"  its weights are {weights}.\n  fix: {fix_of_example(model, example)}"
+            f"{caller}: {type(model).__name__} refuses example {describe_value(example)}: {describe_error(error)}\n"
+            f"  its weights are {weights}.\n  fix: {_fix_of_example(model, example)}"
         ) from error
-    check_has_batch(caller, model, example)
+    _check_has_batch(caller, model, example)
     if not tensors(seen.outputs[""]):
         raise ValueError(
             f"{caller}: {type(model).__name__} returns no tensor for this example, so the effect of an addition cannot "
@@ -104,7 +103,7 @@ def run_example(caller: str, model: nn.Module, paths: Iterable[str], example: An
     return seen
 
 
-def takes(model: nn.Module, example: Any) -> bool:
+def _takes(model: nn.Module, example: Any) -> bool:
     try:
         probe(model, example, ())
     except Exception:  # noqa: BLE001  (a model may raise anything)
@@ -112,12 +111,12 @@ def takes(model: nn.Module, example: Any) -> bool:
     return True
 
 
-def check_has_batch(caller: str, model: nn.Module, example: Any) -> None:
+def _check_has_batch(caller: str, model: nn.Module, example: Any) -> None:
     """Refuse a sample of the first convolution if a batch of it runs too: its channels would be read as the batch."""
     first = next((each for each in model.modules() if isinstance(each, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
     if first is None or is_lazy(first.weight) or not isinstance(example, Tensor):
         return
-    if example.dim() != first.weight.dim() - 1 or len(example) != first.in_channels or not takes(model, example[None]):
+    if example.dim() != first.weight.dim() - 1 or len(example) != first.in_channels or not _takes(model, example[None]):
         return
     raise ValueError(
         f"{caller}: example {tuple(example.shape)} has no batch: it is one sample of the {first.in_channels} "
@@ -125,7 +124,7 @@ def check_has_batch(caller: str, model: nn.Module, example: Any) -> None:
     )
 
 
-def fix_of_example(model: nn.Module, example: Any) -> str:
+def _fix_of_example(model: nn.Module, example: Any) -> str:
     """Return the fix for an example that the model refuses: an input for its shape, the batch, or the dtype."""
     if isinstance(example, tuple | list) and example and all(isinstance(length, int) for length in example):
         return f"an input and not its shape: torch.zeros{tuple(example)}."
@@ -135,7 +134,7 @@ def fix_of_example(model: nn.Module, example: Any) -> str:
         if example.dim() > 2:
             fixes["channels first, example.movedim(-1, 1)."] = example.movedim(-1, 1)
         for fix, changed in fixes.items():
-            if takes(model, changed):
+            if _takes(model, changed):
                 return fix
     elif hasattr(example, "__array__"):
         return "a tensor, torch.as_tensor(example)."
@@ -148,12 +147,12 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if len(lines) > 5 else error}"
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Describe a value by its shapes: `(1, 3, 8, 8) of torch.float32`, within their tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return "a nested tensor" if value.is_nested else f"{tuple(value.shape)} of {value.dtype}"
     if isinstance(value, Mapping | tuple | list):
-        inside = ", ".join(f"{name}: {describe(part)}" for name, part in entries(value).items())
+        inside = ", ".join(f"{name}: {describe_value(part)}" for name, part in entries(value).items())
         return f"{type(value).__name__}({inside})"
     return type(value).__name__
 

@@ -15,7 +15,7 @@ from farfield.insertion._replace.hugging_face import (
     choose,
     find_attention_obstacle,
     is_rotary,
-    register,
+    register_operator,
     uses_interface,
 )
 from farfield.insertion._replace.masks import resolve_operator
@@ -83,17 +83,17 @@ def replace_attention(
         >>> encoder(torch.randn(2, 100, 32)).shape
         torch.Size([2, 100, 32])
     """
-    check_model(model)
+    _check_model(model)
     name, resolved = resolve_operator(CALLER, operator)
     chosen = find_attention(model, where)
     for path, module in chosen.items():
-        check_attention(model, path, module)
+        _check_supported(model, path, module)
     hugging_face = {path: module for path, module in chosen.items() if uses_interface(module)}
     if hugging_face:
         rotary = [f"{path} ({type(module).__name__})" for path, module in hugging_face.items() if is_rotary(module)]
         if rotary and not resolved.weighs_by_products:
-            warnings.warn(rotary_warning(name, rotary), stacklevel=2)
-        for config in choose(model, list(hugging_face.values()), register(name, resolved)):
+            warnings.warn(_rotary_warning(name, rotary), stacklevel=2)
+        for config in choose(model, list(hugging_face.values()), register_operator(name, resolved)):
             note_part(config)
     for module in chosen.values():
         kind = replaced_class(module)
@@ -102,12 +102,12 @@ def replace_attention(
             module.__class__ = kind
             attention = cast(TorchAttention | TimmAttention, module)
             attention.operator, attention.operator_name = resolved, name
-    leave_fast_path(model)
+    _leave_fast_path(model)
     note_operators(model)
     return chosen
 
 
-def check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module) -> None:
     """Refuse a compiled or scripted model: it would keep running its old code."""
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -121,7 +121,7 @@ def check_model(model: nn.Module) -> None:
             raise TypeError(f"{CALLER}: {type(model).__name__} is {kind} already; fix: replace first, then compile.")
 
 
-def check_attention(model: nn.Module, path: str, module: nn.Module) -> None:
+def _check_supported(model: nn.Module, path: str, module: nn.Module) -> None:
     """Refuse a supported attention with options that no operator supports."""
     reason = None
     if uses_interface(module):
@@ -135,7 +135,7 @@ def check_attention(model: nn.Module, path: str, module: nn.Module) -> None:
         )
 
 
-def rotary_warning(name: str, rotary: list[str]) -> str:
+def _rotary_warning(name: str, rotary: list[str]) -> str:
     """Return the warning that rotary positions do not act as distances with an operator."""
     more = f" and {len(rotary) - 1} more" if len(rotary) > 1 else ""
     return (
@@ -145,7 +145,7 @@ def rotary_warning(name: str, rotary: list[str]) -> str:
     )
 
 
-def leave_fast_path(model: nn.Module) -> None:
+def _leave_fast_path(model: nn.Module) -> None:
     """Disable the fast path of torch's transformer layers, which uses an attention's weights without calling it."""
     for module in model.modules():
         if isinstance(module, TorchAttention):

@@ -14,9 +14,9 @@ from farfield.ops.table import Operator
 
 CALLER = "replace_attention"
 # Modules of the class that timm's vision transformers share; the second in older versions.
-TIMM = ("timm.layers.attention", "timm.models.vision_transformer")
+_TIMM = ("timm.layers.attention", "timm.models.vision_transformer")
 # Names of attention classes and of their children, among them ClassAttn, GPSA, XCA and LiteMLA of timm.
-CALLED, CHILDREN = re.compile("Attention|Attn|^[A-Z]*SA$|^XCA$|MLA$"), {"qkv", "qk", "to_qkv"}
+_CALLED, _CHILDREN = re.compile("Attention|Attn|^[A-Z]*SA$|^XCA$|MLA$"), {"qkv", "qk", "to_qkv"}
 
 
 def replaced_class(module: nn.Module) -> type[TorchAttention] | type[TimmAttention] | None:
@@ -27,7 +27,7 @@ def replaced_class(module: nn.Module) -> type[TorchAttention] | type[TimmAttenti
     kind = type(module)
     if kind in (nn.MultiheadAttention, TorchAttention):
         return TorchAttention
-    if kind is TimmAttention or (kind.__module__ in TIMM and kind.__qualname__ == "Attention"):
+    if kind is TimmAttention or (kind.__module__ in _TIMM and kind.__qualname__ == "Attention"):
         return TimmAttention
     return None
 
@@ -45,13 +45,7 @@ def chosen_operator(module: nn.Module) -> tuple[str, Operator] | None:
 
 
 def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return every supported attention at and below some paths.
-
-    Raises:
-        LookupError: If a path matches nothing, or there is no supported attention at or below it.
-        TypeError: If `where` is no path.
-        ValueError: If there is also unsupported attention, or no path is given.
-    """
+    """Return every supported attention at and below some paths."""
     chosen: dict[str, nn.Module] = {}
     patterns = [where or ""] if where is None or isinstance(where, str) else where
     if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
@@ -90,14 +84,13 @@ def other_attention(model: nn.Module, places: list[str], known: list[str]) -> st
     others = []
     for path, module in model.named_modules():
         kind = type(module)
-        alike = CALLED.search(kind.__name__) or CHILDREN & module._modules.keys()
-        if not alike or kind.__module__.startswith("farfield.") or not any(lies_in(path, place) for place in places):
+        alike = _CALLED.search(kind.__name__) or _CHILDREN & module._modules.keys()
+        if not alike or kind.__module__.startswith("farfield.") or not any(_lies_in(path, place) for place in places):
             continue
-        if not any(lies_in(path, other) or lies_in(other, path) for other in known):
+        if not any(_lies_in(path, other) or _lies_in(other, path) for other in known):
             others.append(f"{path} ({kind.__module__}.{kind.__name__})")
     return ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
 
 
-def lies_in(path: str, place: str) -> bool:
-    """Whether a path is a place or one below it."""
+def _lies_in(path: str, place: str) -> bool:
     return place in ("", path) or path.startswith(f"{place}.")

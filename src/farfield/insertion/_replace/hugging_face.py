@@ -14,20 +14,19 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from farfield.insertion._replace.masks import causal_error, find_obstacle, valid_positions
+from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
 
 # Options that models pass to their attention and that do not change it; any other option that is set is an error.
-IGNORED = (
+_IGNORED = (
     *("cache_position", "deterministic", "encoder_hidden_states", "is_causal", "labels", "num_items_in_batch"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache"),
 )
 # Towers whose attention modules have no causal flag: their model passes is_causal with every call.
-CAUSAL_TOWERS = ("clip_text_model",)
+_CAUSAL_TOWERS = ("clip_text_model",)
 
 
-# ---- registering -----------------------------------------------------------------------------------------------------
 def register_transformers() -> list[str]:
     """Register every operator that is defined on tokens with transformers, as `farfield_<operator>`; return the names.
 
@@ -51,10 +50,12 @@ def register_transformers() -> list[str]:
         >>> "farfield_factorized_gaussian" in register_transformers()
         True
     """
-    return [register(name, operator) for name, operator in OPERATORS.items() if find_obstacle(operator) is None]
+    return [
+        register_operator(name, operator) for name, operator in OPERATORS.items() if find_obstacle(operator) is None
+    ]
 
 
-def register(name: str, operator: Operator) -> str:
+def register_operator(name: str, operator: Operator) -> str:
     """Register one operator as `farfield_<name>`; for another operator of the same name, a number is appended."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -63,13 +64,12 @@ def register(name: str, operator: Operator) -> str:
     while implementation in registered and registered[implementation].args != (name, operator):
         number += 1
         implementation = f"farfield_{name}_{number}"
-    AttentionInterface.register(implementation, partial(attend, name, operator))
-    AttentionMaskInterface.register(implementation, partial(make_mask, implementation))
+    AttentionInterface.register(implementation, partial(_attend_tokens_of_model, name, operator))
+    AttentionMaskInterface.register(implementation, partial(_make_mask, implementation))
     return implementation
 
 
-# ---- registered functions --------------------------------------------------------------------------------------------
-def attend(
+def _attend_tokens_of_model(
     name: str,
     operator: Operator,
     module: nn.Module,
@@ -81,16 +81,10 @@ def attend(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with the signature of transformers: `(b, h, n, d)` to `(b, n, h, d)`, and the matrix if requested.
-
-    Raises:
-        ShapeError: If the mask does not fit the keys.
-        TypeError: If the mask is neither boolean nor additive.
-        ValueError: If the attention is causal, or has a bias, a window, or any other unknown option.
-    """
+    """Attend with the signature of transformers: `(b, h, n, d)` to `(b, n, h, d)`, and the matrix if requested."""
     caller = f"farfield_{name} in {type(module).__name__}"
     for option, given in options.items():
-        if option not in IGNORED and given is not None and given is not False:
+        if option not in _IGNORED and given is not None and given is not False:
             raise ValueError(
                 f"{caller}: this model calls its attention with {option}=…, which {name} does not support; "
                 f"fix: replace other layers only, replace_attention(…, where=…), or take a model without {option}."
@@ -104,13 +98,13 @@ def attend(
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         # Made for flash attention, which the layers that are not replaced still use.
         attention_mask = attention_mask[:, None, None].bool()
-    valid = valid_positions(caller, attention_mask, key)
+    valid = find_valid_positions(caller, attention_mask, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))
     return attend_tokens(operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
 
 
-def make_mask(
+def _make_mask(
     implementation: str,
     *,
     attention_mask: Tensor | None = None,
@@ -119,11 +113,7 @@ def make_mask(
     kv_offset: int = 0,
     **_: Any,
 ) -> Tensor | None:
-    """Return which keys are valid, `(b, 1, 1, n)`; refuse a mask that is more than padding.
-
-    Raises:
-        ValueError: If the model requests a causal mask, a window or another function of pairs.
-    """
+    """Return which keys are valid, `(b, 1, 1, n)`; refuse a mask that is more than padding."""
     from transformers.masking_utils import bidirectional_mask_function
 
     if mask_function is not bidirectional_mask_function:
@@ -135,7 +125,6 @@ def make_mask(
     return None if attention_mask is None else attention_mask[:, None, None, kv_offset : kv_offset + kv_length].bool()
 
 
-# ---- choosing layers -------------------------------------------------------------------------------------------------
 def uses_interface(module: nn.Module) -> bool:
     """Whether a module looks its attention up in transformers' `AttentionInterface`, by a name in its config."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -144,7 +133,7 @@ def uses_interface(module: nn.Module) -> bool:
 
 def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module]) -> str | None:
     """Return why an attention of transformers cannot be replaced; None if its code and config show no reason."""
-    if is_causal(module, around):
+    if _is_causal(module, around):
         return "is causal: each query attends only to the positions before it, but all queries share one summary"
     if getattr(module, "sliding_window", None) is not None:
         return "has a sliding window, but all queries share one summary"
@@ -154,26 +143,22 @@ def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module]) -> s
     return None
 
 
-def is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
-    """Whether an attention is causal.
+def _is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
+    """Whether an attention is causal; `around` has the modules around it, from the nearest to the model.
 
     The module's own `is_causal` does not settle it: some encoders have none, and some have True though their model
     makes padding masks only. Transformers itself uses it only where there is no mask.
-
-    Args:
-        module: The attention.
-        around: The modules around it, from the nearest to the model.
     """
-    if getattr(module.config, "model_type", None) in CAUSAL_TOWERS:
+    if getattr(module.config, "model_type", None) in _CAUSAL_TOWERS:
         return True
-    makers = next(filter(None, map(find_mask_makers, around)), set[str]())
+    makers = next(filter(None, map(_find_mask_makers, around)), set[str]())
     flag = getattr(module, "is_causal", None)
     if flag is None:
         return any("causal" in name for name in makers)
     return bool(flag) and not (makers and all("bidirectional" in name for name in makers))
 
 
-def find_mask_makers(module: nn.Module) -> set[str]:
+def _find_mask_makers(module: nn.Module) -> set[str]:
     """Return the names of the mask functions that a module's class calls, such as `create_causal_mask`."""
     methods = [inspect.unwrap(method) for method in vars(type(module)).values() if inspect.isfunction(method)]
     names = {name for method in methods for name in method.__code__.co_names}
@@ -194,7 +179,7 @@ def registered_operator(module: nn.Module) -> tuple[str, Operator] | None:
 
     registered: Mapping[str, Any] = AttentionInterface()
     function = registered.get(cast(Any, module.config)._attn_implementation)
-    return function.args if isinstance(function, partial) and function.func is attend else None
+    return function.args if isinstance(function, partial) and function.func is _attend_tokens_of_model else None
 
 
 def configured_models(model: nn.Module) -> Iterator[Any]:
@@ -204,7 +189,7 @@ def configured_models(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def configs_of(model: nn.Module) -> set[int]:
+def _configs_of(model: nn.Module) -> set[int]:
     """Return the ids of the configs of all models of transformers in a model, and of the configs in them."""
     known, waiting = set[int](), [module.config for module in configured_models(model)]
     while waiting:
@@ -216,19 +201,11 @@ def configs_of(model: nn.Module) -> set[int]:
 
 
 def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> list[object]:
-    """Set the implementation in the configs of the chosen attention modules of a model.
-
-    A config that only chosen modules use is changed in place, so that the model makes masks for the implementation,
-    linear in the positions. If other attention modules share it, or can, as the model that it belongs to is not known,
-    each chosen one gets a copy of it, and the model still makes masks for the other implementation.
-
-    Returns:
-        The configs whose model is not known.
-    """
+    """Set the implementation in the configs of the chosen attention modules of a model."""
     sharing: dict[int, list[nn.Module]] = {}  # by the id of a config
     for module in filter(uses_interface, model.modules()):
         sharing.setdefault(id(module.config), []).append(module)
-    within, outside = configs_of(model), list[object]()
+    within, outside = _configs_of(model), list[object]()
     for key, modules in sharing.items():
         mine = [module for module in modules if any(module is other for other in chosen)]
         if mine and key not in within:

@@ -15,17 +15,11 @@ from farfield.ops.table import OPERATORS, Operator
 
 # Largest value of an additive mask at a masked position: BERT's first masks had -10,000, current ones have the dtype's
 # minimum or -inf.
-MASKED = -1e4
+_MASKED = -1e4
 
 
 def resolve_operator(caller: str, operator: str | Operator) -> tuple[str, Operator]:
-    """Return an operator and its name, "custom" for a user's own; refuse one that does not work on tokens.
-
-    Raises:
-        LookupError: If there is no operator of this name.
-        TypeError: If it is neither a name nor an operator.
-        ValueError: If it does not work on the tokens and weights of a transformer; the text has the reason and the fix.
-    """
+    """Return an operator and its name, "custom" for a user's own; refuse one that does not work on tokens."""
     if isinstance(operator, str):
         if operator not in OPERATORS:
             raise unknown(caller, "operator", operator, OPERATORS)
@@ -64,22 +58,11 @@ def find_obstacle(operator: Operator) -> str | None:
     return None
 
 
-# ---- masks -----------------------------------------------------------------------------------------------------------
-def valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Return which keys are valid under a mask of pairs.
+def find_valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """Return which keys `(b, h, n, d)` are valid under a mask of pairs, as `(b, 1, 1, n)`; None without a mask.
 
-    Args:
-        caller: The name for error texts.
-        mask: `(b, h, m, n)` or a shape that broadcasts to it: boolean, True where a pair attends, or additive.
-        key: `(b, h, n, d)`.
-
-    Returns:
-        `(b, 1, 1, n)`, True where a key is valid; None without a mask.
-
-    Raises:
-        ShapeError: If the mask does not fit the keys.
-        TypeError: If it is neither boolean nor additive.
-        ValueError: If it differs between queries or heads, or adds a bias.
+    The mask broadcasts to `(b, h, m, n)` and is boolean, True where a pair attends, or additive. One that differs
+    between queries or heads, or that adds a bias, is refused.
     """
     if mask is None:
         return None
@@ -96,7 +79,7 @@ def valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | N
     # An expanded dimension has equal values and needs no check; without a check, masks of keys alone can be compiled.
     if all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)):
         mask = mask[:, :1, :1]
-    valid = mask if mask.dtype == torch.bool else unbiased(caller, mask)
+    valid = mask if mask.dtype == torch.bool else _unbiased(caller, mask)
     if valid.shape[1:3] != (1, 1):
         positions = valid.flatten(1, 2).any(1)[:, None, None]
         # A query that attends to nothing is padding, as in masks made of pairs of valid positions.
@@ -109,10 +92,10 @@ def valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | N
     return valid.expand(key.shape[0], 1, 1, -1)
 
 
-def unbiased(caller: str, mask: Tensor) -> Tensor:
+def _unbiased(caller: str, mask: Tensor) -> Tensor:
     """Convert an additive mask to a boolean one; refuse one that adds a bias."""
     valid = mask == 0
-    if mask.requires_grad or not (valid | (mask <= MASKED)).all():
+    if mask.requires_grad or not (valid | (mask <= _MASKED)).all():
         raise ValueError(
             f"{caller}: the mask adds a bias to the products of queries and keys (relative positions, ALiBi), and "
             f"there are no such products; fix: leave this layer out by where=, or take a model without the bias."

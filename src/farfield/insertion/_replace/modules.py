@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farfield.insertion._replace.masks import causal_error, valid_positions
+from farfield.insertion._replace.masks import causal_error, find_valid_positions
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import Operator
 
@@ -50,7 +50,7 @@ class TorchAttention(nn.MultiheadAttention):
         batched = query.dim() == 3
         batch = 0 if not batched or self.batch_first else 1
         grids = (grid if batched else grid[None] for grid in (query, key, value))
-        q, k, v = (split(positions.transpose(0, batch), self.num_heads) for positions in self.project(*grids))
+        q, k, v = (_split_heads(positions.transpose(0, batch), self.num_heads) for positions in self.project(*grids))
         valid = self.find_valid_keys(caller, key_padding_mask, attn_mask, k)
         scale, dropout = 1 / math.sqrt(q.shape[-1]), self.dropout if self.training else 0.0
         positions, weights = attend_tokens(
@@ -66,10 +66,10 @@ class TorchAttention(nn.MultiheadAttention):
     def find_valid_keys(self, caller: str, padding: Tensor | None, pairs: Tensor | None, key: Tensor) -> Tensor | None:
         """Return the valid keys under a mask of keys `(b, n)` or `(n)` and one of pairs `(m, n)` or `(b·h, m, n)`."""
         if padding is not None:
-            padding = invert_boolean(padding).reshape(-1, 1, 1, padding.shape[-1])
+            padding = _invert_boolean(padding).reshape(-1, 1, 1, padding.shape[-1])
         if pairs is not None:
-            pairs = invert_boolean(pairs).reshape(-1, 1 if pairs.dim() == 2 else self.num_heads, *pairs.shape[-2:])
-        valid, other = valid_positions(caller, padding, key), valid_positions(caller, pairs, key)
+            pairs = _invert_boolean(pairs).reshape(-1, 1 if pairs.dim() == 2 else self.num_heads, *pairs.shape[-2:])
+        valid, other = find_valid_positions(caller, padding, key), find_valid_positions(caller, pairs, key)
         if valid is None or other is None:
             return other if valid is None else valid
         return valid & other
@@ -103,11 +103,11 @@ class TimmAttention(nn.Module):
         caller = f"timm's Attention replaced by {self.operator_name}"
         if is_causal:
             raise causal_error(caller)
-        query, key, value = (split(positions, self.num_heads) for positions in self.qkv(x).chunk(3, -1))
+        query, key, value = (_split_heads(positions, self.num_heads) for positions in self.qkv(x).chunk(3, -1))
         query, key = self.q_norm(query), self.k_norm(key)
         if attn_mask is not None:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        valid = valid_positions(caller, attn_mask, key)
+        valid = find_valid_positions(caller, attn_mask, key)
         dropout = self.attn_drop.p if self.training else 0.0
         positions, _ = attend_tokens(self.operator, query, key, value, valid, scale=self.scale, dropout=dropout)
         response = positions.flatten(2)
@@ -120,11 +120,11 @@ class TimmAttention(nn.Module):
         return self.proj_drop(self.proj(response))
 
 
-def split(positions: Tensor, heads: int) -> Tensor:
+def _split_heads(positions: Tensor, heads: int) -> Tensor:
     """Return a view of `(b, n, c)` as `(b, h, n, c/h)`."""
     return positions.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def invert_boolean(mask: Tensor) -> Tensor:
+def _invert_boolean(mask: Tensor) -> Tensor:
     """Invert a boolean mask of torch, which is True where a pair does not attend; return an additive one unchanged."""
     return ~mask if mask.dtype == torch.bool else mask

@@ -18,28 +18,28 @@ from farfield.insertion._replace.finding import chosen_operator, known_attention
 from farfield.insertion._replace.hugging_face import configured_models, uses_interface
 from farfield.ops.table import OPERATORS, Operator
 
-ENTRY = "attn_implementation"
-SENTENCE = "farfield: attention was replaced{part}; load with attn_implementation={implementation!r}, then {calls}"
+_ENTRY = "attn_implementation"
+_SENTENCE = "farfield: attention was replaced{part}; load with attn_implementation={implementation!r}, then {calls}"
 
 
 def note_operators(model: nn.Module) -> None:
     """Write the entry into the configurations of a model and of the models inside it; remove it if all is softmax."""
     # In this order, as a model can share its configuration with one inside it.
     for holder in reversed(list(configured_models(model))):
-        sentence = describe(holder)
+        sentence = _describe_replacements(holder)
         if sentence is None:
-            vars(holder.config).pop(ENTRY, None)
+            vars(holder.config).pop(_ENTRY, None)
         else:
-            setattr(holder.config, ENTRY, sentence)
+            setattr(holder.config, _ENTRY, sentence)
 
 
 def note_part(config: object) -> None:
     """Write the entry into the configuration of a model of which only a part is known."""
     calls = "call farfield.replace_attention on that part"
-    setattr(config, ENTRY, SENTENCE.format(part=" in a part of this model", implementation="eager", calls=calls))
+    setattr(config, _ENTRY, _SENTENCE.format(part=" in a part of this model", implementation="eager", calls=calls))
 
 
-def describe(model: nn.Module) -> str | None:
+def _describe_replacements(model: nn.Module) -> str | None:
     """Return the sentence that tells how to repeat the replacements in a model; None if there is none."""
     known = known_attention(model)
     operators = {path: chosen_operator(module) for path, module in known.items()}
@@ -53,15 +53,15 @@ def describe(model: nn.Module) -> str | None:
     for (name, _), paths in groups.items():
         complete = len(paths) == len(known) and not other_attention(model, [""], paths)
         operator = repr(name) if name in OPERATORS else "your_operator"
-        where = "" if complete else f", where={shorten(model, paths)!r}"
+        where = "" if complete else f", where={_shorten_paths(model, paths)!r}"
         calls.append(f"farfield.replace_attention(model, {operator}{where})")
     own = [module.config for path, module in known.items() if operators[path] is None and uses_interface(module)]
     # Not the name of flash attention: transformers would try to load it where it reads the sentence.
     sdpa = any(cast(Any, config)._attn_implementation == "sdpa" for config in own)
-    return SENTENCE.format(part="", implementation="sdpa" if sdpa else "eager", calls=" and ".join(calls))
+    return _SENTENCE.format(part="", implementation="sdpa" if sdpa else "eager", calls=" and ".join(calls))
 
 
-def shorten(model: nn.Module, paths: list[str]) -> str | list[str]:
+def _shorten_paths(model: nn.Module, paths: list[str]) -> str | list[str]:
     """Return paths of modules with `*` in place of indices, where that matches no other module."""
     patterns = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in paths))
     matched = {path for pattern in patterns for path, _ in matching(model, pattern)}

@@ -17,10 +17,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from farfield.ops.fast import kernel_products, kernel_sums, kernels
-from farfield.ops.fast.combination import arrange, channels_last, combine
-from farfield.ops.fast.stacking import RowPlan, split_gradients, stack_projections
+from farfield.ops.fast import kernels
+from farfield.ops.fast.combination import arrange, combine
+from farfield.ops.fast.steps import (
+    ResponsePlan,
+    RowPlan,
+    are_small,
+    gradients_of_rows,
+    project_slots,
+    respond_by,
+    select_queries,
+    split_gradients,
+    stack_projections,
+)
+from farfield.ops.fast.steps import project as project_by_kernel
 from farfield.ops.function import accelerate
+from farfield.ops.grid import in_channels_last
 from farfield.ops.modes import full_precision
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.slots import Summary
@@ -28,27 +40,19 @@ from farfield.ops.summary import WIDENED, sum_over_positions, summarize
 from farfield.ops.table import Operator
 
 
-def are_small(rows: int, positions: Tensor) -> bool:
-    """Whether projected rows are so small beside the positions that they are kept and not recomputed."""
-    return 32 * rows <= positions.shape[1]
-
-
 # ---- the equations ---------------------------------------------------------------------------------------------------
-def project_and_sum(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
-    """Return the queries of positions `(b, c, n)`, and the values, weights, count and peak of their summary.
-
-    `projections`: matrix and bias for the keys, then those for the queries if they are different.
-    """
-    return sum_rows(plan, positions, valid, project(positions, stack_projections(*pair_projections(projections))))
+def _plain_sums(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
+    """Return the queries of positions `(b, c, n)`, and the values, weights, count and peak of their summary."""
+    return _sum_rows(plan, positions, valid, project(positions, stack_projections(*_pair_projections(projections))))
 
 
-def pair_projections(parts: Sequence[Tensor | None]) -> tuple[Projection, Projection]:
+def _pair_projections(parts: Sequence[Tensor | None]) -> tuple[Projection, Projection]:
     """Return the projections of keys and of queries."""
     return Projection(*parts[:2]), Projection(*parts[2:])
 
 
-def sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> tuple[Any, ...]:
-    """Return the same as `project_and_sum`, from rows that are already projected."""
+def _sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> tuple[Any, ...]:
+    """Return the same as `_plain_sums`, from rows that are already projected."""
     heads = plan.heads
     key = split_heads(rows[:, : plan.keys], heads) if plan.keys else valid.expand(-1, heads, -1, -1)
     value = positions[:, None] if plan.shared else split_heads(positions, heads)
@@ -56,56 +60,18 @@ def sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> t
     return select_queries(plan, rows), *summary[:3], summary.peak
 
 
-def select_queries(plan: RowPlan, rows: Tensor) -> Tensor | None:
-    """Return the queries among the rows."""
-    return split_heads(rows[:, rows.shape[1] - plan.queries :], plan.heads) if plan.queries else None
-
-
 # ---- the same with a backward pass that keeps the positions ----------------------------------------------------------
 def project_and_summarize(
-    operator: Operator,
-    heads: int,
-    positions: Tensor,
-    valid: Tensor,
-    key: Projection,
-    query: Projection | None,
-    *,
-    shared: bool,
-    complete: bool,
+    plan: RowPlan, positions: Tensor, valid: Tensor, key: Projection, query: Projection
 ) -> tuple[Tensor | None, Summary]:
-    """Project positions to keys, and to queries if wanted, and summarize them.
-
-    Args:
-        operator: The operator, which has a basis.
-        heads: Number of heads.
-        positions: `(b, c, n)`.
-        valid: `(b, 1, 1, n)`, 1 where a position is valid.
-        key: The projection of keys.
-        query: The projection of queries; None if no queries come from these positions.
-        shared: Whether every head summarizes all channels, as it does where the values are projected later.
-        complete: Whether all positions are valid.
-
-    Returns:
-        The queries `(b, h, d, n)`, None if no queries come from these positions, and the summary.
-
-    Cost:
-        At most b·n·c·(projected rows + h·r) MACs forward, and three times that backward. The positions are kept for
-        backward.
-    """
-    key_projection = key if operator.reads_keys else None
-    keys, queries = (
-        0 if one is None else positions.shape[1] if one.matrix is None else len(one.matrix)
-        for one in (key_projection, query)
-    )
-    plan = RowPlan(operator, heads, keys, queries, key is query, shared, complete)
-    query_projection = None if key_projection is query else query  # the same projection is computed once
-    projections = (*(key_projection or Projection()), *(query_projection or Projection()))
-    query_rows, values, weights, count, peak, _ = _project_and_sum(plan, positions, valid, *projections)
-    return query_rows, Summary(values, weights, count, None, peak, False, complete)
+    """Return the queries `(b, h, d, n)` of positions, or None, and the summary; `query` if it is no `key`."""
+    # Of large tensors, the positions alone are kept for the backward pass.
+    queries, values, weights, count, peak, _ = _project_and_sum(plan, positions, valid, *key, *query)
+    return queries, Summary(values, weights, count, None, peak, False, plan.complete)
 
 
 def respond_from(
-    operator: Operator,
+    plan: ResponsePlan,
     positions: Tensor,
     projection: Projection,
     query: Tensor,
@@ -113,77 +79,40 @@ def respond_from(
     matrix: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Respond to a summary: `ops.respond`, with a projection of the responses that acts on the slots, and a bias.
-
-    Args:
-        operator: The operator, which has a basis.
-        positions: `(b, c, m)`, the positions that the queries come from.
-        projection: The projection of queries.
-        query: `(b, h, d, m)`, the projected queries.
-        summary: The summary of keys and values.
-        matrix: `(h, p, c)`, a projection of each head's responses, which are then added up; None to concatenate heads.
-        bias: The bias of the responses, `(p,)`, or `(h·c,)` without a matrix; None adds nothing.
-
-    Returns:
-        `(b, 1, p, m)` with a matrix, else `(b, h, c, m)`, in the memory order of the positions.
-
-    Cost:
-        b·m·h·r·p MACs forward, and twice that backward. Kept for backward are the positions, the summary, and queries
-        of few channels; other queries are projected again.
-    """
+    """Return `(b, 1, p, m)` with a matrix `(h, p, c)` of responses, else `(b, h, c, m)`, as positions lie in memory."""
+    # Kept for the backward pass are the positions, the summary, and queries of few channels.
     parts = (summary.values, summary.weights, summary.count, summary.peak)
-    return cast(Tensor, _respond(operator, positions, *projection, query, *parts, matrix, bias))
+    return cast(Tensor, _respond(plan, positions, *projection, query, *parts, matrix, bias))
 
 
-def project_slots(
-    operator: Operator, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Return slots `(b, g, s, p)`, divided and projected; slots of heads that add up are concatenated, and g is 1.
-
-    A bias is one slot more than there are coefficients; its coefficient is 1 at every position.
-    """
-    if matrix is not None:
-        summary = summary.project_values(matrix)
-    slots = (summary.values / operator.per(query, summary)).to(query.dtype)
-    if matrix is not None:
-        slots = slots.flatten(1, 2)[:, None]
-    if bias is None:
-        return slots
-    last = bias.to(slots.dtype).unflatten(0, (slots.shape[1], 1, -1)).expand(slots.shape[0], -1, -1, -1)
-    return torch.cat([slots, last], 2)
-
-
-def project_and_keep(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
-    """Return the same as `project_and_sum`, and the projected rows `(b, rows, n)` if they are small."""
-    matrix, bias = stack_projections(*pair_projections(projections))
-    if matrix is not None and kernel_sums.sum_kernel_runs(plan, positions, matrix, bias):
-        rows, values, weights = kernel_sums.project_and_sum(plan, positions, valid, matrix, bias)
-        outputs = (select_queries(plan, rows), values, weights, valid.sum(-1, keepdim=True), None)
-    elif kernel_products.sums_run(plan, positions, matrix, bias):
-        return *kernel_products.summarize(plan, positions, valid, matrix, bias), None
-    else:
+def _project_and_keep(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
+    """Return the same as `_plain_sums`, and the projected rows `(b, rows, n)` if they are small."""
+    matrix, bias = stack_projections(*_pair_projections(projections))
+    if plan.kernel is None:
         rows = project(positions, Projection(matrix, bias))
-        outputs = sum_rows(plan, positions, valid, rows)
-    return *outputs, rows if matrix is not None and are_small(rows.shape[1], positions) else None
+        *outputs, rows = *_sum_rows(plan, positions, valid, rows), rows
+    else:
+        *outputs, rows = plan.kernel.run(plan, positions, valid, matrix, bias)
+    small = matrix is not None and rows is not None and are_small(rows.shape[1], positions)
+    return *outputs, rows if small else None
 
 
-def gradients_of_sums(
+def _gradients_of_sums(
     arguments: Sequence[Any],
     kept: Sequence[Tensor | None],
     grad_outputs: Sequence[Any],
     wanted: Sequence[bool],
     precision: Any,
 ) -> Iterator[Tensor | None]:
-    """Return the gradients of `project_and_sum`; keys that were not kept are projected again."""
+    """Return the gradients of `_plain_sums`; keys that were not kept are projected again."""
     (plan, positions, valid, *projections), (_, peak, rows) = arguments, kept
     grad_queries, grad_values, grad_weights = grad_outputs
-    projection, other = pair_projections(projections)
+    projection, other = _pair_projections(projections)
     (matrix, bias), grad_rows, grad_matrix = stack_projections(projection, other), None, None
     grads_of_outputs = (grad_queries, grad_values, grad_weights)
-    with precision():
-        by_kernel = kernel_products.sums_run(plan, positions, matrix, bias, *grads_of_outputs)
-    if by_kernel:
-        grad_positions, *of_projection = kernel_products.gradients_of_sums(
+    kernel = plan.kernel
+    if kernel is not None and kernel.derive is not None and kernels.why_not(*grads_of_outputs, ordered=False) is None:
+        grad_positions, *of_projection = kernel.derive(
             plan, positions, valid, matrix, bias, peak, wanted[1], grads_of_outputs
         )
         return iter((None, grad_positions, None, *split_gradients(Projection(*of_projection), projection, other)))
@@ -191,32 +120,30 @@ def gradients_of_sums(
     if plan.keys:
         with precision():
             rows = project(positions, projection) if rows is None else rows[:, : plan.keys]
-        key = leaf(split_heads(rows, plan.heads).to(grad_values.dtype))
+        key = _leaf(split_heads(rows, plan.heads).to(grad_values.dtype))
     with torch.enable_grad():
         basis, own = cast(Any, plan.operator.basis)(key, valid)
     if own is not None:  # the sums are relative to the peak of all blocks
         grad_values, grad_weights = grad_values * torch.exp(own - peak), grad_weights * torch.exp(own - peak)
     with full_precision(positions):
-        if plan.keys and kernel_sums.sum_kernel_runs(plan, positions, matrix, bias):
-            grad_rows, grad_matrix = kernel_sums.gradients_of_rows(
-                plan, positions, valid, grad_queries, grad_values, grad_weights
-            )
+        if plan.keys and kernel is not None and kernel.derive is None:
+            grad_rows, grad_matrix = gradients_of_rows(plan, positions, valid, grad_queries, grad_values, grad_weights)
         else:
-            grad_basis = gradient_of_basis(plan, positions, valid, grad_values, grad_weights)
-            grad_rows = join_rows(plan, gradient(basis, key, grad_basis), grad_queries, positions)
+            grad_basis = _gradient_of_basis(plan, positions, valid, grad_values, grad_weights)
+            grad_rows = _join_rows(plan, _gradient(basis, key, grad_basis), grad_queries, positions)
         grad_positions = None
         if wanted[1]:
-            grad_positions = gradient_of_positions(plan, positions, grad_values, basis, matrix, grad_rows)
-        grads = gradients_of_projection(positions, matrix, bias, grad_rows, grad_matrix)
+            grad_positions = _gradient_of_positions(plan, positions, grad_values, basis, matrix, grad_rows)
+        grads = _gradients_of_projection(positions, matrix, bias, grad_rows, grad_matrix)
     return iter((None, grad_positions, None, *split_gradients(Projection(*grads), projection, other)))
 
 
-def leaf(tensor: Tensor) -> Tensor:
+def _leaf(tensor: Tensor) -> Tensor:
     """Detach a tensor, as a leaf that requires a gradient."""
     return tensor.detach().requires_grad_()
 
 
-def gradient(output: Tensor, by: Tensor, grad_output: Tensor) -> Tensor:
+def _gradient(output: Tensor, by: Tensor, grad_output: Tensor) -> Tensor:
     """Return the gradient with respect to `by`; 0 if `output` does not depend on it."""
     if not output.requires_grad or not by.requires_grad:
         return torch.zeros_like(by)
@@ -224,26 +151,26 @@ def gradient(output: Tensor, by: Tensor, grad_output: Tensor) -> Tensor:
     return grad
 
 
-def gradient_of_basis(
+def _gradient_of_basis(
     plan: RowPlan, positions: Tensor, valid: Tensor, grad_values: Tensor, grad_weights: Tensor
 ) -> Tensor:
     """Return `(b, h, r, n)`: a weight of the basis contributes to the values and to the weight of its slot."""
     if not plan.complete:
         grad_weights = grad_weights * valid
     if plan.shared:
-        products = multiply_widened(grad_values.flatten(1, 2), positions).unflatten(1, grad_values.shape[1:3])
+        products = _multiply_widened(grad_values.flatten(1, 2), positions).unflatten(1, grad_values.shape[1:3])
         return products + grad_weights
-    return multiply_widened(grad_values, split_heads(positions, plan.heads)) + grad_weights
+    return _multiply_widened(grad_values, split_heads(positions, plan.heads)) + grad_weights
 
 
-def multiply_widened(matrix: Tensor, positions: Tensor) -> Tensor:
+def _multiply_widened(matrix: Tensor, positions: Tensor) -> Tensor:
     """Return `matrix · positions` in the matrix's dtype, without a wider copy of all positions at once."""
     if matrix.dtype == positions.dtype:
         return matrix @ positions
     return torch.cat([matrix @ piece.to(matrix.dtype) for piece in positions.split(WIDENED, -1)], -1)
 
 
-def join_rows(plan: RowPlan, grad_keys: Tensor, grad_queries: Tensor | None, positions: Tensor) -> Tensor | None:
+def _join_rows(plan: RowPlan, grad_keys: Tensor, grad_queries: Tensor | None, positions: Tensor) -> Tensor | None:
     """Return gradients of all rows `(b, rows, n)`: keys first, queries last; added where the same rows are both."""
     rows = grad_keys.flatten(1, 2).to(positions.dtype) if plan.keys else None
     if grad_queries is None:
@@ -254,7 +181,7 @@ def join_rows(plan: RowPlan, grad_keys: Tensor, grad_queries: Tensor | None, pos
     return rows + queries if plan.same else torch.cat([rows, queries], 1)
 
 
-def gradient_of_positions(
+def _gradient_of_positions(
     plan: RowPlan,
     positions: Tensor,
     grad_values: Tensor,
@@ -271,11 +198,11 @@ def gradient_of_positions(
     if matrix is not None and grad_rows is not None:
         left = torch.cat([left, matrix.to(left.dtype).expand(left.shape[0], -1, -1)], 1)
         right = torch.cat([right, grad_rows], 1)
-    grad = (right.mT @ left).mT if channels_last(positions) else left.mT @ right
+    grad = (right.mT @ left).mT if in_channels_last(positions) else left.mT @ right
     return grad if matrix is not None or grad_rows is None else grad + grad_rows
 
 
-def gradients_of_projection(
+def _gradients_of_projection(
     positions: Tensor,
     matrix: Tensor | None,
     bias: Tensor | None,
@@ -289,8 +216,8 @@ def gradients_of_projection(
     return grad, None if bias is None else grad_rows.sum((0, 2), dtype=grad.dtype).to(bias.dtype)
 
 
-def respond_to(
-    operator: Operator,
+def _respond_to(
+    plan: ResponsePlan,
     positions: Tensor,
     matrix: Tensor | None,
     bias: Tensor | None,
@@ -298,61 +225,55 @@ def respond_to(
     *parts: Tensor | None,
 ) -> Tensor:
     """Respond as `respond_from` does, to the parts of a summary."""
-    coefficients, slots = factors(operator, query, *parts)
+    coefficients, slots = _factors(plan.operator, query, *parts)
     return combine(slots, coefficients, positions)
 
 
-def respond_in_blocks(
-    operator: Operator,
+def _respond_in_blocks(
+    plan: ResponsePlan,
     positions: Tensor,
     matrix: Tensor | None,
     bias: Tensor | None,
     query: Tensor,
     *parts: Tensor | None,
 ) -> Tensor:
-    """Respond as `respond_to` does, by a kernel if there is one."""
-    summary = build_summary(parts[:4])
-    slots = project_slots(operator, query, summary, *parts[4:])
-    if kernel_products.responses_run(operator, query, slots):
-        return kernel_products.combine(operator, query, slots, channels_last(positions))
-    return combine(slots, operator.coefficients(query, summary), positions)
+    """Respond as `_respond_to` does, by a kernel if there is one."""
+    return respond_by(plan, positions, query, _build_summary(parts[:4]), *parts[4:])
 
 
-def save_query(arguments: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of `respond_to` that are kept: the positions, and the queries only if they are small."""
-    operator, positions, matrix, bias, query, *parts = arguments
+def _save_query(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of `_respond_to` that are kept: the positions, and the queries only if they are small."""
+    plan, positions, matrix, bias, query, *parts = arguments
     small = are_small(math.prod(query.shape[1:3]), positions)
-    return operator, positions, matrix, bias, query if small else (query.shape[1], query.dtype), *parts
+    return plan, positions, matrix, bias, query if small else (query.shape[1], query.dtype), *parts
 
 
-def restore_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
-    """Return the arguments of `respond_to`, with the queries projected again if they were not kept."""
-    operator, positions, matrix, bias, query, *parts = arguments
+def _restore_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
+    """Return the arguments of `_respond_to`, with the queries projected again if they were not kept."""
+    plan, positions, matrix, bias, query, *parts = arguments
     if isinstance(query, tuple):
         heads, dtype = query
         with precision():
-            rows = kernel_products.project(positions, matrix, bias)
+            rows = project_by_kernel(positions, matrix, bias)
             rows = project(positions, Projection(matrix, bias)) if rows is None else rows
             query = split_heads(rows, heads).to(dtype)
-    return operator, positions, matrix, bias, query, *parts
+    return plan, positions, matrix, bias, query, *parts
 
 
-def gradients_of_response(
+def _gradients_of_response(
     arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], wanted: Sequence[bool], precision: Any
 ) -> Iterator[Tensor | None]:
-    """Return gradients of `respond_to` for the query, the summary, and the projection and bias of the responses."""
-    (operator, _, _, _, query, *parts), (grad_output,) = arguments, grad_outputs
-    query, rest = leaf(query), [None if part is None else leaf(part) for part in parts]
+    """Return gradients of `_respond_to` for the query, the summary, and the projection and bias of the responses."""
+    (plan, _, _, _, query, *parts), (grad_output,) = arguments, grad_outputs
+    query, rest = _leaf(query), [None if part is None else _leaf(part) for part in parts]
     with torch.enable_grad():
-        coefficients, slots = factors(operator, query, *rest)
-    if kernel_sums.response_kernel_runs(operator, grad_output, query, slots):
-        grad_query, grad_slots = kernel_sums.gradients_of_response(operator, grad_output, query, slots)
-        return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))
+        coefficients, slots = _factors(plan.operator, query, *rest)
     with precision():
-        by_kernel = kernel_products.responses_run(operator, query, slots) and kernels.is_readable(grad_output)
-    if by_kernel:
-        grad_query, grad_slots = kernel_products.gradients_of_response(operator, grad_output, query, slots)
-        return iter((None, None, None, None, *gradients([query, *rest], {query: grad_query, slots: grad_slots})))
+        lines = (line for line in plan.kernels if line.why_not(plan.operator, query, slots, grad_output) is None)
+        kernel = next(lines, None)
+    if kernel is not None:
+        grad_query, grad_slots = cast(Any, kernel.derive)(plan.operator, grad_output, query, slots)
+        return iter((None, None, None, None, *_gradients([query, *rest], {query: grad_query, slots: grad_slots})))
     with full_precision(grad_output):
         # Under autocast the product, and so its gradient, is of lower precision than its factors.
         arranged = arrange(coefficients, slots).to(grad_output.dtype)
@@ -360,17 +281,17 @@ def gradients_of_response(
         inner = slots.to(grad_output.dtype) @ grad_output
         inner = inner[:, :, : math.prod(coefficients.shape[1:3]) // slots.shape[1]]
         grad_coefficients = inner.reshape(coefficients.shape).to(coefficients.dtype)
-        grads = gradients([query, *rest], {coefficients: grad_coefficients, slots: grad_slots})
+        grads = _gradients([query, *rest], {coefficients: grad_coefficients, slots: grad_slots})
     return iter((None, None, None, None, *grads))
 
 
-def factors(operator: Operator, query: Tensor, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
+def _factors(operator: Operator, query: Tensor, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the coefficients and the slots, whose product the responses are."""
-    summary = build_summary(parts[:4])
+    summary = _build_summary(parts[:4])
     return operator.coefficients(query, summary), project_slots(operator, query, summary, *parts[4:])
 
 
-def gradients(inputs: list[Tensor | None], grad_outputs: dict[Tensor, Tensor]) -> Iterator[Tensor | None]:
+def _gradients(inputs: list[Tensor | None], grad_outputs: dict[Tensor, Tensor]) -> Iterator[Tensor | None]:
     """Return vector-Jacobian products for the inputs that are not None; None where no output depends on the input."""
     known = [tensor for tensor in inputs if tensor is not None]
     outputs = {output: grad for output, grad in grad_outputs.items() if output.requires_grad}
@@ -378,20 +299,20 @@ def gradients(inputs: list[Tensor | None], grad_outputs: dict[Tensor, Tensor]) -
     return (None if tensor is None else next(grads) for tensor in inputs)
 
 
-def build_summary(parts: Any) -> Summary:
+def _build_summary(parts: Any) -> Summary:
     """Return a summary of values, weights, count and peak, which coefficients may depend on."""
     values, weights, count, peak = parts
     return Summary(values, weights, count, None, peak)
 
 
 _project_and_sum = accelerate(
-    project_and_sum, project_and_keep, gradients_of_sums, constants=2, kept=1, kernels_run=kernels.run
+    _plain_sums, _project_and_keep, _gradients_of_sums, constants=2, kept=1, kernels_run=kernels.run
 )
 _respond = accelerate(
-    respond_to,
-    respond_in_blocks,
-    gradients_of_response,
-    save=save_query,
-    restore=restore_query,
+    _respond_to,
+    _respond_in_blocks,
+    _gradients_of_response,
+    save=_save_query,
+    restore=_restore_query,
     kernels_run=kernels.run,
 )

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from farfield.ops.fast import kernels
 from farfield.ops.function import accelerate, shapes_alone
-from farfield.ops.grid import add_axes, along_axes, hide, in_channels_last
+from farfield.ops.grid import (
+    Gathered,
+    Place,
+    Positions,
+    add_axes,
+    along_axes,
+    axis_sums,
+    hide,
+    in_channels_last,
+    valid_counts,
+)
 
 
 def sum_axes(grid: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -23,47 +33,71 @@ def outer_sum(responses: Tensor, size: Sequence[int]) -> Tensor:
     return cast(Tensor, _outer_sum(responses, tuple(size), responses.requires_grad and torch.is_grad_enabled()))
 
 
-def read_axes(grid: Tensor) -> Tensor:
+def gather(where: Positions, grid: Tensor, mask: Tensor | None, place: Place | None = None) -> Gathered:
+    """Gather positions as `where.gather` does; a kernel reads a whole grid once for sums along its axes."""
+    if where.gather is axis_sums and place is None:
+        return Gathered(sum_axes(grid, mask), valid_counts(grid, mask))
+    return where.gather(grid, mask, place)
+
+
+def scatter(where: Positions, responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
+    """Scatter responses as `where.scatter` does; a kernel writes a whole grid once for an outer sum."""
+    if where.scatter is add_axes and place is None:
+        return outer_sum(responses, size)
+    return where.scatter(responses, size, place)
+
+
+def why_not_sums(grid: Tensor) -> str | None:
+    """Return why no kernel sums along the axes, or None."""
+    return "one spatial dim" if grid.dim() < 4 else kernels.why_not(grid)
+
+
+def why_not_outer_sum(responses: Tensor, size: Sequence[int]) -> str | None:
+    """Return why no kernel adds up the axes, or None."""
+    return "one spatial dim" if len(size) < 2 else kernels.why_not(responses)
+
+
+def _read_axes(grid: Tensor) -> Tensor:
     """Sum along the axes; a kernel reads the grid once."""
-    if grid.dim() > 3 and kernels.fit(grid):
+    if why_not_sums(grid) is None:
         return cast(Tensor, kernels.call("axis_sums", grid))
     return along_axes(grid)
 
 
 def write_sum(responses: Tensor, size: Sequence[int], training: bool) -> Tensor:
     """Add up the axes; a kernel writes the grid once."""
-    if len(size) > 1 and kernels.fit(responses):
+    if why_not_outer_sum(responses, size) is None:
         return cast(Tensor, kernels.call("outer_sum", responses, size, False, training))
     return add_axes(responses, size)
 
 
-def spread(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
+def _spread(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
     """Return the gradient of sums along axes, the outer sum of their gradients; autograd would make a grid per axis."""
     (grid, wide), (grad,) = arguments, grad_outputs
     grad = grad.to(grid.dtype)
     return write_sum(grad.mT.contiguous().mT if wide else grad.contiguous(), grid.shape[2:], True), None
 
 
-def collect(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None, None]:
+def _collect(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None, None]:
     """Return the gradient of an outer sum: the sums of its gradient along the axes."""
-    return read_axes(grad_outputs[0]).to(arguments[0].dtype), None, None
+    return _read_axes(grad_outputs[0]).to(arguments[0].dtype), None, None
 
 
-def plain_sums(grid: Tensor, wide: bool) -> Tensor:
+def _plain_sums(grid: Tensor, wide: bool) -> Tensor:
     """Compute the sums by their equation."""
     return along_axes(grid)
 
 
-def plain_grid(responses: Tensor, size: tuple[int, ...], training: bool) -> Tensor:
+def _plain_grid(responses: Tensor, size: tuple[int, ...], training: bool) -> Tensor:
     """Compute the grid by its equation."""
     return add_axes(responses, size)
 
 
 _sum_axes = accelerate(
-    plain_sums,
-    lambda grid, wide: read_axes(grid),
-    spread,
+    _plain_sums,
+    lambda grid, wide: _read_axes(grid),
+    _spread,
     save=shapes_alone,
     kernels_run=kernels.run,
 )
-_outer_sum = accelerate(plain_grid, write_sum, collect, save=shapes_alone, kernels_run=kernels.run)
+_outer_sum = accelerate(_plain_grid, write_sum, _collect, save=shapes_alone, kernels_run=kernels.run)

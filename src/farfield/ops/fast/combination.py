@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.grid import in_channels_last
+from farfield.ops.projection import Call, by_head
+from farfield.ops.slots import Summary
 from farfield.ops.work import is_a_slot
 
 
 def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
     """Combine slots `(b, g, s, p)` by coefficients `(b, h, r, m)`: `(b, g, p, m)`, in the memory order of `like`."""
-    batch, wide = slots.shape[:2], channels_last(like)
+    batch, wide = slots.shape[:2], in_channels_last(like)
     rows = coefficients.shape[1] * coefficients.shape[2] // batch[1]
     slots, factors = slots.flatten(0, 1), coefficients.reshape(batch.numel(), rows, coefficients.shape[3])
     if factors.shape[1] < slots.shape[1] and not is_a_slot(factors.shape[1], slots.shape[2]):
         last, slots = slots[:, -1:], slots[:, :-1]
         response = torch.baddbmm(last, factors.mT, slots).mT if wide else torch.baddbmm(last.mT, slots.mT, factors)
     else:
-        factors = append_ones(factors, slots.shape[1])
+        factors = _append_ones(factors, slots.shape[1])
         response = torch.bmm(factors.mT, slots).mT if wide else torch.bmm(slots.mT, factors)
     return response.view(*batch, *response.shape[1:])
 
@@ -32,16 +36,19 @@ def add_product(out: Tensor, slots: Tensor, coefficients: Tensor) -> Tensor:
     return torch.baddbmm(positions, slots.mT, coefficients).unflatten(2, out.shape[2:])
 
 
+def add_responses(call: Call, query: Tensor, summary: Summary, out: Tensor) -> Tensor:
+    """Add projected responses to a grid, as one product with the slots; for an operator with a basis."""
+    operator, matrix = call.operator, cast(Tensor, call.output.matrix)
+    summary = summary.project_values(by_head(call, matrix.dtype))
+    slots = (summary.values / operator.per(query, summary)).flatten(1, 2)
+    return add_product(out, slots, operator.coefficients(query, summary).flatten(1, 2))
+
+
 def arrange(coefficients: Tensor, slots: Tensor) -> Tensor:
     """Return coefficients `(b, g, s, m)`: concatenated for heads that add up; 1 for a last slot that is a bias."""
-    return append_ones(coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1)), slots.shape[2])
+    return _append_ones(coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1)), slots.shape[2])
 
 
-def append_ones(coefficients: Tensor, slots: int) -> Tensor:
+def _append_ones(coefficients: Tensor, slots: int) -> Tensor:
     """Return coefficients `(…, r, m)` for this number of slots: 1 for a last slot that has no coefficient."""
     return coefficients if coefficients.shape[-2] == slots else F.pad(coefficients, (0, 0, 0, 1), value=1.0)
-
-
-def channels_last(positions: Tensor) -> bool:
-    """Whether the channels of positions `(…, c, n)` are contiguous in memory."""
-    return positions.stride(-2) == 1 and positions.stride(-1) != 1

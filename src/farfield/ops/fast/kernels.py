@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,47 @@ REASON = FOLDER / "not_built.txt"
 # If this environment variable is 0, no kernel runs.
 SWITCH = "FARFIELD_KERNELS"
 # What grids and positions may be; the kernels compute in float32.
-FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+AUTOCAST = "autocast computes in another dtype"
+MANY_SCORES = "more than 4 scores, or fewer than 8 channels a score, with which torch's products are faster"
+DERIVATIVE = "a derivative is wanted"
+# The forms of a call: the operator alone, with projections or a norm, and added to a target.
+BARE, PROJECTED, WITH_TARGET = "nothing projected or normed", "something projected or normed", "added to a target"
 NOT_INSTALLED = "not built: farfield runs from files that were not installed; fix: pip install -e . in their checkout"
+
+
+class Kernel(NamedTuple):
+    """A line of the kernel table: which kernels compute what, for which operators, and when.
+
+    Attributes:
+        step: What is computed: "attention", "sums", "responses", "sums along axes" or "outer sums".
+        names: The kernels.
+        operators: Kinds of operators: for fields of an `Operator`, the entries that the line is for.
+        why_not: From the arguments of the step to the reason why the line does not run, in words, or None.
+        run: Computes the step.
+        derive: Computes the gradients of the step.
+        gradient: The kernels of the gradient.
+        forms: For attention, the forms of a call: BARE, PROJECTED, WITH_TARGET.
+        when: "in inference", "in training" or "always".
+        needs: What else is needed, in words.
+    """
+
+    step: str
+    names: tuple[str, ...]
+    operators: tuple[dict[str, tuple[Any, ...]], ...]
+    why_not: Callable[..., str | None]
+    run: Callable[..., Any]
+    derive: Callable[..., Any] | None = None
+    gradient: tuple[str, ...] = ()
+    forms: tuple[str, ...] = ()
+    when: str = "always"
+    needs: str = "nothing else"
+
+    def is_for(self, operator: object) -> bool:
+        """Whether the line is for an operator."""
+        return any(
+            all(getattr(operator, field) in entries for field, entries in kind.items()) for kind in self.operators
+        )
 
 
 @functools.cache
@@ -38,220 +77,95 @@ def problem() -> str | None:
         return f"not built: {REASON.read_text(encoding='utf-8').strip()}" if REASON.is_file() else NOT_INSTALLED
     try:
         torch.ops.load_library(LIBRARY)
-        register()
+        for name, flops in FLOPS.items():
+            register_flop_formula(getattr(torch.ops.farfield, name))(flops)
     except (OSError, RuntimeError) as error:
         return f"{LIBRARY} does not load: {error}"
     return None
 
 
-def register() -> None:
-    """Register the output shapes and the FLOPs of the kernels with torch."""
-
-    def axis_sums(grid: Tensor) -> Tensor:
-        return grid.new_empty(*grid.shape[:2], sum(grid.shape[2:]), dtype=torch.float32)
-
-    def axis_means(grid: Tensor) -> Tensor:
-        return axis_sums(grid)
-
-    def axis_attention(grid: Tensor, heads: int, scale: float, once: bool = False) -> Tensor:
-        return torch.empty_like(grid)
-
-    def attend_means(means: Tensor, values: Tensor, factors: Tensor, size: Sequence[int], once: bool) -> Tensor:
-        return torch.empty_like(values)
-
-    def axis_responses(
-        means: Tensor,
-        size: Sequence[int],
-        heads: int,
-        scale: float,
-        once: bool,
-        dtype: torch.dtype,
-        wide: bool,
-        most: int,
-    ) -> tuple[Tensor, Tensor]:
-        batch, channels, count = means.shape
-        shape = (batch, *size, channels) if wide else (batch, channels, *size)
-        grid = means.new_empty(shape, dtype=dtype)
-        kept = batch * heads * count**2 <= most
-        return grid.movedim(-1, 1) if wide else grid, means.new_empty(batch * heads * kept, count, count)
-
-    def axis_responses_backward(
-        means: Tensor, weights: Tensor, heads: int, scale: float, once: bool, grad_output: Tensor
-    ) -> Tensor:
-        return torch.empty_like(means)
-
-    def score_attention(
-        grid: Tensor, matrix: Tensor, both: bool, training: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        (batch, channels), (heads, _) = grid.shape[:2], matrix.shape
-        scores = matrix.new_empty(batch, heads, math.prod(grid.shape[2:]))
-        return torch.empty_like(grid), scores, matrix.new_empty(batch, 1 + heads, channels)
-
-    def score_attention_backward(
-        grid: Tensor, matrix: Tensor, both: bool, scores: Tensor, sums: Tensor, grad_output: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(grid), torch.empty_like(matrix)
-
-    def outer_sum(vectors: Tensor, size: Sequence[int], means: bool = False, training: bool = False) -> Tensor:
-        if vectors.is_contiguous():
-            return vectors.new_empty(*vectors.shape[:2], *size)
-        return vectors.new_empty(len(vectors), *size, vectors.shape[1]).movedim(-1, 1)
-
-    def project_and_sum(
-        positions: Tensor, matrix: Tensor, offset: Tensor | None, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        slots = 1 + (matrix if weights is None else weights).shape[1]
-        rows = matrix.new_empty(positions.shape[0], matrix.shape[1], positions.shape[2])
-        return rows, matrix.new_empty(positions.shape[0], slots, positions.shape[1])
-
-    def project_and_summarize(
-        positions: Tensor,
-        matrix: Tensor | None,
-        bias: Tensor | None,
-        valid: Tensor | None,
-        keys: int,
-        queries: int,
-        groups: int,
-        exponentials: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        batch, channels, count = positions.shape
-        sizes = ((batch, keys, channels // groups), (batch, keys), (batch, keys))
-        values, weights, peak = (positions.new_empty(size, dtype=torch.float32) for size in sizes)
-        return positions.new_empty(batch, queries, count), values, weights, peak
-
-    def project_and_summarize_backward(
-        positions: Tensor,
-        matrix: Tensor | None,
-        bias: Tensor | None,
-        valid: Tensor | None,
-        peak: Tensor | None,
-        grad_values: Tensor,
-        grad_weights: Tensor,
-        grad_queries: Tensor | None,
-        same: bool,
-        wanted: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grad = torch.empty_like(positions) if wanted else positions.new_empty(0, *positions.shape[1:])
-        rows = 0 if matrix is None else len(matrix)
-        return grad, grad_values.new_empty(rows, positions.shape[1]), grad_values.new_empty(rows)
-
-    def combine_slots(queries: Tensor, slots: Tensor, heads: int, softmax: bool, wide: bool) -> Tensor:
-        batch, channels, count = len(queries), slots.shape[1] * slots.shape[3], queries.shape[2]
-        return queries.new_empty(batch, count, channels).mT if wide else queries.new_empty(batch, channels, count)
-
-    def combine_slots_backward(
-        queries: Tensor, slots: Tensor, grad_output: Tensor, heads: int, softmax: bool
-    ) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(queries), torch.empty_like(slots)
-
-    def norm_and_clamp_backward(
-        grid: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        means: Tensor,
-        inverses: Tensor,
-        low: float,
-        high: float,
-        grad_output: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(grid), torch.empty_like(weight), torch.empty_like(bias)
-
-    attentions = (
-        attend_means,
-        axis_attention,
-        axis_responses,
-        axis_responses_backward,
-        score_attention,
-        score_attention_backward,
-    )
-    sums = (project_and_sum, project_and_summarize, project_and_summarize_backward)
-    others = (axis_means, axis_sums, outer_sum, combine_slots, combine_slots_backward, norm_and_clamp_backward)
-    for shapes in (*others, *sums, *attentions):
-        torch.library.register_fake(f"farfield::{shapes.__name__}")(shapes)
-    for name, flops in FLOPS.items():
-        register_flop_formula(getattr(torch.ops.farfield, name))(flops)
-
-
 # ---- FLOPs for torch's flop counter: the products of the equations ---------------------------------------------------
-def count_nothing(*shapes: Any, out_shape: Any) -> int:
+def _count_nothing(*shapes: Any, out_shape: Any) -> int:
     """Return 0: sums have no products."""
     return 0
 
 
-def count_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count the products of the axes' means with each other, and of these weights with the values."""
     return 4 * grid[0] * grid[1] * sum(grid[2:]) ** 2
 
 
-def count_means(means: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_means(means: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count the products of the means with each other, and of these weights with the values."""
     return 4 * means[0] * means[1] * means[2] ** 2
 
 
-def count_values(means: Sequence[int], values: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_values(means: Sequence[int], values: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count the products of the means with each other, and of these weights with other values."""
     return 2 * means[0] * (means[1] + values[1]) * means[2] ** 2
 
 
-def count_means_backward(means: Sequence[int], weights: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_means_backward(means: Sequence[int], weights: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count four products, and a fifth for the matrix if it was not kept."""
     return (8 if weights[0] else 10) * means[0] * means[1] * means[2] ** 2
 
 
-def count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
+def _count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
     """Count scores, one or two slots, and the responses."""
     return 2 * math.prod(grid) * (matrix[0] + 2 * (1 + both))
 
 
-def count_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
-    """Count twice the products of `count_scores`."""
-    return 2 * count_scores(grid, matrix, both, out_shape=out_shape)
+def _count_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
+    """Count twice the products of `_count_scores`."""
+    return 2 * _count_scores(grid, matrix, both, out_shape=out_shape)
 
 
-def count_rows(positions: Sequence[int], matrix: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_rows(positions: Sequence[int], matrix: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count the projection to rows, and the sums over positions of row ⊗ position."""
     return 4 * math.prod(positions) * matrix[1]
 
 
-def count_summary(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
+def _count_summary(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
     """Count the projection, and the sums over positions of weight ⊗ position."""
     _, _, keys, _, groups, _ = others
     return 2 * math.prod(positions) * ((matrix[0] if matrix else 0) + keys // groups)
 
 
-def count_summary_backward(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
+def _count_summary_backward(
+    positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any
+) -> int:
     """Count the keys again, the gradients of their weights, and those of positions and matrix."""
     (_, keys, shared), each = others[3], 2 * positions[0] * positions[2]
     of_projection = 0 if matrix is None else positions[1] * (keys + 2 * matrix[0])
     return each * (2 * keys * shared + of_projection)
 
 
-def count_combination(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_combination(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
     """Count the products of coefficients with slots."""
     return 2 * math.prod(queries) * slots[3]
 
 
-def count_combination_backward(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Count twice the products of `count_combination`."""
-    return 2 * count_combination(queries, slots, out_shape=out_shape)
+def _count_combination_backward(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
+    """Count twice the products of `_count_combination`."""
+    return 2 * _count_combination(queries, slots, out_shape=out_shape)
 
 
 FLOPS: dict[str, Any] = {
-    "axis_sums": count_nothing,
-    "axis_means": count_nothing,
-    "outer_sum": count_nothing,
-    "norm_and_clamp_backward": count_nothing,
-    "axis_attention": count_axes,
-    "attend_means": count_values,
-    "axis_responses": count_means,
-    "axis_responses_backward": count_means_backward,
-    "score_attention": count_scores,
-    "score_attention_backward": count_scores_backward,
-    "project_and_sum": count_rows,
-    "project_and_summarize": count_summary,
-    "project_and_summarize_backward": count_summary_backward,
-    "combine_slots": count_combination,
-    "combine_slots_backward": count_combination_backward,
+    "axis_sums": _count_nothing,
+    "axis_means": _count_nothing,
+    "outer_sum": _count_nothing,
+    "norm_and_clamp_backward": _count_nothing,
+    "axis_attention": _count_axes,
+    "attend_means": _count_values,
+    "axis_responses": _count_means,
+    "axis_responses_backward": _count_means_backward,
+    "score_attention": _count_scores,
+    "score_attention_backward": _count_scores_backward,
+    "project_and_sum": _count_rows,
+    "project_and_summarize": _count_summary,
+    "project_and_summarize_backward": _count_summary_backward,
+    "combine_slots": _count_combination,
+    "combine_slots_backward": _count_combination_backward,
 }
 
 
@@ -272,40 +186,36 @@ def call(name: str, *arguments: Any) -> Any:
     return getattr(torch.ops.farfield, name)(*arguments)
 
 
-def why_not(*tensors: Tensor | None) -> Iterator[str]:
-    """Yield every reason against a kernel on these tensors; none if it may run."""
+def why_not(*tensors: Tensor | None, ordered: bool = True) -> str | None:
+    """Return the first reason against kernels on these tensors, in words; None if kernels may run.
+
+    Args:
+        *tensors: The tensors; None is none.
+        ordered: Whether they must be contiguous or channels-last.
+    """
     if os.environ.get(SWITCH) == "0":
-        yield f"switched off ({SWITCH}=0)"
-    elif text := problem():
-        yield text
-    for tensor in tensors:
-        if tensor is not None:
-            yield from why_not_on(tensor)
+        return f"switched off ({SWITCH}=0)"
     if is_recorded():
-        yield "compiled or traced"
-
-
-def why_not_on(tensor: Tensor) -> Iterator[str]:
-    """Yield every reason against a kernel on this tensor."""
-    if tensor.dtype not in FORMATS:
-        yield f"{tensor.dtype}, not {', '.join(map(str, FORMATS))}"
-    if tensor.device.type != "cpu":
-        yield f"on {tensor.device}, not on a CPU"
-    if type(tensor) not in (Tensor, nn.Parameter):
-        yield f"a {type(tensor).__name__}, not a plain tensor"
-    if not in_either_order(tensor):
-        yield f"strides {tuple(tensor.stride())}, neither contiguous nor channels-last"
+        return "compiled or traced"
+    if text := problem():
+        return text
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.dtype not in _FORMATS:
+            return f"{tensor.dtype}, not {', '.join(map(str, _FORMATS))}"
+        if not tensor.is_cpu:
+            return f"on {tensor.device}, not on a CPU"
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return f"a {type(tensor).__name__}, not a plain tensor"
+        if ordered and not (tensor.is_contiguous() or (tensor.dim() > 2 and tensor.movedim(1, -1).is_contiguous())):
+            return f"strides {tuple(tensor.stride())}, neither contiguous nor channels-last"
+    return None
 
 
 def run() -> bool:
     """Whether the kernels are loaded, or can be, and are not switched off."""
-    return are_built() and os.environ.get(SWITCH) != "0" and problem() is None
-
-
-@functools.cache
-def are_built() -> bool:
-    """Whether the library is loaded or there to be loaded, looked for once."""
-    return hasattr(torch.ops.farfield, "axis_sums") or LIBRARY.is_file()
+    return os.environ.get(SWITCH) != "0" and problem() is None
 
 
 def instructions() -> str:
@@ -323,23 +233,3 @@ def cache_bytes() -> tuple[int, int]:
 def multiplied_by_processor() -> frozenset[torch.dtype]:
     """Return the formats of half the width whose products the processor has; torch's products are then faster."""
     return frozenset(getattr(torch, name) for name in torch.ops.farfield.multiplied().split())
-
-
-def fit(*tensors: Tensor | None) -> bool:
-    """Whether `why_not` yields nothing, without building its texts, which take 5 % of the time on small grids."""
-    return run() and not is_recorded() and all(tensor is None or fits(tensor) for tensor in tensors)
-
-
-def fits(tensor: Tensor) -> bool:
-    """Whether `why_not_on` yields nothing."""
-    return is_readable(tensor) and in_either_order(tensor)
-
-
-def in_either_order(tensor: Tensor) -> bool:
-    """Whether a tensor is contiguous, or a grid or vectors along axes with contiguous channels."""
-    return tensor.is_contiguous() or (tensor.dim() > 2 and tensor.movedim(1, -1).is_contiguous())
-
-
-def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has numbers that kernels read, on a CPU, and is of no class of its own."""
-    return tensor.dtype in FORMATS and tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)

@@ -30,7 +30,6 @@ from farfield.streaming.rules.rule import (
 from farfield.streaming.spans import Box, Dim, Layout, axes_of, box_shape, is_cut, length_of, positions_of, whole_dim
 
 
-# ---- which dimensions run together -----------------------------------------------------------------------------------
 def _at_end(call: OperationCall) -> Dims:
     """Each position is computed from the same position of the operands, which are aligned at the last dimension."""
     count = len(call.shape)
@@ -138,7 +137,6 @@ def _attend(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor
     return packet(query, key, value, 0.0, causal, attn_mask=mask, scale=options.get("scale"))[output]
 
 
-# ---- matrix products -------------------------------------------------------------------------------------------------
 def _multiplied(call: OperationCall) -> Dims:
     """Rows of the first matrix, columns of the second, and all that is summed over.
 
@@ -165,7 +163,9 @@ def _reduce_product(call: OperationCall) -> Reduction | None:
     # Both operands must be without the axis elsewhere: a tile has its own part alone there.
     if not _is_summed(rows, columns, (*layout, *first[:-1], *second[:-2], second[-1])):
         return None
-    operands = _order_operands(call, left, right)
+    # A tile adds its own part of the first operand: the one that runs along all axes.
+    axes = {place: set(axes_of(call.operands[place].layout)) for place in (left, right)}
+    operands = next((pair for pair in ((left, right), (right, left)) if axes[pair[0]] >= axes[pair[1]]), None)
     # Where rows and columns run along one axis, a tile's rows meet all columns.
     if operands is None or layout[-2:] != (first[-2], second[-1]):
         return None
@@ -190,14 +190,6 @@ def _reduce_product(call: OperationCall) -> Reduction | None:
     return reduce_arrays(operands, layout, ADDED, summarize, finish, reads=reads)
 
 
-def _order_operands(call: OperationCall, left: int, right: int) -> tuple[int, int] | None:
-    """Return both operands, first the one that runs along all axes: a tile adds its own part of it. None without."""
-    axes = {place: set(axes_of(call.operands[place].layout)) for place in (left, right)}
-    if axes[left] >= axes[right]:
-        return left, right
-    return (right, left) if axes[right] > axes[left] else None
-
-
 def _take_tile(tensor: Tensor, own: Layout, wanted: Layout, box: Box) -> Tensor:
     """Take a tile's part from dimensions that an operand has whole, because they have no label in it."""
     pairs = enumerate(zip(own, wanted, strict=True))
@@ -214,7 +206,6 @@ def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
     return functools.reduce(torch.add, ((left @ right).double() for left, right in blocks))
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
 # Pointwise operations that torch does not tag as such.
 UNTAGGED = """
     _to_copy masked_fill.Scalar masked_fill.Tensor fill.Scalar fill.Tensor hardswish log_sigmoid_forward _prelu_kernel

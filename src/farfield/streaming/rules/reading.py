@@ -20,13 +20,10 @@ from farfield.streaming.rules.rule import (
     RuleError,
     aligned,
     at_last,
-    boxes_along,
-    label_output,
     named,
     reading,
     single,
     spatial_dims,
-    take_along,
 )
 from farfield.streaming.spans import (
     Box,
@@ -44,7 +41,6 @@ from farfield.streaming.spans import (
 )
 
 
-# ---- views -----------------------------------------------------------------------------------------------------------
 @functools.lru_cache(4096)
 def _find_atoms(layout: Layout, shape: tuple[int, ...]) -> list[Piece]:
     """Split the pieces of a value so that each belongs to one dimension of the view too.
@@ -137,7 +133,6 @@ def _run_view(call: OperationCall, output: int, box: Box, tensors: Sequence[Tens
     return read_box(tensor.reshape(box_shape(whole)), region_of(whole), box)
 
 
-# ---- slices and flips ------------------------------------------------------------------------------------------------
 def _run_slice(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     _, dim, _, step = call.args
     return tensors[0] if step == 1 else tensors[0][(slice(None),) * dim + (slice(None, None, step),)]
@@ -148,7 +143,6 @@ def _flipped(call: OperationCall) -> dict[int, Window]:
     return {dim: Window(1, -1, 1 - call.shape[dim]) for dim in dims}
 
 
-# ---- concatenations --------------------------------------------------------------------------------------------------
 class _Joined(NamedTuple):
     """Positions of a concatenation from `start` on."""
 
@@ -176,7 +170,6 @@ def _run_cat(call: OperationCall, output: int, box: Box, tensors: Sequence[Tenso
     return (present[0] if len(present) == 1 else torch.cat(present, call.args[1])).to(call.dtype)
 
 
-# ---- positions that are read from others -----------------------------------------------------------------------------
 class _Taps(NamedTuple):
     """How positions along a dimension are read from others: result[i] = Σ_t weights[t, i] · value[places[t, i]]."""
 
@@ -246,7 +239,6 @@ def _pad_taps(call: OperationCall) -> Mapping[int, _Taps]:
     return at_last(call, [_padded_taps(call.op, *axis) for axis in each])
 
 
-# ---- resampling ------------------------------------------------------------------------------------------------------
 # An axis that is resampled: its length, its new length, the factor that was given, None where the size was, and the
 # dtype in which torch computes places: float64 for volumes in it, float32 for others.
 _Axis = tuple[int, int, float | None, torch.dtype]
@@ -254,11 +246,9 @@ _Axis = tuple[int, int, float | None, torch.dtype]
 
 @functools.lru_cache(256)
 def _nearest_taps(op: str, axis: _Axis, dims: int, wide: bool) -> _Taps:
-    """Return where torch reads the nearest position: a ramp through the operation itself.
-
-    Where a place lies between two positions, torch's kernels round to different ones, and which runs depends on whether
-    height and width together are more than 128 (`wide`).
-    """
+    """Return where torch reads the nearest position: a ramp through the operation itself."""
+    # Where a place lies between two positions, torch's kernels round to different ones, and which runs depends on
+    # whether height and width together are more than 128.
     length, result, scale, dtype = axis
     ramp = torch.arange(length, dtype=dtype).view(1, 1, *[1] * (dims - 1), length)
     places = find_operation(op)(ramp, [*[129 if wide else 1] * (dims - 1), result], *[None] * (dims - 1), scale)
@@ -305,41 +295,31 @@ def _upsample_taps(call: OperationCall) -> Mapping[int, _Taps]:
     return at_last(call, [_weighted_taps(cubic, axis, bool(call.args[2])) for axis in axes])
 
 
-# ---- operations without a rule ---------------------------------------------------------------------------------------
 def local(halo: Sequence[int], size: Sequence[int]) -> Rule:
-    """Return the rule of an operation of which the user states how far it reaches.
+    """Return the rule of an operation of which the user states how far it reaches, in positions of the volume."""
 
-    Args:
-        halo: Positions of the volume before and after its own that a position depends on, for each axis.
-        size: The volume's size.
-    """
-
-    def find(call: OperationCall, output: int) -> Dims:
-        shape = dict(enumerate(call.infos[output].shape))
+    def find(call: OperationCall) -> Dims:
+        lengths = dict(enumerate(call.shape))
         return [
-            [dim if shape.get(dim) == length else None for dim, length in enumerate(each.shape)]
-            for each in call.operands
+            [dim if lengths.get(dim) == own else None for dim, own in enumerate(each.shape)] for each in call.operands
         ]
 
-    def label(call: OperationCall) -> list[Layout]:
-        return [label_output(call, find(call, output), info.shape) for output, info in enumerate(call.infos)]
-
-    def grow(dim: Dim, spans: Sequence[Span]) -> tuple[Span, ...]:
+    def grow_dim(dim: Dim, spans: Sequence[Span]) -> tuple[Span, ...]:
         grown = []
         for piece, (start, stop) in zip(dim, spans, strict=True):
             reach = piece.length if piece.axis is None else -(-halo[piece.axis] * piece.length // size[piece.axis])
             grown.append((max(0, start - reach), min(piece.length, stop + reach)))
         return tuple(grown) if is_cut(dim) else whole_dim(dim)
 
-    def needs(call: OperationCall, output: int, box: Box) -> list[Box]:
-        return boxes_along(call, find(call, output), output, tuple(map(grow, call.layouts[output], box)))
+    def grow(call: OperationCall, output: int, box: Box) -> Box:
+        return tuple(map(grow_dim, call.layouts[output], box))
 
     def run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-        grown = tuple(map(grow, call.layouts[output], box))
-        tensors = take_along(call, find(call, output), output, grown, tensors)
-        return read_box(call.run(output, tensors), region_of(grown), box)
+        grown = grow(call, output, box)
+        return read_box(rule.run(call, output, grown, tensors), region_of(grown), box)
 
-    return Rule(label, needs, run)
+    rule = aligned(find, gathers=True)
+    return rule._replace(needs=lambda call, output, box: rule.needs(call, output, grow(call, output, box)), run=run)
 
 
 PADS = """

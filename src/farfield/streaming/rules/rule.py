@@ -37,7 +37,7 @@ class RuleError(ValueError):
 
 
 FIX = "fix: tile with None for that axis"
-SEVERAL_AXES = "its positions are those of several axes"
+_SEVERAL_AXES = "its positions are those of several axes"
 
 
 class Operand(NamedTuple):
@@ -53,21 +53,15 @@ class Operand(NamedTuple):
 
 
 class OperationCall(NamedTuple):
-    """An operation with its labels.
-
-    Attributes:
-        op: Its name.
-        args: Its arguments, with `Operand` in the place of tensors.
-        kwargs: Its named arguments.
-        operands: The tensors among them, in order.
-        layouts: The pieces of each output; of one that no rule can compute, none.
-        infos: Shape and dtype of each output.
-    """
+    """An operation with its labels."""
 
     op: str
+    # With `Operand` in the place of tensors.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    # The tensors among the arguments, in order.
     operands: tuple[Operand, ...]
+    # Of each output; of one that no rule can compute, ().
     layouts: tuple[Layout, ...]
     infos: tuple[Info, ...]
 
@@ -218,7 +212,6 @@ def named(rule: Rule, names: str) -> dict[str, Rule]:
     return {f"aten.{name}" if "." in name else f"aten.{name}.default": rule for name in names.split()}
 
 
-# ---- dimensions ------------------------------------------------------------------------------------------------------
 @functools.cache
 def _place_of_dim(op: str) -> int | None:
     names = [argument.name for argument in find_operation(op)._schema.arguments if not argument.kwarg_only]
@@ -241,17 +234,10 @@ def all_but(call: OperationCall, reduced: Collection[int]) -> list[int | None]:
     return [places.get(dim) for dim in range(count)]
 
 
-def relabel(dim: Dim, length: int) -> Dim:
-    """Return a dimension of another length along the same axis."""
-    if len(dim) > 1:
-        raise RuleError(SEVERAL_AXES)
-    return join_pieces([Piece(length, dim[0].axis)])
-
-
 def single(spans: Sequence[Span]) -> Span:
     """Return the span of a dimension of one piece."""
     if len(spans) > 1:
-        raise RuleError(SEVERAL_AXES)
+        raise RuleError(_SEVERAL_AXES)
     return spans[0]
 
 
@@ -261,7 +247,6 @@ def take_dims(tensor: Tensor, dims: Collection[int], layout: Layout, box: Box) -
     return read_box(tensor, region_of(tuple(known)), box) if dims else tensor
 
 
-# ---- operands whose dimensions run with those of the output ----------------------------------------------------------
 class Moved(NamedTuple):
     """A dimension of an operand that is read elsewhere than at the position of the output.
 
@@ -280,10 +265,8 @@ Dims = Sequence[Sequence[int | Moved | None]]
 def aligned(find: Callable[[OperationCall], Dims], compute: Run | None = None, *, gathers: bool = False) -> Rule:
     """Return the rule of an operation of which each dimension of an operand runs with one of the output or is whole.
 
-    Args:
-        find: `(call)` -> which runs with which.
-        compute: Runs the operation on operands that are whole or on the box, all along what no operand runs with.
-        gathers: Whether dimensions of the first operand are read whole even if they are cut; it is refused by default.
+    `find` tells which; `compute` runs the operation on what is read, by default as torch does. Dimensions of the first
+    operand that are cut are read whole where it `gathers`, and else refused.
     """
 
     def label(call: OperationCall) -> list[Layout]:
@@ -317,7 +300,9 @@ def label_output(call: OperationCall, dims: Dims, shape: Sequence[int]) -> Layou
     for operand, own in zip(call.operands, dims, strict=True):
         for dim, place in zip(operand.layout, own, strict=False):
             if isinstance(place, Moved):
-                dim, place = relabel(dim, shape[place.place]), place.place
+                if len(dim) > 1:
+                    raise RuleError(_SEVERAL_AXES)
+                dim, place = join_pieces([Piece(shape[place.place], dim[0].axis)]), place.place
             if place is None:
                 continue
             if place >= len(shape) or (is_cut(dim) and length_of(dim) != shape[place]):
@@ -367,10 +352,8 @@ def reading(
 ) -> Rule:
     """Return the rule of an operation whose result has the dimensions of its operands, read along some elsewhere.
 
-    Args:
-        find: `(call)` -> the readers of dimensions, as of `Moved`, and `moves`: whether they read another position.
-        compute: As of `aligned`.
-        mixes: Whether dimension 1, and all operands but the first, are read whole.
+    `find` returns their readers, as of `Moved`, and `moves`: whether they read another position. Where it `mixes`,
+    dimension 1 and all operands but the first are read whole.
     """
 
     def along(call: OperationCall) -> Dims:

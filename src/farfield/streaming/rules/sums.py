@@ -41,7 +41,6 @@ from farfield.streaming.spans import Box, Layout, Piece, box_shape, is_cut, leng
 FAR = 100
 
 
-# ---- how numbers merge -----------------------------------------------------------------------------------------------
 def merge_moments(first: Parts, second: Parts) -> Parts:
     """Merge (count, mean, sum of squared deviations): δ = m₂ - m₁, m = m₁ + δ n₂/n, M = M₁ + M₂ + δ² n₁ n₂/n."""
     (count, mean, squares), (other_count, other_mean, other_squares) = first, second
@@ -66,7 +65,6 @@ LARGEST, SMALLEST = Merging((-math.inf,), each_by(torch.maximum)), Merging((math
 MOMENTS, EXPONENTIALS = Merging((0.0,) * 3, merge_moments), Merging((-math.inf, 0.0), _merge_exponentials)
 
 
-# ---- what a tile gives -----------------------------------------------------------------------------------------------
 def _find_moments(tensor: Tensor, dims: Sequence[int]) -> Parts:
     """Return count, mean and sum of squared deviations."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -125,18 +123,13 @@ def _sum_exponentials(tensor: Tensor, dims: Sequence[int]) -> Parts:
     return peak.double(), (wide - _finite(peak)).exp().sum(list(dims), True, dtype=torch.float64)
 
 
-# ---- reductions ------------------------------------------------------------------------------------------------------
 class _Summing(NamedTuple):
-    """How a reduction sums: from a part of the grid to parts, and from all parts to the result.
-
-    Attributes:
-        merging: How parts merge.
-        summarize: `(tensor, dims)` -> parts, with dimensions kept.
-        finish: `(call, parts, count)` -> the result; `count` is the number of positions reduced.
-    """
+    """How a reduction sums: from a part of the grid to parts, and from all parts to the result."""
 
     merging: Merging
+    # (tensor, dims) -> parts, with dimensions kept
     summarize: Callable[[Tensor, Sequence[int]], Parts]
+    # (call, parts, number of positions reduced) -> the result
     finish: Callable[[OperationCall, Parts, int], Any] = lambda call, parts, count: parts[0]
 
 
@@ -244,7 +237,6 @@ def _reduce_softmax(call: OperationCall) -> Reduction | None:
     )
 
 
-# ---- norms -----------------------------------------------------------------------------------------------------------
 class _Norm(NamedTuple):
     # Dimensions of the grid over which it runs; of channels, a group.
     dims: Sequence[int]
@@ -337,7 +329,6 @@ def _reduce_norm(call: OperationCall) -> Reduction | None:
     )
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
 # How operations sum.
 _SUMS: dict[str, _Summing | Callable[[OperationCall], _Summing]] = {
     "sum.dim_IntList sum.default": _Summing(ADDED, _sum_up),

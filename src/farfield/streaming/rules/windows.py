@@ -179,7 +179,7 @@ def _scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
     written = result * _fill_blocks(channels)
     if transposed:
         columns, first = read * channels * kernel, math.prod(stop - start for start, stop in spans[:2])
-        beside = max(blocks + min(written, columns), 2 * result * channels)
+        beside = max(blocks + min(2 * written - result * channels, columns), 2 * result * channels)
         if batch * operands * first <= SMALL:
             beside = columns + result
         return beside + (result - batch * math.prod(shape)) * channels

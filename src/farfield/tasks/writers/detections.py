@@ -18,7 +18,7 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
 from farfield.tasks.checkpoints import written
 from farfield.tasks.detect import Detected
-from farfield.tasks.writers.predictions import PALETTE, PredictionFolder, beside
+from farfield.tasks.writers.predictions import PALETTE, PredictionFolder, gather_parts, hide_path
 
 
 class DetectionFolder(PredictionFolder):
@@ -32,11 +32,6 @@ class DetectionFolder(PredictionFolder):
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
         draw_above: Score above which an object is drawn; 1 draws none.
-
-    Raises:
-        FileExistsError: As by `PredictionFolder`.
-        BlockingIOError: As by `PredictionFolder`.
-        CheckpointError: If a file cannot be written.
     """
 
     def __init__(self, path: str | None = None, draw_above: float = 0.5) -> None:
@@ -49,16 +44,7 @@ class DetectionFolder(PredictionFolder):
         super().on_predict_start(trainer, pl_module)
         self.results = []
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Detected,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
+    def write(self, trainer: Trainer, prediction: Detected) -> None:
         """Keep the results of each image for `results.json`, and write its picture."""
         data = getattr(trainer, "datamodule", None)
         ids, classes = getattr(data, "category_ids", None), getattr(data, "classes", None) or []
@@ -67,24 +53,21 @@ class DetectionFolder(PredictionFolder):
                 kept = {key: value for key, value in entry.items() if key != "label"}
                 category = ids[entry["label"] - 1] if ids else entry["label"]
                 self.results.append({"image_id": number, "category_id": category, **kept, "file_name": name})
-            picture = Image.fromarray(drawn(path, entries, classes, self.draw_above).permute(1, 2, 0).numpy())
+            picture = Image.fromarray(draw_detections(path, entries, classes, self.draw_above).permute(1, 2, 0).numpy())
             stem = os.path.splitext(name)[0]
             with written(self.output(trainer, "pictures", path, stem, ".jpg", number)) as file:
                 picture.save(file, "JPEG", quality=90)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather the results of all processes, write them, and move the folder to its final name."""
-        results = [self.results]
-        if trainer.world_size > 1:
-            results = [[] for _ in range(trainer.world_size)]
-            torch.distributed.all_gather_object(results, self.results)
+        results = gather_parts(trainer, self.results)
         if trainer.is_global_zero:
-            with written(beside(self.place(trainer)) / "results.json") as file:
-                file.write(json.dumps(unique(results)).encode())
+            with written(hide_path(self.place(trainer)) / "results.json") as file:
+                file.write(json.dumps(merge_results(results)).encode())
         super().on_predict_end(trainer, pl_module)
 
 
-def unique(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def merge_results(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Merge the results of several processes; an image that two processes predicted counts once."""
     by_image: dict[Any, list[dict[str, Any]]] = {}
     for part in parts:
@@ -95,13 +78,10 @@ def unique(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [entry for image in sorted(by_image) for entry in by_image[image]]
 
 
-def drawn(
+def draw_detections(
     path: str, entries: Sequence[Mapping[str, Any]], classes: Sequence[str], above: float
 ) -> UInt8[Tensor, "3 h w"]:
-    """Read an image, and draw its detections with a score above `above`.
-
-    Masks and boxes are drawn, and if there are several classes, names and scores.
-    """
+    """Read an image, and draw its detections with a score above `above`; with several classes also names and scores."""
     with Image.open(path) as opened:
         image = torch.from_numpy(np.array(opened.convert("RGB"))).permute(2, 0, 1)
     entries = [entry for entry in entries if entry["score"] > above]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -27,16 +26,7 @@ class DisparityFolder(PredictionFolder):
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
     """
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Any,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
+    def write(self, trainer: Trainer, prediction: Any) -> None:
         """Write the disparities of each pair of a `Matched`."""
         for path, name, values in zip(prediction.paths, prediction.names, prediction.disparities, strict=True):
             disparity = values.numpy()
@@ -44,18 +34,14 @@ class DisparityFolder(PredictionFolder):
                 # In Pillow, PFM is a variant of the format PPM.
                 Image.fromarray(disparity).save(file, "PPM")
             with written(self.output(trainer, "colours", path, name, ".png")) as file:
-                coloured(disparity).save(file, "PNG")
+                colour_disparities(disparity).save(file, "PNG")
 
 
-def coloured(disparity: NDArray[np.float32], largest: float | None = None) -> Image.Image:
-    """Draw disparities as a palette image: blue for 0, red for the largest, black where they are not finite.
-
-    Args:
-        disparity: `(height, width)`.
-        largest: The disparity that is drawn in red; by default the largest finite one.
+def colour_disparities(disparity: NDArray[np.float32], largest: float | None = None) -> Image.Image:
+    """Draw disparities as a palette image: blue for 0, red for `largest`, black where they are not finite.
 
     Example:
-        >>> coloured(np.array([[0.0, 5.0, 10.0]], np.float32)).convert("RGB").getpixel((2, 0))
+        >>> colour_disparities(np.array([[0.0, 5.0, 10.0]], np.float32)).convert("RGB").getpixel((2, 0))
         (122, 4, 3)
     """
     finite = np.isfinite(disparity)

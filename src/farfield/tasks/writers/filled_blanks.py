@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
 
-from farfield._outputs import check_not_input
 from farfield.tasks.checkpoints import written
 from farfield.tasks.masked_lm import Filled
-from farfield.tasks.writers.predictions import inputs_of
+from farfield.tasks.writers.predictions import PredictionFile, gather_parts
 
-COLUMNS = ("name", "blank", "rank", "word", "probability")
+_COLUMNS = ("name", "blank", "rank", "word", "probability")
 
 
-class FilledTable(BasePredictionWriter):
+class FilledTable(PredictionFile):
     """Write the predictions of `MaskedLM` to a file: `.csv` with a row for each likely word, or `.json`.
 
     In JSON each sample has its `name`, its `text` as it was read, the text with the likeliest words, `filled`, and in
@@ -36,41 +34,30 @@ class FilledTable(BasePredictionWriter):
         CheckpointError: If the file cannot be written.
     """
 
+    default = "predictions.json"
+
     def __init__(self, path: str | None = None) -> None:
-        super().__init__(write_interval="epoch")
+        super().__init__(path)
         if path is not None and Path(path).suffix not in (".csv", ".json"):
             raise ValueError(f"FilledTable: {path} must end in .json or .csv.")
-        self.path = path
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a file that is one of the inputs."""
-        check_not_input("farfield predict", self.place(trainer), inputs_of(trainer))
 
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         """Gather the samples of all processes and write each once, in the order of the data."""
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
-        samples = {sample["name"]: sample for filled in predictions for sample in samples_of(filled, tokenizer)}
-        if trainer.world_size > 1:
-            gathered: list[Any] = [None] * trainer.world_size
-            torch.distributed.all_gather_object(gathered, samples)
-            # Process i of n has samples i, i + n, i + 2n and so on.
-            turns = [list(part.values()) for part in gathered]
-            longest = max(map(len, turns))
-            samples = {part[turn]["name"]: part[turn] for turn in range(longest) for part in turns if turn < len(part)}
+        samples = {sample["name"]: sample for filled in predictions for sample in list_samples(filled, tokenizer)}
+        # Process i of n has samples i, i + n, i + 2n and so on.
+        turns = itertools.zip_longest(*(part.values() for part in gather_parts(trainer, samples)))
+        samples = {sample["name"]: sample for turn in turns for sample in turn if sample is not None}
         if trainer.is_global_zero:
             place = self.place(trainer)
-            text = as_csv(samples.values()) if place.suffix == ".csv" else json.dumps([*samples.values()], indent=1)
+            text = format_csv(samples.values()) if place.suffix == ".csv" else json.dumps([*samples.values()], indent=1)
             with written(place) as file:
                 file.write(text.encode())
 
-    def place(self, trainer: Trainer) -> Path:
-        """Return the path of the file."""
-        return Path(self.path or Path(trainer.default_root_dir) / "predictions.json")
 
-
-def samples_of(filled: Filled, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def list_samples(filled: Filled, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Yield for each sample of a batch its entry of the JSON file."""
     for name, words, likeliest, probabilities in zip(*filled, strict=True):
         blanks = [
@@ -87,11 +74,11 @@ def samples_of(filled: Filled, tokenizer: Any) -> Iterator[dict[str, Any]]:
         yield {"name": name, "text": texts[0], "filled": texts[1], "blanks": blanks}
 
 
-def as_csv(samples: Any) -> str:
+def format_csv(samples: Any) -> str:
     """Return a CSV table with one row for each likely word of each blank."""
     text = io.StringIO()
     table = csv.writer(text)
-    table.writerow(COLUMNS)
+    table.writerow(_COLUMNS)
     for sample in samples:
         for blank, likely in enumerate(sample["blanks"], 1):
             for rank, each in enumerate(likely, 1):

@@ -21,7 +21,25 @@ from farfield.tasks.classify import Predicted
 from farfield.tasks.segment import Segmented
 
 
-class PredictionTable(BasePredictionWriter):
+class PredictionFile(BasePredictionWriter):
+    """Write the predictions of all processes to one file; None is the file `default` in `default_root_dir`."""
+
+    default: str
+
+    def __init__(self, path: str | None = None) -> None:
+        super().__init__(write_interval="epoch")
+        self.path = path
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a file that is one of the inputs."""
+        check_not_input("farfield predict", self.place(trainer), list_inputs(trainer))
+
+    def place(self, trainer: Trainer) -> Path:
+        """Return the path of the file."""
+        return Path(self.path or Path(trainer.default_root_dir) / self.default)
+
+
+class PredictionTable(PredictionFile):
     """Write the predictions of `Classify` to a CSV file with the columns path, class and probability.
 
     An existing file is replaced.
@@ -34,24 +52,15 @@ class PredictionTable(BasePredictionWriter):
         CheckpointError: If the file cannot be written.
     """
 
-    def __init__(self, path: str | None = None) -> None:
-        super().__init__(write_interval="epoch")
-        self.path = path
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a file that is one of the inputs."""
-        check_not_input("farfield predict", self.place(trainer), inputs_of(trainer))
+    default = "predictions.csv"
 
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         """Gather the rows of all processes and write them, sorted by path; an image predicted twice is written once."""
         classes = getattr(trainer.datamodule, "classes", None) or []  # type: ignore[attr-defined]
-        rows = {row[0]: row for predicted in predictions for row in _rows(predicted, classes)}
-        if trainer.world_size > 1:
-            gathered: list[Any] = [None] * trainer.world_size
-            torch.distributed.all_gather_object(gathered, rows)
-            rows = {name: row for part in gathered for name, row in part.items()}
+        rows = {row[0]: row for predicted in predictions for row in _list_rows(predicted, classes)}
+        rows = {name: row for part in gather_parts(trainer, rows) for name, row in part.items()}
         if trainer.is_global_zero:
             text = io.StringIO()
             table = csv.writer(text)
@@ -60,12 +69,8 @@ class PredictionTable(BasePredictionWriter):
             with written(self.place(trainer)) as file:
                 file.write(text.getvalue().encode())
 
-    def place(self, trainer: Trainer) -> Path:
-        """Return the path of the file."""
-        return Path(self.path or Path(trainer.default_root_dir) / "predictions.csv")
 
-
-def _rows(predicted: Predicted, classes: Sequence[str]) -> list[tuple[str, str, str]]:
+def _list_rows(predicted: Predicted, classes: Sequence[str]) -> list[tuple[str, str, str]]:
     names = [classes[index] if classes else str(index) for index in predicted.classes.tolist()]
     chances = [f"{probability:.6f}" for probability in predicted.probabilities.tolist()]
     return list(zip(predicted.names, names, chances, strict=True))
@@ -106,10 +111,27 @@ class PredictionFolder(BasePredictionWriter):
             )
         if trainer.is_global_zero:
             place.parent.mkdir(parents=True, exist_ok=True)
-            self.growing = OwnedFolder("farfield predict", beside(place), place)
+            self.growing = OwnedFolder("farfield predict", hide_path(place), place)
             self.growing.hold()
             self.growing.empty()
         trainer.strategy.barrier()
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write the predictions of a batch."""
+        self.write(trainer, prediction)
+
+    def write(self, trainer: Trainer, prediction: Any) -> None:
+        """Write what `predict_step` returned for a batch."""
+        raise NotImplementedError
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Move the folder to its final name."""
@@ -135,12 +157,8 @@ class PredictionFolder(BasePredictionWriter):
     def output(
         self, trainer: Trainer, kind: str, source: str, name: str, suffix: str, number: int | None = None
     ) -> Path:
-        """Return the path of an output for the image at `source`, in the folder `kind`; for the rest see `output_path`.
-
-        Raises:
-            FileExistsError: If another image has this path for its output.
-        """
-        path = output_path(beside(self.place(trainer)) / kind, name, suffix, number)
+        """Return the path for the image at `source` in the folder `kind`; refuse another image's. See `output_path`."""
+        path = output_path(hide_path(self.place(trainer)) / kind, name, suffix, number)
         other = self.sources.setdefault(path, source)
         if other != source:
             raise FileExistsError(
@@ -156,16 +174,7 @@ class MaskFolder(PredictionFolder):
     these colours.
     """
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Segmented,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
+    def write(self, trainer: Trainer, prediction: Segmented) -> None:
         """Write the mask and the overlay of each image."""
         for path, name, labels in zip(*prediction, strict=True):
             mask = Image.fromarray(labels.numpy())
@@ -178,25 +187,33 @@ class MaskFolder(PredictionFolder):
                 overlay.save(file, "JPEG", quality=90)
 
 
-def inputs_of(trainer: Trainer) -> list[Path]:
+def list_inputs(trainer: Trainer) -> list[Path]:
     """Return the input files of a prediction, if the data module lists them."""
     inputs: Callable[[], list[Path]] = getattr(getattr(trainer, "datamodule", None), "inputs", list)
     return inputs()
 
 
-def beside(place: Path) -> Path:
+def gather_parts(trainer: Trainer, own: Any) -> list[Any]:
+    """Return this object of every process, in their order."""
+    if trainer.world_size == 1:
+        return [own]
+    parts: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(parts, own)
+    return parts
+
+
+def hide_path(place: Path) -> Path:
     """Return the hidden path at which a folder is written until it is complete."""
     return place.with_name(f".{place.name}.partial")
 
 
-def voc_palette() -> list[int]:
+def _voc_palette() -> list[int]:
     """Return PASCAL VOC's colours: red, green and blue of label 0, then of label 1, up to 255.
 
-    Bits 0, 3 and 6 of a label are the three highest bits of red, in this order; bits 1, 4 and 7 are those of green, and
-    bits 2, 5 and 8 those of blue.
+    Bits 0, 3 and 6 of a label are the highest of red; bits 1, 4 and 7 those of green, bits 2, 5 and 8 those of blue.
 
     Example:
-        >>> voc_palette()[3:12]
+        >>> _voc_palette()[3:12]
         [128, 0, 0, 0, 128, 0, 128, 128, 0]
     """
     return [
@@ -206,4 +223,4 @@ def voc_palette() -> list[int]:
     ]
 
 
-PALETTE = voc_palette()
+PALETTE = _voc_palette()

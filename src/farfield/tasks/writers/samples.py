@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 
 from farfield.tasks.checkpoints import written
-from farfield.tasks.generate import Drawn, sheet
-from farfield.tasks.writers.predictions import PredictionFolder, beside
+from farfield.tasks.generate import Drawn, arrange_images
+from farfield.tasks.writers.predictions import PredictionFolder, hide_path
 
 
 class SampleFolder(PredictionFolder):
@@ -22,11 +21,6 @@ class SampleFolder(PredictionFolder):
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
-
-    Raises:
-        FileExistsError: As by `PredictionFolder`.
-        BlockingIOError: As by `PredictionFolder`.
-        CheckpointError: If a file cannot be written.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -38,27 +32,18 @@ class SampleFolder(PredictionFolder):
         self.drawn = {}
         super().on_predict_start(trainer, pl_module)
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Drawn,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
+    def write(self, trainer: Trainer, prediction: Drawn) -> None:
         """Write each sample."""
         for place, image in zip(*prediction, strict=True):
             self.drawn[place] = image
-            with written(beside(self.place(trainer)) / f"{place:05}.png") as file:
+            with written(hide_path(self.place(trainer)) / f"{place:05}.png") as file:
                 Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the picture of the samples, and move the folder to its final name."""
         columns: Any = pl_module.columns
         if trainer.is_global_zero:
-            pixels = sheet(torch.stack([self.drawn[place] for place in sorted(self.drawn)]), columns)
-            with written(beside(self.place(trainer)) / "samples.png") as file:
+            pixels = arrange_images(torch.stack([self.drawn[place] for place in sorted(self.drawn)]), columns)
+            with written(hide_path(self.place(trainer)) / "samples.png") as file:
                 Image.fromarray(pixels.numpy()).save(file, "PNG")
         super().on_predict_end(trainer, pl_module)

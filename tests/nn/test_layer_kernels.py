@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from farfield.nn import AttentionBlock
 from farfield.nn.conv_norm_act import Convolved, convolved
-from farfield.ops.engine import SWITCH
-from farfield.ops.fast import kernel_norms, kernels
+from farfield.nn.layer_kernels import SWITCH, fuses, norm_and_clamp
+from farfield.ops.fast import kernels
 
 pytestmark = pytest.mark.cpu("the kernels are for the CPU")
 
@@ -73,7 +73,7 @@ def test_gradients_and_statistics(on: None, shape: tuple[int, ...], wide: bool, 
     exact = [each.double() for each in given]
     leaves, others = ([each.requires_grad_() for each in some[:3]] for some in (given, exact))
     with Called() as called:
-        out = kernel_norms.norm_and_clamp(given[0], (*given[3:], *given[1:3]), 0.1, 1e-5, (0.0, 6.0))
+        out = norm_and_clamp(given[0], (*given[3:], *given[1:3]), 0.1, 1e-5, (0.0, 6.0))
         found = torch.autograd.grad(out, leaves, cotangent)
     assert called.count == 1
     assert found[0].stride() == grid.stride() or 1 in shape
@@ -81,7 +81,7 @@ def test_gradients_and_statistics(on: None, shape: tuple[int, ...], wide: bool, 
     # Rounding may put a number that is nearer to a bound than this on the other side of it.
     cotangent = cotangent * ((normed.abs() > 1e-3) & ((normed - 6).abs() > 1e-3))
     found = torch.autograd.grad(
-        kernel_norms.norm_and_clamp(given[0], (*given[3:], *given[1:3]), 0.0, 1e-5, (0.0, 6.0)), leaves, cotangent
+        norm_and_clamp(given[0], (*given[3:], *given[1:3]), 0.0, 1e-5, (0.0, 6.0)), leaves, cotangent
     )
     expected = torch.autograd.grad(normed.clamp(0.0, 6.0), others, cotangent.double())
     # Deviations are about 1, so that rounding of a mean by EPS · offset changes a normed number as much; torch sums the
@@ -200,6 +200,18 @@ def test_where_the_kernel_does_not_run(on: None, monkeypatch: pytest.MonkeyPatch
         before = part.norm.num_batches_tracked.clone()
         part(grid)
     assert part.norm.num_batches_tracked == before + 1
+
+
+def test_one_switch_turns_all_layer_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, weight = torch.randn(1, 3, 5, 5), torch.randn(4, 3, 1, 1)
+    with torch.no_grad():
+        able = fuses(grid, weight)
+        part = convolved(3, 4).eval().fuse()
+        found = part(grid)
+        monkeypatch.setenv(SWITCH, "0")
+        assert not fuses(grid, weight)
+        torch.testing.assert_close(part(grid), found)
+    assert able == (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
 
 
 def test_one_number_a_channel_is_refused_as_torch_does(on: None) -> None:

@@ -1,0 +1,40 @@
+"""The arguments of the networks: how they are saved, the operators among them, and checks of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from farfield._checks import unknown
+from farfield.ops.table import OPERATORS, Operator
+
+
+def bind_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor, which are its `locals()` at the start, as the configuration to be saved.
+
+    An argument that is None has no entry; the entry None stands for an operator without a name. `weights` is left out.
+    """
+    given = {name: value for name, value in arguments.items() if name not in ("self", "__class__", "weights")}
+    return {name: _plain(value) for name, value in given.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as it stands in JSON: operators by name, None for a user's own."""
+    if isinstance(value, Operator):
+        return next((name for name, entry in OPERATORS.items() if entry == value), None)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def find_operator(caller: str, operator: str | Operator) -> Operator:
+    """Return an operator by its name, or as it is; `LookupError` for an unknown name."""
+    if not isinstance(operator, str):
+        return operator
+    if operator not in OPERATORS:
+        raise unknown(caller, "operator", operator, OPERATORS)
+    return OPERATORS[operator]
+
+
+def check_whole(model: str, name: str, value: int, smallest: int) -> None:
+    """Refuse a value that is not a whole number, or below the smallest allowed."""
+    if not isinstance(value, int) or value < smallest:
+        raise ValueError(f"{model}: {name} must be a whole number from {smallest}, got {value!r}.")

@@ -1,0 +1,163 @@
+"""Kernels of convolution, batch norm and clamp, which read a grid once where torch's layers read it several times.
+
+They are no steps of attention and have a switch of their own: `FARFIELD_LAYER_KERNELS=0` runs torch's layers alone.
+
+* torch's oneDNN convolves and clamps, or adds a convolution to a grid, in one private operation;
+* a kernel of this library computes the gradients of batch norm in training and the clamp after it at once. Torch
+  computes the gradient of the clamp, which is as large as the grid, and from it that of the norm. Here neither it nor
+  the clamped output is needed: what was clamped follows from the grid, which is read twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import conv_flop_count, register_flop_formula
+
+from farfield.ops.fast import kernels
+from farfield.ops.function import accelerate
+from farfield.ops.grid import in_channels_last
+from farfield.ops.modes import are_themselves, is_recorded, is_recorded_by_autograd, is_watched
+
+SWITCH = "FARFIELD_LAYER_KERNELS"
+
+# The arguments of torch's private operations as they are called below; operations with others are not called.
+_CONVOLVE = "X W B padding stride dilation groups attr scalars algorithm"
+_ADD = "other X W B padding stride dilation groups binary_attr alpha unary_attr unary_scalars unary_algorithm"
+
+
+def is_on() -> bool:
+    """Whether the switch is on."""
+    return os.environ.get(SWITCH) != "0"
+
+
+# ---- torch's oneDNN --------------------------------------------------------------------------------------------------
+class Geometry(NamedTuple):
+    """How a convolution moves over a grid."""
+
+    padding: Sequence[int] = (0, 0)
+    stride: Sequence[int] = (1, 1)
+    dilation: Sequence[int] = (1, 1)
+    groups: int = 1
+
+
+def convolve_and(
+    grid: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    *,
+    clamp: tuple[float, ...] = (),
+    add_to: Tensor | None = None,
+) -> Tensor | None:
+    """Convolve a grid and clamp the output, or add it to `add_to` in place; None if oneDNN does not do it at once."""
+    if not fuses(grid, weight, *(() if add_to is None else (add_to,))):
+        return None
+    convolve, add = _private_operations()
+    if add_to is not None:
+        return cast(Tensor, add(add_to, grid, weight, bias, *geometry, "add", 1.0, None, [], None))
+    return cast(Tensor, convolve(grid, weight, bias, *geometry, "hardtanh", [*clamp], ""))
+
+
+def fuses(grid: Tensor, weight: Tensor, *others: Tensor) -> bool:
+    """Whether torch's oneDNN can convolve and clamp, or add to another grid, in one operation."""
+    # Before all else: a compiler does not follow the test for oneDNN.
+    if is_watched(grid, weight, *others) or not is_on() or None in _private_operations():
+        return False
+    able = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    fits = type(grid) is Tensor and grid.is_cpu and grid.dtype == torch.float32 and weight.dim() == 4
+    same = all(each.dtype == grid.dtype for each in others)
+    return bool(able) and fits and same and not torch.is_autocast_enabled("cpu")
+
+
+@functools.cache
+def _private_operations() -> tuple[Any, Any]:
+    """Return torch's private operations that convolve and clamp, and that add; None for one that torch lacks."""
+    convolve = _find_operation("_convolution_pointwise", "default", _CONVOLVE)
+    add = _find_operation("_convolution_pointwise_", "binary", _ADD)
+    return convolve, add
+
+
+def _find_operation(name: str, overload: str, arguments: str) -> Any:
+    packet = getattr(torch.ops.mkldnn, name, None)
+    operation = getattr(packet, overload, None)
+    if operation is None or [each.name for each in operation._schema.arguments] != arguments.split():
+        return None
+    register_flop_formula(packet)(_count_addition if arguments is _ADD else _count_convolution)
+    return operation
+
+
+def _count_convolution(grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
+    """Count FLOPs for torch's flop counter; the clamp has none."""
+    return conv_flop_count(grid, weight, out_shape)
+
+
+def _count_addition(out: Any, grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
+    """Count FLOPs for torch's flop counter; the addition has none."""
+    return conv_flop_count(grid, weight, out_shape)
+
+
+# ---- batch norm in training, and a clamp -----------------------------------------------------------------------------
+def norm_and_clamp(
+    grid: Tensor, statistics: Sequence[Tensor], momentum: float, eps: float, bounds: tuple[float, float]
+) -> Tensor | None:
+    """Norm a grid by the mean and variance of its batch, and clamp it; None if no kernel computes the gradients.
+
+    Args:
+        grid: `(b, c, *n)`.
+        statistics: Running mean and variance, which are updated, weight and bias of the norm, `(c)` each.
+        momentum: Weight of this batch in the running statistics.
+        eps: Added to the variance.
+        bounds: The least and the largest number of the output.
+    """
+    mean, variance, weight, bias = statistics
+    if is_recorded() or not is_on() or not is_recorded_by_autograd(grid) or not are_themselves(grid, *statistics):
+        return None
+    one_each = grid.numel() <= grid.shape[1]  # which torch refuses
+    if grid.dim() < 3 or one_each or kernels.why_not(grid, *statistics) is not None:
+        return None
+    if any(each.dtype != torch.float32 for each in (grid, *statistics)):
+        return None
+    return cast(Tensor, _norm_and_clamp(grid, weight, bias, mean, variance, momentum, eps, bounds)[0])
+
+
+def _plain_norm(
+    grid: Tensor, weight: Tensor, bias: Tensor, mean: Any, variance: Any, momentum: float, eps: float, bounds: Any
+) -> Tensor:
+    """Norm and clamp by torch's functions, without the running statistics, which have no gradient."""
+    return F.hardtanh(F.batch_norm(grid, None, None, weight, bias, True, 0.0, eps), *bounds)
+
+
+def _torch_norm(
+    grid: Tensor, weight: Tensor, bias: Tensor, mean: Any, variance: Any, momentum: float, eps: float, bounds: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `_plain_norm` and update the running statistics; return also the means and the inverse deviations."""
+    out, means, inverses = torch.native_batch_norm(grid, weight, bias, mean, variance, True, momentum, eps)
+    low, high = bounds
+    return F.hardtanh(out, low, high, inplace=True), means, inverses
+
+
+def _gradients_of_norm(
+    arguments: Sequence[Any], kept: Sequence[Tensor], grad_outputs: Sequence[Tensor], *_: Any
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of grid, weight and bias."""
+    (grid, weight, bias, *others), (grad,) = arguments, grad_outputs
+    grad = grad.movedim(1, -1).contiguous().movedim(-1, 1) if in_channels_last(grid) else grad.contiguous()
+    grads = kernels.call("norm_and_clamp_backward", grid, weight, bias, *kept, *others[-1], grad)
+    return *grads, None, None, None, None, None
+
+
+def _without_running(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments without the running statistics, which may change before the backward pass."""
+    return [*arguments[:3], None, None, *arguments[5:]]
+
+
+_norm_and_clamp = accelerate(
+    _plain_norm, _torch_norm, _gradients_of_norm, kept=2, save=_without_running, kernels_run=kernels.run
+)

@@ -1,0 +1,298 @@
+"""A recorded network: the axes along which it is cut, its strides, and how parts of the volume run by themselves.
+
+Parts are patches, on which norms, means and pooling see what a tile reads and only attention the whole volume, and the
+region of a check.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+
+from torch import Tensor
+
+from farfield.streaming.arguments import round_up
+from farfield.streaming.graph import Graph, Value
+from farfield.streaming.labels import (
+    GraphError,
+    LabelledGraph,
+    box_at,
+    count_bytes,
+    find_needs,
+    find_regions,
+    label_graph,
+)
+from farfield.streaming.plan import GraphPlan, Halo, PatchPlan, RegionCheck, find_stored, join_halos, make_graph_plan
+from farfield.streaming.rules.rule import OperationCall, Parts, Reduction
+from farfield.streaming.run import compute, summarize_tile
+from farfield.streaming.spans import Box, Layout, Span, read_box, region_of, whole_box
+
+# Positions whose distance is a multiple of this have the same phase of interpolation.
+_PHASES = (5040, 240, 24, 4, 2, 1)
+# Steps finer than one in so many of the volume's are no even ones.
+_FINEST = 64
+# The share of the planned MACs that a check may take.
+_SHARE = 0.02
+# Positions along an axis of a region that are enough where halos are smaller.
+_ENOUGH = 32
+# Tiles of a volume above which a region is cut along all axes, and not along the last alone.
+_MANY = 64
+
+# Axis of the volume -> positions of the volume from one position of a value to the next.
+Scales = dict[int, Fraction]
+# (volume, box) -> its numbers
+ReadVolume = Callable[[int, Box], Tensor]
+
+
+@dataclass
+class Recording:
+    """A network that was recorded on one size; `halo` is how far operations without a rule reach, as of its labels."""
+
+    graph: Graph
+    size: tuple[int, ...]
+    halo: Sequence[int] | None
+    _labelled: dict[tuple[int, ...], LabelledGraph] = field(default_factory=dict)
+
+    def label(self, axes: Sequence[int]) -> LabelledGraph:
+        """Return the graph with its labels for a volume that is cut along these axes; raise GraphError if it cannot."""
+        if tuple(axes) not in self._labelled:
+            self._labelled[tuple(axes)] = label_graph(self.graph, self.size, axes, halo=self.halo)
+        return self._labelled[tuple(axes)]
+
+    def _try_label(self, axes: Sequence[int]) -> LabelledGraph | None:
+        try:
+            return self.label(axes)
+        except GraphError:
+            return None
+
+    @cached_property
+    def cuttable(self) -> tuple[int, ...]:
+        """The axes along which it can be cut: all together, or else each by itself."""
+        axes = tuple(range(len(self.size)))
+        return axes if self._try_label(axes) else tuple(axis for axis in axes if self._try_label([axis]))
+
+    @cached_property
+    def scales(self) -> dict[Value, Scales]:
+        """The scales of each value along all these axes, where it has even steps."""
+        labelled = self._try_label(self.cuttable)
+        return _find_scales(labelled) if labelled else {}
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """For each axis, the least common multiple of all strides to the volume."""
+        strides: list[set[int]] = [{1} for _ in self.size]
+        for value, own in self.scales.items():
+            node = self.graph.nodes[value.node]
+            if node.op == "view":  # which takes windows apart: it computes nothing, and has no stride
+                continue
+            for axis, scale in own.items():
+                if any(self.scales.get(source, {}).get(axis, scale) != scale for source in node.inputs):
+                    strides[axis].add(scale.numerator)
+        return tuple(math.lcm(*own) for own in strides)
+
+    @property
+    def output_axes(self) -> dict[int, int]:
+        """Axis of the volume -> the dimension of the output that runs along it."""
+        labelled = self._try_label(self.cuttable)
+        layout = labelled.layouts[self.graph.output] if labelled else ()
+        return {dim[0].axis: place for place, dim in enumerate(layout) if len(dim) == 1 and dim[0].axis is not None}
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether the output of a sample depends on others; of a network that was recorded on several."""
+        try:
+            labelled = label_graph(self.graph, self.graph.info(self.graph.inputs[0]).shape, [0], first=0)
+        except GraphError:
+            return True
+        kept = labelled.layouts[self.graph.output][0]
+        return bool(labelled.reductions or labelled.gathered) or [piece.axis for piece in kept] != [0]
+
+
+def _find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
+    scales: dict[Value, Scales] = {}
+    for value, layout in labelled.layouts.items():
+        along = {axis: _scale_along(labelled, scales, value, axis, end) for axis, (_, end) in _whole_of(layout).items()}
+        scales[value] = {axis: scale for axis, scale in along.items() if scale is not None}
+    return scales
+
+
+def _scale_along(
+    labelled: LabelledGraph, scales: dict[Value, Scales], value: Value, axis: int, length: int
+) -> Fraction | None:
+    """Return the scale of what a value reads, times its own steps; None if it has no even ones."""
+    node, layouts = labelled.graph.nodes[value.node], labelled.layouts
+    if node.op == "input":
+        return Fraction(1)
+    if length < 2:
+        return None
+    there = (_whole_of(layouts[source]).get(axis) for source in node.inputs)
+    distance = _find_distance(length, next((span[1] for span in there if span is not None), length))
+    # In the middle, as windows end at borders.
+    first = (length - 1 - distance) // 2
+    boxes = [box_at(layouts[value], axis, place) for place in (first, first + distance)]
+    needs = [find_needs(labelled, value, box) for box in boxes]
+    for (source, one), (_, other) in zip(*needs, strict=True):
+        before, after = (_spans_along(layouts[source], box).get(axis) for box in (one, other))
+        if axis not in scales.get(source, {}) or before is None or after is None:
+            continue
+        moved = max(abs(after[0] - before[0]), abs(after[1] - before[1]))
+        scale = scales[source][axis] * Fraction(moved, distance)
+        if moved and scale.denominator <= _FINEST:
+            return scale
+    return None
+
+
+def _find_distance(length: int, read: int) -> int:
+    """Return the largest distance of two positions of one phase, at most half of a length; `read` is the operand's."""
+    # The phases of a transposed convolution are as many as its stride, which is the ratio of the lengths.
+    period = Fraction(read, length).denominator
+    period = period if period <= length // 2 else 1
+    distance = period * next(each for each in _PHASES if each * period <= length // 2)
+    return length // 2 // distance * distance
+
+
+def _spans_along(layout: Layout, box: Box) -> dict[int, Span]:
+    """Return the span of a box along each axis that a value runs along; none if nothing is read, `()`."""
+    spans = zip(itertools.chain(*layout), itertools.chain(*box), strict=False)
+    return {piece.axis: span for piece, span in spans if piece.axis is not None}
+
+
+def _whole_of(layout: Layout) -> dict[int, Span]:
+    return _spans_along(layout, whole_box(layout))
+
+
+def make_patch_plan(
+    labelled: LabelledGraph, tile: Sequence[int], strides: Sequence[int], record: Callable[[tuple[int, ...]], Recording]
+) -> PatchPlan:
+    """Plan how a network, which `record` records on the size of a patch, runs on patches; or raise GraphError."""
+    nodes = labelled.graph.nodes
+    if labelled.gathered:
+        path = nodes[min(labelled.gathered).node].path
+        raise GraphError(f"{path} needs all positions of the volume for each of its own")
+    # All reductions but attention are those of a tile, and need no pass.
+    levels: dict[int, int] = {}
+    for index in labelled.order:
+        before = max((levels[value.node] for value in nodes[index].inputs), default=0)
+        levels[index] = before + (index in labelled.reductions and nodes[index].op == "layer")
+    whole = make_graph_plan(replace(labelled, levels=levels), tile, [])
+    halo = join_halos(each.halo for each in whole.passes)
+    halo = Halo(*(tuple(map(round_up, side, strides)) for side in halo))
+    # A patch has the remainder of the volume's size, so that the last starts at a multiple of the strides.
+    size = tuple(
+        min(length, own + before + after + length % stride)
+        for length, own, before, after, stride in zip(labelled.size, whole.tile, *halo, strides, strict=True)
+    )
+    patch = record(size).label([])
+    if [node.op for node in nodes] != [node.op for node in patch.graph.nodes]:
+        raise GraphError("it runs other operations on a patch than on the whole volume")
+    return PatchPlan(whole.labelled, whole.tile, {}, patch, halo, _find_scales(labelled))
+
+
+def run_patch(
+    plan: PatchPlan, stage: int, tile: Sequence[Span], read_volume: ReadVolume, parts: Mapping[int, Parts]
+) -> tuple[dict[int, Parts], tuple[Box, Tensor] | None]:
+    """Run a pass on the patch of a tile, with what passes before summarized.
+
+    Returns:
+        The tile's parts of each attention; in the last pass also its own box of the output, with its numbers.
+    """
+    labelled, region, graph = plan.labelled, plan.region(tile), plan.patch.graph
+    summarized, wanted = plan.wanted(stage, tile)
+
+    def move(value: Value, box: Box) -> Box:
+        """Return where a box of a value on the patch lies in the whole; each dimension is one piece."""
+        return tuple(
+            ((first + start, first + stop),)
+            for ((first, _),), ((start, stop),) in zip(plan.part(value, region), box, strict=True)
+        )
+
+    def reduce(index: int) -> Reduction:
+        whole = labelled.reductions[index]
+
+        def finish(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], own: Parts) -> Tensor:
+            return whole.finish(labelled.calls[index], output, move(Value(index, output), box), tensors, own)
+
+        return whole._replace(finish=finish)
+
+    def read(value: Value, box: Box) -> Tensor:
+        return read_volume(graph.inputs.index(value), move(value, box))
+
+    patch = copy.copy(plan.patch)
+    patch.reductions = {index: reduce(index) for index in plan.reductions}
+    known = compute(patch, plan.patch_boxes(wanted), graph.inputs, read, parts)
+
+    def part(value: Value, box: Box) -> Tensor:
+        return read_box(known[value], region_of(plan.part(value, region)), box)
+
+    own = {index: summarize_tile(labelled, index, boxes, part, tile) for index, boxes in summarized.items()}
+    box = plan.own_box(graph.output, tile) if plan.stages[stage].last else None
+    return own, None if box is None else (box, part(graph.output, box))
+
+
+def plan_check(
+    record: Callable[[tuple[int, ...]], Recording], plan: GraphPlan, strides: Sequence[int], samples: int
+) -> RegionCheck | str:
+    """Plan the largest check that takes at most `_SHARE` of the planned MACs, and a tile's bytes; or tell why none."""
+    if isinstance(plan, PatchPlan):
+        return "norms and pooling see what a tile reads"
+    if not plan.cut:
+        return "the volume is one tile"
+    labelled, size = plan.labelled, None
+    macs, room = samples * sum(each.macs for each in plan.passes), max(each.bytes for each in plan.passes)
+    reach = tuple(map(max, *join_halos(each.halo for each in plan.passes)))
+    untiled, output = sum(labelled.graph.nodes[index].macs for index in labelled.order), labelled.graph.output
+    regions = find_regions(labelled, {output: whole_box(labelled.layouts[output])}, labelled.graph.inputs)
+    peak = count_bytes(labelled, regions, labelled.graph.inputs, [output])
+    for each in region_sizes(labelled.size, plan.cut, strides, reach):
+        # By positions, and tiles with their halos as twice the network; in float64 that takes twice the bytes.
+        share = math.prod(each) / math.prod(labelled.size)
+        if 4 * share * untiled <= _SHARE * macs and 2 * share * peak <= room:
+            size = each
+    if size is None:
+        return f"a region of two strides takes more than {_SHARE:.0%} of the work, or more memory than a tile"
+    try:
+        recorded = record(size).label(plan.cut)
+    except (GraphError, ValueError, TypeError) as error:
+        return f"the network does not run on a region of size {size} ({str(error).splitlines()[0]:.80})"
+    stored = find_stored(recorded)
+    if set(plan.stored) <= stored:
+        stored = {*recorded.gathered, *plan.stored}
+    # Tiles of a region take their time however few positions they have: two where the volume has few.
+    halved = plan.cut if len(plan.tiles) > _MANY else plan.cut[-1:]
+    tile = [
+        round_up(length // stride, 2) // 2 * stride if axis in halved and length >= 2 * stride else length
+        for axis, (length, stride) in enumerate(zip(size, strides, strict=True))
+    ]
+    own = make_graph_plan(recorded, tile, stored)
+    cost = 2.0 * sum(recorded.graph.nodes[index].macs for index in recorded.order)
+    cost += sum(each.macs for each in own.passes)
+    return RegionCheck(own, cost) if cost <= _SHARE * macs else f"it takes more than {_SHARE:.0%} of the work"
+
+
+def region_sizes(
+    size: Sequence[int], cut: Sequence[int], strides: Sequence[int], reach: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
+    """Iterate over sizes of regions, the smallest first, up to those in whose middle a halo ends within them.
+
+    Along axes that are cut a region has so many strides and what the volume has beyond those; at least two along one.
+    """
+    most = {}
+    for axis in cut:
+        halo, enough = -(-reach[axis] // strides[axis]), -(-_ENOUGH // strides[axis])
+        most[axis] = min(size[axis] // strides[axis], max(2 * halo + 2, enough))
+    for steps in range(1, max(most.values(), default=1) + 1):
+        # Two strides along the last axis alone, then along one more, then three along all, and so on.
+        for doubled in range(len(cut)) if steps == 1 else [len(cut)]:
+            counts = {
+                axis: min(most[axis], max(steps, 2 if place <= doubled else 1))
+                for place, axis in enumerate(reversed(cut))
+            }
+            yield tuple(
+                counts[axis] * strides[axis] + length % strides[axis] if axis in counts else length
+                for axis, length in enumerate(size)
+            )
