@@ -105,9 +105,7 @@ def test_row_is_that_of_the_explicit_matrix(row: str, pair: tuple[tuple[int, ...
         assert_close(maps.attention_row(attention, grid, position, context=context, **masks), at(expected, position))
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, heads=[1, 4], norm={"plain": False, "norm": True}))
 def test_row_of_self_attention(row: str, heads: int, norm: bool) -> None:
     attention = build(row, heads=heads, coefficient_norm=norm)
     grid = torch.randn(2, 4, 3, 5).double()

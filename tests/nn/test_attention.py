@@ -297,9 +297,7 @@ def test_copies_and_pickles(row: str) -> None:
     assert torch.equal(other(grid), attention(grid))
 
 
-@pytest.mark.parametrize("rank", [2, 3])
-@pytest.mark.parametrize("project", ["", "vo"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, project=["", "vo"], rank=[2, 3]))
 def test_channels_last_stays(row: str, project: str, rank: int) -> None:
     memory_format = {2: torch.channels_last, 3: torch.channels_last_3d}[rank]
     attention = build(row, project, residual=True)

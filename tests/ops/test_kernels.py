@@ -96,17 +96,19 @@ def in_one_call(row: ops.Operator, grid: Tensor, matrix: Tensor | None, heads: i
 
 
 @pytest.mark.parametrize(
-    ("row", "scale"),
-    [*product(MEAN_ROWS, (1.0, 0.3)), ("siamese", 1.0), ("siamese_local", 1.0), ("siamese_ones", 1.0)],
+    *pairwise(
+        operator=[*product(MEAN_ROWS, (1.0, 0.3)), ("siamese", 1.0), ("siamese_local", 1.0), ("siamese_ones", 1.0)],
+        split=[
+            *((1, shape) for shape in GRIDS),
+            *((4, GRIDS[0]), (2, GRIDS[3]), (2, (0, 16, 3, 5)), (4, (1, 64, 5, 6))),
+        ],
+        wide=[False, True],
+    )
 )
-@pytest.mark.parametrize(
-    ("heads", "shape"),
-    [(1, shape) for shape in GRIDS] + [(4, GRIDS[0]), (2, GRIDS[3]), (2, (0, 16, 3, 5)), (4, (1, 64, 5, 6))],
-)
-@pytest.mark.parametrize("wide", [False, True])
 def test_attention_in_one_call(
-    on: None, shape: tuple[int, ...], heads: int, row: str, scale: float, wide: bool
+    on: None, operator: tuple[str, float], split: tuple[int, tuple[int, ...]], wide: bool
 ) -> None:
+    (row, scale), (heads, shape) = operator, split
     grid = 3 * torch.randn(shape)
     grid = grid.movedim(1, -1).contiguous().movedim(-1, 1) if wide else grid
     attention = GridAttention(shape[1], row, heads=heads, project="", scale=scale)
