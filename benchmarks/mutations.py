@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -232,8 +233,11 @@ def main() -> None:
         print(f"{result['outcome']:9}{result['seconds']:7.1f} s  {mutation.file}:{mutation.line}  ", end="")
         print(f"{result['from']} → {result['to']}  {result['test']}", flush=True)
     results = [known[each.name] for each in drawn if each.name in known]
+    counts = Counter(each["outcome"] for each in results)
+    # "no end" is a loop that the change made, or a machine too slow for the time limit.
+    print(", ".join(f"{count} {name}" for name, count in counts.items()), end="; ")
+    print(f"{len(drawn) - len(results)} not run")
     survived = [each for each in results if each["outcome"] == "survived"]
-    print(f"{len(results) - len(survived)} of {len(results)} noticed; {len(drawn) - len(results)} not run")
     for each in survived:
         print(f"survived: {each['name']}: {each['line']}\n    {each['from']} → {each['to']}")
 
