@@ -170,6 +170,16 @@ def tests_of(file: str) -> list[str]:
     return TESTS[max((prefix for prefix in TESTS if file.startswith(prefix)), key=len)]
 
 
+def check_tests(files: list[str]) -> None:
+    """Refuse to begin with tests that cannot be imported, which would fail for every change."""
+    tests = sorted({test for file in files for test in tests_of(file)})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE.parent), str(ROOT / "tests")])}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"the tests cannot be collected without any change:\n{result.stdout[-2000:]}")
+
+
 def run_tests(folder: Path, tests: list[str], seconds: float) -> tuple[str, str]:
     """Run fast tests with the library of a folder until one fails; return the outcome and the test that failed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests")])}
@@ -225,6 +235,8 @@ def main() -> None:
     drawn = draw(arguments.count, arguments.seed)
     missing = [each for each in drawn if each.name not in known][: arguments.limit]
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    if missing:
+        check_tests([each.file for each in missing])
     for mutation in missing:
         known[mutation.name] = result = examine(mutation, arguments.seconds, arguments.all)
         partial = arguments.json.with_suffix(".part")
