@@ -23,8 +23,9 @@ def watched() -> Iterator[None]:
         yield
 
 
-def test_programs_of_predictions() -> None:
-    check_predictions()
+@pytest.mark.parametrize("programs", [12, pytest.param(50, marks=pytest.mark.long)])
+def test_programs_of_predictions(programs: int) -> None:
+    check_predictions(programs=programs)
 
 
 def test_a_network_at_the_address_of_another_has_a_plan_of_its_own() -> None:
