@@ -361,6 +361,33 @@ def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype, tmp_path
             assert one == other
 
 
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_a_bit_of_a_state_that_flips_is_noticed_or_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    state = {field: kind() for field, kind in streaming.progress.FIELDS.items()}
+    streaming.progress.write_state(file, state | {"summaries": [{"parts": [torch.arange(3.0)]}]})
+    content, want = file.read_bytes(), streaming.progress.read_state(file)
+    noticed = 0
+    for bit in range(0, 8 * len(content), 3):  # of each byte two or three
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        try:
+            assert same(streaming.progress.read_state(file), want), f"bit {bit} of {8 * len(content)}"
+        except ValueError:
+            noticed += 1
+    assert noticed > len(content)
+
+
 def test_another_network_does_not_take_the_tiles_of_an_unfinished_prediction(
     stop: Callable, volume: np.ndarray, net: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:

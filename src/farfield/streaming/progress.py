@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import json
 import math
+import struct
 import sys
 import time
 import warnings
@@ -302,6 +304,10 @@ def _read_saved(caller: str, path: Path, overwrite: bool | None) -> dict[str, An
         ) from None
 
 
+# What reading a damaged zip file raises beside.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error)
+
+
 def write_state(file: Path, state: dict[str, Any]) -> None:
     """Write a state of JSON values, dtypes and tensors to a zip file: JSON, and the bytes of each tensor."""
     tensors: list[Tensor] = []
@@ -326,19 +332,21 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
 
 def read_state(file: Path) -> dict[str, Any]:
     """Read what `write_state` wrote; no code in the file is run, and checksums cover every byte."""
+    # From memory: where a damaged file has a position that cannot be, reading a file fails as a disk does.
+    content = io.BytesIO(file.read_bytes())
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(content) as archive:
 
             def restore(value: dict[str, Any]) -> Any:
                 if value.keys() == {"dtype"}:
                     return _DTYPES[value["dtype"]]
                 if value.keys() != {"tensor", "shape", "of"}:
                     return value
-                content = np.array(memoryview(archive.read(f"tensor{value['tensor']}")), np.uint8)
-                return torch.from_numpy(content).view(_DTYPES[value["of"]]).reshape(value["shape"])
+                numbers = np.array(memoryview(archive.read(f"tensor{value['tensor']}")), np.uint8)
+                return torch.from_numpy(numbers).view(_DTYPES[value["of"]]).reshape(value["shape"])
 
             state = json.loads(archive.read("state.json"), object_hook=restore)
-    except (KeyError, ValueError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (ArithmeticError, EOFError, LookupError, RuntimeError, TypeError, ValueError, *_DAMAGED) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         raise ValueError("it was written by another version of farfield")
