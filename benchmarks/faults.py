@@ -4,7 +4,7 @@
     python benchmarks/faults.py --programs 10000 --seed 0
 
 Kills go round the formats and what is stored between passes, and for each through the calls that change files, whole
-and half done. Programs are those of `tests/helpers/prediction_machine.py`: calls with other weights and plans, kills,
+and half done. Programs are those of `farfield.testing.predictions`: calls with other weights and plans, kills,
 errors of the disk, damage, two processes and a clock that goes back, five steps each. The first that fails ends the run
 with the shortest that fails. Linux on x86-64 alone. `tests/streaming/test_faults.py` and `test_machine.py` run a part
 in every test run.
@@ -27,8 +27,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from helpers import faults
-from helpers.prediction_machine import (
+from farfield.testing import faults
+from farfield.testing.predictions import (
     SUFFIXES,
     TILES,
     Key,

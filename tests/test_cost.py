@@ -18,7 +18,7 @@ from farfield.nn.macs import MacCounter
 from farfield.ops import OPERATORS, Operator, pooled
 from farfield.ops.projection import project_queries
 from farfield.ops.table import keys, position, queries
-from helpers.partly import partly
+from helpers.partly import pairwise, partly
 
 PROJECTS = ("", "v", "q", "qk", "qkv", "o", "vo", "qkvo")
 
@@ -184,9 +184,7 @@ def test_coefficients_are_those_of_the_row(row: str) -> None:
     assert found.numel() == cost.predict(module, size=(4, 6), batch=3).coefficients
 
 
-@pytest.mark.parametrize("project", ["", "v"])
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("row", OPERATORS)
+@pytest.mark.parametrize(*pairwise(row=list(OPERATORS), heads=[1, 4], project=["", "v"]))
 def test_activation_bytes_are_real(row: str, heads: int, project: str) -> None:
     module = GridAttention(16, row, heads=heads, project=project).eval()
     grid = torch.randn(2, 16, 20, 24, requires_grad=True)

@@ -13,10 +13,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -428,127 +427,6 @@ def test_every_function_of_ops_is_documented_in_the_order_of_the_house() -> None
         if -1 in places or places != sorted(places) or ">>> " not in text[places[-1] :]:
             offenders.append(f"ops.{name} needs {wanted} in this order, with an example that runs")
     assert offenders == []
-
-
-# ---- sizes and signatures --------------------------------------------------------------------------------------------
-def module_of(path: Path) -> ModuleType:
-    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-    return importlib.import_module(".".join(part for part in parts if part != "__init__"))
-
-
-def is_private(path: Path) -> bool:
-    return any(part.startswith("_") for part in path.relative_to(SOURCE).parts)
-
-
-def own_methods(kind: type) -> Iterator[str]:
-    """The constructor and public methods; one that another library's class has too keeps the signature given there."""
-    foreign = [base for base in kind.__mro__[1:] if not base.__module__.startswith("farfield")]
-    for name, value in vars(kind).items():
-        public = not name.startswith("_") and not any(name in vars(base) for base in foreign)
-        if inspect.isfunction(value) and (public or name == "__init__"):
-            yield name
-
-
-def public_functions(module: ModuleType) -> Iterator[tuple[str, Callable[..., object]]]:
-    """Public functions and methods that a module defines, of those its package exports if the package says which."""
-    package = importlib.import_module(module.__name__.rpartition(".")[0])
-    exported = getattr(package, "__all__", None) if package is not farfield else None
-    for name, value in vars(module).items():
-        ours = getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
-        if not ours or (exported is not None and name not in exported):
-            continue
-        if inspect.isclass(value):
-            yield from ((f"{name}.{method}", vars(value)[method]) for method in own_methods(value))
-        elif inspect.isfunction(value):
-            yield name, value
-
-
-def faults_of_signature(name: str, function: Callable[..., object]) -> list[str]:
-    parameters = inspect.signature(function).parameters
-    count, limit = len(parameters.keys() - {"self", "cls"}), 10 if name.endswith("__init__") else 8
-    faults = [f"{name} has {count} arguments, at most {limit}"] if count > limit else []
-    return faults + [f"{name} takes any keyword" for each in parameters.values() if each.kind is each.VAR_KEYWORD]
-
-
-# `normalized` is one argument more than the rule allows: without it files of 0.1 could not be loaded.
-FOR_OLD_FILES = {
-    "models/deeplab.py: DeepLab.__init__ has 11 arguments, at most 10",
-    "models/deeplab.py: deeplab_compact has 9 arguments, at most 8",
-    # `predict`, which all data have; before, `root` stood for it here, and recipes still may.
-    "data/restore.py: StackPairs.__init__ has 11 arguments, at most 10",
-}
-# `plan_whole` alone makes it: its fields are what the plan knows.
-RECORDS = {"streaming/streaming_plan.py: StreamingPlan.__init__ has 13 arguments, at most 10"}
-# The parameters of a command are its options.
-OF_COMMANDS = {
-    "cli/plan.py: plan_operators has 9 arguments, at most 8",
-    "cli/tables.py: measure_operators has 10 arguments, at most 8",
-}
-
-
-def test_signatures_are_small() -> None:
-    offenders = []
-    for path in SOURCES:
-        for name, function in () if is_private(path) else public_functions(module_of(path)):
-            offenders += faults_of_signature(f"{relative(path)}: {name}", function)
-    assert set(offenders) == FOR_OLD_FILES | RECORDS | OF_COMMANDS
-
-
-def test_signatures_can_fail() -> None:
-    def nine(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int, i: int) -> None: ...
-    def keywords(**options: int) -> None: ...
-
-    assert faults_of_signature("nine", nine) == ["nine has 9 arguments, at most 8"]
-    assert faults_of_signature("keywords", keywords) == ["keywords takes any keyword"]
-    assert len(list(public_functions(module_of(SOURCE / "nn" / "attention.py")))) > 3
-
-
-def test_files_can_be_read_in_one_sitting() -> None:
-    lengths = {relative(path): len(read(path).splitlines()) for path in SOURCES}
-    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
-
-
-def test_annotations_are_postponed() -> None:
-    annotated = [
-        path
-        for path in SOURCES
-        if any(isinstance(node, ast.FunctionDef | ast.AnnAssign) for node in ast.walk(tree(path)))
-    ]
-    assert [relative(each) for each in annotated if "from __future__ import annotations" not in read(each)] == []
-
-
-# ---- names -----------------------------------------------------------------------------------------------------------
-# One subject at two rungs, or parts of packages whose own names tell them apart.
-SHARED_MODULES = {
-    *("classify", "detect", "generate", "masked_lm", "restore", "segment", "stereo"),  # tasks and their data
-    *("axes", "kernels", "table"),  # ops and their fast form or their command
-    *("api", "checks", "masks"),  # insertion._insert.checks and nn.checks, for example
-    *("layers", "plan"),  # of streaming, beside maps.layers and cli.plan
-    "planning",  # of streaming, beside cost.planning
-}
-
-
-SHARED_CLASSES: set[str] = set()
-
-
-def shared(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Names, with where they are, that are in more than one place."""
-    places: dict[str, list[str]] = {}
-    for name, place in names:
-        places.setdefault(name, []).append(place)
-    return {name: where for name, where in places.items() if len(where) > 1}
-
-
-def test_no_two_modules_have_one_name() -> None:
-    modules = [(path.stem, relative(path)) for path in SOURCES if not path.stem.startswith("__")]
-    assert set(shared(modules)) == SHARED_MODULES
-
-
-def test_no_two_classes_have_one_name() -> None:
-    classes = [
-        (node.name, relative(path)) for path in SOURCES for node in tree(path).body if isinstance(node, ast.ClassDef)
-    ]
-    assert set(shared(classes)) == SHARED_CLASSES
 
 
 # ---- entry points ----------------------------------------------------------------------------------------------------

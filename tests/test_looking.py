@@ -18,6 +18,7 @@ from farfield import cost, insert, insertion, maps, replace_attention
 from farfield.nn import GridAttention
 from farfield.streaming import plan_whole, predict_whole, respond_whole
 from helpers.networks_with_state import CHANNELS, INSIDE, OUTSIDE, SIZE, Base, build, contents, forget
+from helpers.partly import in_turn
 
 SHAPE = (1, CHANNELS, SIZE, SIZE)
 
@@ -92,8 +93,7 @@ def fakes() -> list[FakeTensor]:
     return [each for each in gc.get_objects() if type(each) is FakeTensor and each.shape[-1:] == (SIZE,)]
 
 
-@pytest.mark.parametrize("name", ["count", "predict_whole"])
-@pytest.mark.parametrize("kind", OUTSIDE)
+@pytest.mark.parametrize(*in_turn(kind=list(OUTSIDE), name=["count", "predict_whole"]))
 def test_a_cache_outside_of_the_network_is_named_and_cleared(kind: str, name: str) -> None:
     make, cache = OUTSIDE[kind]
     net = build(make)

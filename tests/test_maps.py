@@ -89,7 +89,7 @@ def at(found: Tensor, position: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize(
     *pairwise(
         row=ROWS,
-        pair={f"{name(pair[0])}-{name(pair[1])}": pair for pair in PAIRS},
+        pair={f"{name(pair[0])}-{name(pair[1])}": pair for pair in (PAIRS[0], *PAIRS[4::2])},
         masked={"whole": False, "masked": True},
     )
 )
@@ -105,9 +105,7 @@ def test_row_is_that_of_the_explicit_matrix(row: str, pair: tuple[tuple[int, ...
         assert_close(maps.attention_row(attention, grid, position, context=context, **masks), at(expected, position))
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, heads=[1, 4], norm={"plain": False, "norm": True}))
 def test_row_of_self_attention(row: str, heads: int, norm: bool) -> None:
     attention = build(row, heads=heads, coefficient_norm=norm)
     grid = torch.randn(2, 4, 3, 5).double()
@@ -294,12 +292,15 @@ def test_an_operator_of_ones_own(key_size: Any, like: str) -> None:
 
 
 # ---- axis maps -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize(("query_size", "key_size"), PAIRS, ids=lambda size: name(size))
-@pytest.mark.parametrize("row", AXIS_ROWS)
-def test_axis_maps_are_the_explicit_softmax(
-    row: str, query_size: tuple[int, ...], key_size: tuple[int, ...], masked: bool
-) -> None:
+@pytest.mark.parametrize(
+    *pairwise(
+        row=AXIS_ROWS,
+        pair={f"{name(pair[0])}-{name(pair[1])}": pair for pair in PAIRS},
+        masked={"whole": False, "masked": True},
+    )
+)
+def test_axis_maps_are_the_explicit_softmax(row: str, pair: tuple[tuple[int, ...], ...], masked: bool) -> None:
+    query_size, key_size = pair
     attention, generator = build(row, scale=1.3), seeded_generator(8)
     grid, context = torch.randn(2, 4, *query_size).double(), torch.randn(2, 4, *key_size).double()
     mask = draw_mask(2, query_size, generator) if masked else None

@@ -25,6 +25,8 @@ for name, operator in ops.OPERATORS.items():
     assert getattr(ops, f"{name}_attention")(grid, grid, grid, **weight).shape == grid.shape
 assert models.kanet_qkv(width=0.25, num_classes=3)(torch.randn(2, 3, 32, 32)).shape == (2, 3)
 assert cost.predict("siamese", channels=8, size=(6, 5)).macs > 0
+from farfield.testing import check_operator, reference
+check_operator("siamese", reference.siamese)
 main(["operators"])
 main(["kernels"])
 main(["recipes", "digits"])

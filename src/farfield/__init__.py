@@ -11,6 +11,7 @@ The names below load on first use, so that ``import farfield`` itself is fast:
 - ``streaming``: ``respond_whole`` and ``predict_whole``, for grids larger than memory
 - ``volumes``: ``open_volume``, for images and volumes in files, with their voxel size
 - ``sharding``: ``sharded_attention``, for grids spread over processes
+- ``testing``: checks for an operator, a layer in tiles or a file format of one's own
 - ``insert``, ``remove``: attention at any place of a model, without a change of its weights, and its removal
 - ``insertion``: the papers' names for such places, as paths
 - ``replace_attention``: any operator in place of the softmax attention of a transformer
@@ -24,7 +25,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farfield import cost, insertion, maps, models, nn, ops, sharding, streaming, theory, volumes
+    from farfield import cost, insertion, maps, models, nn, ops, sharding, streaming, testing, theory, volumes
     from farfield._checks import ShapeError
     from farfield.insertion import insert, remove, replace_attention
     from farfield.ops import pad_grids
@@ -46,6 +47,7 @@ __all__ = [
     "replace_attention",
     "sharding",
     "streaming",
+    "testing",
     "theory",
     "volumes",
 ]
@@ -65,6 +67,7 @@ _HOME = {
     "replace_attention": "insertion",
     "sharding": "sharding",
     "streaming": "streaming",
+    "testing": "testing",
     "theory": "theory",
     "volumes": "volumes",
 }

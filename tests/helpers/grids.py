@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from farfield import ops
-from helpers import explicit, reference
+from farfield.testing import reference
+from helpers import explicit
 from helpers.seeding import seeded_generator
 
 ROWS = tuple(ops.OPERATORS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from itertools import combinations, product
+from itertools import combinations, cycle, islice, product
 from typing import Any
 
 import pytest
@@ -35,4 +35,20 @@ def pairwise(**values: Mapping[str, Any] | Iterable[Any]) -> tuple[str, list[Any
         chosen.append(case)
     return ",".join(values), [
         pytest.param(*(each[key] for each, key in zip(named, case, strict=True)), id="-".join(case)) for case in chosen
+    ]
+
+
+def in_turn(**values: Mapping[str, Any] | Iterable[Any]) -> tuple[str, list[Any]]:
+    """Names and cases for `pytest.mark.parametrize`: as many as the longest parameter has; the others take turns.
+
+    For parameters that do not depend on each other: every value occurs, few pairs do.
+    """
+    named = [
+        dict(each) if isinstance(each, Mapping) else {str(value): value for value in each} for each in values.values()
+    ]
+    count = max(map(len, named))
+    turns = [list(islice(cycle(each.items()), count)) for each in named]
+    return ",".join(values), [
+        pytest.param(*(value for _, value in case), id="-".join(key for key, _ in case))
+        for case in zip(*turns, strict=True)
     ]

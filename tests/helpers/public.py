@@ -28,6 +28,7 @@ PACKAGES = (
     "farfield.ops",
     "farfield.sharding",
     "farfield.streaming",
+    "farfield.testing",
     "farfield.theory",
     "farfield.volumes",
 )
@@ -47,6 +48,7 @@ CLASSES = {
     "farfield.tasks.restore": ("Restore",),
     "farfield.tasks.segment": ("Segment",),
     "farfield.tasks.stereo": ("Stereo",),
+    "farfield.testing.predictions": ("Predictions", "check_predictions"),
 }
 COMMANDS = ("operators", "models", "cost", "measure", "plan", "maps", "places", "info", "kernels", "recipes")
 COMMANDS += ("explore", "demo")

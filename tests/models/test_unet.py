@@ -16,6 +16,7 @@ from farfield import ShapeError, cost, models
 from farfield.models import ProjectionUNet, UNet
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
+from helpers.partly import pairwise
 
 NAMES = ("unet_care", "unet_residual")
 
@@ -108,9 +109,7 @@ def test_cares_network_is_its_description() -> None:
     torch.testing.assert_close(net(grid), care_by_hand(dict(net.state_dict()), grid))
 
 
-@pytest.mark.parametrize("rank", [2, 3])
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(*pairwise(name=NAMES, operator=list(OPERATORS), rank=[2, 3]))
 def test_attention_is_the_identity_at_first_and_reaches_everywhere_after(name: str, operator: str, rank: int) -> None:
     net = models.MODELS[name](operator, spatial_dims=rank, first_channels=4, depth=1).double()
     without = models.MODELS[name](spatial_dims=rank, first_channels=4, depth=1).double()

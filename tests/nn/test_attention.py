@@ -214,9 +214,9 @@ def test_no_valid_position_is_finite(row: str) -> None:
     assert nothing.isfinite().all()
 
 
-@pytest.mark.parametrize("switches", [{}, {kernels.SWITCH: "0"}, {SWITCH: "0"}], ids=["all", "no kernels", "plain"])
-@pytest.mark.parametrize("size", SIZE)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    *pairwise(row=ROWS, size=SIZE, switches={"all": {}, "no kernels": {kernels.SWITCH: "0"}, "plain": {SWITCH: "0"}})
+)
 def test_an_output_bias_is_added_once(
     row: str, size: tuple[int, ...], switches: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,9 +297,7 @@ def test_copies_and_pickles(row: str) -> None:
     assert torch.equal(other(grid), attention(grid))
 
 
-@pytest.mark.parametrize("rank", [2, 3])
-@pytest.mark.parametrize("project", ["", "vo"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, project=["", "vo"], rank=[2, 3]))
 def test_channels_last_stays(row: str, project: str, rank: int) -> None:
     memory_format = {2: torch.channels_last, 3: torch.channels_last_3d}[rank]
     attention = build(row, project, residual=True)

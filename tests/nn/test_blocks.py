@@ -15,6 +15,7 @@ from farfield import ShapeError
 from farfield.nn import AttentionBlock, BaseBlock, GridAttention, SqueezeExcite
 from farfield.nn.spatial_dims import layers
 from farfield.ops import OPERATORS
+from helpers.partly import pairwise
 
 SIZE = {1: (9,), 2: (7, 6), 3: (5, 4, 3)}
 STRIDED = {1: (5,), 2: (4, 3), 3: (3, 2, 2)}
@@ -85,9 +86,7 @@ def means_of_pairs(grid: Tensor) -> Tensor:
     return grid
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("side", [1, 2, 3, 8, 13])
-@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize(*pairwise(rank=[1, 2, 3], side=[1, 2, 3, 8, 13], stride=[1, 2, 3]))
 def test_both_paths_have_the_same_size(rank: int, side: int, stride: int) -> None:
     grid = torch.randn(2, 8, *[side] * rank)
     block = AttentionBlock(8, 8, "siamese", expansion=2, stride=stride, spatial_dims=rank).eval()

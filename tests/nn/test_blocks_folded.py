@@ -23,7 +23,7 @@ from farfield.nn.conv_norm_act import Convolved, ReLU6, convolved
 from farfield.ops import OPERATORS
 from farfield.ops.fast import kernels
 from helpers.explicit import MEAN_ROWS
-from helpers.partly import partly
+from helpers.partly import pairwise, partly
 
 SIZE = {1: (9,), 2: (7, 5), 3: (5, 4, 3)}
 PATHS = (*OPERATORS, "squeeze_excite", "identity")
@@ -68,9 +68,9 @@ def same_as_plain(block: Any, grid: Tensor) -> None:
         torch.testing.assert_close(found[name], entry, rtol=1e-9, atol=1e-12 * scale, msg=named)
 
 
-@pytest.mark.parametrize(("rank", "stride", "skip"), list(product((1, 2, 3), (1, 2), (False, True))))
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("expansion", [1, 3])
+@pytest.mark.parametrize(
+    *pairwise(rank=[1, 2, 3], stride=[1, 2], skip=[False, True], training=[False, True], expansion=[1, 3])
+)
 def test_base_block(rank: int, stride: int, skip: bool, training: bool, expansion: int) -> None:
     for out in (8, 12):
         block = drawn(BaseBlock(8, out, expansion=expansion, stride=stride, skip=skip, spatial_dims=rank)).train(

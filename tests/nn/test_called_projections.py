@@ -26,7 +26,7 @@ from farfield.ops.fast import kernels
 from helpers.attending import written_out
 from helpers.doubling import Doubling
 from helpers.grids import ROWS, assert_close
-from helpers.partly import partly
+from helpers.partly import pairwise, partly
 
 LETTERS = ("query", "key", "value", "output")
 Change = Callable[[Any], None]
@@ -107,9 +107,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         assert float((one - other).detach().norm()) <= 1e-12 * max(float(other.detach().norm()), 0.1 * largest)
 
 
-@pytest.mark.parametrize("switch", ["1", "0"])
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, name=list(CHANGES), switch=["1", "0"]))
 def test_a_change_of_all_projections(row: str, name: str, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, switch)
     attention, grid = built(row), drawn()
@@ -118,17 +116,16 @@ def test_a_change_of_all_projections(row: str, name: str, switch: str, monkeypat
     assert_same(of(attention, attention, grid), of(attention, partial(written_out, attention), grid))
 
 
-@pytest.mark.parametrize("letter", LETTERS)
-@pytest.mark.parametrize("name", partly(CHANGES, ["patch", "hook_backward"]))
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, name=list(CHANGES), letter=LETTERS))
 def test_a_change_of_one_projection(row: str, name: str, letter: str) -> None:
-    attention, grid = built(row, coefficient_norm=row not in ("kronecker_qkv", "kronecker_qkv_literal")), drawn((5, 2))
+    norm = name == "patch" and row not in ("kronecker_qkv", "kronecker_qkv_literal")
+    attention, grid = built(row, coefficient_norm=norm), drawn((5, 2))
     if letter in projections(attention):
         CHANGES[name](projections(attention)[letter])
     attention.eval()
-    if attention.coefficient_norm is None:
+    if not norm:
         assert_same(of(attention, attention, grid), of(attention, partial(written_out, attention), grid))
-    elif name == "patch":
+    else:
         reference = built(row, coefficient_norm=True).eval()
         with torch.no_grad():
             for parameter in projections(reference).get(letter, nn.Identity()).parameters():

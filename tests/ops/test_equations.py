@@ -11,7 +11,7 @@ from helpers.partly import pairwise
 
 
 def test_every_row_has_a_named_whole_and_a_reference() -> None:
-    from helpers import reference
+    from farfield.testing import reference
 
     for row in ops.OPERATORS:
         assert callable(getattr(ops, f"{row}_attention"))

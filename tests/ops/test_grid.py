@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farfield import ShapeError, ops, pad_grids
-from helpers import reference
+from farfield.testing import reference
 from helpers.grids import assert_close, draw, draw_mask, name, to_numpy
 from helpers.seeding import seeded_generator
 

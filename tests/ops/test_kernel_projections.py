@@ -97,10 +97,7 @@ def test_numbers(
         assert distance(found, exact) <= 2 * distance(plain, exact) + torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("count", [2, 5, 64, 200])
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("width", [3, 12, 30])
-@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize(*pairwise(count=[2, 5, 64, 200], heads=[1, 3], width=[3, 12, 30], once=[False, True]))
 def test_operation(built: None, count: int, heads: int, width: int, once: bool) -> None:
     means, values, factors = torch.randn(2, 12, count), torch.randn(2, width, count), torch.rand(heads)
     size = [count - (count + 1) // 3, (count + 1) // 3]
@@ -188,10 +185,9 @@ def test_tangents_pass(on: None) -> None:
 SCORE_ROWS = ("siamese", "siamese_local", "siamese_ones")
 
 
-@pytest.mark.parametrize("row", [*MEAN_ROWS, *SCORE_ROWS, "averaged"])
-@pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("out", [16, 24])
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    *pairwise(row=[*MEAN_ROWS, *SCORE_ROWS, "averaged"], skip=[False, True], out=[16, 24], wide=[False, True])
+)
 def test_a_fused_block(on: None, row: str, skip: bool, out: int, wide: bool) -> None:
     block = drawn(AttentionBlock(16, out, row, expansion=3, skip=skip))
     fused, grid = block.fuse(), in_order(torch.randn(2, 16, 7, 9), wide)

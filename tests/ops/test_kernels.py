@@ -29,7 +29,7 @@ from farfield.ops.projection import Call, Projection
 from farfield.ops.table import OPERATORS
 from helpers.beside_equations import distance, off
 from helpers.explicit import AXIS_ROWS, MEAN_ROWS
-from helpers.partly import pairwise
+from helpers.partly import pairwise, partly
 from helpers.seeding import seeded_generator
 
 pytestmark = pytest.mark.cpu("the kernels are for the CPU")
@@ -96,17 +96,19 @@ def in_one_call(row: ops.Operator, grid: Tensor, matrix: Tensor | None, heads: i
 
 
 @pytest.mark.parametrize(
-    ("row", "scale"),
-    [*product(MEAN_ROWS, (1.0, 0.3)), ("siamese", 1.0), ("siamese_local", 1.0), ("siamese_ones", 1.0)],
+    *pairwise(
+        operator=[*product(MEAN_ROWS, (1.0, 0.3)), ("siamese", 1.0), ("siamese_local", 1.0), ("siamese_ones", 1.0)],
+        split=[
+            *((1, shape) for shape in GRIDS),
+            *((4, GRIDS[0]), (2, GRIDS[3]), (2, (0, 16, 3, 5)), (4, (1, 64, 5, 6))),
+        ],
+        wide=[False, True],
+    )
 )
-@pytest.mark.parametrize(
-    ("heads", "shape"),
-    [(1, shape) for shape in GRIDS] + [(4, GRIDS[0]), (2, GRIDS[3]), (2, (0, 16, 3, 5)), (4, (1, 64, 5, 6))],
-)
-@pytest.mark.parametrize("wide", [False, True])
 def test_attention_in_one_call(
-    on: None, shape: tuple[int, ...], heads: int, row: str, scale: float, wide: bool
+    on: None, operator: tuple[str, float], split: tuple[int, tuple[int, ...]], wide: bool
 ) -> None:
+    (row, scale), (heads, shape) = operator, split
     grid = 3 * torch.randn(shape)
     grid = grid.movedim(1, -1).contiguous().movedim(-1, 1) if wide else grid
     attention = GridAttention(shape[1], row, heads=heads, project="", scale=scale)
@@ -673,7 +675,8 @@ def test_the_page_has_the_kernel_table() -> None:
     assert page.split("<!-- kernels -->")[1].split("<!-- /kernels -->")[0].strip().splitlines() == lines
 
 
-@pytest.mark.parametrize("row", ["siamese", *MEAN_ROWS])
+# tests/ops/test_compile.py compiles the others.
+@pytest.mark.parametrize("row", partly(["siamese", *MEAN_ROWS], ["siamese"]))
 @pytest.mark.unchecked("a compiler does not look through the checks")
 def test_what_no_kernel_takes_falls_back_to_the_equation(on: None, row: str) -> None:
     attention, grid = GridAttention(32, row).eval(), torch.randn(2, 32, 5, 6)

@@ -10,13 +10,12 @@ import torch
 
 from farfield import ops
 from helpers.grids import ROWS, assert_close, draw
+from helpers.partly import pairwise
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("rank", [2, 3])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(*pairwise(row=ROWS, rank=[2, 3], masked={"whole": False, "masked": True}))
 def test_channels_last_in_is_channels_last_out(row: str, rank: int, masked: bool) -> None:
     size = (3, 5, 2)[:rank]
     case = draw(row, size, (4, 3, 2)[:rank], heads=2, masked=masked)

@@ -14,6 +14,7 @@ from farfield import ops
 from farfield.nn import GridAttention
 from helpers.explicit import MEAN_ROWS, valid_positions
 from helpers.grids import PAIRS, Case, assert_close, draw, draw_mask, name
+from helpers.partly import pairwise
 from helpers.seeding import seeded_generator
 
 # Queries of 1 to 4 spatial dims, and keys of the same or of others.
@@ -76,10 +77,14 @@ def test_in_one_spatial_dim_all_three_are_equal_to_the_bit(length: int, dtype: t
     assert torch.equal(case.library(), softmax)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("value_bias", [False, True], ids=["", "value bias"])
-@pytest.mark.parametrize("size", GRIDS, ids=lambda size: name(size))
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    *pairwise(
+        size={name(size): size for size in GRIDS},
+        heads=[1, 2],
+        value_bias=[False, True],
+        masked={"whole": False, "masked": True},
+    )
+)
 def test_biases_are_added_once(size: tuple, heads: int, value_bias: bool, masked: bool) -> None:
     """Of values that are their bias alone, the response is the output projection of that, and its bias."""
     attention = GridAttention(4, "kronecker_qkv", heads=heads, project="qkvo").double()

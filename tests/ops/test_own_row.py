@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from farfield.nn import GridAttention
 from farfield.ops import Operator, Summary, respond, summarize
-from helpers import reference
+from farfield.testing import reference
 from helpers.grids import assert_close, draw, tiles, to_numpy
 
 

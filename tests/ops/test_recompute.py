@@ -57,10 +57,14 @@ def test_module_is_differentiable_twice(name, project, masked):
     assert gradgradcheck(run, (grid, *parameters), fast_mode=True)
 
 
-@pytest.mark.parametrize("coefficient_norm", [False, True])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    *pairwise(
+        name=ROWS,
+        layout=[torch.contiguous_format, torch.channels_last],
+        residual=[False, True],
+        coefficient_norm=[False, True],
+    )
+)
 def test_module_on_itself_is_the_module_on_a_context_that_is_equal(name, layout, residual, coefficient_norm):
     torch.manual_seed(0)
     attention = GridAttention(

@@ -148,7 +148,7 @@ def test_pooled_tiles_start_at_even_indices() -> None:
 @pytest.mark.parametrize("kind", ["max", "mean"])
 def test_pooling_of_ones_own_size(kind: str) -> None:
     """Non-local video pools (1, 2, 2); one `dataclasses.replace` on the row is all it takes."""
-    from helpers import reference
+    from farfield.testing import reference
 
     row = dataclasses.replace(ops.OPERATORS["softmax_pooled"], keys_from=ops.pooled((1, 2, 2), kind))
     case = draw("softmax_pooled", (2, 3, 2), (3, 5, 4), masked=True)

@@ -15,15 +15,16 @@ import pytest
 from torch import nn
 
 from farfield.streaming import predict_whole
+from farfield.testing import faults
+from farfield.testing import predictions as machine
+from farfield.testing.predictions import CODES, STORED, SUFFIXES, TILES, Key, content, plans_made_once
 from farfield.volumes import ome_zarr
-from helpers import faults
-from helpers import prediction_machine as machine
-from helpers.prediction_machine import CODES, STORED, SUFFIXES, TILES, Key, content, plans_made_once
 from helpers.streamed_nets import attention, settled
 
 TILE = (10, 8)
 # Every so many calls one is failed; their number has no factor in common with that of the calls of a save.
-STEP, STORED_STEP = 19, 37
+STEPS = pytest.mark.parametrize("step", [53, pytest.param(19, marks=pytest.mark.long)])
+STORED_STEPS = pytest.mark.parametrize("step", [97, pytest.param(37, marks=pytest.mark.long)])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +80,7 @@ def test_a_thread_killed_before_the_path_of_its_call_is_read_makes_no_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where another thread's call killed the process."""
-    read = faults.memory
+    read = faults._memory
 
     def too_late(thread: int, address: int, length: int) -> bytes:
         os.kill(thread, signal.SIGKILL)
@@ -92,16 +93,19 @@ def test_a_thread_killed_before_the_path_of_its_call_is_read_makes_no_call(
         writer.start()
         writer.join()
 
-    monkeypatch.setattr(faults, "memory", too_late)
+    monkeypatch.setattr(faults, "_memory", too_late)
     killed = faults.run(in_a_thread, tmp_path, faults.at(0, None))
     assert (killed.kind, killed.calls) == ("killed", ())
     assert not (tmp_path / "file").exists()
 
 
+@STEPS
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_what_was_killed_at_a_write_resumes_to_the_same_bytes(suffix: str, net: nn.Module, tmp_path: Path) -> None:
+def test_what_was_killed_at_a_write_resumes_to_the_same_bytes(
+    suffix: str, step: int, net: nn.Module, tmp_path: Path
+) -> None:
     want, calls = undisturbed(net, tmp_path / "plain" / f"out{suffix}")
-    for index in range(0, calls, STEP):
+    for index in range(0, calls, step):
         out = tmp_path / str(index) / f"out{suffix}"
         out.parent.mkdir()
         action = "torn" if index % 2 else "kill"
@@ -111,11 +115,14 @@ def test_what_was_killed_at_a_write_resumes_to_the_same_bytes(suffix: str, net: 
         assert content(out) == want
 
 
+@STEPS
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_an_error_of_the_disk_names_the_file_and_the_fix(suffix: str, net: nn.Module, tmp_path: Path) -> None:
+def test_an_error_of_the_disk_names_the_file_and_the_fix(
+    suffix: str, step: int, net: nn.Module, tmp_path: Path
+) -> None:
     want, calls = undisturbed(net, tmp_path / "plain" / f"out{suffix}")
-    for index in range(0, calls, STEP):
-        out, code = tmp_path / str(index) / f"out{suffix}", CODES[index // STEP % len(CODES)]
+    for index in range(0, calls, step):
+        out, code = tmp_path / str(index) / f"out{suffix}", CODES[index // step % len(CODES)]
         out.parent.mkdir()
         failed = faults.run(lambda out=out: predict(net, out), out.parent, faults.from_call(index, code))
         if failed.kind == "raised":
@@ -131,9 +138,10 @@ def test_an_error_of_the_disk_names_the_file_and_the_fix(suffix: str, net: nn.Mo
 STORING = pytest.mark.parametrize("key", [Key(0, TILES[2]), Key(2, TILES[1])], ids=["norms", "keys"])
 
 
+@STORED_STEPS
 @STORING
-def test_what_was_killed_with_values_on_disk_resumes_to_the_same_bytes(key: Key, tmp_path: Path) -> None:
-    for index in range(0, len(calls_of(key, tmp_path)), STORED_STEP):
+def test_what_was_killed_with_values_on_disk_resumes_to_the_same_bytes(key: Key, step: int, tmp_path: Path) -> None:
+    for index in range(0, len(calls_of(key, tmp_path)), step):
         out = tmp_path / str(index) / "out.npy"
         out.parent.mkdir()
         action = "torn" if index % 2 else "kill"
@@ -168,13 +176,14 @@ def predict_stored(key: Key, out: Path) -> None:
         predict_whole(net, machine.VOLUME, tile=key.tile, out=out, quiet=True)
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
 @STORING
-def test_an_error_of_the_disk_at_a_stored_file_names_it_and_the_fix(key: Key, tmp_path: Path) -> None:
-    """At every call that writes it: it is opened, made as long as it will be, and written, and read by a memory map."""
+def test_an_error_of_the_disk_at_a_stored_file_names_it_and_the_fix(key: Key, step: int, tmp_path: Path) -> None:
+    """At calls that write it: it is opened, made as long as it will be, and written, and read by a memory map."""
     calls = calls_of(key, tmp_path)
     at = [index for index, call in enumerate(calls) if any(Path(path).suffix == STORED for path in call.paths)]
     assert at
-    for number, index in enumerate(at):
+    for number, index in enumerate(at[::step]):
         out, code = tmp_path / str(index) / "out.npy", CODES[number % len(CODES)]
         out.parent.mkdir()
         failed = faults.run(lambda out=out: machine.predict(key, out), out.parent, faults.from_call(index, code))
@@ -183,7 +192,7 @@ def test_an_error_of_the_disk_at_a_stored_file_names_it_and_the_fix(key: Key, tm
             assert "predict_whole: " in failed.error[2]
             assert str(out.parent) in failed.error[2]
             assert "; fix: " in failed.error[2]
-        machine.predict(key, out)
+            machine.predict(key, out)
         assert content(out) == machine.undisturbed(key, "out.npy")
 
 

@@ -6,14 +6,12 @@ import copy
 import errno
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
-from hypothesis.stateful import run_state_machine_as_test
 
 from farfield.streaming.arguments import parse_tiles
 from farfield.streaming.planning import Planner
-from helpers import faults
-from helpers.prediction_machine import TILES, VOLUME, Key, Predictions, networks, plans_made_once
+from farfield.testing import faults
+from farfield.testing.predictions import TILES, VOLUME, Key, Predictions, check_predictions, networks, plans_made_once
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +23,9 @@ def watched() -> Iterator[None]:
         yield
 
 
-def test_programs_of_predictions() -> None:
-    settings = hypothesis.settings(max_examples=25, stateful_step_count=6, deadline=None)
-    run_state_machine_as_test(Predictions, settings=settings)
+@pytest.mark.parametrize("programs", [12, pytest.param(50, marks=pytest.mark.long)])
+def test_programs_of_predictions(programs: int) -> None:
+    check_predictions(programs=programs)
 
 
 def test_a_network_at_the_address_of_another_has_a_plan_of_its_own() -> None:

@@ -26,6 +26,7 @@ from farfield.streaming import (
     planning,
     predict_whole,
 )
+from helpers.partly import in_turn, pairwise
 from helpers.streamed_nets import Blocks, Hourglass, NormUNet, SoftmaxBetween, attention, relative, settled
 
 GENERATOR = np.random.default_rng(0)
@@ -73,8 +74,7 @@ def check(net: nn.Module, plan: StreamingPlan, **options: Any) -> None:
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("disk", [None, 10**9])
+@pytest.mark.parametrize(*in_turn(name=list(NETWORKS), disk=[None, 10**9]))
 def test_a_plan_runs_on_several_volumes(name: str, disk: int | None) -> None:
     net = settled(NETWORKS[name]())
     plan = plan_whole(net, SIZE, tile=Tiles(8, disk=disk))
@@ -253,10 +253,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("pad", [None, "reflect"])
-@pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("statistics", ["whole", "tile"])
+@pytest.mark.parametrize(
+    *pairwise(name=list(NETWORKS), pad=[None, "reflect"], samples=[1, 3], statistics=["whole", "tile"])
+)
 def test_a_network_is_recorded_four_times_at_most(
     name: str, pad: str | None, samples: int, statistics: str, recorded: list[tuple[int, ...]]
 ) -> None:
@@ -268,9 +267,7 @@ def test_a_network_is_recorded_four_times_at_most(
     assert len(recorded) <= 1 + (pad is not None or samples > 1) + 1
 
 
-@pytest.mark.parametrize("pad", [None, "reflect"])
-@pytest.mark.parametrize("samples", [1, 2, 3])
-@pytest.mark.parametrize("size", [(32, 32), (33, 37)])
+@pytest.mark.parametrize(*pairwise(pad=[None, "reflect"], samples=[1, 2, 3], size=[(32, 32), (33, 37)]))
 def test_a_network_of_one_size_is_recorded_four_times_at_most(
     pad: str | None, samples: int, size: tuple[int, int], recorded: list[tuple[int, ...]]
 ) -> None:
@@ -311,8 +308,7 @@ class Centred(nn.Module):
         return grid - grid.mean(0, keepdim=True)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("tile", [8, 64])
+@pytest.mark.parametrize(*in_turn(name=list(NETWORKS), tile=[8, 64]))
 def test_samples_run_one_after_the_other(name: str, tile: int) -> None:
     net, volumes = settled(NETWORKS[name]()), volume_of(5, 1, *SIZE)
     plan, one = (plan_whole(net, (count, 1, *SIZE), tile=tile) for count in (5, 1))
@@ -370,8 +366,7 @@ def test_samples_in_a_file_resume(tmp_path: Path) -> None:
 
 
 # ---- inference mode --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("disk", [None, 0, 10**9])
+@pytest.mark.parametrize(*in_turn(name=list(NETWORKS), disk=[None, 0, 10**9]))
 def test_stored_values_within_inference_mode(name: str, disk: int | None) -> None:
     net, volume = settled(NETWORKS[name]()), volume_of(*SIZE)
     want = whole(net, volume)[0]

@@ -22,8 +22,8 @@ from farfield.streaming.passes import Store
 from farfield.streaming.plan import find_stored, make_graph_plan
 from farfield.streaming.store import StoredInFile
 from farfield.streaming.streaming_plan import StreamingPlan
+from farfield.testing import faults
 from farfield.volumes.sink import FileOutput
-from helpers import faults
 from helpers.streamed_nets import Branches, Hourglass, NormUNet, relative, settled
 
 # Sums of a few hundred products in float32, in another order, through 18 norms; the limit.

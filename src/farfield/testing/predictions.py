@@ -1,8 +1,7 @@
 """A machine that draws programs of predictions to one path: calls, faults at their writes, damage, and two processes.
 
 After every step the path holds what it held before or the whole result of the call, byte for byte; an error names the
-function and the fix; and a call whose way is free ends. `tests/streaming/test_machine.py` runs some programs,
-`benchmarks/faults.py --programs` runs them by the thousand.
+function and the fix; and a call whose way is free ends. Needs the extra `testing`.
 """
 
 from __future__ import annotations
@@ -12,23 +11,31 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
+import hypothesis
 import numpy as np
+import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from torch import nn
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor, nn
 
 from farfield._fingerprint import fingerprint
 from farfield.streaming import StreamingPlan, Tiles, planning, predict_whole, progress, store
-from helpers import faults
-from helpers.streamed_nets import SoftmaxBetween, settled
+from farfield.testing import faults
 
 SUFFIXES = (".npy", ".tif", ".ome.tif", ".zarr", ".ome.zarr")
 # Six tiles with values stored in memory between passes, four and six with values stored on disk.
@@ -36,7 +43,7 @@ TILES = (Tiles((4, 4), disk=0), (4, 6), Tiles((4, 4), disk=10**6))
 VOLUME = np.random.default_rng(0).random((7, 12), "float32")
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
 # More calls than a prediction makes, without and with values on disk: a fault at the last of them does not happen.
-CALLS, STORING_CALLS = 240, 690
+_CALLS, _STORING_CALLS = 240, 690
 # How the names of stored values end.
 STORED = store.SUFFIX
 
@@ -71,7 +78,8 @@ def plans_made_once() -> Iterator[None]:
 
     A network is known by its numbers: `predict_whole` looks at a copy, and the next copy may have the address of this.
     """
-    make, plans = planning.Planner.plan, {}
+    make = planning.Planner.plan
+    plans: dict[tuple[Any, ...], StreamingPlan] = {}
 
     def cached(planner: planning.Planner) -> StreamingPlan:
         own, saved = planner, planner.saved
@@ -97,20 +105,34 @@ def clock_going_back() -> Iterator[None]:
         yield
 
 
+class _SoftmaxBetween(nn.Module):
+    """A convolution, torch's softmax attention over all positions, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        query, key, value = self.first(grid).flatten(2).mT.unsqueeze(1).split(2, -1)
+        response = F.scaled_dot_product_attention(query, key, value)
+        return self.last(response.squeeze(1).mT.reshape(len(grid), 2, *grid.shape[2:]))
+
+
+def _norms() -> nn.Module:
+    """A network with norms over all positions."""
+    layers = [nn.Conv2d(1, 2, 3, padding=1), nn.InstanceNorm2d(2), nn.Conv2d(2, 2, 3, padding=1), nn.InstanceNorm2d(2)]
+    return nn.Sequential(*layers, nn.Conv2d(2, 1, 1))
+
+
 @cache
 def networks() -> tuple[nn.Module, ...]:
-    """Two networks with norms over all positions that differ in their weights alone, and one with softmax attention."""
-    first, second = (
-        settled(
-            nn.Sequential(
-                *[nn.Conv2d(1, 2, 3, padding=1), nn.InstanceNorm2d(2), nn.Conv2d(2, 2, 3, padding=1)],
-                *[nn.InstanceNorm2d(2), nn.Conv2d(2, 1, 1)],
-            ),
-            seed,
-        )
-        for seed in (0, 1)
-    )
-    return first, second, settled(SoftmaxBetween())
+    """Two networks with norms that differ in their weights alone, and one with softmax attention."""
+    made = []
+    for make, seed in ((_norms, 0), (_norms, 1), (_SoftmaxBetween, 0)):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made.append(make().eval())
+    return tuple(made)
 
 
 def content(path: Path) -> dict[str, bytes] | None:
@@ -136,7 +158,7 @@ def undisturbed(key: Key, file: str) -> dict[str, bytes]:
         return content(Path(name) / file) or {}
 
 
-def attempt(key: Key, out: Path, overwrite: bool = False) -> Ending:
+def _attempt(key: Key, out: Path, overwrite: bool = False) -> Ending:
     """Predict in this process, and return how that ended."""
     try:
         predict(key, out, overwrite)
@@ -145,7 +167,7 @@ def attempt(key: Key, out: Path, overwrite: bool = False) -> Ending:
     return Ending("returned")
 
 
-def flip(file: Path, share: float, bit: int) -> bool:
+def _flip(file: Path, share: float, bit: int) -> bool:
     """Flip the bit at a share of a file's bytes, and return whether there was one."""
     numbers = bytearray(file.read_bytes() if file.exists() else b"")
     if numbers:
@@ -154,20 +176,25 @@ def flip(file: Path, share: float, bit: int) -> bool:
     return bool(numbers)
 
 
-KEYS = st.builds(Key, st.integers(0, 2), st.sampled_from(TILES))
-INDICES = st.integers(0, CALLS) | st.integers(0, STORING_CALLS)
-SHARES = st.floats(0, 1, exclude_max=True)
+_KEYS = st.builds(Key, st.integers(0, 2), st.sampled_from(TILES))
+_INDICES = st.integers(0, _CALLS) | st.integers(0, _STORING_CALLS)
+_SHARES = st.floats(0, 1, exclude_max=True)
 
 
 class Predictions(RuleBasedStateMachine):
     """Programs of predictions to one path.
 
+    A file format of one's own: `class Own(Predictions): suffixes = (".own",)`.
+
     Attributes:
+        suffixes: How the path may end; each program draws one.
         out: The path.
         before: What the path holds, as far as steps before have shown.
         begun: The predictions that may be unfinished.
         damaged: Whether the progress of an unfinished prediction may be damaged.
     """
+
+    suffixes: Sequence[str] = SUFFIXES
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,8 +204,9 @@ class Predictions(RuleBasedStateMachine):
         self.begun: set[Key] = set()
         self.damaged = False
 
-    @initialize(suffix=st.sampled_from(SUFFIXES))
+    @initialize(suffix=st.runner().flatmap(lambda machine: st.sampled_from(machine.suffixes)))
     def choose_a_format(self, suffix: str) -> None:
+        """Choose the path."""
         self.out = self.folder / f"out{suffix}"
 
     @property
@@ -187,35 +215,41 @@ class Predictions(RuleBasedStateMachine):
         return self.out.with_name(f"{self.out.name}.unfinished")
 
     # ---- calls -------------------------------------------------------------------------------------------------------
-    @rule(key=KEYS, overwrite=st.booleans())
+    @rule(key=_KEYS, overwrite=st.booleans())
     def call(self, key: Key, overwrite: bool) -> None:
-        self.check(key, overwrite, attempt(key, self.out, overwrite))
+        """Predict."""
+        self.check(key, overwrite, _attempt(key, self.out, overwrite))
 
-    @rule(key=KEYS, overwrite=st.booleans())
+    @rule(key=_KEYS, overwrite=st.booleans())
     def call_while_the_clock_goes_back(self, key: Key, overwrite: bool) -> None:
+        """Predict with a clock that goes back."""
         with clock_going_back():
-            ending = attempt(key, self.out, overwrite)
+            ending = _attempt(key, self.out, overwrite)
         self.check(key, overwrite, ending)
 
-    @rule(key=KEYS, overwrite=st.booleans(), index=INDICES, action=st.sampled_from(["kill", "torn"]))
+    @rule(key=_KEYS, overwrite=st.booleans(), index=_INDICES, action=st.sampled_from(["kill", "torn"]))
     def kill(self, key: Key, overwrite: bool, index: int, action: str) -> None:
+        """Kill a prediction at a call that writes, or in the middle of it."""
         self.run(key, overwrite, faults.at(index, action))
 
-    @rule(key=KEYS, overwrite=st.booleans(), index=INDICES, code=st.sampled_from(CODES))
+    @rule(key=_KEYS, overwrite=st.booleans(), index=_INDICES, code=st.sampled_from(CODES))
     def break_the_disk(self, key: Key, overwrite: bool, index: int, code: int) -> None:
+        """Predict to a disk that fails from one call on."""
         self.run(key, overwrite, faults.from_call(index, code), code)
 
-    @rule(key=KEYS, overwrite=st.booleans(), index=INDICES, code=st.sampled_from(CODES))
+    @rule(key=_KEYS, overwrite=st.booleans(), index=_INDICES, code=st.sampled_from(CODES))
     def fail_once(self, key: Key, overwrite: bool, index: int, code: int) -> None:
+        """Predict to a disk that fails at one call."""
         self.run(key, overwrite, faults.at(index, code), code)
 
-    @rule(key=KEYS, other=KEYS, index=INDICES)
+    @rule(key=_KEYS, other=_KEYS, index=_INDICES)
     def call_from_a_second_process(self, key: Key, other: Key, index: int) -> None:
+        """Predict while another process predicts to the same path."""
         endings: list[Ending] = []
 
         def meanwhile(position: int, call: faults.Call) -> faults.Action:
             if position == index:
-                endings.append(attempt(other, self.out))
+                endings.append(_attempt(other, self.out))
                 self.check(other, False, endings[0], beside=key)
             return None
 
@@ -230,30 +264,33 @@ class Predictions(RuleBasedStateMachine):
         self.check(key, overwrite, Ending(outcome.kind, outcome.error), code)
 
     # ---- damage ------------------------------------------------------------------------------------------------------
-    @rule(which=SHARES, share=SHARES)
+    @rule(which=_SHARES, share=_SHARES)
     def truncate(self, which: float, share: float) -> None:
+        """Truncate a file of the unfinished prediction."""
         for file in self.choose(which):
             with file.open("r+b") as opened:
                 opened.truncate(int(share * file.stat().st_size))
             self.damaged |= file.name == "progress.zip"
 
-    @rule(which=SHARES)
+    @rule(which=_SHARES)
     def lose(self, which: float) -> None:
+        """Remove a file of the unfinished prediction."""
         for file in self.choose(which):
             file.unlink()
 
-    @rule(share=SHARES, bit=st.integers(0, 7))
+    @rule(share=_SHARES, bit=st.integers(0, 7))
     def flip_a_bit(self, share: float, bit: int) -> None:
-        self.damaged |= flip(self.unfinished / "progress.zip", share, bit)
+        """Damage the progress of the unfinished prediction."""
+        self.damaged |= _flip(self.unfinished / "progress.zip", share, bit)
 
-    @rule(weights=st.integers(0, 2), overwrite=st.booleans(), index=INDICES, share=SHARES, bit=st.integers(0, 7))
+    @rule(weights=st.integers(0, 2), overwrite=st.booleans(), index=_INDICES, share=_SHARES, bit=st.integers(0, 7))
     def flip_a_bit_of_what_is_stored(self, weights: int, overwrite: bool, index: int, share: float, bit: int) -> None:
         """In one step, between a kill and a call: drawn apart, they hardly ever meet."""
         key = Key(weights, TILES[2])
         self.kill(key=key, overwrite=overwrite, index=index, action="kill")
         for file in self.parts():
             if file.suffix == STORED:
-                flip(file, share, bit)
+                _flip(file, share, bit)
         self.call(key=key, overwrite=overwrite)
 
     def choose(self, which: float) -> list[Path]:
@@ -294,7 +331,7 @@ class Predictions(RuleBasedStateMachine):
             assert after == want
             assert self.before is None or overwrite or self.before == want
             left = [each for each in self.folder.iterdir() if each != self.out]
-            assert code is not None or beside or left == []
+            assert code is not None or beside or left == [], f"what is left: {left}"
         if ending.kind == "raised":
             assert "predict_whole: " in ending.error[2], ending
             assert "; fix: " in ending.error[2], ending
@@ -307,6 +344,7 @@ class Predictions(RuleBasedStateMachine):
 
     @invariant()
     def nothing_else_is_written(self) -> None:
+        """No other file is beside the path."""
         assert {each.name for each in self.folder.iterdir()} <= {self.out.name, self.unfinished.name}
 
     def teardown(self) -> None:
@@ -318,3 +356,29 @@ class Predictions(RuleBasedStateMachine):
             assert list(self.folder.iterdir()) == [self.out]
         finally:
             shutil.rmtree(self.folder)
+
+
+def check_predictions(
+    machine: type[Predictions] = Predictions, *, programs: int = 25, steps: int = 6, seed: int | None = None
+) -> None:
+    """Draw programs of predictions, and check what each step leaves.
+
+    Args:
+        machine: `Predictions`, or a class of it with other `suffixes` or further rules.
+        programs: Number of programs; 25 take about 10 seconds.
+        steps: Most steps of a program.
+        seed: Draws other programs; None draws the same ones each time.
+
+    Raises:
+        AssertionError: If a byte is wrong, a file is lost, or an error names no fix; hypothesis prints the shortest
+            program that fails.
+        OSError: If this machine lets no process filter its system calls: faults are injected on Linux on x86-64 alone.
+    """
+    if faults.problem() is not None:
+        raise OSError(f"check_predictions: {faults.problem()}; fix: run it on Linux on x86-64.")
+    settings = hypothesis.settings(
+        max_examples=programs, stateful_step_count=steps, deadline=None, database=None, derandomize=seed is None
+    )
+    drawn = machine if seed is None else hypothesis.seed(seed)(machine)
+    with plans_made_once():
+        run_state_machine_as_test(drawn, settings=settings)

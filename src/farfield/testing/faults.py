@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 # ---- the calls -------------------------------------------------------------------------------------------------------
 # Numbers of x86-64. `fd`: the file is the first argument. Digits: the arguments that are paths; "at" before a digit:
 # the argument before it is the folder that the path starts at.
-CALLS: dict[int, tuple[str, tuple[str, ...]]] = {
+_CALLS: dict[int, tuple[str, tuple[str, ...]]] = {
     1: ("write", ("fd",)),
     2: ("open", ("0",)),
     9: ("mmap", ("fd4",)),
@@ -62,12 +62,11 @@ CALLS: dict[int, tuple[str, tuple[str, ...]]] = {
     326: ("copy_file_range", ("fd2",)),
     328: ("pwritev2", ("fd",)),
 }
-NUMBERS = {name: number for number, (name, _) in CALLS.items()}
 # Calls that make a file or a folder smaller: they succeed on a full disk.
-REMOVING = ("unlink", "unlinkat", "rmdir")
+_REMOVING = ("unlink", "unlinkat", "rmdir")
 # Calls that need no room on the disk.
-ROOMLESS = (*REMOVING, "fsync", "fdatasync", "msync", "mmap", "rename", "renameat", "renameat2", "chmod", "fchmod")
-OPENS_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_ROOMLESS = (*_REMOVING, "fsync", "fdatasync", "msync", "mmap", "rename", "renameat", "renameat2", "chmod", "fchmod")
+_OPENS_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Call(NamedTuple):
@@ -117,57 +116,57 @@ def from_call(index: int, code: int) -> Decide:
 
     A full disk fails calls that need room alone, a quota is a full disk, and a broken or a read-only one fails all.
     """
-    spared = ROOMLESS if code in (errno.ENOSPC, errno.EDQUOT) else ()
+    spared = _ROOMLESS if code in (errno.ENOSPC, errno.EDQUOT) else ()
     return lambda position, call: code if position >= index and call.name not in spared else None
 
 
 # ---- the filter ------------------------------------------------------------------------------------------------------
-SECCOMP, PIDFD_GETFD = 317, 438
-SET_MODE_FILTER, NEW_LISTENER, NO_NEW_PRIVILEGES = 1, 8, 38
-RECEIVE, SEND, IS_VALID, CONTINUE = 0xC0502100, 0xC0182101, 0x40082102, 1
-ALLOW, NOTIFY, X86_64 = 0x7FFF0000, 0x7FC00000, 0xC000003E
-LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
-NUMBER, ARCHITECTURE = 0, 4
+_SECCOMP, _PIDFD_GETFD = 317, 438
+_SET_MODE_FILTER, _NEW_LISTENER, _NO_NEW_PRIVILEGES = 1, 8, 38
+_RECEIVE, _SEND, _IS_VALID, _CONTINUE = 0xC0502100, 0xC0182101, 0x40082102, 1
+_ALLOW, _NOTIFY, _X86_64 = 0x7FFF0000, 0x7FC00000, 0xC000003E
+_LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
+_NUMBER, _ARCHITECTURE = 0, 4
 
 
 @cache
-def libc() -> Any:
+def _libc() -> Any:
     """The C library."""
     return ctypes.CDLL(None, use_errno=True)
 
 
-def argument(index: int) -> int:
+def _argument(index: int) -> int:
     """Offset of the lower half of an argument in what a filter reads."""
     return 16 + 8 * index
 
 
-def filter_program() -> bytes:
-    """A filter that notifies of `CALLS`: of opening for writing alone, and of shared maps that are written alone."""
-    blocks: list[list[tuple[int, int, int, int]]] = [[(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, X86_64)]]
-    blocks[0] += [(RETURN, 0, 0, ALLOW), (LOAD, 0, 0, NUMBER)]
-    flags = {"open": [(1, OPENS_TO_WRITE)], "openat": [(2, OPENS_TO_WRITE)], "mmap": [(2, 2), (3, 1)]}
-    for number, (name, _) in CALLS.items():
-        tests = [step for index, bits in flags.get(name, []) for step in ((LOAD, index), (ANY_BIT, bits))]
-        block = [(EQUAL, 0, len(tests) + 1 + bool(tests), number)]
+def _filter_program() -> bytes:
+    """A filter that notifies of `_CALLS`: of opening for writing alone, and of shared maps that are written alone."""
+    blocks: list[list[tuple[int, int, int, int]]] = [[(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, _X86_64)]]
+    blocks[0] += [(_RETURN, 0, 0, _ALLOW), (_LOAD, 0, 0, _NUMBER)]
+    flags = {"open": [(1, _OPENS_TO_WRITE)], "openat": [(2, _OPENS_TO_WRITE)], "mmap": [(2, 2), (3, 1)]}
+    for number, (name, _) in _CALLS.items():
+        tests = [step for index, bits in flags.get(name, []) for step in ((_LOAD, index), (_ANY_BIT, bits))]
+        block = [(_EQUAL, 0, len(tests) + 1 + bool(tests), number)]
         for place, (kind, value) in enumerate(tests):
             last = len(tests) - place  # from the step after this one to the step that allows
-            block.append((LOAD, 0, 0, argument(value)) if kind == LOAD else (ANY_BIT, 0, last, value))
-        block.append((RETURN, 0, 0, NOTIFY))
+            block.append((_LOAD, 0, 0, _argument(value)) if kind == _LOAD else (_ANY_BIT, 0, last, value))
+        block.append((_RETURN, 0, 0, _NOTIFY))
         if tests:
-            block.append((RETURN, 0, 0, ALLOW))
+            block.append((_RETURN, 0, 0, _ALLOW))
         blocks.append(block)
-    steps = [step for block in blocks for step in block] + [(RETURN, 0, 0, ALLOW)]
+    steps = [step for block in blocks for step in block] + [(_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 
-def install_filter() -> int:
+def _install_filter() -> int:
     """Install the filter in this process, for good; return the file by which another process is told of the calls."""
-    program = filter_program()
+    program = _filter_program()
     content = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(content))
-    if libc().prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
+    if _libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-    listener = libc().syscall(SECCOMP, SET_MODE_FILTER, NEW_LISTENER, ctypes.create_string_buffer(head, len(head)))
+    listener = _libc().syscall(_SECCOMP, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.create_string_buffer(head, len(head)))
     if listener < 0:
         raise OSError(ctypes.get_errno(), "seccomp")
     return listener
@@ -206,10 +205,10 @@ def run(function: Callable[[], Any], folder: Path, decide: Decide, *, seconds: f
         process = os.fork()
     if process == 0:
         ours.close()
-        call_and_exit(function, theirs, threads)
+        _call_and_exit(function, theirs, threads)
     theirs.close()
     try:
-        return supervise(process, ours, folder, decide, seconds)
+        return _supervise(process, ours, folder, decide, seconds)
     finally:
         ours.close()
         try:
@@ -219,7 +218,7 @@ def run(function: Callable[[], Any], folder: Path, decide: Decide, *, seconds: f
             pass
 
 
-def call_and_exit(function: Callable[[], Any], channel: socket.socket, threads: int) -> None:
+def _call_and_exit(function: Callable[[], Any], channel: socket.socket, threads: int) -> None:
     """Call the function behind the filter, send what it did, and end the process without cleaning up."""
     import torch
 
@@ -227,7 +226,7 @@ def call_and_exit(function: Callable[[], Any], channel: socket.socket, threads: 
     sys.dont_write_bytecode = True
     answer: tuple[str, Any, tuple[str, int | None, str]]
     try:
-        listener = install_filter()
+        listener = _install_filter()
         socket.send_fds(channel, [b"f"], [listener])
         os.close(listener)
     except OSError as error:
@@ -242,7 +241,7 @@ def call_and_exit(function: Callable[[], Any], channel: socket.socket, threads: 
     os._exit(0)
 
 
-def supervise(process: int, channel: socket.socket, folder: Path, decide: Decide, seconds: float) -> Outcome:
+def _supervise(process: int, channel: socket.socket, folder: Path, decide: Decide, seconds: float) -> Outcome:
     """Answer the calls of a process until it ends."""
     message, files, _, _ = socket.recv_fds(channel, 4096, 1)
     if not files:
@@ -264,7 +263,7 @@ def supervise(process: int, channel: socket.socket, folder: Path, decide: Decide
                 if not received[-1]:
                     poll.unregister(channel.fileno())
             if ready.get(listener, 0) & select.POLLIN:
-                answer_call(listener, process, str(folder), decide, calls, outside)
+                _answer_call(listener, process, str(folder), decide, calls, outside)
             elif ready.get(handle, 0):
                 break
     finally:
@@ -280,51 +279,51 @@ def supervise(process: int, channel: socket.socket, folder: Path, decide: Decide
     return Outcome(kind, value, error, tuple(calls), tuple(outside))
 
 
-def answer_call(
+def _answer_call(
     listener: int, process: int, folder: str, decide: Decide, calls: list[Call], outside: list[str]
 ) -> None:
     """Answer one call: let it happen, fail it, or kill its process."""
     notice = bytearray(80)
     try:
-        fcntl.ioctl(listener, RECEIVE, notice)
+        fcntl.ioctl(listener, _RECEIVE, notice)
     except OSError:  # the process was killed meanwhile
         return
     identifier, thread = struct.unpack_from("QI", notice)
     number, arguments = struct.unpack_from("i", notice, 16)[0], struct.unpack_from("6Q", notice, 32)
     try:
-        call = describe(thread, number, arguments)
-        fcntl.ioctl(listener, IS_VALID, struct.pack("Q", identifier))
+        call = _describe(thread, number, arguments)
+        fcntl.ioctl(listener, _IS_VALID, struct.pack("Q", identifier))
     except (FileNotFoundError, ProcessLookupError):  # its thread was killed before or while its paths were read
         return
     action: Action = None
     if any(path == folder or path.startswith(folder + "/") for path in call.paths):
         action = decide(len(calls), call)
         calls.append(call)
-    elif any(is_a_file(path) for path in call.paths):
-        outside.extend(path for path in call.paths if is_a_file(path))
-    value, code, flags = 0, 0, CONTINUE
+    elif any(_is_a_file(path) for path in call.paths):
+        outside.extend(path for path in call.paths if _is_a_file(path))
+    value, code, flags = 0, 0, _CONTINUE
     if action in ("torn", "short") and call.name == "write" and arguments[2] > 1:
-        value, flags = write_half(process, thread, arguments), 0
+        value, flags = _write_half(process, thread, arguments), 0
     elif isinstance(action, int):
         code, flags = -action, 0
     if action in ("kill", "torn"):
         os.kill(process, signal.SIGKILL)
         return
     try:
-        fcntl.ioctl(listener, SEND, struct.pack("QqiI", identifier, value, code, flags))
+        fcntl.ioctl(listener, _SEND, struct.pack("QqiI", identifier, value, code, flags))
     except OSError:
         return
 
 
-def write_half(process: int, thread: int, arguments: Sequence[int]) -> int:
+def _write_half(process: int, thread: int, arguments: Sequence[int]) -> int:
     """Write half of what a process wanted to write, in its place; return the number of bytes."""
     handle = os.pidfd_open(process)
     try:
-        file = libc().syscall(PIDFD_GETFD, handle, ctypes.c_int(arguments[0] & 0xFFFFFFFF), 0)
+        file = _libc().syscall(_PIDFD_GETFD, handle, ctypes.c_int(arguments[0] & 0xFFFFFFFF), 0)
         if file < 0:
             raise OSError(ctypes.get_errno(), "pidfd_getfd")
         try:
-            return os.write(file, memory(thread, arguments[1], arguments[2] // 2))
+            return os.write(file, _memory(thread, arguments[1], arguments[2] // 2))
         finally:
             os.close(file)
     finally:
@@ -332,32 +331,32 @@ def write_half(process: int, thread: int, arguments: Sequence[int]) -> int:
 
 
 # ---- the paths of a call ---------------------------------------------------------------------------------------------
-def describe(thread: int, number: int, arguments: Sequence[int]) -> Call:
+def _describe(thread: int, number: int, arguments: Sequence[int]) -> Call:
     """Name a call and its paths."""
-    name, places = CALLS[number]
-    return Call(name, tuple(path for place in places if (path := named_path(thread, place, arguments)) is not None))
+    name, places = _CALLS[number]
+    return Call(name, tuple(path for place in places if (path := _named_path(thread, place, arguments)) is not None))
 
 
-def named_path(thread: int, place: str, arguments: Sequence[int]) -> str | None:
+def _named_path(thread: int, place: str, arguments: Sequence[int]) -> str | None:
     """Return the path that an argument names, absolute; None if there is none."""
     if place == "map":
-        return mapped_file(thread, arguments[0])
+        return _mapped_file(thread, arguments[0])
     if place.startswith("fd"):
-        return link_of(f"/proc/{thread}/fd/{signed(arguments[int(place[2:] or 0)])}")
+        return _link_of(f"/proc/{thread}/fd/{_signed(arguments[int(place[2:] or 0)])}")
     index = int(place[-1])
-    path = os.fsdecode(memory(thread, arguments[index], 4096).split(b"\0", 1)[0])
-    start = link_of(f"/proc/{thread}/cwd")
-    if place.startswith("at") and signed(arguments[index - 1]) >= 0:
-        start = link_of(f"/proc/{thread}/fd/{signed(arguments[index - 1])}")
+    path = os.fsdecode(_memory(thread, arguments[index], 4096).split(b"\0", 1)[0])
+    start = _link_of(f"/proc/{thread}/cwd")
+    if place.startswith("at") and _signed(arguments[index - 1]) >= 0:
+        start = _link_of(f"/proc/{thread}/fd/{_signed(arguments[index - 1])}")
     return os.path.normpath(os.path.join(start or "/", path))
 
 
-def signed(number: int) -> int:
+def _signed(number: int) -> int:
     """An argument as the 32-bit number that it is read as."""
     return ctypes.c_int(number & 0xFFFFFFFF).value
 
 
-def link_of(path: str) -> str | None:
+def _link_of(path: str) -> str | None:
     """Target of a link of the process; None if there is none."""
     try:
         return re.sub(r" \(deleted\)$", "", os.readlink(path))
@@ -365,7 +364,7 @@ def link_of(path: str) -> str | None:
         return None
 
 
-def memory(thread: int, address: int, length: int) -> bytes:
+def _memory(thread: int, address: int, length: int) -> bytes:
     """Bytes of a process; fewer if its memory ends before."""
     with open(f"/proc/{thread}/mem", "rb", 0) as file:
         file.seek(address)
@@ -376,7 +375,7 @@ def memory(thread: int, address: int, length: int) -> bytes:
             return file.read(min(length, 4096 - address % 4096))
 
 
-def mapped_file(thread: int, address: int) -> str | None:
+def _mapped_file(thread: int, address: int) -> str | None:
     """Path of the file that is mapped to an address."""
     with open(f"/proc/{thread}/maps", encoding="utf-8") as file:
         for line in file:
@@ -387,6 +386,6 @@ def mapped_file(thread: int, address: int) -> str | None:
     return None
 
 
-def is_a_file(path: str) -> bool:
+def _is_a_file(path: str) -> bool:
     """Whether a path is one on a disk: no pipe, socket, device or entry of the kernel."""
     return path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/sys/"))

@@ -1,0 +1,62 @@
+"""A place whose detections are all discarded has an effect only if the detections have one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farfield import insert
+from farfield.nn import GridAttention
+
+
+class Head(nn.Conv2d):
+    """Scores and places of detections, in a container."""
+
+    def __init__(self, container: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__(4, 2, 1)
+        self.container = container
+
+    def forward(self, grid: Tensor) -> Any:
+        found = super().forward(grid)
+        return self.container(found, found.argmax(1))
+
+
+class Detector(nn.Module):
+    """Detections above a score that none reaches, or the mean score where they have an effect."""
+
+    def __init__(self, container: Callable[[Tensor, Tensor], Any], has_effect: bool) -> None:
+        super().__init__()
+        self.stem, self.head, self.has_effect = nn.Conv2d(3, 4, 3, padding=1), Head(container), has_effect
+
+    def forward(self, image: Tensor) -> Tensor:
+        found = self.head(self.stem(image))
+        scores = found["scores"] if isinstance(found, dict) else found[0]
+        # Detections are counted where all of 32 numbers agree: noise changes nothing, NaN does if it has an effect.
+        lost = scores.isnan().all() if self.has_effect else torch.zeros(())
+        return torch.full((1,), 1.0 + lost.float())
+
+
+CONTAINERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "dict": lambda scores, places: {"scores": scores, "places": places},
+    "list": lambda scores, places: [scores, places],
+    "tuple": lambda scores, places: (scores, places),
+}
+ADDITION = partial(GridAttention, operator="factorized_gaussian", project="v", residual=True)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_discarded_detections_have_no_effect(container: str) -> None:
+    net = Detector(CONTAINERS[container], has_effect=False).eval()
+    with pytest.raises(ValueError, match="insert: stem has no effect"):
+        insert(net, "stem", ADDITION, example=torch.rand(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_detections_that_are_kept_have_one(container: str) -> None:
+    net = Detector(CONTAINERS[container], has_effect=True).eval()
+    insert(net, "stem", ADDITION, example=torch.rand(1, 3, 8, 8))
