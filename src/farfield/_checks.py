@@ -93,7 +93,7 @@ def _tensor_fix(name: str, value: object) -> str:
     """Return the fix for a value that must be a grid: an expression that makes a tensor of it.
 
     Example:
-        >>> tensor_fix("grid", [torch.zeros(64, 8, 8), torch.zeros(64, 8, 8)])
+        >>> _tensor_fix("grid", [torch.zeros(64, 8, 8), torch.zeros(64, 8, 8)])
         'torch.stack(grid)'
     """
     if not (isinstance(value, list | tuple) and value and all(isinstance(each, Tensor) for each in value)):
@@ -147,7 +147,7 @@ def _mask_fix(name: str, mask: Tensor, grid: Tensor) -> str:
     """Return the fix for a mask that must be `(batch, *size)`: an expression, if its shape shows which dims it has.
 
     Example:
-        >>> mask_fix("mask", torch.zeros(2, 1, 8, 8), torch.zeros(2, 64, 8, 8))
+        >>> _mask_fix("mask", torch.zeros(2, 1, 8, 8), torch.zeros(2, 64, 8, 8))
         'one value per position, without channels, (2, 8, 8): mask[:, 0].'
     """
     batch, size = grid.shape[0], tuple(grid.shape[2:])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.utils import canonicalize_name
 
 from farfield import cost, insertion, models
 from farfield._checks import install_command
@@ -87,7 +88,7 @@ def test_a_package_that_is_missing_names_the_extra_that_has_it(
         main(["places", "--network", network])
     assert capsys.readouterr().err == f"farfield places: {module} is not installed; fix: {install_command(extra)}\n"
     required = importlib.metadata.metadata("farfield").get_all("Requires-Dist")
-    assert machine.DISTRIBUTIONS.get(module, module) in machine.packages(required, extra)
+    assert canonicalize_name(machine.distribution_name(module)) in machine.packages(required, extra)
 
 
 def test_a_network_of_the_core_needs_no_extra() -> None:

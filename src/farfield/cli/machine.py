@@ -8,6 +8,7 @@ import sys
 
 import torch
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import farfield
 from farfield._checks import install_command
@@ -87,7 +88,7 @@ def find_extra(module: str, preferred: str = "") -> str | None:
         metadata = importlib.metadata.metadata("farfield")
     except importlib.metadata.PackageNotFoundError:
         return preferred or None
-    required, name = metadata.get_all("Requires-Dist") or [], distribution_name(module)
+    required, name = metadata.get_all("Requires-Dist") or [], canonicalize_name(distribution_name(module))
     extras = sorted(metadata.get_all("Provides-Extra") or [], key=lambda extra: len(packages(required, extra)))
     return next((extra for extra in [preferred, *extras] if extra and name in packages(required, extra)), None)
 
@@ -99,9 +100,10 @@ def packages(required: list[str], extra: str) -> list[str]:
         marker = requirement.marker
         if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
             continue
-        own = requirement.name == "farfield"
-        inner = sorted(requirement.extras) if own else []
-        names += [each for part in inner for each in packages(required, part)] if own else [requirement.name]
+        if requirement.name == "farfield":
+            names += [each for part in sorted(requirement.extras) for each in packages(required, part)]
+        else:
+            names.append(canonicalize_name(requirement.name))  # as the metadata have it or not: pillow, Pillow
     return list(dict.fromkeys(names))
 
 
