@@ -149,11 +149,7 @@ _WAYS: tuple[tuple[Any, Callable[[_Describer, Any], str | None]], ...] = (
     (np.ndarray | np.generic, _describe_array),
     (nn.Module, _describe_module),
     (types.FunctionType, _describe_function),
-    # By instructions, constants and names, not by its place in a file.
-    (
-        types.CodeType,
-        lambda describer, code: f"{code.co_code.hex()} {describer.parts([code.co_consts, code.co_names])}",
-    ),
+    (types.CodeType, _describe_code),
     (types.MethodType, lambda describer, bound: describer.parts([bound.__func__, bound.__self__])),
     (functools.partial, lambda describer, bound: describer.parts([bound.func, bound.args, bound.keywords])),
     (types.SimpleNamespace | argparse.Namespace, lambda describer, space: describer.part(vars(space))),

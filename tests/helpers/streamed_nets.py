@@ -22,19 +22,6 @@ def attention(row: str, channels: int = 6, **options: object) -> GridAttention:
     return GridAttention(channels, row, heads=2, project=project, **{"residual": True, **options})
 
 
-class SoftmaxBetween(nn.Module):
-    """A convolution, torch's softmax attention over all positions, and a convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
-
-    def forward(self, grid: Tensor) -> Tensor:
-        query, key, value = self.first(grid).flatten(2).mT.unsqueeze(1).split(2, -1)
-        response = F.scaled_dot_product_attention(query, key, value)
-        return self.last(response.squeeze(1).mT.reshape(len(grid), 2, *grid.shape[2:]))
-
-
 class Hourglass(nn.Module):
     """Convolution, pooling, attention at half the sides, upsampling, concatenation, two attentions in sequence."""
 

@@ -26,8 +26,9 @@ from farfield.streaming import (
     planning,
     predict_whole,
 )
+from farfield.testing.predictions import SoftmaxBetween
 from helpers.partly import in_turn, pairwise
-from helpers.streamed_nets import Blocks, Hourglass, NormUNet, SoftmaxBetween, attention, relative, settled
+from helpers.streamed_nets import Blocks, Hourglass, NormUNet, attention, relative, settled
 
 GENERATOR = np.random.default_rng(0)
 SIZE = (32, 36)

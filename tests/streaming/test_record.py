@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from farfield.streaming.check import without_fast_attention
 from farfield.streaming.graph import OWN, RecordingError, run_whole
+from farfield.testing.predictions import SoftmaxBetween
 from helpers.drawn_networks import KINDS, Layer, draw_network, draw_values
 from helpers.recorded import record_network
-from helpers.streamed_nets import Blocks, Branches, Hourglass, NormUNet, SoftmaxBetween, settled
+from helpers.streamed_nets import Blocks, Branches, Hourglass, NormUNet, settled
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "softmax": (SoftmaxBetween, (1, 1, 12, 9)),

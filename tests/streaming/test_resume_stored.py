@@ -18,8 +18,9 @@ from torch import nn
 
 from farfield.streaming import Tiles, plan_whole, planning, predict_whole
 from farfield.streaming.streaming_plan import StreamingPlan
+from farfield.testing.predictions import SoftmaxBetween
 from helpers.stopping import recording_tasks, stopping
-from helpers.streamed_nets import SoftmaxBetween, settled
+from helpers.streamed_nets import settled
 
 SIZE, TILE = (12, 16), (6, 6)
 # Tiles; passes of the network.

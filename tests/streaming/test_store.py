@@ -332,6 +332,46 @@ def test_a_prediction_killed_at_any_write_resumes_to_the_same_bytes(
         assert [each.name for each in out.parent.iterdir()] == ["out.npy"]
 
 
+class Residual(nn.Module):
+    """Two values end where their sum is stored: one of their files waits for the next pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.InstanceNorm2d(2), nn.ReLU(), nn.Conv2d(2, 2, 3, padding=1)]
+        self.first, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(*layers, *layers) for _ in range(3))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        grid = self.first(grid)
+        for block in self.blocks:
+            grid = grid + block(grid)
+        return self.last(grid)
+
+
+@pytest.mark.usefixtures("saved_often")
+def test_a_prediction_that_resumes_keeps_no_file_that_nothing_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = settled(Residual())
+    plan = plan_whole(net, (1, 36, 28), tile=Tiles((16, 12), disk=DISK))
+    run, left = partial(predict, net, plan), list[set[str]]()
+    _, calls = undisturbed(run, tmp_path / "plain")
+    finish = FileOutput.finish
+
+    def looking(output: FileOutput) -> Any:
+        left.append({file.name for file in output.folder.glob("*.value")})
+        return finish(output)
+
+    monkeypatch.setattr(FileOutput, "finish", looking)
+    run(tmp_path / "whole.npy")
+    for index in range(3, len(calls) - 4, len(calls) // 20):
+        out = tmp_path / str(index) / "out.npy"
+        killed(run, out, index)
+        run(out)
+    # A kill while the folder is removed leaves fewer.
+    assert all(names <= left[0] for names in left)
+
+
 @pytest.mark.usefixtures("saved_often")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_an_error_of_the_disk_names_the_file_and_a_repeated_call_finishes(

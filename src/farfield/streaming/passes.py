@@ -99,14 +99,20 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
         sizes = {value: info(value).bytes for value in stored}
         # Pass 0 is of another sample, which reads nothing of the sample before.
         gone = [value for value, last in stored.items() if stage == 0 or last < stage]
-        free = sorted((value for value in gone if value not in made and self[value].is_there), key=sizes.__getitem__)
+        free = sorted((value for value in gone if value not in made and self[value].is_reusable), key=sizes.__getitem__)
         for value in sorted(made, key=sizes.__getitem__, reverse=True):
-            before = value if self[value].is_there or not free else free.pop()
+            before = value if self[value].is_reusable or not free else free.pop()
             self[value].take_over(self[before])
-        room = self.plan.bytes_stored - sum(size for value, size in sizes.items() if value in made or value not in gone)
+        later = any(each.writes for each in self.plan.stages[stage + 1 :])
+        live = (value for value, last in stored.items() if self.plan.level_of(value) <= stage <= last)
+        room = self.plan.bytes_stored - sum(sizes[value] for value in live)
+        kept = set()
         for value in reversed(free):
-            room -= sizes[value]
-            if room < 0 or not any(each.writes for each in self.plan.stages[stage + 1 :]):
+            if later and sizes[value] <= room:
+                room -= sizes[value]
+                kept.add(value)
+        for value in gone:
+            if value not in made and value not in kept:
                 self[value].remove()
 
     def clear(self) -> None:

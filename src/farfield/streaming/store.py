@@ -28,6 +28,8 @@ SUFFIX = ".value"
 class StoredInMemory:
     """A value that is stored in memory, from the first write until it is removed."""
 
+    is_reusable = False  # by `take_over` of another value
+
     def __init__(self, info: Info, layout: Layout, device: torch.device) -> None:
         self.info, self.layout, self.device = info, layout, device
         self.checksums: dict[int, int] = {}  # memory ends with its process
@@ -49,11 +51,6 @@ class StoredInMemory:
     def holds(self, checksums: Mapping[str, int], tiles: Sequence[int]) -> bool:
         """Whether nothing of these tiles is needed."""
         return not tiles
-
-    @property
-    def is_there(self) -> bool:
-        """Whether it takes memory."""
-        return self.whole is not None
 
     def take_over(self, other: Any) -> None:
         """Free a value that nothing reads any more."""
@@ -85,8 +82,8 @@ class StoredInFile:
         self.array: Any = None
 
     @property
-    def is_there(self) -> bool:
-        """Whether its file is open."""
+    def is_reusable(self) -> bool:
+        """Whether another value can take over its file, which is open."""
         return self.file is not None
 
     @property

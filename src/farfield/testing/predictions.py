@@ -105,7 +105,7 @@ def clock_going_back() -> Iterator[None]:
         yield
 
 
-class _SoftmaxBetween(nn.Module):
+class SoftmaxBetween(nn.Module):
     """A convolution, torch's softmax attention over all positions, and a convolution."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ def _norms() -> nn.Module:
 def networks() -> tuple[nn.Module, ...]:
     """Two networks with norms that differ in their weights alone, and one with softmax attention."""
     made = []
-    for make, seed in ((_norms, 0), (_norms, 1), (_SoftmaxBetween, 0)):
+    for make, seed in ((_norms, 0), (_norms, 1), (SoftmaxBetween, 0)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             made.append(make().eval())
