@@ -113,6 +113,7 @@ class SoftmaxBetween(nn.Module):
         self.first, self.last = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
 
     def forward(self, grid: Tensor) -> Tensor:
+        """Run the network."""
         query, key, value = self.first(grid).flatten(2).mT.unsqueeze(1).split(2, -1)
         response = F.scaled_dot_product_attention(query, key, value)
         return self.last(response.squeeze(1).mT.reshape(len(grid), 2, *grid.shape[2:]))
