@@ -92,7 +92,8 @@ def each_name(module: Module) -> Iterator[str]:
 def count_comments(module: Module) -> int:
     """Return the number of comments that stand on a line of their own, without separators of sections."""
     tokens = tokenize.generate_tokens(io.StringIO(module.text).readline)
-    return sum(token.type == tokenize.COMMENT and not token.string.startswith("# ---") for token in tokens)
+    lines = [token.line.lstrip() for token in tokens if token.type == tokenize.COMMENT]
+    return sum(line.startswith("#") and not line.startswith("# ---") for line in lines)
 
 
 def count_floors(modules: list[Module], package: str) -> int:

@@ -68,6 +68,8 @@ def test_neither_a_recipe_nor_a_network() -> None:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
+        ("fit -h", ["--data.root", "--config"]),
+        ("fit --config digits -h", ["--config"]),
         ("predict --help", ["--data.root", "--data.predict", "--predictions.path", "--ckpt_path"]),
         ("predict --config care3d --help", ["--data.predict", "--output", "--tile"]),
         ("fit --help", ["--data.root", "--model.network.width", "--config"]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from itertools import product
 from typing import Any
 
@@ -255,3 +257,22 @@ def test_running_statistics_may_change_before_the_gradients(on: None) -> None:
         leaf = grid.detach().double().requires_grad_()
         (expected,) = torch.autograd.grad(equation(exact, leaf).square().sum(), leaf)
         assert float((found - expected).norm()) <= 64 * EPS * float(expected.norm())
+
+
+COUNTED_AT_FIRST = """
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from farfield.nn import AttentionBlock
+
+block, grid = AttentionBlock(16, 16, "siamese", expansion=3).eval().fuse(), torch.randn(1, 16, 8, 8)
+for _ in range(2):
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        block(grid)
+    print(counter.get_total_flops())
+"""
+
+
+def test_the_first_count_of_a_process_is_that_of_the_second() -> None:
+    done = subprocess.run([sys.executable, "-c", COUNTED_AT_FIRST], capture_output=True, text=True, check=True)
+    first, second = done.stdout.split()
+    assert first == second != "0"

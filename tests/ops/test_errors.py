@@ -162,3 +162,10 @@ def test_arguments_that_a_row_does_not_take(row: str) -> None:
 
 def test_a_shape_error_is_a_value_error() -> None:
     assert issubclass(ShapeError, ValueError)
+
+
+@pytest.mark.parametrize("row", WEIGHT_ROWS)
+@pytest.mark.parametrize("weight", [None, [1.0, 1.0, 1.0, 1.0]])
+def test_a_weight_that_is_no_tensor(row: str, weight: object) -> None:
+    with explains(TypeError, f"{row}_attention", "weight", type(weight).__name__, "torch.ones(4)"):
+        _call(row, weight=weight)

@@ -158,6 +158,8 @@ def test_arguments_that_are_swapped_or_of_another_kind() -> None:
         predict_whole(volume, small(), quiet=True)
     with pytest.raises(TypeError, match=r"got function; fix: wrap it in a torch\.nn\.Module whose forward calls it"):
         predict_whole(lambda grid: grid, volume, quiet=True)  # type: ignore[arg-type,return-value]
+    with pytest.raises(TypeError, match=r"got type; fix: an instance of it, Conv3d\(…\)"):
+        predict_whole(torch.nn.Conv3d, volume, quiet=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"respond_whole: layer must be a GridAttention, got Sequential; fix: predict"):
         respond_whole(small(), volume, quiet=True)
     with pytest.raises(TypeError, match=r"predict_whole: volume must hold .* got complex64; fix: .* abs\(volume\)"):

@@ -106,6 +106,7 @@ def read_as_view(grid: Tensor, layer: nn.Module) -> Tensor:
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "a number to the power of a tensor": (lambda: Written(lambda grid, layer: 2.0 ** layer(grid).tanh(), c(1, 1)), 1),
     "numbers read again through a view": (lambda: Written(read_as_view, c(1, 1)), 1),
     "dilation after a norm": (
         lambda: nn.Sequential(c(1, 4, 7), nn.ReLU(), c(4, 4), nn.InstanceNorm2d(4), c(4, 1, 3, 3)),

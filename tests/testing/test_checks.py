@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -155,8 +156,11 @@ def test_a_format_that_writes_beside_its_path_is_reported(own_format: Callable[.
 
     state = own_format(make=make)()
     state.choose_a_format(".own")
-    with pytest.raises(AssertionError, match="left"):
-        state.call(key=Key(0, TILES[0]), overwrite=False)
+    try:
+        with pytest.raises(AssertionError, match="left"):
+            state.call(key=Key(0, TILES[0]), overwrite=False)
+    finally:
+        shutil.rmtree(state.folder)  # `teardown` would find the file again
 
 
 def test_without_faults_the_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

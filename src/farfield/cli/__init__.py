@@ -159,11 +159,10 @@ def _spell_options(text: str) -> str:
 
     Example:
         >>> _spell_options("fix: remove that folder, or overwrite=True; or tile=Tiles(…, disk=1000).")
-        'fix: remove that folder, or --overwrite true; or --tile.disk 1000.'
+        'fix: remove that folder, or --overwrite true; or --tile.disk 1000B.'
     """
-    return re.sub(
-        r"(?:tile=)?Tiles\(…, (\w+)=([^()]*)\)", r"--tile.\1 \2", text.replace("overwrite=True", "--overwrite true")
-    )
+    text = re.sub(r"(?:tile=)?Tiles\(…, (\w+)=([^()]*)\)", r"--tile.\1 \2", text)
+    return re.sub(r"(--tile\.(?:disk|memory) \d+)\b", r"\1B", text).replace("overwrite=True", "--overwrite true")
 
 
 @contextlib.contextmanager

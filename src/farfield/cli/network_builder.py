@@ -58,7 +58,7 @@ def import_function(name: str, option: str = "--network") -> Callable[..., Any]:
         raise unknown_network(option, function)
     try:
         return _import_attribute(module, function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         if isinstance(error, ModuleNotFoundError) and find_extra((error.name or "").partition(".")[0]):
             raise  # the command line has the fix
         raise ValueError(f"{option} {name} cannot be imported: {error}.") from error

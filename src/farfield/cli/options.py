@@ -7,7 +7,9 @@ An option is a parameter of a class: `--trainer.max_epochs` of Lightning's train
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +102,7 @@ class Words(NamedTuple):
 def read_words(words: Sequence[str]) -> Words:
     """Read a command line, and the files that it names."""
     expand: dict[str, Callable[[str], str]] = {"config": find_configuration, NETWORK: _network, DATA: _data}
-    expand |= dict.fromkeys(("tile.disk", "tile.memory"), lambda text: str(parse_bytes(text)))
+    expand |= {name: partial(_bytes, name) for name in ("tile.disk", "tile.memory")}
     given = [(name, expand.get(name, str)(text)) for name, text in _split(words)]
     named, task = dict(given).get("task"), "classify"
     entries: dict[str, Any] = {}
@@ -113,6 +115,9 @@ def read_words(words: Sequence[str]) -> Words:
             own = {name.replace(".init_args.", ".").removesuffix(".class_path"): _load(text)}
         if isinstance(own.get(DATA), str):
             own[DATA] = _data(own[DATA])
+        if isinstance(network := own.get(NETWORK), str) and network != _network(network):
+            # Lightning's command line reads the file again, and knows full names alone.
+            raise CommandLineError(f'{text}: no network "{network}"; fix: {_network(network)}.')
         for group in (NETWORK, DATA):
             if group in own and own[group] != entries.get(group):
                 # The arguments of the class before are not those of this one.
@@ -137,17 +142,20 @@ def check_words(words: Words) -> None:
             continue
         if name not in names and f"{group}.{first}".lstrip(".") not in names:
             raise CommandLineError(_explain(name, group, names, name in flags))
-    if not {NETWORK, DATA} <= words.entries.keys() and not flags & {*PARTS, "config"}:
+        if name in flags and signature is not None and first in signature.parameters and name == f"{group}.{first}":
+            _check_value(name, words.entries[name], signature.parameters[first].kind)
+    if not {NETWORK, DATA} <= words.entries.keys() and not flags & {*PARTS}:
         raise CommandLineError(_NO_NETWORK)
 
 
 def describe_options(command: str, words: Words) -> str | None:
     """Return the help that a command line is for: of the command, or of one group, `--trainer.help`; else None."""
-    wanted = [name for name, _ in words.given if name in ("help", "h") or name.endswith(".help")]
+    wanted = [name for name, _ in words.given if name == "help" or name.endswith(".help")]
     if not wanted:
         return None
     given = words._replace(entries={NETWORK: "farfield.models.kanet", DATA: TASKS[words.task].data} | words.entries)
     signatures = given.signatures()
+    names = {*_names(given, signatures)} - {NETWORK}
     parser = Parser(prog=f"farfield {command}", usage=f"farfield {command} --config RECIPE [options]")
     shown = [wanted[0].removesuffix("help").removesuffix(".")]
     if shown == [""]:
@@ -165,7 +173,7 @@ def describe_options(command: str, words: Words) -> str | None:
         if signature := signatures[group]:
             listed = parser.add_argument_group(f"of {signature.name}")
             for each in signature.parameters.values():
-                if f"{group}.{each.name}" != NETWORK:
+                if f"{group}.{each.name}" in names:
                     listed.add_argument(f"--{group}.{each.name}", metavar="", help=help_text(each))
     return parser.format_help()
 
@@ -175,8 +183,40 @@ def _names(words: Words, signatures: Mapping[str, Signature | None]) -> Iterator
     if words.task == "restore":
         yield from OF_RESTORE
     for group, signature in signatures.items():
+        # Those of the task `restore` have no group.
+        without = OF_RESTORE if group == "model" and words.task == "restore" else ()
         if signature is not None:
-            yield from (f"{group}.{name}" for name in signature.parameters)
+            yield from (f"{group}.{name}" for name in signature.parameters if name not in without)
+
+
+def _check_value(name: str, value: Any, kind: str) -> None:
+    """Refuse a number or a list that is none, as is easily typed; all else is left to Lightning's command line."""
+    kind = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
+    is_list = kind.startswith(("list[", "Sequence[")) and "|" not in kind
+    fits = isinstance(value, list) if is_list else kind not in _NUMBERS or _NUMBERS[kind](value)
+    if value is not None and not fits:
+        fix = f"--{name}=[{value}]" if is_list else "a value of this type"
+        raise CommandLineError(f"--{name} takes {kind}, got {value!r}; fix: {fix}.")
+
+
+def _is_float(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
+# Type in a signature -> whether a value of YAML, which reads 1e-3 as a string, is one.
+_NUMBERS: dict[str, Callable[[Any], bool]] = {"int": lambda value: type(value) is int, "float": _is_float}
+
+
+def _bytes(name: str, text: str) -> str:
+    if text == "null":
+        return text
+    try:
+        return str(parse_bytes(text))
+    except CommandLineError as error:
+        raise CommandLineError(f"--{name}: {error}") from None
 
 
 def _explain(name: str, group: str, names: Sequence[str], is_flag: bool) -> str:
@@ -201,9 +241,9 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         if flag in ("-h", "--help") or flag.endswith(".help") or flag == "--print_config":
             if not equals and flag.endswith(".help") and rest and not rest[0].startswith("-"):
                 yield flag.removesuffix(".help").lstrip("-"), rest.pop(0)
-            yield flag.lstrip("-"), text
+            yield "help" if flag == "-h" else flag.lstrip("-"), text
         elif flag in CONFIG or flag.startswith("--"):
-            if not equals and not rest:
+            if not equals and (not rest or rest[0].startswith("--")):
                 raise CommandLineError(f"{flag} needs a value.")
             yield "config" if flag in CONFIG else flag.lstrip("-"), text if equals else rest.pop(0)
         elif word in recipe_files():

@@ -54,7 +54,7 @@ def read_signature(path: str) -> Signature | None:
 
 @cache
 def _parse(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
 
 
 def _find_source(module: str) -> Path | None:
@@ -67,7 +67,8 @@ def _find_source(module: str) -> Path | None:
     if spec is None or not spec.origin:
         return None
     path = Path(spec.origin) if not inner else Path(spec.origin).parent.joinpath(*inner)
-    return next((each for each in (path, path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
+    candidates = (path, path.with_suffix(".py"), path / "__init__.py")
+    return next((each for each in candidates if each.suffix == ".py" and each.is_file()), None)
 
 
 def _read_name(file: Path, name: str) -> Signature | None:

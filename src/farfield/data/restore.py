@@ -82,6 +82,7 @@ class StackPairs(Loading):
             are read, for a folder or file that cannot be trained on, tested or predicted; the error names it.
     """
 
+    # None where `predict` is given alone: `setup` refuses all stages that read it.
     root: Path
 
     def __init__(
@@ -100,23 +101,20 @@ class StackPairs(Loading):
         predict: str | None = None,
     ) -> None:
         super().__init__(batch_size, workers, _DRAW)
-        if root is None and predict is None:
-            raise FolderError("StackPairs: give root, a folder of pairs, or predict, the stacks to restore.")
         if len(patch) not in (2, 3) or any(side < 1 for side in patch):
             raise FolderError(
                 f"StackPairs: patch must be two or three numbers, [y, x] or [z, y, x], got {list(patch)}."
             )
-        # Without a root, what is restored takes its place, which only predicting reads.
-        self.root, self.patch = Path(root or predict or ""), patch
-        self.has_root, self.predict = root is not None, None if predict is None else Path(predict)
+        self._set_folders(root, predict, "a folder of pairs", "the stacks to restore")
+        self.patch = patch
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
         self.patches_per_stack, self.sources, self.target = patches_per_stack, list(sources), target
         self.axes, self.channel = axes, channel
 
     def setup(self, stage: str) -> None:
         """Read the pairs of train and val, or list those of test or those to predict."""
-        read = self.predict or self.root if stage == "predict" else self.root
-        if stage != "predict" and not self.has_root:
+        read: Path | None = self.predict or self.root if stage == "predict" else self.root
+        if read is None:
             raise FolderError(f"StackPairs: {stage} needs root, a folder of pairs; fix: --data.root.")
         if not read.exists():
             raise FolderError(f"StackPairs: there is no {read}.")

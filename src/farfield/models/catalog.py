@@ -256,6 +256,8 @@ def register_timm() -> list[str]:
     try:
         import timm.models
     except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "timm":  # what timm lacks
+            raise
         fix = install_command("timm")
         raise ImportError(f"models.register_timm: timm is not installed; fix: {fix}", name="timm") from error
 

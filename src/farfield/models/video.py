@@ -71,7 +71,7 @@ class NonLocalBlock(nn.Module):
     def __init__(self, channels: int, operator: str | Operator) -> None:
         super().__init__()
         entry = find_operator("NonLocalBlock", operator)
-        if entry.keys_from is POOLED:
+        if entry.keys_from == POOLED:
             entry = dataclasses.replace(entry, keys_from=pooled((1, 2, 2)))
         inner = channels // 2
         sizes: dict[str, Any] = {"inner_channels": inner, "value_channels": inner}

@@ -103,6 +103,10 @@ def _count_addition(out: Any, grid: Any, weight: Any, *others: Any, out_shape: A
     return conv_flop_count(grid, weight, out_shape)
 
 
+# Now, and not at the first call: a counter of FLOPs knows the formulas that were registered before it began.
+_private_operations()
+
+
 # ---- batch norm in training, and a clamp -----------------------------------------------------------------------------
 def norm_and_clamp(
     grid: Tensor, statistics: Sequence[Tensor], momentum: float, eps: float, bounds: tuple[float, float]

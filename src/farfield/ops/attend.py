@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -62,7 +62,7 @@ def attend(
     For an operator with a score, `weight` or ones project queries and keys to one channel per head (SAN 4).
     """
     caller, operator = f"{name}_attention", OPERATORS[name]
-    if weight is not None:
+    if operator.score == "learned":
         _check_weight(caller, query, weight)
     check_attention(caller, query, key, value, heads, mask, query_mask)
     score = IDENTITY
@@ -78,9 +78,14 @@ def attend(
         raise
 
 
-def _check_weight(caller: str, query: Tensor, weight: Tensor) -> None:
+def _check_weight(caller: str, query: Tensor, weight: Any) -> None:
     """Refuse a weight that does not have one number per query channel, or another dtype or device."""
     check_grid(caller, "query", query)
+    if not isinstance(weight, Tensor):
+        raise TypeError(
+            f"{caller}: weight must be a tensor with one number per channel of query, got {type(weight).__name__}; "
+            f"fix: torch.nn.Parameter(torch.ones({query.shape[1]}))."
+        )
     if weight.dim() != 1 or weight.shape[0] != query.shape[1]:
         raise ShapeError(
             f"{caller}: weight must have one number per channel of query, got {tuple(weight.shape)} for "

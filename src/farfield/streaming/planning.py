@@ -127,7 +127,9 @@ class Planner:
         """Make the plan."""
         if not isinstance(self.model, nn.Module):
             fix = f"the network comes first, {self.caller}(model, …)"
-            if callable(self.model):
+            if isinstance(self.model, type):
+                fix = f"an instance of it, {self.model.__name__}(…)"
+            elif callable(self.model):
                 fix = "wrap it in a torch.nn.Module whose forward calls it"
             raise TypeError(
                 f"{self.caller}: model must be a torch.nn.Module, got {type(self.model).__name__}; fix: {fix}."

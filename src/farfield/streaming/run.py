@@ -83,11 +83,12 @@ def _find_in_place(op: str) -> str | None:
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     if packet is None or overload not in packet.overloads():
         return None
-    names, own = (
-        [argument.name for argument in each._schema.arguments]
+    # `pow.Scalar` raises a number to a tensor, `pow_.Scalar` a tensor to a number.
+    kinds, own = (
+        [(argument.name, str(argument.type)) for argument in each._schema.arguments]
         for each in (find_operation(op), getattr(packet, overload))
     )
-    return f"{namespace}.{name}_.{overload}" if names == own and names[0] == "self" else None
+    return f"{namespace}.{name}_.{overload}" if kinds == own and kinds[0] == ("self", "Tensor") else None
 
 
 def _shares_memory(tensor: Tensor, others: Iterable[Tensor | None]) -> bool:

@@ -124,8 +124,8 @@ def restore(
     scaled = ScaledNetwork(network, [find_grey_levels(channel) for channel in channels]).eval()
     if not hasattr(network, "project"):
         given = tile if isinstance(tile, Tiles) else Tiles(tile)
-        # Always a sequence: its length gives the number of spatial dims, which the network's first layer may not give.
-        size = [given.size] * len(multiples) if isinstance(given.size, int) else given.size
+        # A sequence where it is given: its length is the number of spatial dims, which the first layer may not give.
+        size = [given.size] * len(multiples) if isinstance(given.size, int | np.integer) else given.size
         tiles = None if tile is None else replace(given, size=size)
         return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
     if out is None:

@@ -137,7 +137,7 @@ def check_shown(name: str, module: GridAttention, grid: Tensor, longer: int) -> 
     """Refuse a layer whose rows are not made of queries and keys of positions, or whose grid is too large."""
     if module.operator_name not in OPERATORS:
         raise ValueError(f"{name} has an operator of your own, which the page cannot compute; fix: another --layer.")
-    if module.operator.keys_from is POOLED and module.key is not None:
+    if module.operator.keys_from == POOLED and module.key is not None:
         raise ValueError(f"{name} projects keys after pooling, which the page cannot do; fix: another --layer.")
     if max(grid.shape[2:]) > longer:
         size = "×".join(map(str, grid.shape[2:]))

@@ -134,12 +134,7 @@ def check_files(part: Annotated) -> None:
     listed = {part.path(image) for image in part.images}
     # pathlib's is_file raises for names that no file can have.
     absent = sorted(str(path) for path in listed if not os.path.isfile(path))
-    refuse(
-        f"CocoFolders: {part.file}",
-        "listed images are not there",
-        absent,
-        "put them there, or take them out of the file.",
-    )
+    refuse_here("listed images are not there", absent, "put them there, or take them out of the file.")
     if part.folder.name != "images":
         extra = sorted(str(path) for path in set(list_images(part.folder, "CocoFolders")) - listed)
         fix = "list them too, without annotations if nothing is on them, or move them elsewhere."

@@ -229,7 +229,7 @@ def _form(call: Call, target: Target | None) -> str:
 
 def _why_not_any(call: Call, grid: Tensor) -> str | None:
     """Return why no line for attention as a whole runs, or None."""
-    if any(call.runs):
+    if call.runs_projections:
         return "a projection runs on positions, as one with a hook does"
     return kernels.AUTOCAST if autocast_dtype(grid) not in (None, grid.dtype) else kernels.why_not(grid)
 
@@ -259,7 +259,7 @@ def summarize(
     operator, (positions, valid) = call.operator, (gathered.positions, gathered.valid[:, None])
     if operator.basis is None or not operator.keys_from.side_by_side or values is not positions:
         return None
-    if any(call.runs):
+    if call.runs_projections:
         return None
     key = call.key if operator.reads_keys else None
     query = call.query if itself and (call.key.matrix is None) == (call.query.matrix is None) else None
@@ -283,7 +283,7 @@ def respond(
 ) -> Tensor | None:
     """Respond `(b, out, m)`, the bias being one slot more; None if the equation must."""
     operator, positions = call.operator, query_positions.positions
-    if any(call.runs) or operator.basis is None or not operator.queries_from.side_by_side:
+    if call.runs_projections or operator.basis is None or not operator.queries_from.side_by_side:
         return None
     plan = ResponsePlan(operator, _RESPONSES.get((operator.coefficients,), ()))
     if are_free(positions, *call.query, query, *summary[:3], summary.peak, matrix, bias):
