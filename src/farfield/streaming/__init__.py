@@ -12,6 +12,7 @@ from farfield.streaming._predict_whole import predict_whole
 from farfield.streaming._respond_whole import respond_whole
 from farfield.streaming.adapt import MeanOverFlips
 from farfield.streaming.arguments import Tiles
+from farfield.streaming.frozen import freeze_statistics
 from farfield.streaming.planning import plan_whole
 from farfield.streaming.streaming_plan import StreamingPlan
 
@@ -19,6 +20,7 @@ __all__ = [
     "MeanOverFlips",
     "StreamingPlan",
     "Tiles",
+    "freeze_statistics",
     "plan_whole",
     "predict_whole",
     "respond_whole",

@@ -70,6 +70,29 @@ class Node(NamedTuple):
     known: bool = False
 
 
+class FunctionCall(NamedTuple):
+    """A call of a function of torch by a network: which it is, and the operations that it ran."""
+
+    # The module that calls, the function, and how often the module called it before.
+    path: str
+    function: str
+    number: int
+    # The first of its nodes, and the one after the last.
+    nodes: tuple[int, int] = (0, 0)
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What tells it from the other calls of a run."""
+        return self[:3]
+
+
+def name_function(function: Any) -> str:
+    """Return a short name of a function of torch, such as `mean`, or `F.group_norm`."""
+    name = getattr(function, "__name__", str(function))
+    return f"F.{name}" if getattr(function, "__module__", None) == F.__name__ else name
+
+
 @dataclass
 class Graph:
     """The operations of a network on grids of one size, in the order in which they run."""
@@ -79,6 +102,8 @@ class Graph:
     output: Value = field(default_factory=lambda: Value(-1))
     # Parameters, buffers and other tensors of the network, by name.
     constants: dict[str, Tensor] = field(default_factory=dict)
+    # The calls of functions of torch that ran them.
+    calls: list[FunctionCall] = field(default_factory=list)
 
     def info(self, value: Value) -> Info:
         """Return the shape and dtype of a value."""

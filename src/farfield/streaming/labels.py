@@ -119,20 +119,25 @@ def _nearest_ratio(length: int, whole: int) -> tuple[int, int]:
 
 
 def label_graph(
-    graph: Graph, size: Sequence[int], cut: Sequence[int], *, halo: Sequence[int] | None = None, first: int = 2
+    graph: Graph,
+    size: Sequence[int],
+    cut: Sequence[int],
+    *,
+    halo: Sequence[int] | None = None,
+    first: int = 2,
+    refused: dict[int, str] | None = None,
 ) -> LabelledGraph:
     """Find the labels of all values, and the operations that sum over the whole; dimensions from `first` on are axes.
 
-    It raises GraphError if an operation has no rule, or cannot run on parts.
+    It raises GraphError if an operation has no rule, or cannot run on parts; or notes it in `refused`, and its outputs
+    get the labels of grids.
     """
     labelled = LabelledGraph(graph, tuple(size), tuple(cut), halo)
     for index in labelled.order:
         node = graph.nodes[index]
         labelled.levels[index] = max((labelled.levels[value.node] for value in node.inputs), default=0)
         if node.op == "input":
-            shape = node.outputs[0].shape
-            dims = ((Piece(length, axis if axis in cut else None),) for axis, length in enumerate(shape[first:]))
-            labelled.layouts[Value(index)] = (*constant_layout(shape[:first]), *dims)
+            labelled.layouts[Value(index)] = _grid_layout(node.outputs[0].shape, cut, first)
             continue
         if node.op == "constant":
             labelled.layouts[Value(index)] = constant_layout(node.outputs[0].shape)
@@ -140,8 +145,20 @@ def label_graph(
         try:
             _label_node(labelled, index, node)
         except RuleError as error:
-            raise GraphError(f"{node.op} in {node.path}: {error}") from error
+            if refused is None:
+                raise GraphError(f"{node.op} in {node.path}: {error}") from error
+            refused[index] = str(error)
+            for output, info in enumerate(node.outputs):
+                is_grid = len(info.shape) == len(size) + first
+                layout = _grid_layout(info.shape, cut, first) if is_grid else constant_layout(info.shape)
+                labelled.layouts[Value(index, output)] = layout
     return labelled
+
+
+def _grid_layout(shape: Sequence[int], cut: Collection[int], first: int) -> Layout:
+    """Return the layout of a grid whose dimensions from `first` on run along the axes of the volume."""
+    dims = ((Piece(length, axis if axis in cut else None),) for axis, length in enumerate(shape[first:]))
+    return (*constant_layout(shape[:first]), *dims)
 
 
 def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
@@ -166,12 +183,12 @@ def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
         labelled.reductions[index] = reduction
         labelled.levels[index] += 1
         return
-    gathered = _find_gathered(labelled, node, call, rule)
+    gathered = find_gathered(labelled, node, call, rule)
     labelled.gathered |= gathered
     labelled.levels[index] = max([labelled.levels[index], *(labelled.levels[value.node] + 1 for value in gathered)])
 
 
-def _find_gathered(labelled: LabelledGraph, node: Node, call: OperationCall, rule: Rule) -> set[Value]:
+def find_gathered(labelled: LabelledGraph, node: Node, call: OperationCall, rule: Rule) -> set[Value]:
     """Return the operands of which one position of the output needs all along an axis that is cut."""
     gathered = set()
     for value, needed in zip(node.inputs, rule.needs(call, 0, box_at(call.layouts[0])), strict=True):

@@ -233,6 +233,15 @@ class Planner:
                 return self._record(batch, size)
         return None
 
+    def record_calls(self) -> Recording:
+        """Record two samples on a size that strides divide, or on the volume's if the network does not take that.
+
+        Where the size is large, no window is as long as a grid.
+        """
+        self._check()
+        first = self._record_first(2, [(_DIVISIBLE,) * len(self.size)])
+        return first or self._record_whole(2, self.size, None)
+
     def _record_whole(self, batch: int, size: tuple[int, ...], probe: Recording | None) -> Recording:
         """Record the network on the whole volume; an error has sizes that it takes if the strides are why."""
         try:

@@ -7,6 +7,7 @@ own, and a layer that needs the whole grid is one node.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,18 @@ from farfield.nn.leftovers import note_outputs, sweep
 from farfield.nn.macs import MacCounter, count_macs
 from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import tensors, without_numbers
-from farfield.streaming.graph import Graph, Info, RecordedLayer, RecordingError, Value, Writer, map_values, run_whole
+from farfield.streaming.graph import (
+    FunctionCall,
+    Graph,
+    Info,
+    RecordedLayer,
+    RecordingError,
+    Value,
+    Writer,
+    map_values,
+    name_function,
+    run_whole,
+)
 from farfield.streaming.layers import has_grid_summary, make_streamable, summary_bytes
 from farfield.streaming.rewrites import REWRITTEN, with_numbers
 
@@ -176,10 +188,14 @@ def _read_arguments(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 class _NetworkFunctions(TorchFunctionMode):
-    """Notes the tensors that a network gets, which functionalization wraps, and pads circularly by concatenations.
+    """Notes the calls of a network and the tensors that it gets, which functionalization wraps.
 
-    Circular padding of torch writes to views below what can be recorded.
+    It pads circularly by concatenations: that of torch writes to views below what can be recorded.
     """
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder, self.counts = recorder, Counter[tuple[str, str]]()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -188,8 +204,14 @@ class _NetworkFunctions(TorchFunctionMode):
             grid, pads, mode = given[:3]
             if mode == "circular":
                 return _pad_circularly(grid, pads)
+        graph, own = self.recorder.graph, (self.recorder.write.path, name_function(function))
+        first, number = len(graph.nodes), self.counts[own]
+        self.counts[own] += 1
         outputs = function(*args, **kwargs)
         note_outputs(outputs)
+        if len(graph.nodes) > first:
+            shapes = tuple(tuple(each.shape) for each in tensors(outputs))
+            graph.calls.append(FunctionCall(*own, number, (first, len(graph.nodes)), shapes))
         return outputs
 
 
@@ -240,7 +262,7 @@ def _record(
     recorder.note(inputs, graph.inputs)
     try:
         # Within a mode of functions, attention of torch runs by its operations, not as one whose parts cannot be told.
-        with torch.no_grad(), recorder, _NetworkFunctions():
+        with torch.no_grad(), recorder, _NetworkFunctions(recorder):
             graph.output = recorder.value_of(functionalize(lambda *given: finish(fake(*given)))(*inputs))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise RecordingError(f"{recorder.write.path} computes a shape from numbers, {error.func}") from error
@@ -262,7 +284,7 @@ def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
     def end(*_: Any) -> None:
         recorder.running.pop()
 
-    within = tuple(f"{path}." if path else "" for path, module in fake.named_modules() if _is_layer(module))
+    within = tuple(f"{path}." if path else "" for path, module in fake.named_modules() if is_layer(module))
     for path, module in fake.named_modules():
         # A layer that is one node runs as in a tile: its projections have no hooks, and may be folded.
         if path and path.startswith(within):
@@ -270,13 +292,13 @@ def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
         writer = Writer(recorder.graph, path or type(fake).__name__)
         module.register_forward_pre_hook(lambda *_, writer=writer: recorder.running.append(writer))
         module.register_forward_hook(end)
-        if _is_layer(module):
+        if is_layer(module):
             layer = RecordedLayer(path, network.get_submodule(path))
             vars(module)["forward"] = partial(_run_as_one, len(recorder.layers), path)
             recorder.layers.append((layer, partial(type(module).forward, module)))
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_layer(module: nn.Module) -> bool:
     """Whether a module is an attention, or one of the user that runs in tiles by its methods."""
     if isinstance(module, GridAttention):
         return True

@@ -209,7 +209,7 @@ def describe_structure(network: nn.Module) -> str:
 def _without_labels(labelled: LabelledGraph) -> LabelledGraph:
     """Return a graph without labels, which follow from it, and without parameters and buffers of its network."""
     constants = {name: each for name, each in labelled.graph.constants.items() if name.startswith(_UNNAMED)}
-    graph = replace(labelled.graph, constants=constants)
+    graph = replace(labelled.graph, constants=constants, calls=[])
     return LabelledGraph(graph, labelled.size, labelled.cut, labelled.halo, levels=labelled.levels)
 
 

@@ -245,7 +245,8 @@ class _Norm(NamedTuple):
     eps: float
 
 
-def _find_norm(call: OperationCall) -> _Norm:
+def find_norm(call: OperationCall) -> _Norm:
+    """Return over what a norm of torch runs."""
     count, args = len(call.operands[0].layout), call.args
     if "group_norm" in call.op:
         return _Norm(range(1, count), call.shape[1] // args[6], args[7])
@@ -257,7 +258,7 @@ def _find_norm(call: OperationCall) -> _Norm:
 
 def _dims_of_norm(call: OperationCall) -> Dims:
     """What runs together where the norm is over what is not cut: that is read whole, as weights of it are."""
-    dims = [None if dim in _find_norm(call).dims else dim for dim in range(len(call.shape))]
+    dims = [None if dim in find_norm(call).dims else dim for dim in range(len(call.shape))]
     return [dims, *([1] if "batch_norm" in call.op else [None] * len(each.layout) for each in call.operands[1:])]
 
 
@@ -284,7 +285,7 @@ def _run_norm(call: OperationCall, output: int, box: Box, tensors: Sequence[Tens
 
 
 def _reduce_norm(call: OperationCall) -> Reduction | None:
-    norm, layout, split = _find_norm(call), call.operands[0].layout, call.operands[0].layout
+    norm, layout, split = find_norm(call), call.operands[0].layout, call.operands[0].layout
     if not any(is_cut(layout[dim]) for dim in norm.dims):
         return None
     dims, places = norm.dims, [*_dims_of_result(call)[0]]
