@@ -217,11 +217,8 @@ def test_other_layers_are_local(name: str) -> None:
 
 def test_on_one_patch_it_is_the_network() -> None:
     """With the statistics of one patch, the patch gives what the network gives."""
-    net, patch = (
-        settled(nn.Sequential(*(net_with(make())[2] for make, _ in OTHERS.values() if make is not Pyramid))),
-        None,
-    )
-    net.insert(0, nn.Conv2d(1, 4, 3, padding=1))
+    layers = [make() for make, _ in OTHERS.values() if make is not Pyramid]
+    net = settled(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *layers))
     patch = torch.rand(1, 1, 20, 20) + 1
     frozen = freeze_statistics(net, patch)
     assert len(frozen.frozen) == 6

@@ -82,25 +82,24 @@ def copied_empty(model: nn.Module, *kept: Any) -> Iterator[nn.Module]:
     sweep(*kept)
 
 
-def looks_at_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+def looks_at_a_copy(function: Callable[..., Any], caller: str = "") -> Callable[..., Any]:
     """Give a function, in place of a network, a copy with the same parameters and clones of all other tensors.
 
-    What it leaves of tensors without numbers in caches outside of the network is cleared. Anything else in place of a
-    network reaches the function, which refuses it.
+    Errors name the function, or `caller`. What it leaves of tensors without numbers in caches outside of the network
+    is cleared. Anything else in place of a network reaches the function, which refuses it.
     """
+    caller = caller or function.__name__
 
     @functools.wraps(function)
     def on_copy(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(model, nn.Module):
             return function(model, *args, **kwargs)
-        with leftovers_cleared(function.__name__, model) as kept:
+        with leftovers_cleared(caller, model) as kept:
             try:
                 with copied(model, share_parameters, reports=True) as own:
                     kept.append(function(own, *args, **kwargs))
             except CannotCopyError as error:
-                raise ValueError(
-                    f"{function.__name__}: {type(model).__name__} does not run in tiles: {error}"
-                ) from error
+                raise ValueError(f"{caller}: {type(model).__name__} does not run in tiles: {error}") from error
             return kept[0]
 
     return on_copy

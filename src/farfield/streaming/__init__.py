@@ -14,12 +14,18 @@ from farfield.streaming.adapt import MeanOverFlips
 from farfield.streaming.arguments import Tiles
 from farfield.streaming.frozen import freeze_statistics
 from farfield.streaming.planning import plan_whole
+from farfield.streaming.seam_report import GlobalLayer, Mismatch, SeamReport
+from farfield.streaming.seams import find_seams
 from farfield.streaming.streaming_plan import StreamingPlan
 
 __all__ = [
+    "GlobalLayer",
     "MeanOverFlips",
+    "Mismatch",
+    "SeamReport",
     "StreamingPlan",
     "Tiles",
+    "find_seams",
     "freeze_statistics",
     "plan_whole",
     "predict_whole",

@@ -49,7 +49,7 @@ def run_check(
     Raises:
         TilesDifferError: If they differ by more than is allowed, and so does an operation, or the recording.
     """
-    grids = _read_varied(check, size, read)
+    grids = read_varied(check.size, len(check.plan.labelled.graph.inputs), size, read)
     if not all(bool(grid.isfinite().all()) for grid in grids):
         return "the region that was read has numbers that are not finite"
     graph = check.plan.labelled.graph
@@ -81,15 +81,15 @@ def run_check(
     )
 
 
-def _read_varied(check: RegionCheck, size: Sequence[int], read: _ReadRegion) -> list[Tensor]:
-    """Read a region of all volumes, one in which the first is finite and not constant if such a one is found."""
+def read_varied(own: Sequence[int], count: int, size: Sequence[int], read: _ReadRegion) -> list[Tensor]:
+    """Read a region of its own size of all volumes; where the first is finite and not constant if that is found."""
     for place in _PLACES:
-        starts = [int(place * (length - own)) for length, own in zip(size, check.size, strict=True)]
-        region = tuple((start, start + own) for start, own in zip(starts, check.size, strict=True))
+        starts = [int(place * (length - each)) for length, each in zip(size, own, strict=True)]
+        region = tuple((start, start + each) for start, each in zip(starts, own, strict=True))
         first = read(0, region)
         if bool((first != first.flatten()[0]).any()) and bool(first.isfinite().all()):
             break
-    return [first, *(read(number, region) for number in range(1, len(check.plan.labelled.graph.inputs)))]
+    return [first, *(read(number, region) for number in range(1, count))]
 
 
 def _run_copy(

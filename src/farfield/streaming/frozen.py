@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -171,17 +172,21 @@ class RunningMeans(dict[Key, list[Tensor]]):
 
 
 class ObservedNetwork:
-    """A network whose runs give the statistics of some calls; it gets hooks."""
+    """A network whose runs give the statistics of some calls, or get constants for them; it gets hooks."""
 
     def __init__(self, network: nn.Module, calls: Sequence[GlobalCall]) -> None:
         self.network, self.keys = network, {call.key for call in calls if not call.kept}
         follow_modules(network, {path for path, *_ in self.keys}, _OBSERVED)
 
-    def run(self, *grids: Tensor) -> tuple[Any, dict[Key, list[Tensor]]]:
-        """Run the network on grids of one sample; return its result, and the statistics of each call."""
+    def run(
+        self, *grids: Tensor, frozen: Mapping[Key, Sequence[Tensor]] = MappingProxyType({})
+    ) -> tuple[Any, dict[Key, list[Tensor]]]:
+        """Run the network on grids of one sample; return its result, and the statistics of each call not frozen."""
         found: dict[Key, list[Tensor]] = {}
 
         def answer(key: Key, function: Any, args: Any, kwargs: Any) -> Any:
+            if key in frozen:
+                return answer_with(key, function, args, kwargs, frozen[key])
             result = function(*args, **kwargs)
             if key in self.keys:
                 found[key] = find_statistics(key, function, args, kwargs, result)

@@ -1,0 +1,411 @@
+"""Seams of a network in tiles: how far two tilings differ, which layers it comes from, and what mends it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError
+from farfield.nn.devices import device_of, dtype_of, free_bytes
+from farfield.nn.tracing import looks_at_a_copy
+from farfield.streaming.adapt import one_grid
+from farfield.streaming.arguments import (
+    Tiles,
+    name_volumes,
+    parse_layouts,
+    parse_tiles,
+    refuse_training,
+    round_up,
+    round_up_tile,
+    spatial_dims_of,
+)
+from farfield.streaming.check import read_varied
+from farfield.streaming.frozen import ObservedNetwork, RunningMeans, read_patches
+from farfield.streaming.global_calls import NORMS, GlobalCall, Key, find_global_calls
+from farfield.streaming.plan import Halo, PatchPlan
+from farfield.streaming.planning import Planner
+from farfield.streaming.seam_report import GlobalLayer, Mismatch, SeamReport
+from farfield.streaming.spans import Span
+from farfield.volumes.source import VolumeSource
+
+# Tiles of the part of a volume that is examined, at most; and the share of the free memory that it may take untiled.
+_MOST_TILES, _MEMORY_SHARE = 16, 0.25
+# Runs on tiles for which single layers are frozen, at most, but for two pairs of tiles a layer.
+_MOST_RUNS = 128
+# Statistics of each call.
+_Statistics = Mapping[Key, Sequence[Tensor]]
+_Region = tuple[Span, ...]
+# Own positions of each tile, and the region that it reads.
+_Tiles = Sequence[tuple[_Region, _Region]]
+
+
+def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None], patches: Any = None) -> SeamReport:
+    """Find out how far a network in tiles depends on where they are cut, by which layers, and what mends it.
+
+    The same positions are predicted by two tilings that are shifted by half a tile, as by a sliding window: each tile
+    runs alone, with a halo and without. What differs with the halo comes from layers that sum over all positions of a
+    tile. Of each of these the statistics in tiles, in the whole and in patches are compared, and tiles run again in
+    which it alone is constant: the layers are in the order of how much of the difference goes with them.
+
+    Args:
+        network: Network in eval mode, as of `predict_whole`; also one that does not run exactly in tiles. Of one that
+            cannot be recorded, as a scripted one, the tilings alone are compared.
+        volume: As of `predict_whole`. A part of at most 16 tiles around its middle, or where it is not constant, is
+            read and examined as if it were the volume.
+        tile: Size of the tiles without halo: one number, or one per spatial dim, None for those that are not cut;
+            rounded up to multiples of the strides.
+        patches: Patches as the training had them, as of `freeze_statistics`. Without them it is not known whether the
+            statistics of the whole are like those of the training, and the advice is what to compare.
+
+    Returns:
+        A report: `print` shows it as a table with the advice, `plot(path)` draws it.
+
+    Raises:
+        TypeError: If network is no module, volume or patches no arrays of numbers, or tile no integers.
+        ValueError: If the network is in training mode or does not run on a tile, if tile is not smaller than the volume
+            (`ShapeError`), or if its result is no grid whose size is a multiple or a fraction of its input's.
+
+    Cost:
+        About 70 tiles, 128 tiles in which single layers are constant or four for each layer, the part untiled where it
+        takes a quarter of the free memory at most, and the patches.
+
+    Reference: tile mismatch and disparity of statistics, arXiv 2503.19545.
+
+    Example:
+        >>> from farfield.streaming import find_seams
+        >>> layers = [nn.Conv2d(1, 8, 3, padding=1), nn.InstanceNorm2d(8), nn.Conv2d(8, 1, 3, padding=1)]
+        >>> seams = find_seams(nn.Sequential(*layers).eval(), torch.rand(1, 96, 96), tile=32)
+        >>> seams.layers[0].name, round(seams.layers[0].removed, 2)
+        ('1: F.instance_norm', 1.0)
+        >>> find_seams(nn.Conv2d(1, 8, 3, padding=1).eval(), torch.rand(1, 96, 96), tile=32).choice
+        'halo'
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(
+            f"find_seams: network must be a torch.nn.Module, got {type(network).__name__}; fix: the network comes "
+            "first, find_seams(network, volume, tile)."
+        )
+    refuse_training("find_seams", network)
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in network.modules())
+    examine = _examine if scripted else looks_at_a_copy(_examine, "find_seams")
+    with torch.no_grad():
+        report: SeamReport = examine(network, volume, tile, patches)
+    return report
+
+
+def _examine(network: nn.Module, volume: Any, tile: Any, patches: Any) -> SeamReport:
+    part = _Part(network, volume, parse_tiles("find_seams", tile).size)
+    tilings = [part.find_tiles(part.halo, shifted) for shifted in (False, True)]
+    observed = [[part.run(region) for _, region in tiles] for tiles in tilings]
+    one, other = (
+        part.assemble(tiles, [grid for grid, _ in runs]) for tiles, runs in zip(tilings, observed, strict=True)
+    )
+    bare = [part.find_tiles(Halo(*[(0,) * len(part.size)] * 2), shifted) for shifted in (False, True)]
+    alone = [part.assemble(tiles, [part.run(region)[0] for _, region in tiles]) for tiles in bare]
+    extent = float(one.max() - one.min()) or 1.0
+    borders = part.find_borders()
+    report = SeamReport(
+        network=type(network).__name__,
+        tile=part.tile,
+        reads=part.reads,
+        size=part.size,
+        volume_size=part.volume_size,
+        mismatch=_compare([one, other], extent, borders),
+        without_halo=_compare(alone, extent, borders),
+        predictions=(one[0], other[0]),
+        borders=borders,
+        notes=tuple(part.notes),
+        exact=part.exact,
+        missing_halo=part.missing,
+    )
+    if not part.calls or report.is_seamless:
+        return replace(report, layers=tuple(GlobalLayer(str(call), kept=call.kept) for call in part.calls))
+    in_tiles = [statistics for _, statistics in itertools.chain(*observed)]
+    in_patches = []
+    if patches is not None:
+        in_patches = [part.observed.run(*sample)[1] for sample in read_patches("find_seams", network, patches)]
+    in_whole = part.run_whole()
+    center = RunningMeans()
+    for each in in_patches or in_tiles:
+        center.add(each)
+    able = [call.key for call in part.calls if call.key in center]
+    removed, together = _find_removed(part, tilings, observed, center, able)
+
+    def spread(statistics: Sequence[_Statistics], key: Key) -> float | None:
+        own = [_distance(key, each[key], center[key]) for each in statistics if key in each and key in center]
+        return sum(own) / len(own) if own else None
+
+    layers = [
+        GlobalLayer(
+            str(call),
+            call.kept,
+            removed.get(call.key),
+            *(spread(each, call.key) for each in (in_tiles, in_whole, in_patches)),
+        )
+        for call in part.calls
+    ]
+    layers.sort(key=lambda layer: -math.inf if layer.removed is None else layer.removed, reverse=True)
+    return replace(report, layers=tuple(layers), removed=together, patches=len(in_patches))
+
+
+def _find_removed(
+    part: _Part,
+    tilings: Sequence[_Tiles],
+    observed: Sequence[Sequence[tuple[Tensor, Any]]],
+    center: _Statistics,
+    able: Sequence[Key],
+) -> tuple[dict[Key, float], float | None]:
+    """Return the share of the difference that goes where each call alone is constant, and where all are.
+
+    The difference is that of the pairs of tiles, one of each tiling, that differ most.
+    """
+    pairs = []
+    for places in itertools.product(*(range(len(tiles)) for tiles in tilings)):
+        cores = (tiles[place][0] for tiles, place in zip(tilings, places, strict=True))
+        both = tuple((max(one[0], other[0]), min(one[1], other[1])) for one, other in zip(*cores, strict=True))
+        if all(start < stop for start, stop in both):
+            pairs.append((places, both))
+
+    def differ(chosen: Sequence[tuple[Any, _Region]], results: Callable[[int, int], Tensor]) -> list[float]:
+        sums = []
+        for places, both in chosen:
+            one, other = (
+                part.crop(results(tiling, place), tilings[tiling][place][1], both)
+                for tiling, place in enumerate(places)
+            )
+            sums.append(float((one.double() - other.double()).abs().sum()))
+        return sums
+
+    scores = differ(pairs, lambda tiling, place: observed[tiling][place][0])
+    order = sorted(range(len(pairs)), key=scores.__getitem__, reverse=True)
+    order = order[: max(2, _MOST_RUNS // (2 * max(1, len(able))))]
+    chosen, total = [pairs[each] for each in order], sum(scores[each] for each in order)
+
+    def remove(keys: Sequence[Key]) -> float:
+        frozen = {key: center[key] for key in keys}
+        run = functools.cache(lambda tiling, place: part.run(tilings[tiling][place][1], frozen)[0])
+        return 1 - sum(differ(chosen, run)) / total
+
+    return {key: remove([key]) for key in able}, remove(able) if able else None
+
+
+class _Part:
+    """The part of a volume that is examined, and how the network runs on tiles of it."""
+
+    def __init__(self, network: nn.Module, volume: Any, size: Any) -> None:
+        self.network, self.notes = network, list[str]()
+        _, volumes = name_volumes("find_seams", volume)
+        if size is None:
+            raise TypeError("find_seams: tile must be the size of tiles, got None; fix: tile=64, for example.")
+        dims = spatial_dims_of("find_seams", network, size)
+        layouts = parse_layouts("find_seams", [each.shape for each in volumes.values()], dims)
+        sources = [
+            VolumeSource(array, layout, device_of(network), dtype_of(network), caller="find_seams")
+            for array, layout in zip(volumes.values(), layouts, strict=True)
+        ]
+        self.volume_size = sources[0].size
+        self.shapes = [(1, source.channels, *self.volume_size) for source in sources]
+        self.calls, strides = self._find_calls((None,) * dims)
+        self.tile = round_up_tile(size, self.volume_size, strides)
+        self.size = _choose_size(self.tile, self.volume_size, strides)
+        if self.size == self.tile:
+            raise ShapeError(
+                f"find_seams: tiles of {self.tile} are not smaller than the volume.\n  volume  {self.volume_size}\n"
+                f"  fix: tile={max(1, min(self.volume_size) // 4)}, for example."
+            )
+        # Half a tile, by strides.
+        self.shift = tuple(
+            round_up(own // stride, 2) // 2 * stride if own < length else 0
+            for own, length, stride in zip(self.tile, self.size, strides, strict=True)
+        )
+        self.shapes = [(*shape[:2], *self.size) for shape in self.shapes]
+        self.exact, self.missing = "", ()
+        self.halo = self._find_halo(strides)
+        self.grids = read_varied(
+            self.size, len(sources), self.volume_size, lambda index, region: sources[index].read(region, 0)[:1]
+        )
+        self.observed = ObservedNetwork(network, self.calls)
+        self.ratios: list[Fraction] = []
+
+    def _find_calls(self, tile: tuple[None, ...]) -> tuple[list[GlobalCall], tuple[int, ...]]:
+        """Return the calls that sum over all positions, and the strides."""
+        planner = Planner("find_seams", self.network, self.shapes, Tiles(tile), None, None)
+        try:
+            return find_global_calls(planner), planner.record_calls().strides
+        except (ValueError, TypeError) as error:
+            self.notes.append(f"its layers are not known: {_first_line(error)}")
+            return [], (1,) * len(tile)
+
+    def _find_halo(self, strides: Sequence[int]) -> Halo:
+        """Return the halo that its operations need; where that is not known or too large, one of a part of the tile."""
+        cut = [own < length for own, length in zip(self.tile, self.size, strict=True)]
+        quarter = tuple(
+            round_up(own // 4, stride) if there else 0
+            for own, stride, there in zip(self.tile, strides, cut, strict=True)
+        )
+        halo = Halo(quarter, quarter)
+        for statistics in ("whole", "tile"):
+            tiles = Tiles(self.tile, statistics=statistics)
+            try:
+                plan = Planner("find_seams", self.network, self.shapes, tiles, None, None).plan().graph_plan
+            except (ValueError, TypeError) as error:
+                if statistics == "whole":
+                    self.exact = _first_line(error)
+                else:
+                    self.notes.append("the halo is a quarter of the tile, as it is not known")
+                continue
+            halo = plan.halo if isinstance(plan, PatchPlan) else halo
+        room = zip(self.size, self.tile, *halo, self.shift, strict=True)
+        if any(own + before + after + shift > length for length, own, before, after, shift in room):
+            self.notes.append(
+                f"the halo is a quarter of the tile, as the whole one, {max(map(max, halo))}, has no room"
+            )
+            halo = Halo(*(tuple(map(min, side, quarter)) for side in halo))
+        return halo
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """How many positions each tile reads."""
+        return tuple(
+            min(length, own + before + after)
+            for length, own, before, after in zip(self.size, self.tile, *self.halo, strict=True)
+        )
+
+    def find_tiles(self, halo: Halo, shifted: bool) -> _Tiles:
+        """Return the own positions of each tile, and the region that it reads: of one size, within the part."""
+        axes = []
+        for length, own, before, after, shift in zip(self.size, self.tile, *halo, self.shift, strict=True):
+            ends = [0, *range(shift if shifted and shift else own, length, own), length]
+            size = min(length, own + before + after)
+            spans = []
+            for start, stop in itertools.pairwise(ends):
+                first = min(max(0, start - before), length - size)
+                spans.append(((start, stop), (first, first + size)))
+            axes.append(spans)
+        return [(tuple(core for core, _ in tile), tuple(read for _, read in tile)) for tile in itertools.product(*axes)]
+
+    def run(self, region: _Region, frozen: _Statistics | None = None) -> tuple[Tensor, dict[Key, list[Tensor]]]:
+        """Run the network on a region; return the result, and the statistics of its calls."""
+        inside = tuple(slice(start, stop) for start, stop in region)
+        grids = [grid[(slice(None), slice(None), *inside)] for grid in self.grids]
+        try:
+            output, statistics = self.observed.run(*grids, frozen=frozen or {})
+        except (RuntimeError, ValueError, TypeError) as error:
+            size = tuple(grids[0].shape[2:])
+            text = f"find_seams: {type(self.network).__name__} does not run on a tile of size {size}: {error}"
+            raise ValueError(f"{text}\n  fix: a tile that it takes.") from error
+        grid = one_grid("find_seams", self.network, grids[0].shape, output)[0]
+        self._check_output(grid, tuple(stop - start for start, stop in region))
+        return grid, statistics
+
+    def _check_output(self, grid: Tensor, size: Sequence[int]) -> None:
+        ratios = [Fraction(own, length) for own, length in zip(grid.shape[2:], size, strict=False)]
+        known = len(ratios) == grid.dim() - 2 == len(size)
+        if not known or any(1 not in (each.numerator, each.denominator) for each in ratios):
+            raise ValueError(
+                f"find_seams: {type(self.network).__name__} returns a grid of size {tuple(grid.shape[2:])} for a tile "
+                f"of size {tuple(size)}, which is no multiple or fraction of it; fix: a module around it that pads the "
+                "grid."
+            )
+        self.ratios = ratios
+
+    def run_whole(self) -> list[_Statistics]:
+        """Return the statistics of the part untiled, if it fits."""
+        whole = tuple((0, length) for length in self.size)
+        try:
+            plan = Planner("find_seams", self.network, self.shapes, Tiles(self.size), None, None).plan()
+            needed = plan.passes[0].bytes
+        except ValueError:
+            needed = 0
+        if needed > _MEMORY_SHARE * free_bytes(device_of(self.network)):
+            self.notes.append(f"the whole was not run, as it takes {needed:,} bytes")
+            return []
+        return [self.run(whole)[1]]
+
+    def crop(self, grid: Tensor, region: _Region, inside: _Region) -> Tensor:
+        """Return the positions of a region's result that stand for a region inside it."""
+        parts = zip(region, inside, self.ratios, strict=True)
+        spans = tuple(
+            slice(int((start - first) * ratio), int((stop - first) * ratio))
+            for (first, _), (start, stop), ratio in parts
+        )
+        return grid[(slice(None), slice(None), *spans)]
+
+    def assemble(self, tiles: _Tiles, grids: Sequence[Tensor]) -> Tensor:
+        """Put the results of tiles together, each its own positions."""
+        size = [int(length * ratio) for length, ratio in zip(self.size, self.ratios, strict=True)]
+        dtype = torch.promote_types(torch.float32, grids[0].dtype)
+        result = torch.empty(*grids[0].shape[:2], *size, dtype=dtype, device=grids[0].device)
+        origin = tuple((0, length) for length in self.size)
+        for (core, region), grid in zip(tiles, grids, strict=True):
+            self.crop(result, origin, core).copy_(self.crop(grid, region, core))
+        return result.cpu()
+
+    def find_borders(self) -> tuple[tuple[int, ...], ...]:
+        """Return along each axis of the output where tiles of the first tiling begin, but for the first."""
+        axes = zip(self.size, self.tile, self.ratios, strict=True)
+        return tuple(tuple(int(start * ratio) for start in range(own, length, own)) for length, own, ratio in axes)
+
+
+def _choose_size(tile: Sequence[int], size: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the size of the part that is examined: multiples of the strides, of few tiles."""
+    counts = [_MOST_TILES if own < length else 1 for own, length in zip(tile, size, strict=True)]
+
+    def sizes() -> list[int]:
+        most = (
+            min(length // stride * stride, count * own) if own < length else length
+            for own, length, stride, count in zip(tile, size, strides, counts, strict=True)
+        )
+        return [max(own, length) for own, length in zip(tile, most, strict=True)]
+
+    while math.prod(-(-length // own) for length, own in zip(sizes(), tile, strict=True)) > _MOST_TILES:
+        longest = max(range(len(counts)), key=lambda axis: -(-sizes()[axis] // tile[axis]))
+        counts[longest] = -(-sizes()[longest] // tile[longest]) - 1
+    return tuple(sizes())
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).splitlines()[0].removeprefix("find_seams: ").partition("; fix")[0]
+    return text.rpartition("does not run in tiles: ")[2]
+
+
+def _compare(predictions: Sequence[Tensor], extent: float, borders: Sequence[Sequence[int]]) -> Mismatch:
+    """Compare two predictions, and the steps of the first at its borders with those elsewhere."""
+    one, other = predictions
+    difference = (one - other).abs() / extent
+    sums, counts = [0.0, 0.0], [0, 0]
+    for axis, places in enumerate(borders):
+        steps = one.diff(dim=axis + 2).abs()
+        at_border = torch.zeros(steps.shape[axis + 2], dtype=torch.bool)
+        at_border[[place - 1 for place in places]] = True
+        for index, chosen in enumerate((at_border, ~at_border)):
+            own = steps.index_select(axis + 2, chosen.nonzero()[:, 0])
+            # Along an axis that is not cut no step is one elsewhere.
+            if places:
+                sums[index] += float(own.sum(dtype=torch.float64))
+                counts[index] += own.numel()
+    at_borders, elsewhere = (total / max(1, count) for total, count in zip(sums, counts, strict=True))
+    step = at_borders / elsewhere if elsewhere else 1.0 if not at_borders else math.inf
+    return Mismatch(float(difference.mean()), float(difference.max()), step)
+
+
+def _distance(key: Key, statistics: Sequence[Tensor], center: Sequence[Tensor]) -> float:
+    """Return how far statistics are from others: of a norm in its deviations, of a result by its size.
+
+    sqrt(sum of (mean - mean')² + (deviation - deviation')² over sum of deviation'²)
+    """
+    if key[1] in NORMS:
+        mean, deviation = statistics[0] - center[0], statistics[1].sqrt() - center[1].sqrt()
+        squares, size = mean.square() + deviation.square(), center[1]
+    else:
+        squares = torch.cat([(one - other).square().flatten() for one, other in zip(statistics, center, strict=True)])
+        size = torch.cat([each.square().flatten() for each in center])
+    return float((squares.sum() / size.sum().clamp(min=torch.finfo(torch.float64).tiny)).sqrt())
