@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farfield.nn import SqueezeExcite
 from farfield.streaming import SeamReport, find_seams, freeze_statistics
 from helpers.streamed_nets import attention, relative, settled
 
@@ -30,7 +29,7 @@ def with_layers(*layers: nn.Module) -> nn.Module:
     return settled(nn.Sequential(convolution(1, 4), *layers, convolution(4, 1)))
 
 
-def tilings(run: Callable[[Tensor], Tensor], image: Tensor, tile: int, halo: int) -> list[Tensor]:
+def tilings(run: Callable[[Tensor], Tensor], image: Tensor, tile: int, before: int, after: int) -> list[Tensor]:
     """Two tilings shifted by half a tile, of windows of one size, in plain slices."""
     results = []
     axes = [range(length) for length in image.shape[1:]]
@@ -38,8 +37,8 @@ def tilings(run: Callable[[Tensor], Tensor], image: Tensor, tile: int, halo: int
         result = torch.empty(image.shape)
         spans = []
         for axis in axes:
-            ends, size = [0, *range(first, len(axis), tile), len(axis)], min(len(axis), tile + 2 * halo)
-            starts = [min(max(0, start - halo), len(axis) - size) for start in ends[:-1]]
+            ends, size = [0, *range(first, len(axis), tile), len(axis)], min(len(axis), tile + before + after)
+            starts = [min(max(0, start - before), len(axis) - size) for start in ends[:-1]]
             spans.append(
                 [(*pair, start, start + size) for pair, start in zip(itertools.pairwise(ends), starts, strict=True)]
             )
@@ -79,8 +78,8 @@ def test_numbers_are_those_of_plain_tilings(scale: tuple[float, float]) -> None:
     net, image = with_layers(nn.InstanceNorm2d(4), nn.GELU()), scale[0] * ramp(96, 128) + scale[1]
     seams = find_seams(net, image, 32)
     with torch.no_grad():
-        one, other = tilings(net, image, 32, 2)
-        bare = tilings(net, image, 32, 0)
+        one, other = tilings(net, image, 32, 2, 2)
+        bare = tilings(net, image, 32, 0, 0)
     assert relative(seams.predictions[0], one) < 1e-4
     assert relative(seams.predictions[1], other) < 1e-4
     extent = float(one.max() - one.min())
@@ -96,6 +95,17 @@ def test_numbers_are_those_of_plain_tilings(scale: tuple[float, float]) -> None:
     assert seams.mismatch.step == pytest.approx(step, rel=1e-3)
 
 
+class Gate(nn.Module):
+    """Each channel scaled by a function of all means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return grid * torch.sigmoid(self.linear(grid.mean((2, 3))))[:, :, None, None]
+
+
 def monai_unet() -> nn.Module:
     networks = pytest.importorskip("monai.networks.nets")
     torch.manual_seed(0)
@@ -105,7 +115,7 @@ def monai_unet() -> nn.Module:
 def smp_unet() -> nn.Module:
     models = pytest.importorskip("segmentation_models_pytorch")
     torch.manual_seed(0)
-    options = {"decoder_channels": (8, 8, 8), "decoder_attention_type": "scse"}
+    options = {"decoder_channels": (32, 16, 16), "decoder_attention_type": "scse"}
     return models.Unet("resnet18", encoder_depth=3, encoder_weights=None, in_channels=1, **options)
 
 
@@ -123,7 +133,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "instance and group norm": lambda: with_layers(
         nn.InstanceNorm2d(4), nn.GELU(), convolution(4, 4), nn.GroupNorm(2, 4)
     ),
-    "squeeze and excite": lambda: with_layers(nn.BatchNorm2d(4), SqueezeExcite(4)),
+    "a gate of means": lambda: with_layers(nn.BatchNorm2d(4), Gate()),
     "a norm after batch norms": lambda: with_layers(nn.BatchNorm2d(4), nn.ReLU(), nn.GroupNorm(1, 4)),
 }
 
@@ -134,7 +144,8 @@ def test_the_first_layer_removes_most(name: str) -> None:
     net, image = NETWORKS[name]().eval(), ramp(64, 128)
     seams = find_seams(net, image, 32)
     assert seams.mismatch.mean > 1e-4
-    halo = (seams.reads[1] - 32) // 2
+    halo = [side[1] for side in seams.halo]
+    assert seams.halo.before[0] == halo[0]
     windows: list[Tensor] = []
 
     def collect(grid: Tensor) -> Tensor:
@@ -149,22 +160,22 @@ def test_the_first_layer_removes_most(name: str) -> None:
         return first
 
     with torch.no_grad():
-        before = relative(*tilings(collect, image, 32, halo))
+        before = relative(*tilings(collect, image, 32, *halo))
         layers = freeze_statistics(net, windows).frozen
         left = {}
         for call in layers:
             frozen = freeze_statistics(net, windows, only=[call.key[0]])
-            one, other = tilings(run(frozen), image, 32, halo)
+            one, other = tilings(run(frozen), image, 32, *halo)
             left[str(call)] = float((one - other).abs().mean())
-        one, other = tilings(run(net), image, 32, halo)
+        one, other = tilings(run(net), image, 32, *halo)
     total = float((one - other).abs().mean())
     assert before > 0
     assert {each.name for each in seams.layers} == set(left)
     best = min(left.values())
     # Of two that remove the same within a hundredth, either may be named.
     assert left[seams.layers[0].name] <= best + 0.01 * total
-    # All pairs of tiles were run again.
-    for layer in seams.layers:
+    # Of few layers all tiles were run again.
+    for layer in seams.layers if len(layers) < 10 else ():
         assert layer.removed == pytest.approx(1 - left[layer.name] / total, abs=0.02)
     removed = [layer.removed for layer in seams.layers]
     assert removed == sorted(removed, reverse=True)
@@ -234,7 +245,8 @@ def test_a_scripted_network_is_compared_without_layers() -> None:
     seams, plain = find_seams(scripted, ramp(96, 96), (32, 32)), find_seams(net, ramp(96, 96), 32)
     assert seams.layers == ()
     assert "scripted" in str(seams)
-    assert seams.without_halo.mean == pytest.approx(plain.without_halo.mean, rel=1e-3)
+    # By the range of predictions with a halo, which is another where it is not known.
+    assert seams.without_halo.mean == pytest.approx(plain.without_halo.mean, rel=0.1)
 
 
 def test_three_spatial_dims_and_an_axis_that_is_not_cut(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from farfield.streaming.plan import Halo
 
 # The largest difference, by the range of the output, up to which there is no seam.
 _SEAMLESS = 1e-3
@@ -32,6 +35,26 @@ class Mismatch(NamedTuple):
     mean: float
     largest: float
     step: float
+
+
+def compare_tilings(predictions: Sequence[Tensor], extent: float, borders: Sequence[Sequence[int]]) -> Mismatch:
+    """Compare two predictions, and the steps of the first at its borders with those elsewhere."""
+    one, other = predictions
+    difference = (one - other).abs() / extent
+    sums, counts = [0.0, 0.0], [0, 0]
+    for axis, places in enumerate(borders):
+        steps = one.diff(dim=axis + 2).abs()
+        at_border = torch.zeros(steps.shape[axis + 2], dtype=torch.bool)
+        at_border[[place - 1 for place in places]] = True
+        for index, chosen in enumerate((at_border, ~at_border)):
+            own = steps.index_select(axis + 2, chosen.nonzero()[:, 0])
+            # Along an axis that is not cut no step is one elsewhere.
+            if places:
+                sums[index] += float(own.sum(dtype=torch.float64))
+                counts[index] += own.numel()
+    at_borders, elsewhere = (total / max(1, count) for total, count in zip(sums, counts, strict=True))
+    step = at_borders / elsewhere if elsewhere else 1.0 if not at_borders else math.inf
+    return Mismatch(float(difference.mean()), float(difference.max()), step)
 
 
 class GlobalLayer(NamedTuple):
@@ -64,7 +87,7 @@ class SeamReport:
     Attributes:
         network: The network's class.
         tile: Size of the tiles, without halo.
-        reads: Size of what each tile reads.
+        halo: Positions that a tile reads before and after its own, one number per spatial dim each.
         size: Size of the part of the volume that was examined.
         volume_size: Size of the volume.
         mismatch: Difference of two tilings that are shifted by half a tile, each tile with its halo.
@@ -81,7 +104,7 @@ class SeamReport:
 
     network: str
     tile: tuple[int, ...]
-    reads: tuple[int, ...]
+    halo: Halo
     size: tuple[int, ...]
     volume_size: tuple[int, ...]
     mismatch: Mismatch
@@ -94,6 +117,14 @@ class SeamReport:
     exact: str = ""
     missing_halo: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Size of what each tile reads."""
+        return tuple(
+            min(length, own + before + after)
+            for length, own, before, after in zip(self.size, self.tile, *self.halo, strict=True)
+        )
 
     @property
     def is_seamless(self) -> bool:

@@ -32,14 +32,14 @@ from farfield.streaming.frozen import ObservedNetwork, RunningMeans, read_patche
 from farfield.streaming.global_calls import NORMS, GlobalCall, Key, find_global_calls
 from farfield.streaming.plan import Halo, PatchPlan
 from farfield.streaming.planning import Planner
-from farfield.streaming.seam_report import GlobalLayer, Mismatch, SeamReport
+from farfield.streaming.seam_report import GlobalLayer, SeamReport, compare_tilings
 from farfield.streaming.spans import Span
 from farfield.volumes.source import VolumeSource
 
 # Tiles of the part of a volume that is examined, at most; and the share of the free memory that it may take untiled.
 _MOST_TILES, _MEMORY_SHARE = 16, 0.25
-# Runs on tiles for which single layers are frozen, at most, but for two pairs of tiles a layer.
-_MOST_RUNS = 128
+# Runs on tiles for which single layers are frozen, at most, but for four a layer.
+_MOST_RUNS = 256
 # Statistics of each call.
 _Statistics = Mapping[Key, Sequence[Tensor]]
 _Region = tuple[Span, ...]
@@ -74,7 +74,7 @@ def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None]
             (`ShapeError`), or if its result is no grid whose size is a multiple or a fraction of its input's.
 
     Cost:
-        About 70 tiles, 128 tiles in which single layers are constant or four for each layer, the part untiled where it
+        About 70 tiles, 256 tiles in which single layers are constant or four for each layer, the part untiled where it
         takes a quarter of the free memory at most, and the patches.
 
     Reference: tile mismatch and disparity of statistics, arXiv 2503.19545.
@@ -115,11 +115,11 @@ def _examine(network: nn.Module, volume: Any, tile: Any, patches: Any) -> SeamRe
     report = SeamReport(
         network=type(network).__name__,
         tile=part.tile,
-        reads=part.reads,
+        halo=part.halo,
         size=part.size,
         volume_size=part.volume_size,
-        mismatch=_compare([one, other], extent, borders),
-        without_halo=_compare(alone, extent, borders),
+        mismatch=compare_tilings([one, other], extent, borders),
+        without_halo=compare_tilings(alone, extent, borders),
         predictions=(one[0], other[0]),
         borders=borders,
         notes=tuple(part.notes),
@@ -185,9 +185,12 @@ def _find_removed(
         return sums
 
     scores = differ(pairs, lambda tiling, place: observed[tiling][place][0])
-    order = sorted(range(len(pairs)), key=scores.__getitem__, reverse=True)
-    order = order[: max(2, _MOST_RUNS // (2 * max(1, len(able))))]
-    chosen, total = [pairs[each] for each in order], sum(scores[each] for each in order)
+    chosen, total, regions = [], 0.0, set[tuple[int, int]]()
+    for score, (places, both) in sorted(zip(scores, pairs, strict=True), reverse=True):
+        if len(regions | {*enumerate(places)}) <= max(4, _MOST_RUNS // max(1, len(able))):
+            regions |= {*enumerate(places)}
+            chosen.append((places, both))
+            total += score
 
     def remove(keys: Sequence[Key]) -> float:
         frozen = {key: center[key] for key in keys}
@@ -270,14 +273,6 @@ class _Part:
             )
             halo = Halo(*(tuple(map(min, side, quarter)) for side in halo))
         return halo
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """How many positions each tile reads."""
-        return tuple(
-            min(length, own + before + after)
-            for length, own, before, after in zip(self.size, self.tile, *self.halo, strict=True)
-        )
 
     def find_tiles(self, halo: Halo, shifted: bool) -> _Tiles:
         """Return the own positions of each tile, and the region that it reads: of one size, within the part."""
@@ -375,26 +370,6 @@ def _choose_size(tile: Sequence[int], size: Sequence[int], strides: Sequence[int
 def _first_line(error: Exception) -> str:
     text = str(error).splitlines()[0].removeprefix("find_seams: ").partition("; fix")[0]
     return text.rpartition("does not run in tiles: ")[2]
-
-
-def _compare(predictions: Sequence[Tensor], extent: float, borders: Sequence[Sequence[int]]) -> Mismatch:
-    """Compare two predictions, and the steps of the first at its borders with those elsewhere."""
-    one, other = predictions
-    difference = (one - other).abs() / extent
-    sums, counts = [0.0, 0.0], [0, 0]
-    for axis, places in enumerate(borders):
-        steps = one.diff(dim=axis + 2).abs()
-        at_border = torch.zeros(steps.shape[axis + 2], dtype=torch.bool)
-        at_border[[place - 1 for place in places]] = True
-        for index, chosen in enumerate((at_border, ~at_border)):
-            own = steps.index_select(axis + 2, chosen.nonzero()[:, 0])
-            # Along an axis that is not cut no step is one elsewhere.
-            if places:
-                sums[index] += float(own.sum(dtype=torch.float64))
-                counts[index] += own.numel()
-    at_borders, elsewhere = (total / max(1, count) for total, count in zip(sums, counts, strict=True))
-    step = at_borders / elsewhere if elsewhere else 1.0 if not at_borders else math.inf
-    return Mismatch(float(difference.mean()), float(difference.max()), step)
 
 
 def _distance(key: Key, statistics: Sequence[Tensor], center: Sequence[Tensor]) -> float:
