@@ -51,7 +51,7 @@ CLASSES = {
     "farfield.testing.predictions": ("Predictions", "check_predictions"),
 }
 COMMANDS = ("operators", "models", "cost", "measure", "plan", "maps", "places", "info", "kernels", "recipes")
-COMMANDS += ("explore", "demo")
+COMMANDS += ("explore", "demo", "seams")
 
 
 def lines() -> list[str]:

@@ -42,6 +42,7 @@ COMMANDS = {
     "info": Command("tables.show_machine"),
     "kernels": Command("kernels.show_kernels"),
     "recipes": Command("recipes.show_recipes"),
+    "seams": Command("seams.show_seams", "stream"),
     "fit": _TRAIN,
     "validate": _TRAIN,
     "test": _TRAIN,
