@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from farfield.nn import SqueezeExcite
 from farfield.streaming import MeanOverFlips, freeze_statistics, plan_whole, predict_whole
+from helpers.drawn_networks import draw_network, draw_tile, draw_values
 from helpers.streamed_nets import CONVOLUTIONS, attention, relative, settled
 
 INSTANCE = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
@@ -80,7 +81,7 @@ REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def draw_network(draw: random.Random, spatial_dims: int) -> nn.Sequential:
+def draw_norms(draw: random.Random, spatial_dims: int) -> nn.Sequential:
     """Convolutions with global layers between them."""
     layers: list[nn.Module] = [CONVOLUTIONS[spatial_dims](1, 4, 3, padding=1)]
     for _ in range(draw.randint(1, 4)):
@@ -140,7 +141,7 @@ def make_patches(generator: torch.Generator, spatial_dims: int, count: int = 3) 
 def test_a_drawn_network_is_what_surgery_by_hand_makes(seed: int) -> None:
     draw, spatial_dims = random.Random(seed), seed % 3 + 1
     torch.manual_seed(seed)
-    net = draw_network(draw, spatial_dims)
+    net = draw_norms(draw, spatial_dims)
     before = copy.deepcopy(net.state_dict())
     patches = make_patches(torch.Generator().manual_seed(seed), spatial_dims)
     frozen, by_hand = freeze_statistics(net, patches), operate(net, patches, spatial_dims)
@@ -224,6 +225,19 @@ def test_on_one_patch_it_is_the_network() -> None:
     assert len(frozen.frozen) == 6
     with torch.no_grad():
         assert relative(frozen(patch), net(patch)) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", [0, 4, 8, 9, 11, 15])
+def test_on_one_patch_a_drawn_network_is_itself(seed: int) -> None:
+    net, shape, _ = draw_network(seed)
+    patch = draw_values(seed, shape)
+    frozen = freeze_statistics(net, patch)
+    with torch.no_grad():
+        want = frozen(patch)
+        if not any("adaptive" in call.key[1] for call in frozen.frozen):
+            assert relative(want, net(patch)) < 10 * TOLERANCE
+        tiled = predict_whole(frozen, patch, tile=draw_tile(seed, shape[2:]), quiet=True)
+    assert relative(tiled, want) < 100 * TOLERANCE
 
 
 def test_large_numbers_and_skewed_ones() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farfield.streaming import SeamReport, find_seams, freeze_statistics
+from farfield.streaming import GlobalLayer, SeamReport, find_seams, freeze_statistics
 from helpers.streamed_nets import attention, relative, settled
 
 
@@ -189,7 +190,6 @@ def test_the_advice() -> None:
         "patches like the whole": find_seams(net, image, 32, [image, image.flip(1)]),
         "patches that differ as tiles do": find_seams(net, image, 32, tiles),
         "patches of one place": find_seams(net, image, 32, torch.stack(tiles[::4])),
-        "one place, few columns": find_seams(net, image[:, :, :96], 32, torch.stack(tiles[::4])),
     }
     assert advice["no patches"].choice == "compare"
     assert "not known here" in advice["no patches"].advice
@@ -200,17 +200,36 @@ def test_the_advice() -> None:
     assert advice["patches of one place"].layers[0].removed == pytest.approx(1, abs=1e-3)
 
 
-def test_tile_where_patches_are_as_tiles_and_the_whole_is_not() -> None:
-    """The whole has a part that no patch of the training had, which tiles beside it do not see."""
-    image = torch.rand(1, 64, 256, generator=torch.Generator().manual_seed(0))
-    image *= 1 + 0.3 * (torch.arange(256) // 32 % 2)
-    image[:, :32, 224:] = 6
-    tiles = [image[:, 32:, left : left + 32] for left in range(0, 256, 32)]
-    seams = find_seams(settled(nn.Sequential(convolution(1, 4, 1), nn.InstanceNorm2d(4))), image[:, 24:, :], 32, tiles)
-    tiles_away, whole_away, patches_away = seams.distances()
-    assert seams.choice == (
-        "whole" if whole_away <= patches_away else "tile" if tiles_away <= patches_away else "frozen"
-    )
+# Distances of tiles, whole and patches; why it is not exact; the choice.
+CHOICES = [
+    ((0.5, 0.1, 0.2), "", "whole"),
+    ((0.2, 0.5, 0.3), "", "tile"),
+    ((0.4, 0.5, 0.3), "", "frozen"),
+    ((0.4, 0.04, 0.0), "", "whole"),
+    ((0.2, 0.1, 0.3), "an operation", "frozen"),
+    ((0.4, 0.5, None), "", "compare"),
+    ((0.4, 0.5, None), "an operation", "frozen"),
+]
+
+
+@pytest.mark.parametrize(("distances", "exact", "choice"), CHOICES)
+def test_the_rule_of_the_choice(distances: tuple[float, float, float | None], exact: str, choice: str) -> None:
+    seams = find_seams(with_layers(nn.InstanceNorm2d(4)), ramp(64, 64), 32)
+    # A layer with which nothing goes does not count.
+    layers = (GlobalLayer("norm", "", 0.9, *distances), GlobalLayer("other", "", -0.1, 9.0, 9.0, 0.0))
+    changed = replace(seams, layers=layers if distances[2] is not None else layers[:1], exact=exact)
+    assert changed.choice == choice
+    assert changed.advice in str(changed)
+    assert (exact in changed.advice) if exact else ("cannot" not in changed.advice)
+
+
+def test_constants_that_do_not_mend() -> None:
+    seams = find_seams(with_layers(nn.InstanceNorm2d(4)), ramp(64, 64), 32)
+    assert replace(seams, removed=0.2).choice == "whole"
+    assert replace(seams, removed=0.2, exact="an operation").choice == "overlap"
+    halo = replace(seams, removed=0.2, missing_halo=(40, 40))
+    assert halo.choice == "halo"
+    assert "halo of 40 × 40 positions" in halo.advice
 
 
 def test_attention_is_named() -> None:
