@@ -346,6 +346,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no patches": (lambda: freeze_statistics(make_small(), []), ValueError, "there are no patches"),
     "a path": (lambda: freeze_statistics(make_small(), "a.tif"), TypeError, "open_volume"),
     "channels": (lambda: freeze_statistics(make_small(), torch.rand(2, 3, 16, 16)), ValueError, "volume of 1 channels"),
+    "channels of the second": (
+        lambda: freeze_statistics(make_small(), [torch.rand(1, 9, 9), torch.rand(3, 9, 9)]),
+        ValueError,
+        r"does not run on a patch of shape \(3, 9, 9\)",
+    ),
     "axes": (lambda: freeze_statistics(make_small(), torch.rand(16)), ValueError, "2 spatial dims"),
     "not finite": (lambda: freeze_statistics(make_small(), torch.full((1, 9, 9), torch.nan)), ValueError, "patch 0 is"),
     "nothing": (

@@ -301,6 +301,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "one tile": (lambda: find_seams(with_layers(), ramp(32, 32), 32), ValueError, "not smaller than the volume"),
     "channels": (lambda: find_seams(with_layers(), ramp(64, 64, channels=2), 32), ValueError, "does not run on a tile"),
     "no array": (lambda: find_seams(with_layers(), "a.tif", 32), TypeError, "open_volume"),
+    "not finite": (lambda: find_seams(with_layers(), ramp(64, 64) / 0, 32), ValueError, "is not finite"),
+    "patches": (
+        lambda: find_seams(with_layers(nn.InstanceNorm2d(4)), ramp(64, 64), 32, [ramp(32, 32, channels=3)]),
+        ValueError,
+        "does not run on a patch of shape",
+    ),
     "shortened": (lambda: find_seams(settled(nn.Conv2d(1, 1, 3)), ramp(64, 64), 32), ValueError, "no multiple or"),
 }
 

@@ -110,8 +110,8 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
     # The network is a copy already, of which the parameters alone are the user's.
     means, observed = RunningMeans(), ObservedNetwork(network, chosen)
     with torch.no_grad():
-        for sample in chain([first], samples):
-            means.add(observed.run(*sample)[1])
+        for statistics in observe_patches("freeze_statistics", observed, chain([first], samples)):
+            means.add(statistics)
     for call in chosen:
         if call.key not in means or not all(each.isfinite().all() for each in means[call.key]):
             raise ValueError(
@@ -197,6 +197,21 @@ class ObservedNetwork:
 
 
 _OBSERVED = "observed"
+
+
+def observe_patches(
+    caller: str, observed: ObservedNetwork, samples: Iterable[tuple[Tensor, ...]]
+) -> Iterator[dict[Key, list[Tensor]]]:
+    """Iterate over the statistics of a network on samples of patches; refuse one that it does not take."""
+    for sample in samples:
+        try:
+            _, statistics = observed.run(*sample)
+        except (RuntimeError, ValueError, TypeError) as error:
+            shapes = ", ".join(str(tuple(each.shape[1:])) for each in sample)
+            name = type(observed.network).__name__
+            text = f"{caller}: {name} does not run on a patch of shape {shapes}: {error}"
+            raise ValueError(f"{text}\n  fix: patches of sizes and channels that it takes.") from error
+        yield statistics
 
 
 class FrozenNetwork(nn.Module):

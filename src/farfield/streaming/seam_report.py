@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,7 +95,8 @@ class SeamReport:
         predictions: Those of the two tilings with halo, `(channels, *size)` of the output.
         borders: Along each axis of the output, where tiles of the first tiling begin.
         layers: Layers that sum over all positions; the one with which most of the difference goes is the first.
-        removed: The share of the difference that goes where all that can be are constant; None if it was not found.
+        removed: The share of the difference, in the tiles that differ most, that goes where all that can be are
+            constant; None if it was not found.
         patches: Number of samples of the patches.
         exact: Why the network does not run exactly in tiles; "" if it does.
         missing_halo: The halo that its operations need, if there was no room for it in the part; () if there was.
@@ -214,7 +215,7 @@ class SeamReport:
         for name, each in (("without halo", self.without_halo), ("with halo", self.mismatch)):
             yield f"{name:32}{each.mean:>10.2%}{each.largest:>10.2%}{each.step:>16.2f} ×"
         if self.removed is not None:
-            yield f"with halo, constant statistics{self.mismatch.mean * (1 - self.removed):>12.2%}"
+            yield f"constant statistics of all layers remove {self.removed:.0%} of the difference with halo"
         if self.layers:
             yield ""
             yield from self._list_layers()
@@ -255,20 +256,17 @@ class SeamReport:
         difference = (one - other).abs()
         channel, *place = (int(each) for each in torch.unravel_index(difference.argmax(), difference.shape))
         axis = max(range(len(place)), key=lambda each: (bool(self.borders[each]), each))
-        kept = [each for each in range(len(place)) if each >= len(place) - 2 or each == axis][-2:]
-        if axis not in kept:
-            kept = sorted([axis, kept[-1]])
+        beside = [each for each in range(len(place)) if each != axis][-1:]
+        kept = sorted([axis, *beside])
         plane = (channel, *(slice(None) if each in kept else at for each, at in enumerate(place)))
         line = (channel, *(slice(None) if each == axis else at for each, at in enumerate(place)))
         figure = Figure(figsize=(12, 7 if len(kept) == 2 else 3), layout="constrained")
         panels = figure.subplot_mosaic("012;333" if len(kept) == 2 else "3")
         names = ("tiling", "tiling shifted by half a tile", "difference")
         for number, grid in enumerate((one, other, difference) if len(kept) == 2 else ()):
-            limits: dict[str, Any] = (
-                {} if number == 2 else {"vmin": float(one[plane].min()), "vmax": float(one[plane].max())}
-            )
+            low, high = (None, None) if number == 2 else (float(one[plane].min()), float(one[plane].max()))
             axes = panels[str(number)]
-            image = axes.imshow(grid[plane].numpy(), cmap="magma" if number == 2 else "gray", **limits)
+            image = axes.imshow(grid[plane].numpy(), cmap="magma" if number == 2 else "gray", vmin=low, vmax=high)
             axes.set_title(names[number])
             axes.set_yticks([each - 0.5 for each in self.borders[kept[0]]], labels=[])
             axes.set_xticks([each - 0.5 for each in self.borders[kept[1]]], labels=[])

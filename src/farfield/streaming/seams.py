@@ -28,7 +28,7 @@ from farfield.streaming.arguments import (
     spatial_dims_of,
 )
 from farfield.streaming.check import read_varied
-from farfield.streaming.frozen import ObservedNetwork, RunningMeans, read_patches
+from farfield.streaming.frozen import ObservedNetwork, RunningMeans, observe_patches, read_patches
 from farfield.streaming.global_calls import NORMS, GlobalCall, Key, find_global_calls
 from farfield.streaming.plan import Halo, PatchPlan
 from farfield.streaming.planning import Planner
@@ -59,7 +59,7 @@ def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None]
         network: Network in eval mode, as of `predict_whole`; also one that does not run exactly in tiles. Of one that
             cannot be recorded, as a scripted one, the tilings alone are compared.
         volume: As of `predict_whole`. A part of at most 16 tiles around its middle, or where it is not constant, is
-            read and examined as if it were the volume.
+            read and examined as if it were the volume, of a batch the first sample.
         tile: Size of the tiles without halo: one number, or one per spatial dim, None for those that are not cut;
             rounded up to multiples of the strides.
         patches: Patches as the training had them, as of `freeze_statistics`. Without them it is not known whether the
@@ -71,7 +71,8 @@ def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None]
     Raises:
         TypeError: If network is no module, volume or patches no arrays of numbers, or tile no integers.
         ValueError: If the network is in training mode or does not run on a tile, if tile is not smaller than the volume
-            (`ShapeError`), or if its result is no grid whose size is a multiple or a fraction of its input's.
+            (`ShapeError`), or if its result is not finite, or no grid whose size is a multiple or a fraction of its
+            input's; if a patch is not finite, or the network does not run on it.
 
     Cost:
         About 70 tiles, 256 tiles in which single layers are constant or four for each layer, the part untiled where it
@@ -108,6 +109,11 @@ def _examine(network: nn.Module, volume: Any, tile: Any, patches: Any) -> SeamRe
     one, other = (
         part.assemble(tiles, [grid for grid, _ in runs]) for tiles, runs in zip(tilings, observed, strict=True)
     )
+    if not (one.isfinite().all() and other.isfinite().all()):
+        raise ValueError(
+            f"find_seams: the result of {type(network).__name__} is not finite on the part of the volume that was "
+            "read; fix: numpy.nan_to_num(volume), or a module around the network that returns finite numbers."
+        )
     bare = [part.find_tiles(Halo(*[(0,) * len(part.size)] * 2), shifted) for shifted in (False, True)]
     alone = [part.assemble(tiles, [part.run(region)[0] for _, region in tiles]) for tiles in bare]
     extent = float(one.max() - one.min()) or 1.0
@@ -131,7 +137,8 @@ def _examine(network: nn.Module, volume: Any, tile: Any, patches: Any) -> SeamRe
     in_tiles = [statistics for _, statistics in itertools.chain(*observed)]
     in_patches = []
     if patches is not None:
-        in_patches = [part.observed.run(*sample)[1] for sample in read_patches("find_seams", network, patches)]
+        samples = read_patches("find_seams", network, patches)
+        in_patches = list(observe_patches("find_seams", part.observed, samples))
     in_whole = part.run_whole()
     center = RunningMeans()
     for each in in_patches or in_tiles:
