@@ -236,6 +236,7 @@ ALIGNED_RULES: dict[str, Rule] = {
     **named(_trailing(0), "view_as_real"),
     **named(aligned(_off_diagonal), "diagonal"),
     **named(aligned(_looked_up), "embedding"),
+    **named(aligned(lambda call: [range(len(call.shape)), [None]]), "bucketize.Tensor"),
     **named(aligned(_indexed), "index.Tensor"),
     **named(aligned(_sampled), "grid_sampler_2d grid_sampler_3d"),
     **named(aligned(_recurrent), "mkldnn_rnn_layer"),

@@ -351,7 +351,7 @@ _SUMS: dict[str, _Summing | Callable[[OperationCall], _Summing]] = {
     "all.dims all.dim all.default": _Summing(
         Merging((1.0,), each_by(torch.minimum)), lambda x, dims: _find_smallest(_holds(x), dims)
     ),
-    "linalg_vector_norm": _sums_of_norm,
+    "linalg_vector_norm norm.ScalarOpt_dim": _sums_of_norm,
 }
 SUM_RULES: dict[str, Rule] = {
     **{name: rule for names, find in _SUMS.items() for name, rule in named(_summed(find), names).items()},
