@@ -6,7 +6,7 @@ import json
 import operator
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -157,24 +157,17 @@ def open_volume(
     suffix = file.suffix.lower()
     if level and suffix not in (".zarr", ""):
         raise ValueError(f'open_volume: "{file}" has no levels, got level={level}; fix: level=0.')
-    if suffix in (".tif", ".tiff"):
-        array, metadata = open_tiff_volume(file, series)
-    elif suffix == ".npy":
-        choose_series(file, [""], series)
-        return Volume(*with_unknown_axes(np.load(file, mmap_mode="r")))
+    if suffix in READERS:
+        array, metadata = READERS[suffix](file, series)
     elif file.is_dir():
         array, metadata = open_zarr_volume(file, level, series)
     else:
+        *others, last = READERS
         raise ValueError(
-            f'open_volume: "{file}" is neither a .tif, .tiff or .npy file nor a folder of zarr; '
+            f'open_volume: "{file}" is neither a {", ".join(others)} or {last} file nor a folder of zarr; '
             "fix: open it by its own library, and farfield.volumes.Volume(array, metadata)."
         )
     return arrange(file, array, metadata, channel)
-
-
-def with_unknown_axes(array: Any) -> tuple[Any, ImageMetadata]:
-    """Return an array, and metadata that has a letter for each of its axes and nothing else."""
-    return array, ImageMetadata("Q" * len(array.shape))
 
 
 def choose_series(file: Path, described: Sequence[str], series: int | None) -> int:
@@ -223,6 +216,21 @@ def open_tiff_volume(file: Path, series: int | None) -> tuple[Any, ImageMetadata
             raise
         reason = str(error).removesuffix(".") or type(error).__name__
         raise ValueError(f'open_volume: cannot read "{file}": {reason}.') from error
+
+
+def open_npy_volume(file: Path, series: int | None) -> tuple[Any, ImageMetadata]:
+    """Open a NumPy file, of whose axes nothing is known."""
+    choose_series(file, [""], series)
+    array = np.load(file, mmap_mode="r")
+    return array, ImageMetadata("Q" * array.ndim)
+
+
+# Suffix -> `(file, series) -> array, metadata`, for reading; `file_formats.FORMATS` are those of outputs.
+READERS: dict[str, Callable[[Path, int | None], tuple[Any, ImageMetadata]]] = {
+    ".tif": open_tiff_volume,
+    ".tiff": open_tiff_volume,
+    ".npy": open_npy_volume,
+}
 
 
 def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, ImageMetadata]:
