@@ -27,6 +27,7 @@ import farfield
 from farfield import cost, models, ops
 from farfield._operators import FACTS
 from farfield.cli.machine import distribution_name
+from farfield.cost import formulas
 from farfield.cost.formulas import FORMULAS
 from slow import PARTS, REST
 
@@ -272,6 +273,7 @@ def test_every_row_pickles(row: str) -> None:
 def test_every_row_has_a_cost_formula(row: str) -> None:
     small, large = (cost.predict(row, channels=16, size=(side, side)) for side in (14, 28))
     assert 0 < small.macs < large.macs
+    assert any(row in paper.rows for paper in formulas.PAPERS.values()), "of no paper: among those of FA"
 
 
 def table_rows(page: str) -> dict[str, list[str]]:
@@ -426,6 +428,8 @@ def test_every_function_of_ops_is_documented_in_the_order_of_the_house() -> None
         places = [text.find(f"\n{section}:") for section in wanted]
         if -1 in places or places != sorted(places) or ">>> " not in text[places[-1] :]:
             offenders.append(f"ops.{name} needs {wanted} in this order, with an example that runs")
+        if f":: farfield.ops.{name}\n" not in read("docs/api/ops.md"):
+            offenders.append(f"docs/api/ops.md: no {name}")
     assert offenders == []
 
 

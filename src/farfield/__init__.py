@@ -2,7 +2,7 @@
 
 The names below load on first use, so that ``import farfield`` itself is fast:
 
-- ``ops``: the twelve operators, ``OPERATORS``, ``summarize`` and ``respond``
+- ``ops``: the operators, ``OPERATORS``, ``summarize`` and ``respond``
 - ``nn``: ``GridAttention`` and the blocks of the papers
 - ``models``: the compact networks, ``MODELS``, ``from_pretrained``
 - ``cost``: ``predict`` (by formula), ``count`` (the MACs that execute), ``measure`` (seconds and bytes)
