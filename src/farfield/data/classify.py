@@ -28,17 +28,14 @@ _HELD_OUT = 0.2
 
 
 class _Classification(Loading):
-    """Base class of both data modules: the loaders return `uint8` images, which are normalised on the device.
-
-    A batch is `(images, labels)`; a batch to predict is `(images, names)`.
-    """
+    """Base class of both data modules: the loaders return `uint8` images and their labels, or names to predict."""
 
     def __init__(self, batch_size: int, workers: int, seed: int, colours: tuple[Colours, Colours]) -> None:
         super().__init__(batch_size, workers, seed)
         self.normalize = v2.Normalize(*colours)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Turn `uint8` images into normalised floating point, on the device."""
+        """Normalise `uint8` images, on the device."""
         images, labels = batch
         return self.normalize(functional.to_dtype(images, torch.float32, scale=True)), labels
 

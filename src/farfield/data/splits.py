@@ -18,15 +18,7 @@ from farfield.data.readers.images import FolderError, list_classes, list_images,
 
 
 def split_by_class(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split samples into two parts with the same share of each class; return the indices of both, sorted.
-
-    `fraction` is the share of the samples in the second part, or, as an int, their number.
-
-    Example:
-        >>> first, second = split_by_class([0] * 10 + [1] * 20, 0.2, seed=0)
-        >>> len(first), len(second)
-        (24, 6)
-    """
+    """Split samples by class, `fraction` of each (an int: so many in all) into the second part; return the indices."""
     try:
         parts = train_test_split(np.arange(len(labels)), test_size=fraction, stratify=labels, random_state=seed)
     except ValueError as error:

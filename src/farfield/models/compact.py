@@ -276,7 +276,6 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
 
 def _find_variant(model: str, operator: str | Operator | None) -> Variant:
-    """Return an entry of `VARIANTS`; refuse an operator if the entry has no attention."""
     if model not in VARIANTS:
         raise unknown("models.CompactNet", "model", model, VARIANTS)
     variant = VARIANTS[model]
@@ -291,7 +290,6 @@ def _find_variant(model: str, operator: str | Operator | None) -> Variant:
 def _build_row(
     stage: Stage, kind: str, path: str | Operator | None, channels: int, out: int, stride: int, reduction: int
 ) -> nn.Sequential:
-    """Build the n blocks of one stage; the first has the stride and changes the channels."""
     blocks: list[nn.Module] = []
     for index in range(stage.n):
         first = stride if index == 0 else 1
@@ -335,7 +333,6 @@ def _check_sizes(model: str, num_classes: int, in_channels: int, width: float, d
 def _check_strides(
     model: str, strides: Sequence[int] | None, output_stride: int | None
 ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Return the five strides, by default the papers', and the result of `limit_strides` for them."""
     strides = STRIDES if strides is None else strides
     if len(strides) != len(STRIDES) or not all(isinstance(stride, int) and stride >= 1 for stride in strides):
         raise ValueError(
@@ -348,10 +345,7 @@ def _check_strides(
 
 
 def check_image(model: str, image: Tensor, channels: int, other: str = "") -> None:
-    """Refuse an image that is not a floating-point tensor `(batch, channels, height, width)`, or is empty.
-
-    `other` is the text of another fix, for a network that can be built for other channels.
-    """
+    """Refuse an image that is not `(batch, channels, height, width)` of floats; `other` is the text of another fix."""
     if image.dim() != 4 or image.shape[1] != channels:
         fix = f"give it (batch, {channels}, height, width){other}."
         if image.dim() == 3:

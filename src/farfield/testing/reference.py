@@ -19,12 +19,10 @@ Head = Callable[[Array, Array, Array, Mask, Mask, Array], Array]
 
 
 def _valid(mask: Mask) -> list[Position]:
-    """The indices of one sample's valid positions, in grid order."""
     return [position for position in np.ndindex(mask.shape) if mask[position]]
 
 
 def _softmax(scores: Sequence[float]) -> Array:
-    """Exponentials divided by their sum; an empty array for no scores."""
     if not len(scores):
         return np.zeros(0)
     exponentials = np.exp(np.asarray(scores) - max(scores))
@@ -32,7 +30,6 @@ def _softmax(scores: Sequence[float]) -> Array:
 
 
 def _weighted(weights: Iterable[float], vectors: Iterable[Array], channels: int) -> Array:
-    """Σ_j weight_j · vector_j; zeros for no vectors."""
     total = np.zeros(channels)
     for weight, vector in zip(weights, vectors, strict=True):
         total += weight * vector
@@ -223,7 +220,6 @@ def outer_sum(vectors: Array, size: tuple[int, ...]) -> Array:
 
 
 def _axis_keys_and_values(k: Array, v: Array, valid: Mask) -> tuple[list[Array], list[Array]]:
-    """Keys and values of the axes' indices that have a valid position."""
     pairs = zip(_axis_vectors(k, valid), _axis_vectors(v, valid), strict=True)
     present = [(key, value) for key, value in pairs if key is not None and value is not None]
     return [key for key, _ in present], [value for _, value in present]
@@ -275,14 +271,12 @@ def kronecker_qkv(
     query_mask: Mask | None = None,
     scale: float = 1.0,
 ) -> Array:
-    """KAN Eq. 17–18 with Eq. 13: the outer sum of n axes contains its mean n times; it is counted once.
-
-    That mean is taken over the valid queries, one by one.
-    """
+    """KAN Eq. 17–18 with Eq. 13: the outer sum of n axes contains its mean n times; it is counted once."""
     options = {"heads": heads, "mask": mask, "query_mask": query_mask, "scale": scale}
     literal, spatial_dims = kronecker_qkv_literal(query, key, value, **options), query.ndim - 2
     out = literal.copy()
     for sample in range(len(query)):
+        # The mean over the valid queries, one by one.
         positions = _valid(np.ones(query.shape[2:], bool) if query_mask is None else query_mask[sample])
         for channel in range(value.shape[1]):
             total = sum(literal[sample, channel, *position] for position in positions)
