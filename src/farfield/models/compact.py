@@ -22,7 +22,7 @@ from farfield.nn.block_fusion import in_slices
 from farfield.nn.blocks import SAMPLE_WISE, AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.conv_norm_act import convolved
-from farfield.nn.initialization import DrawnByItself
+from farfield.nn.initialization import DrawnByItself, draw
 from farfield.ops.table import OPERATORS, Operator
 
 
@@ -303,10 +303,10 @@ def _build_row(
     return nn.Sequential(*blocks)
 
 
-def _round_channels(channels: float, divisor: int = 8) -> int:
-    """Round channels to a multiple of the divisor, up if rounding would lose more than a tenth (MobileNetV2)."""
-    rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
-    return rounded + divisor if rounded < 0.9 * channels else rounded
+def _round_channels(channels: float) -> int:
+    """Round channels to a multiple of 8, up if rounding would lose more than a tenth (MobileNetV2)."""
+    rounded = max(8, int(channels + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * channels else rounded
 
 
 def draw_weights(net: nn.Module) -> nn.Module:
@@ -315,9 +315,7 @@ def draw_weights(net: nn.Module) -> nn.Module:
         if isinstance(module, GridAttention):
             module.reset_parameters()  # w is one projection from c/heads to 1 per head
         elif isinstance(module, nn.Conv2d | nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+            draw(module)
     return net
 
 

@@ -17,7 +17,7 @@ from farfield._checks import shape_error
 from farfield.models.channel_norm import split_deviation
 from farfield.models.choices import check_whole, find_operator
 from farfield.nn.attention import GridAttention
-from farfield.nn.initialization import DrawnByItself
+from farfield.nn.initialization import DrawnByItself, draw
 from farfield.nn.norm import norm_of
 from farfield.nn.spatial_dims import layers
 from farfield.ops.table import Operator
@@ -204,9 +204,7 @@ def draw_convolutions(net: nn.Module) -> nn.Module:
     """Initialize convolutions as in the papers: Glorot uniform, biases 0; attention keeps its own initialization."""
     for module in net.modules():
         if isinstance(module, _ConvNd):
-            nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+            draw(module)
     return net
 
 

@@ -132,11 +132,6 @@ def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _argument(index: int) -> int:
-    # Offset of the lower half of an argument in what a filter reads.
-    return 16 + 8 * index
-
-
 def _filter_program() -> bytes:
     """A filter that notifies of `_CALLS`: of opening for writing alone, and of shared maps that are written alone."""
     blocks: list[list[tuple[int, int, int, int]]] = [[(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, _X86_64)]]
@@ -147,7 +142,8 @@ def _filter_program() -> bytes:
         block = [(_EQUAL, 0, len(tests) + 1 + bool(tests), number)]
         for place, (kind, value) in enumerate(tests):
             last = len(tests) - place  # from the step after this one to the step that allows
-            block.append((_LOAD, 0, 0, _argument(value)) if kind == _LOAD else (_ANY_BIT, 0, last, value))
+            # An argument's lower half is 16 + 8 i bytes from the start of what a filter reads.
+            block.append((_LOAD, 0, 0, 16 + 8 * value) if kind == _LOAD else (_ANY_BIT, 0, last, value))
         block.append((_RETURN, 0, 0, _NOTIFY))
         if tests:
             block.append((_RETURN, 0, 0, _ALLOW))
