@@ -16,17 +16,11 @@ COPIED, SIDE = {"memory": 2**26, "cache": 2**15}, 1024
 
 
 class Rates(NamedTuple):
-    """What a machine can do.
+    """What a machine can do."""
 
-    Attributes:
-        from_memory: Bytes per second that a copy of a grid larger than any cache reads and writes.
-        from_cache: The same of a grid that stays in a level-2 cache.
-        products: MACs per second of a matrix product.
-    """
-
-    from_memory: float
-    from_cache: float
-    products: float
+    from_memory: float  # bytes per second that a copy of a grid larger than any cache reads and writes
+    from_cache: float  # the same of a grid that stays in a level-2 cache
+    products: float  # MACs per second of a matrix product
 
 
 @dataclass(frozen=True)

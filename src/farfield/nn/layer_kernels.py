@@ -111,16 +111,8 @@ _private_operations()
 def norm_and_clamp(
     grid: Tensor, statistics: Sequence[Tensor], momentum: float, eps: float, bounds: tuple[float, float]
 ) -> Tensor | None:
-    """Norm a grid by the mean and variance of its batch, and clamp it; None if no kernel computes the gradients.
-
-    Args:
-        grid: `(b, c, *n)`.
-        statistics: Running mean and variance, which are updated, weight and bias of the norm, `(c)` each.
-        momentum: Weight of this batch in the running statistics.
-        eps: Added to the variance.
-        bounds: The least and the largest number of the output.
-    """
-    mean, variance, weight, bias = statistics
+    """Norm a grid `(b, c, *n)` by its batch, and clamp it to bounds; None if no kernel computes the gradients."""
+    mean, variance, weight, bias = statistics  # (c) each; the running mean and variance are updated
     if is_recorded() or not is_on() or not is_recorded_by_autograd(grid) or not are_themselves(grid, *statistics):
         return None
     one_each = grid.numel() <= grid.shape[1]  # which torch refuses

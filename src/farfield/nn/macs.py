@@ -144,18 +144,10 @@ def raw(formula: Any) -> Callable[..., int]:
 
 # ---- counting --------------------------------------------------------------------------------------------------------
 class Running(ModuleTracker):
-    """The modules of a network that run, by path; modules of other networks, which other threads run, do not count.
+    """The modules of a network that run, by path; modules of other networks, which other threads run, do not count."""
 
-    Its hooks are not those of the modules: a block with hooks on its layers runs them one by one. Those of torch's
-    `ModuleTracker` are known to change nothing, see `nn.bare`.
-
-    Args:
-        network: The network; None follows no module.
-
-    Attributes:
-        parents: What `FlopCounterMode` reads: names of the modules that run, and `TOTAL`.
-    """
-
+    # Not hooks of the modules: a block with hooks on its layers runs them one by one. Those of torch's `ModuleTracker`
+    # are known to change nothing, see `nn.bare`. `FlopCounterMode` reads `parents`.
     def __init__(self, network: nn.Module | None) -> None:
         super().__init__()
         self.names = {} if network is None else {module: f".{path}" for path, module in network.named_modules()}
@@ -210,11 +202,7 @@ def is_uncounted(operation: Any) -> bool:
 
 
 class MacCounter:
-    """Count the MACs of the operations in a context.
-
-    Args:
-        network: The network whose modules are counted one by one.
-    """
+    """Count the MACs of the operations in a context, those of the modules of a network one by one."""
 
     def __init__(self, network: nn.Module | None = None) -> None:
         self.counter = FlopCounterMode(display=False, custom_mapping=formulas())

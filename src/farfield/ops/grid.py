@@ -203,19 +203,12 @@ def _add_parts(parts: list[Tensor]) -> Tensor:
 
 
 def count_mean_once(responses: Tensor, valid: Tensor, spatial_dims: int) -> Tensor:
-    """Shift the axes' vectors so that their outer sum contains the mean once and not once per axis (KAN 13).
-
-    Let m be the mean of the vectors of all n axes, weighted by their counts of positions. The outer sum has the mean
-    n·m over positions. After (n - 1)/n · m is subtracted from each vector, its mean is m, and the implied attention
-    rows sum to 1.
-
-    Args:
-        responses: `(b, c, Σ size)`.
-        valid: `(b, 1, Σ size)`, the number of valid positions at each index.
-        spatial_dims: Number of axes.
-    """
+    """Shift the axes' vectors `(b, c, Σ size)`: their outer sum then has the mean once, not once per axis (KAN 13)."""
     if spatial_dims == 1:
         return responses
+    # With m the mean of the vectors of all n axes, weighted by their valid positions `(b, 1, Σ size)`, the outer sum
+    # has the mean n·m. After (n - 1)/n · m is subtracted from each vector, it is m, and the implied attention rows sum
+    # to 1.
     dtype = valid.dtype
     mean = (responses.to(dtype) * valid).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp_min(1)
     return responses - ((spatial_dims - 1) / spatial_dims * mean).to(responses.dtype)

@@ -35,31 +35,18 @@ NOT_INSTALLED = "not built: farfield runs from files that were not installed; fi
 
 
 class Kernel(NamedTuple):
-    """A line of the kernel table: which kernels compute what, for which operators, and when.
+    """A line of the kernel table: which kernels compute what, for which operators, and when."""
 
-    Attributes:
-        step: What is computed: "attention", "sums", "responses", "sums along axes" or "outer sums".
-        names: The kernels.
-        operators: Kinds of operators: for fields of an `Operator`, the entries that the line is for.
-        why_not: From the arguments of the step to the reason why the line does not run, in words, or None.
-        run: Computes the step.
-        derive: Computes the gradients of the step.
-        gradient: The kernels of the gradient.
-        forms: For attention, the forms of a call: BARE, PROJECTED, WITH_TARGET.
-        when: "in inference", "in training" or "always".
-        needs: What else is needed, in words.
-    """
-
-    step: str
+    step: str  # "attention", "sums", "responses", "sums along axes" or "outer sums"
     names: tuple[str, ...]
-    operators: tuple[dict[str, tuple[Any, ...]], ...]
-    why_not: Callable[..., str | None]
-    run: Callable[..., Any]
-    derive: Callable[..., Any] | None = None
-    gradient: tuple[str, ...] = ()
-    forms: tuple[str, ...] = ()
-    when: str = "always"
-    needs: str = "nothing else"
+    operators: tuple[dict[str, tuple[Any, ...]], ...]  # for fields of an `Operator`, the entries that the line is for
+    why_not: Callable[..., str | None]  # from the arguments of the step to why it does not run, in words, or None
+    run: Callable[..., Any]  # computes the step
+    derive: Callable[..., Any] | None = None  # computes its gradients
+    gradient: tuple[str, ...] = ()  # the kernels of these
+    forms: tuple[str, ...] = ()  # for attention: BARE, PROJECTED, WITH_TARGET
+    when: str = "always"  # or "in inference", "in training"
+    needs: str = "nothing else"  # in words
 
     def is_for(self, operator: object) -> bool:
         """Whether the line is for an operator."""
@@ -170,14 +157,9 @@ FLOPS: dict[str, Any] = {
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call a kernel: the only place that does.
-
-    Kernels have no derivatives and torch would take them as constants, so this refuses where any is wanted of its
-    arguments. Inside the `forward` and `backward` of a `torch.autograd.Function`, nothing is recorded.
-
-    Raises:
-        RuntimeError: If autograd would record the call, or an argument has a tangent or is wrapped by a transform.
-    """
+    """Call a kernel: the only place that does."""
+    # Kernels have no derivatives, and torch would take them as constants. Within a `torch.autograd.Function` nothing is
+    # recorded.
     if not are_free(*arguments):
         raise RuntimeError(
             f"farfield::{name}: a derivative through this kernel is wanted, and it has none, so that it would be lost "
@@ -187,12 +169,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def why_not(*tensors: Tensor | None, ordered: bool = True) -> str | None:
-    """Return the first reason against kernels on these tensors, in words; None if kernels may run.
-
-    Args:
-        *tensors: The tensors; None is none.
-        ordered: Whether they must be contiguous or channels-last.
-    """
+    """Return the first reason against kernels on these tensors, in words; None if kernels may run."""
     if os.environ.get(SWITCH) == "0":
         return f"switched off ({SWITCH}=0)"
     if is_recorded():

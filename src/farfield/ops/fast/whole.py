@@ -91,25 +91,15 @@ def attend_projected_means(call: Call, grid: Tensor, target: Target | None) -> T
 
 
 class _MeansPlan(NamedTuple):
-    """How the means along the axes of a grid respond to each other, and become a grid again.
-
-    Attributes:
-        operator: The operator.
-        size: The grid's spatial size.
-        heads: Number of heads.
-        scale: Factor of the products.
-        dtype: The grid's dtype; the means are of float32.
-        wide: Whether the grid is in channels-last format.
-        most: Most numbers of a matrix of weights that is kept for the backward pass.
-    """
+    """How the means along the axes of a grid respond to each other, and become a grid again."""
 
     operator: Operator
     size: tuple[int, ...]
     heads: int
-    scale: float
-    dtype: torch.dtype
-    wide: bool
-    most: int
+    scale: float  # of the products
+    dtype: torch.dtype  # of the grid; the means are of float32
+    wide: bool  # whether the grid is in channels-last format
+    most: int  # numbers at most of a matrix of weights that is kept for the backward pass
 
 
 def _counts_once(operator: Operator) -> bool:
@@ -218,11 +208,9 @@ def add_scores(call: Call, grid: Tensor, target: Target | None) -> Tensor:
 
 
 def slots_of_scores(call: Call, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return slots `(b, r, out)` of projected responses, and coefficients `(b, r, n)`, without the last bias.
-
-    The response to a position with the scores s is Σ_h s_h W_h x̄, plus, for some operators, Σ_h W_h mean(s_h x), with
-    W_h the product of head h's matrices of output and value.
-    """
+    """Return slots `(b, r, out)` of projected responses, and coefficients `(b, r, n)`, without the last bias."""
+    # The response to a position with the scores s is Σ_h s_h W_h x̄, plus, for some operators, Σ_h W_h mean(s_h x),
+    # with W_h the product of head h's matrices of output and value.
     with full_precision(grid):
         positions, score = grid.flatten(2), expand_batch(cast(Tensor, call.query.matrix).float(), len(grid))
         rows, sums = kernels.call("project_and_sum", positions, score, None, None)

@@ -43,11 +43,7 @@ from farfield.streaming.spans import (
 
 @functools.lru_cache(4096)
 def _find_atoms(layout: Layout, shape: tuple[int, ...]) -> list[Piece]:
-    """Split the pieces of a value so that each belongs to one dimension of the view too.
-
-    Raises:
-        RuleError: If a piece cannot be split there.
-    """
+    """Split the pieces of a value so that each belongs to one dimension of the view too."""
     targets, left = (length for length in shape if length != 1), 1
     atoms: list[Piece] = []
     for length, axis in itertools.chain(*layout):
