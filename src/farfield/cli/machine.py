@@ -35,7 +35,6 @@ def machine_rows() -> list[Row]:
 
 
 def _devices() -> str:
-    """Return the accelerators that PyTorch can use, as text."""
     if torch.cuda.is_available():
         return ", ".join(
             f"cuda:{index} {torch.cuda.get_device_name(index)} "

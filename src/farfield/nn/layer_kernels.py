@@ -89,18 +89,10 @@ def _find_operation(name: str, overload: str, arguments: str) -> Any:
     operation = getattr(packet, overload, None)
     if operation is None or [each.name for each in operation._schema.arguments] != arguments.split():
         return None
-    register_flop_formula(packet)(_count_addition if arguments is _ADD else _count_convolution)
+    # Those of the convolution: a clamp and an addition have none.
+    grid = arguments.split().index("X")
+    register_flop_formula(packet)(lambda *shapes, out_shape: conv_flop_count(shapes[grid], shapes[grid + 1], out_shape))
     return operation
-
-
-def _count_convolution(grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
-    """Count FLOPs for torch's flop counter; the clamp has none."""
-    return conv_flop_count(grid, weight, out_shape)
-
-
-def _count_addition(out: Any, grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
-    """Count FLOPs for torch's flop counter; the addition has none."""
-    return conv_flop_count(grid, weight, out_shape)
 
 
 # Now, and not at the first call: a counter of FLOPs knows the formulas that were registered before it began.

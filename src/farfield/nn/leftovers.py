@@ -52,7 +52,6 @@ class FakeTensors(FakeTensorMode):
     """Make tensors fake, and note them where somebody looks for what is left."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on shapes."""
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
         note_outputs(outputs)
         return outputs

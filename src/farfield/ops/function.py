@@ -19,21 +19,6 @@ from farfield.ops.modes import are_themselves, autocast_dtype, is_recorded_by_au
 _Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def _restore_all(arguments: Sequence[Any], precision: _Precision) -> Sequence[Any]:
-    """Return the arguments: all of them were saved."""
-    return arguments
-
-
-def _never() -> bool:
-    """False: `forward` runs torch's operations only."""
-    return False
-
-
-def always() -> bool:
-    """True: `forward` runs a kernel that has no derivative in forward mode."""
-    return True
-
-
 class _Shape(NamedTuple):
     """The shape, dtype and device of an argument: all that the derivatives of a linear function need."""
 
@@ -68,12 +53,12 @@ def accelerate(
     kept: int = 0,  # further outputs of `forward`; None under vmap
     # With `shapes_alone`, `backward` gets a `_Shape` for each tensor.
     save: Callable[[Sequence[Any]], Sequence[Any]] = tuple,
-    restore: Callable[[Sequence[Any], _Precision], Sequence[Any]] = _restore_all,
+    restore: Callable[[Sequence[Any], _Precision], Sequence[Any]] = lambda saved, precision: saved,
     # `(arguments, grad_outputs)` to gradients that are differentiable again; by default those of `plain`.
     again: Callable[..., Sequence[Tensor | None]] | None = None,
     vmapped: Callable[..., Any] | None = None,  # by default `plain`
     # Whether `forward` may run a kernel now; kernels, unlike torch's operations, carry no tangents.
-    kernels_run: Callable[[], bool] = _never,
+    kernels_run: Callable[[], bool] = lambda: False,
 ) -> Callable[..., Any]:
     """Return a function that computes `plain`, of torch's operations, by `forward`, and its gradients by `backward`."""
 
@@ -156,7 +141,6 @@ class _TensorFunction:
         self.is_tensor: list[bool] = []
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call `plain` with these tensors at `places`."""
         given = list(self.arguments)
         for place, tensor in zip(self.places, tensors, strict=True):
             given[place] = tensor

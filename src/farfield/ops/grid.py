@@ -112,30 +112,24 @@ class Pool:
 
     def __call__(self, grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
         """Pool a grid; the windows of a tile must be windows of the whole, so tiles start at multiples of `size`."""
-        return _pool(grid, mask, place, self.size, self.kind)
-
-
-def _pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tuple[int, ...], kind: str) -> Gathered:
-    """See `Pool`."""
-    spatial_dims = grid.dim() - 2
-    sizes = (size,) * spatial_dims if isinstance(size, int) else tuple(size)
-    if len(sizes) != spatial_dims:
-        raise ShapeError(
-            f"pooled: a window of {sizes} does not fit a grid of {spatial_dims} spatial dims; "
-            f"fix: pooled({max(sizes)}), or a size of {spatial_dims} numbers."
-        )
-    if place is not None and any(start % step for start, step in zip(place[0], sizes, strict=True)):
-        name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
-        raise ShapeError(f"pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
-    valid = _valid_positions(grid, mask)
-    if kind == "mean":
-        positions, valid = windows(hide(grid, mask).to(valid.dtype), sizes, 0).sum(-1), windows(valid, sizes, 0).sum(-1)
-        return Gathered(
-            (positions / valid.clamp_min(1)).to(grid.dtype).flatten(2), (valid > 0).to(valid.dtype).flatten(2)
-        )
-    positions = grid if mask is None else grid.masked_fill(~mask[:, None], -torch.inf)
-    positions, valid = windows(positions, sizes, -torch.inf).amax(-1), windows(valid, sizes, 0).amax(-1)
-    return Gathered(torch.where(valid > 0, positions, 0).flatten(2), valid.flatten(2))
+        spatial_dims = grid.dim() - 2
+        sizes = self.windows(spatial_dims)
+        if len(sizes) != spatial_dims:
+            raise ShapeError(
+                f"pooled: a window of {sizes} does not fit a grid of {spatial_dims} spatial dims; "
+                f"fix: pooled({max(sizes)}), or a size of {spatial_dims} numbers."
+            )
+        if place is not None and any(start % step for start, step in zip(place[0], sizes, strict=True)):
+            name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
+            raise ShapeError(f"pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
+        valid = _valid_positions(grid, mask)
+        if self.kind == "mean":
+            shown = hide(grid, mask).to(valid.dtype)
+            sums, counts = (windows(each, sizes, 0).sum(-1).flatten(2) for each in (shown, valid))
+            return Gathered((sums / counts.clamp_min(1)).to(grid.dtype), (counts > 0).to(valid.dtype))
+        positions = grid if mask is None else grid.masked_fill(~mask[:, None], -torch.inf)
+        positions, valid = windows(positions, sizes, -torch.inf).amax(-1), windows(valid, sizes, 0).amax(-1)
+        return Gathered(torch.where(valid > 0, positions, 0).flatten(2), valid.flatten(2))
 
 
 def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:

@@ -98,7 +98,6 @@ class BoundedCodec(BytesBytesCodec):
         raise NotImplementedError
 
     async def _decode_single(self, chunk_data: Any, chunk_spec: Any) -> Any:
-        """Decompress a chunk."""
         length = math.prod((chunk_spec.dtype.item_size, *chunk_spec.shape))
         content = await asyncio.to_thread(expand, self.numcodec, chunk_data.to_bytes(), length)
         return chunk_spec.prototype.buffer.from_bytes(content)

@@ -110,7 +110,6 @@ class Pyramid:
         self.shape, self.dtype = levels[0].shape, levels[0].dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a box of the finest level."""
         return self.levels[0][index]
 
     def __setitem__(self, index: tuple[slice, ...], box: np.ndarray) -> None:

@@ -108,13 +108,11 @@ def _counts_once(operator: Operator) -> bool:
 
 
 def _plain_means(grid: Tensor, wide: bool) -> Tensor:
-    """Compute the means along each axis by their equation."""
     sums = along_axes(grid)
     return sums / torch.cat([sums.new_full((length,), grid[0, 0].numel() // length) for length in grid.shape[2:]])
 
 
 def _kernel_means(grid: Tensor, wide: bool) -> Tensor:
-    """Compute `_plain_means` by a kernel."""
     return cast(Tensor, kernels.call("axis_means", grid))
 
 
@@ -145,7 +143,6 @@ def _kernel_responses(plan: _MeansPlan, means: Tensor) -> tuple[Tensor, Tensor]:
 def _gradients_of_responses(
     arguments: Sequence[Any], kept: Sequence[Tensor], grad_outputs: Sequence[Tensor], *_: Any
 ) -> tuple[None, Tensor]:
-    """Return the gradient of the means."""
     (plan, means), (weights,), (grad,) = arguments, kept, grad_outputs
     grad, once = grad.contiguous() if kernels.why_not(grad) else grad, _counts_once(plan.operator)
     return None, kernels.call("axis_responses_backward", means, weights, plan.heads, plan.scale, once, grad)
@@ -229,7 +226,6 @@ def _weighs_keys(operator: Operator) -> bool:
 
 
 def _plain_scores(operator: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
-    """Attend by scores, by the equation."""
     (positions, valid), scores = operator.keys_from.gather(grid), Projection(matrix)
     score = split_heads(project(positions, scores), len(matrix))
     responses = attend_heads(operator, score, score, split_heads(positions, len(matrix)), valid[:, None], True)

@@ -145,7 +145,6 @@ class _Joined(NamedTuple):
     start: int
 
     def read(self, span: Span, length: int) -> Span:
-        """As of `Moved`."""
         first, last = (min(max(place - self.start, 0), length) for place in span)
         return first, last
 
@@ -174,7 +173,6 @@ class _Taps(NamedTuple):
     moves: bool = True
 
     def read(self, span: Span, length: int) -> Span:
-        """As of `Moved`."""
         part = self.places[:, span[0] : span[1]]
         return int(part.min()), int(part.max()) + 1
 
