@@ -119,6 +119,7 @@ def test_damaged_ome_is_an_image_without_voxel_size(tmp_path: Path) -> None:
 def test_units_have_one_name_for_each_spelling(unit: str) -> None:
     spellings = (unit, f"{unit}s", UNITS[unit].symbol, *UNITS[unit].others)
     assert {parse_unit(spelling) for spelling in spellings} == {unit}
+    assert parse_unit("pixel") is None
 
 
 @pytest.mark.parametrize(

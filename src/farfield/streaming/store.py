@@ -64,10 +64,7 @@ class StoredInMemory:
 
 
 class StoredInFile:
-    """A value that is stored in a file; each tile's own part, if it has one, is a contiguous block, in their order.
-
-    Without a path it is a temporary file that ends with the process. Errors name the caller, and call the value `name`.
-    """
+    """A value that is stored in a file; each tile's own part, if it has one, is a contiguous block, in their order."""
 
     def __init__(
         self, caller: str, path: Path | None, name: str, info: Info, boxes: Sequence[Box | None], device: torch.device

@@ -84,17 +84,9 @@ def describe_output(
     output_channels: int,
     axis_scales: Sequence[tuple[int, Fraction] | None] | None = None,
 ) -> ImageMetadata:
-    """Return the metadata of an output: the axes of the volume, with a voxel size that fits the output's positions.
-
-    Args:
-        metadata: That of the volume; None if it has none.
-        layout: Axes of the volume.
-        channels: Number of its channels.
-        output_channels: Number of channels of the output.
-        axis_scales: For each spatial axis of the volume: the axis of the output that it becomes, counted with batch and
-            channels before it, and the output's positions per position of the volume; None for one that the output has
-            not. By default the output has the volume's size.
-    """
+    """Return the metadata of an output: the axes of the volume, with a voxel size that fits the output's positions."""
+    # `axis_scales`: for each spatial axis of the volume the axis of the output that it becomes, counted with batch and
+    # channels, and the output's positions per position of the volume; None for one that the output has not.
     if axis_scales is None:
         axis_scales = [(axis + 2, Fraction(1)) for axis in range(layout.spatial_dims)]
     scales = [each for each in axis_scales if each is not None]
@@ -171,16 +163,7 @@ def open_volume(
 
 
 def choose_series(file: Path, described: Sequence[str], series: int | None) -> int:
-    """Return the index of the image to read of a file; the first by default, with a warning if there are others.
-
-    Args:
-        file: The file.
-        described: A text for each image in it.
-        series: The argument of `open_volume`.
-
-    Raises:
-        ValueError: If there is no such image.
-    """
+    """Return the index of the image to read of a file; the first by default, with a warning if there are others."""
     count = len(described)
     if series is not None and not 0 <= series < count:
         raise ValueError(f'open_volume: "{file}" has {count} series, got series={series}; fix: 0 to {count - 1}.')
@@ -234,11 +217,7 @@ READERS: dict[str, Callable[[Path, int | None], tuple[Any, ImageMetadata]]] = {
 
 
 def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, ImageMetadata]:
-    """Open a zarr array, or a level of an image of OME-Zarr.
-
-    Raises:
-        ValueError: If the folder is neither, or has no such level or image.
-    """
+    """Open a zarr array, or a level of an image of OME-Zarr."""
     import zarr
 
     from farfield.volumes.bounded_zarr import bound_chunks
@@ -286,11 +265,7 @@ def read_array_metadata(array: Any) -> ImageMetadata:
 
 
 def arrange(file: Path, array: Any, metadata: ImageMetadata, channel: int | Sequence[int] | None) -> Volume:
-    """Return a volume whose axes are in order, with some channels; see `open_volume`.
-
-    Raises:
-        ValueError: If there is no such channel.
-    """
+    """Return a volume whose axes are in order, with some channels; see `open_volume`."""
     axes = metadata.axes.replace("S", "C") if "C" not in metadata.axes else metadata.axes
     metadata = replace(metadata, axes=axes)
     place = axes.find("C")

@@ -138,10 +138,7 @@ def _attend(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor
 
 
 def _multiplied(call: OperationCall) -> Dims:
-    """Rows of the first matrix, columns of the second, and all that is summed over.
-
-    Where each position is compared with each other one, a tile has its own rows and all columns.
-    """
+    """Rows of the first matrix, columns of the second, and all that is summed over."""
     *batch, rows, columns = range(len(call.shape))
     pair: Dims = [[*batch, rows, None], [*batch, None, columns]]
     return pair if len(call.operands) == 2 else [_at_end(call)[0], *pair]
