@@ -74,7 +74,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run([python, "-m", "venv", folder], check=True)
             of_it = f"{folder}/bin/python"
-            subprocess.run([of_it, "-m", "pip", "install", "-q", f"{wheel}[stream]"], check=True)
+            # `explore` needs Pillow, of the extra `demo`, whose other packages are not wanted here.
+            subprocess.run([of_it, "-m", "pip", "install", "-q", f"{wheel}[stream]", "Pillow"], check=True)
             subprocess.run([of_it, "-m", "pip", "check"], check=True)
             run_where_it_is(of_it, folder, {"PYTHONPATH": ""})
     print(f"{wheel.name} is whole and runs")
