@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from farfield.insertion import insert, remove, replace_attention
     from farfield.ops import pad_grids
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "ShapeError",
