@@ -114,6 +114,7 @@ def test_arrays_of_the_callers(volume: np.ndarray, net: torch.nn.Module, tmp_pat
     ("path", "error", "text"),
     [
         ("out.png", ValueError, r'must end in one of .npy, .zarr, .tif, .tiff; fix: ".*out.png.zarr"'),
+        ("/", ValueError, 'must end in one of .npy, .zarr, .tif, .tiff; fix: "/restored.zarr"'),
         ("nowhere/out.npy", FileNotFoundError, 'no folder ".*nowhere" for "out.npy"; fix: make that folder first'),
     ],
 )

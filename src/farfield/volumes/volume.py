@@ -151,6 +151,9 @@ def open_volume(
         ((4, 8, 8), 0.3, 'micrometer')
         >>> folder.cleanup()
     """
+    if not isinstance(path, str | os.PathLike):
+        fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
+        raise TypeError(f"open_volume: path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
     file = Path(path)
     if not os.path.lexists(file):
         raise FileNotFoundError(f'open_volume: there is no "{file}"; fix: the path of a file, or of a zarr folder.')
@@ -167,7 +170,8 @@ def open_volume(
     else:
         raise ValueError(
             f'open_volume: "{file}" is neither a .tif, .tiff or .npy file nor a folder of zarr; '
-            "fix: open it by its own library, and farfield.volumes.Volume(array, metadata)."
+            "fix: open it by its own library: predict_whole takes any array with a shape and slices, and "
+            "farfield.volumes.Volume(array, metadata) states its voxel size too."
         )
     return arrange(file, array, metadata, channel)
 
@@ -190,7 +194,8 @@ def choose_series(file: Path, described: Sequence[str], series: int | None) -> i
     """
     count = len(described)
     if series is not None and not 0 <= series < count:
-        raise ValueError(f'open_volume: "{file}" has {count} series, got series={series}; fix: 0 to {count - 1}.')
+        fix = "series=0" if count == 1 else f"0 to {count - 1}"
+        raise ValueError(f'open_volume: "{file}" has {count} series, got series={series}; fix: {fix}.')
     if series is None and count > 1:
         others = "".join(f"\n  series {index}  {each}" for index, each in enumerate(described[:SHOWN]))
         warnings.warn(
@@ -240,7 +245,10 @@ def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, I
         images = read_images(opened.attrs) if isinstance(opened, zarr.Group) else []
     # zarr raises all kinds of errors for folders that are none of its own.
     except Exception as error:
-        raise ValueError(f'open_volume: cannot read "{file}" as zarr: {error or type(error).__name__}.') from error
+        reason = str(error).removesuffix(".") or type(error).__name__
+        planes = sorted(each.name for each in file.iterdir() if each.suffix.lower() in (".tif", ".tiff"))
+        fix = f'; fix: one file of it, "{file / planes[0]}", or numpy.stack of all of them' if planes else ""
+        raise ValueError(f'open_volume: cannot read "{file}" as zarr: {reason}{fix}.') from error
     if isinstance(opened, zarr.Array):
         if level:
             raise ValueError(f'open_volume: "{file}" is one array without levels, got level={level}; fix: level=0.')
