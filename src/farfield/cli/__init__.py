@@ -60,7 +60,7 @@ _MESSAGES = (ValueError, TypeError, RuntimeError, OSError, LookupError)
 _OTHER_COMMANDS = {
     "train": "farfield fit",
     "evaluate": "farfield test",
-    "restore": "farfield predict --config care3d",
+    "restore": "farfield predict --config care3d --data.predict stack.tif --ckpt_path best",
     "insert": "from farfield import insert, in Python; farfield places shows where",
     "help": "farfield --help",
 }

@@ -52,9 +52,9 @@ def no_such(what: str, name: str, names: Iterable[str], command: str = "farfield
         'no option "--siz"; nearest: --size.'
     """
     names = list(names)
-    # Without the dashes, which all options have in common.
-    plain = {each.lstrip("-"): each for each in names}
-    nearest = [plain[each] for each in difflib.get_close_matches(name.lstrip("-"), plain, n=3)]
+    # Without the dashes, which all options have in common; a name of another kind may have a folder or a prefix.
+    plain, cutoff = {each.lstrip("-"): each for each in names}, 0.6 if name.startswith("-") else 0.5
+    nearest = [plain[each] for each in difflib.get_close_matches(name.lstrip("-"), plain, n=3, cutoff=cutoff)]
     hint = f"; nearest: {', '.join(nearest)}." if nearest else f"; {command} --help lists them."
     if not nearest and 0 < len(names) <= SHOWN:
         hint = f"; it has {', '.join(names)}."
