@@ -25,7 +25,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def find_operator(caller: str, operator: str | Operator) -> Operator:
+def find_operator(caller: str, operator: Any) -> Operator:
     """Return an operator by its name, or as it is; `LookupError` for an unknown name."""
     if isinstance(operator, Operator):
         return operator

@@ -151,9 +151,7 @@ def open_volume(
         ((4, 8, 8), 0.3, 'micrometer')
         >>> folder.cleanup()
     """
-    if not isinstance(path, str | os.PathLike):
-        fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
-        raise TypeError(f"open_volume: path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
+    _check_path(path)
     file = Path(path)
     if not os.path.lexists(file):
         raise FileNotFoundError(f'open_volume: there is no "{file}"; fix: the path of a file, or of a zarr folder.')
@@ -174,6 +172,12 @@ def open_volume(
             "farfield.volumes.Volume(array, metadata) states its voxel size too."
         )
     return arrange(file, array, metadata, channel)
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, str | os.PathLike):
+        fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
+        raise TypeError(f"open_volume: path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
 
 
 def with_unknown_axes(array: Any) -> tuple[Any, ImageMetadata]:
