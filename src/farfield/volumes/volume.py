@@ -126,6 +126,7 @@ def open_volume(
         The volume. Its array is mapped into memory where the file allows that, or else read as it is sliced.
 
     Raises:
+        TypeError: If it is no path.
         FileNotFoundError: If there is no such file.
         ValueError: If the file is of another format, or damaged; if planes of it are missing; if it names files outside
             its folder as its parts; if it has no such channel, level or series.
