@@ -100,7 +100,7 @@ def test_unknown_command(fails: Any) -> None:
         (["cost", "--channels", "0"], "--channels: '0' is not a whole number from 1"),
         (["cost", "--channels", "eight"], "--channels: 'eight' is not a whole number from 1"),
         (["cost", "--json", "--csv"], "--csv: not allowed with argument --json"),
-        (["cost", "--chanels", "8"], 'no option "--chanels"; nearest: --channels, '),
+        (["cost", "--chanels", "8"], 'no option "--chanels"; nearest: --channels.'),
         (["measure", "--repeats", "-1"], "--repeats: '-1' is not a whole number from 1"),
         (["models", "--width", "wide"], "--width: 'wide' is not a number"),
         (["cost", "--operator", "siamse"], 'farfield cost: no operator "siamse"; nearest: siamese'),
