@@ -177,7 +177,7 @@ def test_faults_of_the_program_keep_their_traceback(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("form", [[], ["--csv"], ["--json"]])
 def test_a_reader_that_leaves_early_is_no_error(form: list[str]) -> None:
-    command = [sys.executable, "-m", "farfield.cli", "operators", *form]
+    command = [sys.executable, "-m", "farfield", "operators", *form]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stderr
