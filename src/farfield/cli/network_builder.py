@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from farfield._checks import unknown
+from farfield._refusals import put_name
 from farfield.cli.machine import find_extra
 from farfield.ops import Operator
 
@@ -46,7 +47,7 @@ def unknown_network(caller: str, name: str) -> LookupError:
     with contextlib.suppress(ImportError):
         if callable(getattr(importlib.import_module("torchvision.models"), name, None)):
             return LookupError(f'{caller}: no model "{name}" in farfield; fix: torchvision.models.{name}.')
-    return unknown(caller, "model", name, [*models.MODELS, "kanet"])
+    return put_name(caller, unknown("model", name, [*models.MODELS, "kanet"]))
 
 
 def import_function(name: str, option: str = "--network") -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from farfield._checks import unknown
+from farfield._refusals import put_name
 
 # Name of the child module that holds an addition.
 CHILD = "farfield"
@@ -58,7 +59,7 @@ def detector_places(*names: str) -> list[str]:
     places: list[str] = []
     for name in names:
         if name not in paths:
-            raise unknown("detector_places", "place", name, list(paths))
+            raise put_name("detector_places", unknown("place", name, list(paths)))
         places += paths[name]
     return list(dict.fromkeys(places))
 
@@ -90,7 +91,7 @@ def resnet_places(*names: str, prefix: str = "") -> list[str]:
         for block in _NONLOCAL_BLOCKS if name == "nonlocal" else (name,):
             stage, dot, rest = block.partition(".")
             if stage not in _STAGES:
-                raise unknown("resnet_places", "place", name, [*_STAGES, "nonlocal"])
+                raise put_name("resnet_places", unknown("place", name, [*_STAGES, "nonlocal"]))
             places.append(f"{prefix}{'.' * bool(prefix)}{_STAGES[stage]}{dot}{rest}")
     return list(dict.fromkeys(places))
 

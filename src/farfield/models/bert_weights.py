@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from torch import Tensor, nn
 
+from farfield._refusals import named
 from farfield.models.storage import read_weights
 from farfield.nn.transformer import TransformerLayer
 
@@ -123,7 +124,8 @@ def fill_from_file(net: _Network, path: Path) -> _Network:
 
     The config.json beside the file must have the same number of heads, which no weight shows.
     """
-    tensors = read_weights(cast(str, net.name), path)
+    with named(f"{net.name}"):
+        tensors = read_weights(path)
     _check_number_of_heads(net, path.parent / "config.json")
     if set(tensors) == set(net.state_dict()):
         tensors = {_name_source(name): tensor for name, tensor in tensors.items()}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from farfield._checks import unknown
+from farfield._refusals import put_name
 from farfield.ops.table import OPERATORS, Operator, find_name
 
 
@@ -30,7 +31,7 @@ def find_operator(caller: str, operator: str | Operator) -> Operator:
     if not isinstance(operator, str):
         return operator
     if operator not in OPERATORS:
-        raise unknown(caller, "operator", operator, OPERATORS)
+        raise put_name(caller, unknown("operator", operator, OPERATORS))
     return OPERATORS[operator]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError, shape_error
+from farfield._refusals import put_name
 from farfield.nn import GridAttention
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
@@ -116,7 +117,7 @@ def respond_whole(
         volumes |= _open_grid("context", layer, context, context_mask, keys_layout, None)
         if volumes["context"][0].batch != source.batch:
             problem, fix = "grid and context must have the same batch.", "repeat the smaller one."
-            raise shape_error("respond_whole", problem, fix, grid=grid, context=context)
+            raise put_name("respond_whole", shape_error(problem, fix, grid=grid, context=context))
     channels = layer.value_channels if layer.output is None else layer.channels
     shape, positions = layout.shape(source.batch, channels, source.size), _size_of(tiles[0])
     metadata = describe_output(known, layout, source.channels, channels)

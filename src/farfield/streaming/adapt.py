@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
+from farfield._refusals import put_name
 
 # What may be given as `reduce`: a name, or a function from an output grid to a grid of the same size.
 Reduce = str | Callable[[Tensor], Tensor] | None
@@ -116,7 +117,7 @@ class ReductionError(ShapeError):
 def check_reduction(caller: str, reduce: Any) -> None:
     """Refuse a `reduce` that is neither a known name, nor a function, nor None."""
     if isinstance(reduce, str) and reduce not in _NAMED:
-        raise unknown(caller, "reduce", reduce, _NAMED)
+        raise put_name(caller, unknown("reduce", reduce, _NAMED))
     if reduce is not None and not isinstance(reduce, str) and not callable(reduce):
         raise TypeError(
             f"{caller}: reduce must be one of {', '.join(_NAMED)}, or a function from a grid to a grid of the same "

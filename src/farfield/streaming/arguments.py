@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
+from farfield._refusals import put_name
 from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.volumes.checks import check_volume
 from farfield.volumes.image_metadata import ImageMetadata
@@ -73,7 +74,7 @@ def parse_tiles(caller: str, tile: Any) -> Tiles:
     halo = None if given.halo is None else parse_positions(caller, "halo", given.halo, 0)
     memory, disk = (_parse_bytes(caller, name, getattr(given, name)) for name in ("memory", "disk"))
     if given.statistics not in ("whole", "tile"):
-        raise unknown(caller, "statistics", given.statistics, ("whole", "tile"))
+        raise put_name(caller, unknown("statistics", given.statistics, ("whole", "tile")))
     return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, disk, given.statistics)
 
 

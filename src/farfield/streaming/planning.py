@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
 from farfield._fingerprint import fingerprint
+from farfield._refusals import put_name
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.nn.network_copy import CannotCopyError
 from farfield.nn.tracing import looks_at_a_copy
@@ -182,7 +183,7 @@ class Planner:
         self.network = model.network if isinstance(model, MeanOverFlips) else model
         refuse_training(caller, self.network)
         if self.pad is not None and self.pad not in MODES:
-            raise unknown(caller, "pad", self.pad, MODES)
+            raise put_name(caller, unknown("pad", self.pad, MODES))
         check_reduction(caller, self.reduce)
         check_arguments(caller, self.network, len(self.shapes))
         dims = spatial_dims_of(caller, self.network, self.tiles.size)

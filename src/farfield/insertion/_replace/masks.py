@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import shape_error, unknown
+from farfield._refusals import put_name
 from farfield.ops.grid import ALL
 from farfield.ops.table import OPERATORS, Operator, find_name
 
@@ -22,7 +23,7 @@ def resolve_operator(caller: str, operator: str | Operator) -> tuple[str, Operat
     """Return an operator and its name, "custom" for a user's own; refuse one that does not work on tokens."""
     if isinstance(operator, str):
         if operator not in OPERATORS:
-            raise unknown(caller, "operator", operator, OPERATORS)
+            raise put_name(caller, unknown("operator", operator, OPERATORS))
         name, operator = operator, OPERATORS[operator]
     elif not isinstance(operator, Operator):
         raise TypeError(
@@ -73,8 +74,8 @@ def find_valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tenso
         )
     if mask.shape[-1] != key.shape[2] or mask.shape[0] not in (1, key.shape[0]):
         fix = f"one value per key: {key.shape[2]} in the last dimension, and a batch of 1 or {key.shape[0]}."
-        raise shape_error(
-            caller, "the mask must have the batch and the positions of the keys.", fix, mask=mask, key=key
+        raise put_name(
+            caller, shape_error("the mask must have the batch and the positions of the keys.", fix, mask=mask, key=key)
         )
     # An expanded dimension has equal values and needs no check; without a check, masks of keys alone can be compiled.
     if all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)):

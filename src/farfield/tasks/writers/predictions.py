@@ -16,6 +16,7 @@ from PIL import Image
 
 from farfield._files import OwnedFolder
 from farfield._outputs import check_not_input, output_path
+from farfield._refusals import named
 from farfield.tasks.checkpoints import written
 from farfield.tasks.classify import Predicted
 from farfield.tasks.segment import Segmented
@@ -32,7 +33,8 @@ class PredictionFile(BasePredictionWriter):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a file that is one of the inputs."""
-        check_not_input("farfield predict", self.place(trainer), list_inputs(trainer))
+        with named("farfield predict"):
+            check_not_input(self.place(trainer), list_inputs(trainer))
 
     def place(self, trainer: Trainer) -> Path:
         """Return the path of the file."""
