@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farfield._refusals import refusal
 from farfield.nn.network_copy import copied, share_parameters
 from farfield.streaming.graph import Graph, Value, run_node, run_whole
 from farfield.streaming.labels import summarized_boxes
@@ -37,7 +38,6 @@ class TilesDifferError(ValueError):
 
 
 def run_check(
-    caller: str,
     check: RegionCheck,
     network: nn.Module,
     finish: Callable[[Any], Tensor],
@@ -74,10 +74,11 @@ def run_check(
         if distance(run_whole(graph, grids), want) <= allowed:
             return ""
         problem = "it computes something else than was recorded"
-    raise TilesDifferError(
-        f"{caller}: {type(network).__name__} has another result in tiles than untiled, on a region of size "
+    raise refusal(
+        TilesDifferError,
+        f"{type(network).__name__} has another result in tiles than untiled, on a region of size "
         f"{check.size}: the largest difference is {float((got.double() - want.double()).abs().max()):.3g}; {problem}; "
-        f"fix: tile=({'None, ' * len(size)}), which runs the volume in one piece."
+        f"fix: tile=({'None, ' * len(size)}), which runs the volume in one piece.",
     )
 
 
@@ -128,7 +129,7 @@ def run_tiles(plan: GraphPlan, grids: Sequence[Tensor]) -> Tensor:
     def write(sample: int, box: Box, numbers: Tensor) -> None:
         write_box(result, layouts[graph.output], box, numbers)
 
-    run = TiledRun(plan, None, Store("check", plan, False, None, grids[0].device), read, write)
+    run = TiledRun(plan, None, Store(plan, False, None, grids[0].device), read, write)
     for stage, index in itertools.product(range(len(plan.stages)), range(len(plan.tiles))):
         run.run_task(stage, index)
     return result

@@ -78,7 +78,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
     They are in memory, in files of a folder, or in temporary files; and are read to the device.
     """
 
-    def __init__(self, caller: str, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device) -> None:
+    def __init__(self, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device) -> None:
         self.plan = plan
         for value in plan.stored:
             info, layout = plan.labelled.graph.info(value), plan.labelled.layouts[value]
@@ -88,7 +88,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
             path = None if folder is None else folder / f"{_name(value)}{SUFFIX}"
             boxes = [plan.own_box(value, tile) for tile in plan.tiles]
             name = f'"{plan.labelled.graph.nodes[value.node].path}"'
-            self[value] = StoredInFile(caller, path, name, info, boxes, device)
+            self[value] = StoredInFile(path, name, info, boxes, device)
 
     def begin(self, stage: int) -> None:
         """Let go of what no pass from this one on reads; what this one stores takes over files of that.

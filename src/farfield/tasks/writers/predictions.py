@@ -113,8 +113,9 @@ class PredictionFolder(BasePredictionWriter):
             )
         if trainer.is_global_zero:
             place.parent.mkdir(parents=True, exist_ok=True)
-            self.growing = OwnedFolder("farfield predict", hide_path(place), place)
-            self.growing.hold()
+            self.growing = OwnedFolder(hide_path(place), place)
+            with named("farfield predict"):
+                self.growing.hold()
             self.growing.empty()
         trainer.strategy.barrier()
 
