@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
+from farfield._refusals import named
 from farfield.data.base import Listed
 from farfield.data.readers.images import FolderError, list_classes, list_images, read_image
 
@@ -62,13 +64,19 @@ class Images(Dataset[Any]):
         return (image if self.transform is None else self.transform(image)), self.labels[index]
 
 
+@named("ImageFolders")
+def _read_image(path: str | Path) -> Image.Image:
+    return read_image(path)
+
+
 class ClassFolders(ImageFolder):
     """torchvision's `ImageFolder` without hidden folders and files."""
 
     def __init__(self, folder: Path, transform: Callable[[Any], Tensor]) -> None:
-        super().__init__(str(folder), transform, loader=read_image)
+        super().__init__(str(folder), transform, loader=_read_image)
 
     @staticmethod
+    @named("ImageFolders")
     def make_dataset(
         directory: str | Path,
         class_to_idx: dict[str, int],
@@ -96,4 +104,4 @@ def name_images(paths: Sequence[Path], transform: Callable[[Any], Tensor]) -> Li
 
 
 def _read_named(transform: Callable[[Any], Tensor], path: Path) -> tuple[Tensor, str]:
-    return transform(read_image(path)), str(path)
+    return transform(_read_image(path)), str(path)
