@@ -243,12 +243,7 @@ def add_memory_note(caller: str, operator: str, query: Tensor, key: Tensor, head
 
 
 def check_size(size: object) -> None:
-    """Refuse a size that is one number, text or empty.
-
-    Raises:
-        TypeError: If it is a number or text.
-        ValueError: If it is empty.
-    """
+    """Refuse a size that is one number, text or empty."""
     if isinstance(size, int):
         raise refusal(
             TypeError,

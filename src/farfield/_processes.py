@@ -25,11 +25,9 @@ T = TypeVar("T")
 
 
 def gather_facts(describe: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
-    """Gather what `describe` returns on each process, before any tensor is sent; an error of one is raised on all.
-
-    Messages of different lengths abort a process, and if one process alone raises an error, the others wait for it
-    forever. So errors are gathered too: LookupError, RuntimeError, TypeError and ValueError, with their names.
-    """
+    """Gather what `describe` returns on each process, before a tensor is sent; an error of one is raised on all."""
+    # Messages of different lengths abort a process, and if one process alone raises an error, the others wait for it
+    # forever. Any other error than these four is raised on this process alone.
     facts, own_text, own_error = None, None, None
     try:
         facts = describe()

@@ -32,10 +32,7 @@ def read_entry(state: dict[str, Any], name: str, kind: type[_Value]) -> _Value:
 
 
 def check_root(root: Path | None, entry: str = "") -> Path:
-    """Return the folder that training, validation and test read; `FolderError` if there is none, or at another level.
-
-    The folder must have `entry`, if a folder around or below it has one: then that is the root.
-    """
+    """Return the folder that is trained on; refuse a missing one, or one without `entry` if one around it has it."""
     if root is None:
         raise refusal(
             FolderError,

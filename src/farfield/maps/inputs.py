@@ -68,12 +68,7 @@ def normal(tensor: Tensor) -> Tensor:
 
 
 def read_position(position: Sequence[int], grid: Tensor) -> tuple[int, ...]:
-    """Return a position as a tuple of integers.
-
-    Raises:
-        ShapeError: If it does not lie in the grid.
-        TypeError: If it is not a sequence of integers.
-    """
+    """Return a position as a tuple of integers; refuse one outside the grid."""
     size = tuple(grid.shape[2:])
     try:
         position = tuple(map(operator.index, position))

@@ -189,11 +189,9 @@ class Stored(PyTorchModelHubMixin):
 
 
 def load_model(source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
-    """Build a model from a folder or a repository of the Hub, fill in its weights and put it in eval mode.
-
-    `build` makes the model of a configuration; `hub` has options of `hf_hub_download`. The model is first built on the
-    meta device and compared with the weights: a configuration that does not fit them allocates no memory.
-    """
+    """Build a model by `build(configuration)`, fill in the weights of a folder or of the Hub; it is in eval mode."""
+    # It is first built on the meta device and compared with the weights: a configuration that does not fit them
+    # allocates no memory.
     config_file, weights_file = _find_files(source, hub)
     saved = read_config(config_file)
     config = translate(saved.pop("format", 1), saved)

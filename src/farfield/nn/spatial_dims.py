@@ -26,21 +26,7 @@ LAYERS = {
 
 
 def layers(spatial_dims: int) -> Layers:
-    """Return the layers for a number of spatial dims.
-
-    Attention works for any number of spatial dims. Torch has one class of convolutions for each number, so a module
-    with convolutions needs the number when it is built.
-
-    Args:
-        spatial_dims: Number of spatial dims: 1 for sequences, 2 for images, 3 for volumes and video.
-
-    Raises:
-        ValueError: For a number of spatial dims that torch has no convolution for.
-
-    Example:
-        >>> layers(3).convolution.__name__
-        'Conv3d'
-    """
+    """Return the layers for 1 (sequences), 2 (images) or 3 spatial dims (volumes, video); torch has no others."""
     if spatial_dims not in LAYERS:
         raise refusal(
             ValueError,

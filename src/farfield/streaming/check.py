@@ -44,11 +44,7 @@ def run_check(
     size: Sequence[int],
     read: _ReadRegion,
 ) -> str:
-    """Compare tiles with a copy of the network on a region of a volume; return "" or why it was not checked.
-
-    Raises:
-        TilesDifferError: If they differ by more than is allowed, and so does an operation, or the recording.
-    """
+    """Compare tiles with a copy of the network on a region; return why it was not checked; refuse a difference."""
     grids = _read_varied(check, size, read)
     if not all(bool(grid.isfinite().all()) for grid in grids):
         return "the region that was read has numbers that are not finite"

@@ -15,12 +15,7 @@ COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
-    """Refuse an object that is no array of numbers, such as a list, a path or a network, or that has a mask.
-
-    Raises:
-        TypeError: If the object has no shape, takes no slices, or does not hold booleans, integers or floats.
-        ValueError: If it is an array of `numpy.ma` with masked positions.
-    """
+    """Refuse an object that is no array of numbers, such as a list, a path or a network, or has masked positions."""
     if hasattr(volume, "shape") and hasattr(volume, "__getitem__"):
         check_numbers(name, volume)
         if np.ma.is_masked(volume):

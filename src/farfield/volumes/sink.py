@@ -23,21 +23,7 @@ from farfield.volumes.unfinished import FULL_DISK, REPLACED, STATE, unfinished_f
 
 
 def check_path(path: Path, overwrite: bool | None) -> None:
-    """Refuse a path that cannot be written, or whose content must not be replaced.
-
-    Args:
-        path: Path of the output.
-        overwrite: Whether existing content may be replaced; None, which is no, if the caller has no such argument.
-
-    Raises:
-        ValueError: If the path's suffix is of no known format.
-        FileNotFoundError: If the folder of the path does not exist.
-        PermissionError: If the folder of the path is not writable.
-        FileExistsError: If the path exists and `overwrite` is not True, unless it was moved there by a call that was
-            killed before it removed its unfinished folder; if the path is a link, a folder other than one zarr array
-            or image and nothing else, or a file in the place of a zarr array; if the folder for the unfinished file was
-            not made by farfield.
-    """
+    """Refuse a path that cannot be written, or whose content must not be replaced; None is no, of a call without it."""
     known_format(path)
     if not path.absolute().parent.is_dir():
         raise refusal(
@@ -68,11 +54,7 @@ def overwrite_fix(overwrite: bool | None) -> str:
 
 
 def known_format(path: Path) -> Format:
-    """Return the format of a path.
-
-    Raises:
-        ValueError: If the path's suffix is of no known format.
-    """
+    """Return the format of a path; refuse another suffix."""
     by_suffix = find_format(path)
     if by_suffix is None:
         raise refusal(ValueError, f'out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{path}.zarr".')
@@ -301,20 +283,7 @@ class ArrayOutput:
 
 
 def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bool | None) -> FileOutput | ArrayOutput:
-    """Make the output for the argument `out`: a path, an array, or None for a new array in memory.
-
-    Args:
-        caller: The function that warnings name.
-        out: The argument.
-        spec: Shape, dtype, tile, axes and voxel size of the output.
-        like: The volume that is read. The new array is a tensor on the same device if this is a tensor, else NumPy's.
-        overwrite: As in `FileOutput`.
-
-    Raises:
-        TypeError: If `out` is none of the three, or has a dtype to which the result cannot be cast, or is the path of a
-            format that does not hold it.
-        ShapeError: If `out` is an array of another shape than the output.
-    """
+    """Make the output for `out`: a path, an array, or None for a new array of the kind of `like`."""
     if isinstance(out, str | Path):
         refused = known_format(Path(out)).refuse(Path(out), spec)
         if refused is not None:

@@ -54,11 +54,7 @@ class AxisLayout(NamedTuple):
 
 
 def parse_layout(shape: Sequence[int], spatial_dims: int) -> AxisLayout:
-    """Find the axes of an array of a given number of spatial dims.
-
-    Raises:
-        ShapeError: If the array has fewer axes, or more than two in addition, or an axis of length 0.
-    """
+    """Find the axes of an array of a number of spatial dims; refuse fewer axes, three more, and an empty one."""
     leading = len(shape) - spatial_dims
     if leading not in (0, 1, 2):
         raise refusal(
@@ -186,11 +182,7 @@ class VolumeSource:
 
 
 def without_mask(part: Any) -> np.ndarray:
-    """Return a part of a volume as an array of NumPy.
-
-    Raises:
-        ValueError: If some of its positions are masked: what stands there, -9999 for example, is no number to use.
-    """
+    """Return a part of a volume as an array of NumPy; refuse masked positions, whose numbers are none to use."""
     array = np.asanyarray(part)
     if np.ma.is_masked(array):
         raise refusal(
@@ -203,11 +195,7 @@ def without_mask(part: Any) -> np.ndarray:
 
 
 def narrowed(grid: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a grid of the dtype of a network.
-
-    Raises:
-        ValueError: If it is float16, and numbers that are finite would become infinite.
-    """
+    """Return a grid of the dtype of a network; refuse finite numbers that float16 makes infinite."""
     converted = grid.to(dtype)
     if dtype == torch.float16 and grid.dtype != dtype and (converted.isinf() & grid.isfinite()).any():
         raise refusal(
@@ -232,11 +220,7 @@ def checksum(grid: Tensor) -> int:
 
 
 def check_mapping(array: Any) -> None:
-    """Refuse a memory-mapped file that has become shorter since it was mapped: reading it would kill the process.
-
-    Raises:
-        OSError: If `array` is mapped from such a file.
-    """
+    """Refuse a memory-mapped file that has become shorter since it was mapped: reading it would kill the process."""
     mapped = find_memmap(array)
     if mapped is not None and mapped._mmap.size() < len(mapped._mmap):
         raise refusal(

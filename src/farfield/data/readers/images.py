@@ -185,12 +185,7 @@ def check_classes(folder: Path | str, classes: Sequence[str], expected: Sequence
 
 
 def check_images(folders: Sequence[Path], check: Check = "once") -> None:
-    """Decode every file below the folders, and refuse those that are not whole images.
-
-    JPEGs are decoded at an eighth of their size, which still reads the file to its end. With `"once"` a folder that
-    passed the check is not read again until its list of files, sizes and times changes; the note of a passed check is
-    an empty file in the user's cache folder.
-    """
+    """Decode every file below the folders, JPEGs at an eighth of their size, and refuse those that are not whole."""
     if check == "never":
         return
     for folder in folders:
@@ -207,10 +202,7 @@ def check_each(
     problem: str,
     fix: str,
 ) -> None:
-    """Check all items, then raise one error for the faulty ones, or write a note if there are none.
-
-    `fault` returns what is wrong with an item, None if nothing. With `"once"` nothing is checked if the note exists.
-    """
+    """Refuse items of which `fault` returns what is wrong, else write a note: with "once" it is not done again."""
     if check == "never" or (check == "once" and note.exists()):
         return
     with ThreadPoolExecutor() as pool:

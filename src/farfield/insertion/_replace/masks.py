@@ -61,11 +61,8 @@ def find_obstacle(operator: Operator) -> str | None:
 
 
 def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Return which keys `(b, h, n, d)` are valid under a mask of pairs, as `(b, 1, 1, n)`; None without a mask.
-
-    The mask broadcasts to `(b, h, m, n)` and is boolean, True where a pair attends, or additive. One that differs
-    between queries or heads, or that adds a bias, is refused.
-    """
+    """Return which keys `(b, h, n, d)` are valid under a mask of pairs, as `(b, 1, 1, n)`; None without a mask."""
+    # The mask broadcasts to (b, h, m, n) and is boolean, True where a pair attends, or additive.
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):

@@ -116,7 +116,7 @@ class PredictionFolder(BasePredictionWriter):
             self.growing = OwnedFolder(hide_path(place), place)
             with named("farfield predict"):
                 self.growing.hold()
-            self.growing.empty()
+                self.growing.empty()
         trainer.strategy.barrier()
 
     def write_on_batch_end(
@@ -140,7 +140,8 @@ class PredictionFolder(BasePredictionWriter):
         """Move the folder to its final name."""
         trainer.strategy.barrier()
         if self.growing is not None:
-            self.growing.become_target()
+            with named("farfield predict"):
+                self.growing.become_target()
         self.let_go()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
