@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
-from farfield._refusals import put_name, refusal
+from farfield._refusals import refusal
 from farfield.insertion._insert.additions import Entries, child_of, grid_of, places_of
 from farfield.insertion._insert.effects import Effects
 from farfield.insertion._insert.layout import Elsewhere, Shape, batches, changes, is_floating, look_elsewhere
@@ -163,7 +163,7 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     try:
         grid = grid_of(outputs, place.entry)
     except LookupError:
-        raise put_name("insert", unknown(f"entry of {path}", place.entry, entries(outputs))) from None
+        raise unknown(f"entry of {path}", place.entry, entries(outputs)) from None
     if not is_floating(grid):
         fix = _fix_text(_find_alternatives(model, place, seen, example))
         raise TypeError(
