@@ -183,6 +183,8 @@ class StreamingPlan:
         if isinstance(self.check, RegionCheck):
             region = " × ".join(map(str, self.check.size))
             share = f"{self.check.macs / max(1, self.macs):.2g} times the network's MACs"
+            if self.check.bytes > self.tile_bytes:
+                share += f", and {self.check.bytes:,} bytes for parameters in float64"
             text.append(f"before, tiles are compared with the network on a region of {region} positions: {share}")
         else:
             text.append(f"not checked: {self.check}")
@@ -191,9 +193,8 @@ class StreamingPlan:
         return text
 
 
-def _list_names(names: Sequence[str], most: int = 4) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+def _list_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def describe_structure(network: nn.Module) -> str:

@@ -6,7 +6,7 @@ import json
 import operator
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -84,17 +84,9 @@ def describe_output(
     output_channels: int,
     axis_scales: Sequence[tuple[int, Fraction] | None] | None = None,
 ) -> ImageMetadata:
-    """Return the metadata of an output: the axes of the volume, with a voxel size that fits the output's positions.
-
-    Args:
-        metadata: That of the volume; None if it has none.
-        layout: Axes of the volume.
-        channels: Number of its channels.
-        output_channels: Number of channels of the output.
-        axis_scales: For each spatial axis of the volume: the axis of the output that it becomes, counted with batch and
-            channels before it, and the output's positions per position of the volume; None for one that the output has
-            not. By default the output has the volume's size.
-    """
+    """Return the metadata of an output: the axes of the volume, with a voxel size that fits the output's positions."""
+    # `axis_scales`: for each spatial axis of the volume the axis of the output that it becomes, counted with batch and
+    # channels, and the output's positions per position of the volume; None for one that the output has not.
     if axis_scales is None:
         axis_scales = [(axis + 2, Fraction(1)) for axis in range(layout.spatial_dims)]
     scales = [each for each in axis_scales if each is not None]
@@ -157,37 +149,21 @@ def open_volume(
     suffix = file.suffix.lower()
     if level and suffix not in (".zarr", ""):
         raise ValueError(f'open_volume: "{file}" has no levels, got level={level}; fix: level=0.')
-    if suffix in (".tif", ".tiff"):
-        array, metadata = open_tiff_volume(file, series)
-    elif suffix == ".npy":
-        choose_series(file, [""], series)
-        return Volume(*with_unknown_axes(np.load(file, mmap_mode="r")))
+    if suffix in READERS:
+        array, metadata = READERS[suffix](file, series)
     elif file.is_dir():
         array, metadata = open_zarr_volume(file, level, series)
     else:
+        *others, last = READERS
         raise ValueError(
-            f'open_volume: "{file}" is neither a .tif, .tiff or .npy file nor a folder of zarr; '
+            f'open_volume: "{file}" is neither a {", ".join(others)} or {last} file nor a folder of zarr; '
             "fix: open it by its own library, and farfield.volumes.Volume(array, metadata)."
         )
     return arrange(file, array, metadata, channel)
 
 
-def with_unknown_axes(array: Any) -> tuple[Any, ImageMetadata]:
-    """Return an array, and metadata that has a letter for each of its axes and nothing else."""
-    return array, ImageMetadata("Q" * len(array.shape))
-
-
 def choose_series(file: Path, described: Sequence[str], series: int | None) -> int:
-    """Return the index of the image to read of a file; the first by default, with a warning if there are others.
-
-    Args:
-        file: The file.
-        described: A text for each image in it.
-        series: The argument of `open_volume`.
-
-    Raises:
-        ValueError: If there is no such image.
-    """
+    """Return the index of the image to read of a file; the first by default, with a warning if there are others."""
     count = len(described)
     if series is not None and not 0 <= series < count:
         raise ValueError(f'open_volume: "{file}" has {count} series, got series={series}; fix: 0 to {count - 1}.')
@@ -225,12 +201,23 @@ def open_tiff_volume(file: Path, series: int | None) -> tuple[Any, ImageMetadata
         raise ValueError(f'open_volume: cannot read "{file}": {reason}.') from error
 
 
-def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, ImageMetadata]:
-    """Open a zarr array, or a level of an image of OME-Zarr.
+def open_npy_volume(file: Path, series: int | None) -> tuple[Any, ImageMetadata]:
+    """Open a NumPy file, of whose axes nothing is known."""
+    choose_series(file, [""], series)
+    array = np.load(file, mmap_mode="r")
+    return array, ImageMetadata("Q" * array.ndim)
 
-    Raises:
-        ValueError: If the folder is neither, or has no such level or image.
-    """
+
+# Suffix -> `(file, series) -> array, metadata`, for reading; `file_formats.FORMATS` are those of outputs.
+READERS: dict[str, Callable[[Path, int | None], tuple[Any, ImageMetadata]]] = {
+    ".tif": open_tiff_volume,
+    ".tiff": open_tiff_volume,
+    ".npy": open_npy_volume,
+}
+
+
+def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, ImageMetadata]:
+    """Open a zarr array, or a level of an image of OME-Zarr."""
     import zarr
 
     from farfield.volumes.bounded_zarr import bound_chunks
@@ -278,11 +265,7 @@ def read_array_metadata(array: Any) -> ImageMetadata:
 
 
 def arrange(file: Path, array: Any, metadata: ImageMetadata, channel: int | Sequence[int] | None) -> Volume:
-    """Return a volume whose axes are in order, with some channels; see `open_volume`.
-
-    Raises:
-        ValueError: If there is no such channel.
-    """
+    """Return a volume whose axes are in order, with some channels; see `open_volume`."""
     axes = metadata.axes.replace("S", "C") if "C" not in metadata.axes else metadata.axes
     metadata = replace(metadata, axes=axes)
     place = axes.find("C")
