@@ -147,7 +147,7 @@ def predict_whole(
         shapes = [each.shape for each in volumes.values()]
         planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved).plan()
     else:
-        planned = check_plan(plan, volumes, tile, pad, reduce).bind(model)
+        planned = check_plan(plan, volumes, tile, pad, reduce).bind("predict_whole", model)
     if not quiet:
         print(planned, file=sys.stderr)
     graph, device = planned.graph_plan, device_of(model)

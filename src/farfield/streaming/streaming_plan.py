@@ -12,7 +12,7 @@ from torch import nn
 
 from farfield._checks import ShapeError
 from farfield._fingerprint import ADDRESS, fingerprint
-from farfield._refusals import refusal
+from farfield._refusals import named, refusal
 from farfield.streaming.adapt import Outputs, Reduce
 from farfield.streaming.arguments import parse_layouts
 from farfield.streaming.graph import RecordedLayer, Value
@@ -144,11 +144,12 @@ class StreamingPlan:
             check = replace(check, plan=replace(check.plan, labelled=function(check.plan.labelled)))
         return {"graph_plan": plan, "check": check}
 
-    def bind(self, network: nn.Module) -> StreamingPlan:
+    def bind(self, caller: str, network: nn.Module) -> StreamingPlan:
         """Return the plan with the parameters, buffers and layers of a network; refuse another than was planned."""
-        bound = replace(self, **self._convert(lambda labelled: _bind_graph(labelled, network)))
-        if describe_structure(network) != self.structure:
-            raise _other_network(network, "other modules, or another forward, than were recorded")
+        with named(caller):
+            bound = replace(self, **self._convert(lambda labelled: _bind_graph(labelled, network)))
+            if describe_structure(network) != self.structure:
+                raise _other_network(network, "other modules, or another forward, than were recorded")
         return bound
 
     def __str__(self) -> str:
