@@ -48,7 +48,9 @@ def find_configuration(value: str) -> str:
         return value
     if value.removesuffix(_SUFFIX) in files:
         return str(files[value.removesuffix(_SUFFIX)])
-    raise refusal(LookupError, f"{no_such('recipe or file', value, files)}")
+    if (file := Path(value) / "config.yaml").is_file():
+        raise refusal(LookupError, f'"{value}" is the folder of a run; fix: --config {file}.')
+    raise refusal(LookupError, no_such("recipe or file", value, files))
 
 
 def _read_recipe(path: Path) -> Row:

@@ -18,6 +18,8 @@ def check_volume(caller: str, name: str, volume: Any) -> None:
     """Refuse an object that is no array of numbers, such as a list, a path or a network, or has masked positions."""
     if hasattr(volume, "shape") and hasattr(volume, "__getitem__"):
         check_numbers(name, volume)
+        if getattr(volume, "is_meta", False):
+            raise refusal(ValueError, f"{name} is on the device meta, without values; fix: a tensor on another device.")
         if np.ma.is_masked(volume):
             without_mask(volume)
         return

@@ -57,7 +57,8 @@ def known_format(path: Path) -> Format:
     """Return the format of a path; refuse another suffix."""
     by_suffix = find_format(path)
     if by_suffix is None:
-        raise refusal(ValueError, f'out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{path}.zarr".')
+        fix = path if path.name else path / "restored"
+        raise refusal(ValueError, f'out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{fix}.zarr".')
     return by_suffix
 
 

@@ -126,6 +126,7 @@ def open_volume(
         The volume. Its array is mapped into memory where the file allows that, or else read as it is sliced.
 
     Raises:
+        TypeError: If it is no path.
         FileNotFoundError: If there is no such file.
         ValueError: If the file is of another format, or damaged; if planes of it are missing; if it names files outside
             its folder as its parts; if it has no such channel, level or series.
@@ -143,6 +144,7 @@ def open_volume(
         ((4, 8, 8), 0.3, 'micrometer')
         >>> folder.cleanup()
     """
+    _check_path(path)
     file = Path(path)
     if not os.path.lexists(file):
         raise FileNotFoundError(f'open_volume: there is no "{file}"; fix: the path of a file, or of a zarr folder.')
@@ -157,16 +159,24 @@ def open_volume(
         *others, last = READERS
         raise ValueError(
             f'open_volume: "{file}" is neither a {", ".join(others)} or {last} file nor a folder of zarr; '
-            "fix: open it by its own library, and farfield.volumes.Volume(array, metadata)."
+            "fix: open it by its own library: predict_whole takes any array with a shape and slices, and "
+            "farfield.volumes.Volume(array, metadata) states its voxel size too."
         )
     return arrange(file, array, metadata, channel)
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, str | os.PathLike):
+        fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
+        raise TypeError(f"open_volume: path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
 
 
 def choose_series(file: Path, described: Sequence[str], series: int | None) -> int:
     """Return the index of the image to read of a file; the first by default, with a warning if there are others."""
     count = len(described)
     if series is not None and not 0 <= series < count:
-        raise ValueError(f'open_volume: "{file}" has {count} series, got series={series}; fix: 0 to {count - 1}.')
+        fix = "series=0" if count == 1 else f"0 to {count - 1}"
+        raise ValueError(f'open_volume: "{file}" has {count} series, got series={series}; fix: {fix}.')
     if series is None and count > 1:
         others = "".join(f"\n  series {index}  {each}" for index, each in enumerate(described[:SHOWN]))
         warnings.warn(
@@ -227,7 +237,10 @@ def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, I
         images = read_images(opened.attrs) if isinstance(opened, zarr.Group) else []
     # zarr raises all kinds of errors for folders that are none of its own.
     except Exception as error:
-        raise ValueError(f'open_volume: cannot read "{file}" as zarr: {error or type(error).__name__}.') from error
+        reason = str(error).removesuffix(".") or type(error).__name__
+        planes = sorted(each.name for each in file.iterdir() if each.suffix.lower() in (".tif", ".tiff"))
+        fix = f'; fix: one file of it, "{file / planes[0]}", or numpy.stack of all of them' if planes else ""
+        raise ValueError(f'open_volume: cannot read "{file}" as zarr: {reason}{fix}.') from error
     if isinstance(opened, zarr.Array):
         if level:
             raise ValueError(f'open_volume: "{file}" is one array without levels, got level={level}; fix: level=0.')
