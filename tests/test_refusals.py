@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from farfield._refusals import is_refusal, named, put_name, refusal
+from farfield._refusals import door, is_refusal, put_name, refusal
 
 
-@named("inner")
+@door("inner")
 def check(number: int) -> None:
     if number < 0:
         raise refusal(ValueError, "it is below 0.")
@@ -17,7 +17,7 @@ def check(number: int) -> None:
         raise ValueError("torch: it is above 9.")
 
 
-@named("outer")
+@door("outer")
 def call(number: int) -> int:
     check(number)
     if not number:
@@ -40,7 +40,7 @@ def test_other_errors_pass_as_they_are() -> None:
 
 
 def test_a_block_is_a_door() -> None:
-    with pytest.raises(TypeError, match=r"^block: no number\.$") as raised, named("around"), named("block"):
+    with pytest.raises(TypeError, match=r"^block: no number\.$") as raised, door("around"), door("block"):
         raise refusal(TypeError, "no number.")
     assert not is_refusal(raised.value)
 
@@ -62,7 +62,7 @@ def test_a_refusal_of_another_process_is_named_here() -> None:
 
 def test_doors_are_compiled() -> None:
     def double(grid: Tensor) -> Tensor:
-        with named("double"):
+        with door("double"):
             check(grid.dim())
         return grid * 2
 

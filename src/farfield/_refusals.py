@@ -12,7 +12,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def refusal(kind: type[_Error], *arguments: object) -> _Error:
-    """Build an error whose text, the last argument, lacks the name of the called function: `named` adds it.
+    """Build an error whose text, the last argument, lacks the name of the called function: `door` adds it.
 
     Example:
         >>> raise refusal(ValueError, "heads must be a whole number from 1, got 0.")
@@ -40,7 +40,7 @@ def put_name(name: str, error: _Error) -> _Error:
     return error
 
 
-class named:  # noqa: N801  # read as a word: `with named("insert"):`
+class door:  # noqa: N801  # read as a word: `with door("insert"):`
     """Put a name in front of the refusals of a function, as a decorator, or of a block: once, by the innermost.
 
     Errors of torch, of a user's network, and those with a name already, pass as they are.
@@ -49,7 +49,7 @@ class named:  # noqa: N801  # read as a word: `with named("insert"):`
         name: The name of the public function, as it is called.
 
     Example:
-        >>> with named("insert"):
+        >>> with door("insert"):
         ...     raise refusal(ValueError, "where names no place.")
         Traceback (most recent call last):
         ValueError: insert: where names no place.
@@ -63,14 +63,14 @@ class named:  # noqa: N801  # read as a word: `with named("insert"):`
         name = self.name
 
         @functools.wraps(function)
-        def door(*args: Any, **kwargs: Any) -> Any:
+        def inner(*args: Any, **kwargs: Any) -> Any:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
                 put_name(name, error)
                 raise
 
-        return door  # type: ignore[return-value]
+        return inner  # type: ignore[return-value]
 
     def __enter__(self) -> None:
         """Enter the block."""

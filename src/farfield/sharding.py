@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from farfield._checks import ShapeError
 from farfield._operators import FACTS
 from farfield._processes import all_gather, gather_facts, list_by_rank
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.nn import GridAttention
 from farfield.nn.checks import check_input
 from farfield.ops.grid import Gathered, Place
@@ -115,7 +115,7 @@ class Whole(NamedTuple):
     query_sums: Gathered | None  # for operators whose queries are sums
 
 
-@named("all_gather_summary")
+@door("all_gather_summary")
 def all_gather_summary(
     summary: Summary, query_sums: Gathered | None = None, *, group: ProcessGroup | None = None
 ) -> Whole:
@@ -140,7 +140,7 @@ def all_gather_summary(
         before it a few hundred bytes, with which the processes compare their shapes.
     """
 
-    @named("all_gather_summary")
+    @door("all_gather_summary")
     def describe() -> str:
         if summary.side_by_side:
             raise refusal(
@@ -192,7 +192,7 @@ def gather_and_merge(summary: Summary, query_sums: Gathered | None, group: Proce
     return cast(Whole, merged)
 
 
-@named("place_of_part")
+@door("place_of_part")
 def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = None) -> Place:
     """Return the place of this process's part, where parts follow each other on one spatial dim in the order of ranks.
 
@@ -212,7 +212,7 @@ def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = No
         One all-gather of a few integers, which waits for every process: call it once and keep the result.
     """
 
-    @named("place_of_part")
+    @door("place_of_part")
     def describe() -> Part:
         return Part(tuple(grid.shape), check_dim(grid, dim))
 
@@ -230,7 +230,7 @@ class Part(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-@named("sharded_attention")
+@door("sharded_attention")
 def agree(
     layer: GridAttention,
     grid: Tensor,
@@ -242,7 +242,7 @@ def agree(
 ) -> Place:
     """Return this part's place; check that all processes have the same layer and dtype and their parts form a grid."""
 
-    @named("sharded_attention")
+    @door("sharded_attention")
     def describe() -> Part:
         check(layer)
         place = check_input(layer, grid, mask, origin, size)

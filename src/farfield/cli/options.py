@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from farfield._refusals import named, put_name
+from farfield._refusals import door, put_name
 from farfield.cli.command_line import Parser, explain_word, help_text
 from farfield.cli.configuration import read_configuration, read_recipe
 from farfield.cli.recipes import find_configuration, recipe_files
@@ -294,7 +294,7 @@ def _flatten(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     return flat
 
 
-@named("farfield fit")
+@door("farfield fit")
 def _configuration(value: str) -> str:
     return find_configuration(value)
 

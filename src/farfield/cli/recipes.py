@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import farfield
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.cli.output import Row, Table, show
 from farfield.cli.values import no_such
 
@@ -103,11 +103,11 @@ def show_recipes(
         csv: Print comma-separated raw values.
     """
     if copy:
-        with named("farfield recipes"):
+        with door("farfield recipes"):
             path = Path(find_configuration(copy))
         print(f"farfield recipes: {_copy(path, to)}; farfield fit --config with this path runs it.")
     elif name:
-        with named("farfield recipes"):
+        with door("farfield recipes"):
             path = Path(find_configuration(name))
         sys.stdout.write(path.read_text(encoding="utf-8"))
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from farfield._checks import check_heads, unknown
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.cost.counting import Cost
 from farfield.cost.formulas import FORMULAS, NUMBER, Sizes, fa_bytes
 from farfield.cost.prediction import check_positive, count_parameters
@@ -41,7 +41,7 @@ MODULES = {
 }
 
 
-@named("cost.predict_module")
+@door("cost.predict_module")
 def predict_module(
     name: str, *, channels: int, positions: int, basis: int | None = None, width: int | None = None, heads: int = 1
 ) -> Cost:

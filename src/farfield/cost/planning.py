@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from farfield._checks import check_heads, check_size
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.cost.counting import Cost
 from farfield.cost.formulas import FORMULAS
 from farfield.cost.measuring import compare
@@ -98,7 +98,7 @@ class Setting:
         return torch.randn(self.batch, self.channels, *self.size, requires_grad=True)
 
 
-@named("cost.plan")
+@door("cost.plan")
 def plan(
     *,
     channels: int,

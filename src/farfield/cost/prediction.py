@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from farfield._checks import check_heads, check_size, unknown
-from farfield._refusals import named, put_name, refusal
+from farfield._refusals import door, put_name, refusal
 from farfield.cost.counting import Cost, CountedCall, count, run
 from farfield.cost.formulas import (
     FORMULAS,
@@ -31,7 +31,7 @@ from farfield.ops.table import OPERATORS, Operator, find_name
 CONVENTIONS = ("farfield", "paper", *PAPERS)
 
 
-@named("cost.predict")
+@door("cost.predict")
 def predict(
     operator: str | Operator | nn.Module,
     *,

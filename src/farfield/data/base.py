@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.data.readers.images import FolderError, check_classes, list_some
 from farfield.data.sampler import DrawnSamples, EpochSampler
 
@@ -144,7 +144,7 @@ class Loading(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the seed and the classes of a checkpoint, which must be those of the data."""
-        with named(type(self).__name__):
+        with door(type(self).__name__):
             classes = read_entry(state_dict, "classes", list)
             if not all(isinstance(name, str) for name in classes):
                 raise refusal(

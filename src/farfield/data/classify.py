@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
 from farfield.data.base import Loading, check_root, list_folders, refuse_level
 from farfield.data.readers.images import Check, FolderError, check_classes, check_images, list_classes, list_images
@@ -87,7 +87,7 @@ class ImageFolders(_Classification):
         self.evaluation_transform = build_evaluation_transform(augmentation, image_size)
 
     @property
-    @named("ImageFolders")
+    @door("ImageFolders")
     def folders(self) -> dict[str, Path]:
         """The folders of train, val and test that exist, by name; `root` as train if it has none of them."""
         if self.root is None or (self.predict is not None and not self.root.is_dir()):
@@ -99,13 +99,13 @@ class ImageFolders(_Classification):
             refuse_level(root, "train", list_folders(root))
         return nested or {"train": root}
 
-    @named("ImageFolders")
+    @door("ImageFolders")
     def prepare_data(self) -> None:
         """Check all folders and decode all files; runs in one process of each machine."""
         self._read_classes()
         check_images([*self.folders.values(), *([self.predict] if self.predict else [])], self.check)
 
-    @named("ImageFolders")
+    @door("ImageFolders")
     def setup(self, stage: str) -> None:
         """List the images of train, val and test, or those to predict."""
         self.classes = self._read_classes()

@@ -12,7 +12,7 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.data.base import Loading, check_root, read_entry
 from farfield.data.object_datasets import (
     AnnotatedImages,
@@ -94,7 +94,7 @@ class CocoFolders(Loading):
         # Ids of the categories, of which the first is label 1.
         self.category_ids: list[int] = []
 
-    @named("CocoFolders")
+    @door("CocoFolders")
     def prepare_data(self) -> None:
         """Check the annotations and decode all images, of `root` and `predict`; runs in one process of each machine."""
         if self.predict is not None:
@@ -118,7 +118,7 @@ class CocoFolders(Loading):
             fix = "replace these images or correct their entries, or remove both."
             check_each(part.images, fault, self.check, note, f"images of {part.file} are not as listed", fix)
 
-    @named("CocoFolders")
+    @door("CocoFolders")
     def setup(self, stage: str) -> None:
         """List the images of train, val and test, or those to predict."""
         if stage == "predict" and self.predict is not None:
@@ -146,7 +146,7 @@ class CocoFolders(Loading):
         """Return the data entries of a checkpoint: those of `Loading` and the ids of the categories."""
         return super().state_dict() | {"category_ids": list(self.category_ids)}
 
-    @named("CocoFolders")
+    @door("CocoFolders")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the data entries of a checkpoint; predictions of a folder without annotations get its category ids."""
         super().load_state_dict(state_dict)

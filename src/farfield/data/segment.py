@@ -15,7 +15,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
 
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.data.base import Listed, Loading, check_root
 from farfield.data.classify import IMAGENET
 from farfield.data.readers.images import Check, FolderError, check_images, check_names, list_images, read_image
@@ -87,12 +87,12 @@ class VOCFolders(Loading):
         self.random_view = RandomView(crop, scales, jitter, shorter_side)
 
     @property
-    @named("VOCFolders")
+    @door("VOCFolders")
     def folder(self) -> Path:
         """The root; `FolderError` if it is not given or does not exist."""
         return check_root(self.root, "ImageSets")
 
-    @named("VOCFolders")
+    @door("VOCFolders")
     def prepare_data(self) -> None:
         """Check that all lists and files exist, and decode the files; runs in one process of each machine."""
         if self.predict is not None:
@@ -101,7 +101,7 @@ class VOCFolders(Loading):
             pairs = [pair for part in self._pairs().values() for pair in part]
             check_pairs(list(dict.fromkeys(pairs)), read_mask_classes(self.folder), self.folder, self.check)
 
-    @named("VOCFolders")
+    @door("VOCFolders")
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or the images to predict."""
         if stage == "predict" and self.predict is not None:
@@ -167,7 +167,7 @@ class RandomView:
         return (image.flip(-1), labels.flip(-1)) if mirrored else (image, labels)
 
 
-@named("VOCFolders")
+@door("VOCFolders")
 def _read_pair(view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], pair: Pair) -> tuple[Tensor, Tensor]:
     return view(read_pixels(pair.image), read_mask(pair.mask))
 
@@ -179,7 +179,7 @@ def _list_images_to_predict(folder: Path, paths: Sequence[Path], shorter_side: i
     return Listed(list(zip(paths, names, strict=True)), partial(_read_to_predict, shorter_side), paths)
 
 
-@named("VOCFolders")
+@door("VOCFolders")
 def _read_to_predict(shorter_side: int | None, entry: tuple[Path, str]) -> tuple[Tensor, str, str, Tensor]:
     path, name = entry
     image = read_pixels(path)

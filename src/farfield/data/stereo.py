@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.data.base import Listed, Loading, check_root
 from farfield.data.readers.images import Check, FolderError, check_names, list_some, refuse
 from farfield.data.readers.stereo import CALLER, Frame, check_frames, list_frames, read_disparity
@@ -96,7 +96,7 @@ class StereoFrames(Loading):
             self.parts[name] = Listed(frames[name], partial(read_whole_frame, zero_is_unknown=unknown))
         self.parts["predict"] = _list_frames_to_predict(frames["test"])
 
-    @named(CALLER)
+    @door(CALLER)
     def _frames(self) -> dict[str, list[Frame]]:
         root = check_root(self.root)
         frames = list_frames(root)
@@ -118,7 +118,7 @@ class StereoFrames(Loading):
         return parts
 
 
-@named(CALLER)
+@door(CALLER)
 def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     if not parts["train"]:
         raise FolderError(
@@ -135,7 +135,7 @@ def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     refuse(f"pairs in {root} have no disparities", missing, fix)
 
 
-@named(CALLER)
+@door(CALLER)
 def read_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Read a pair as `uint8` images, and its disparities, infinite where they are not known."""
     # Some renderers write disparities as negative shifts to the left.
@@ -160,7 +160,7 @@ def _list_frames_to_predict(frames: Sequence[Frame]) -> Listed:
     return Listed(frames, _read_images, [path for frame in frames for path in (frame.left, frame.right)])
 
 
-@named(CALLER)
+@door(CALLER)
 def _read_images(frame: Frame) -> tuple[Tensor, Tensor, str, str]:
     left, right = (normalize_image(read_pixels(path)) for path in (frame.left, frame.right))
     return left, right, str(frame.left), frame.name

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.data.readers.images import FolderError, list_some, refuse
 from farfield.data.readers.text import CALLER, TextPiece
 from farfield.data.sampler import Draw, DrawnSamples
@@ -223,7 +223,7 @@ def tokenise(
     return torch.from_numpy(np.array(tokens, np.int32)), bounds, names
 
 
-@named(CALLER)
+@door(CALLER)
 def _check_lengths(
     pieces: Sequence[TextPiece], lengths: Sequence[int], length: int, otherwise: str = "or too_long=split"
 ) -> None:

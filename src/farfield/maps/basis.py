@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.maps.inputs import Grids, read_call, read_grids, read_position, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention
 from farfield.ops.grid import Gathered
@@ -19,7 +19,7 @@ from farfield.ops.slots import Summary
 from farfield.ops.summary import summarize
 
 
-@named("basis_masks")
+@door("basis_masks")
 @torch.inference_mode(mode=False)
 def basis_masks(
     attention: GridAttention, grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None
@@ -80,7 +80,7 @@ def basis_masks(
     return masks.unflatten(1, basis.shape[1:3])
 
 
-@named("axis_maps")
+@door("axis_maps")
 def axis_maps(
     attention: GridAttention,
     grid: Float[Tensor, "b c *m"],

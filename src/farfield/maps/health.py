@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.maps.layer import Layer
 from farfield.maps.layers import check_has_attention, record_layers
 from farfield.nn.attention import GridAttention
@@ -48,7 +48,7 @@ class Health(NamedTuple):
     host: float
 
 
-@named("maps.health")
+@door("maps.health")
 @torch.inference_mode(mode=False)
 def health(model: nn.Module, example: Any) -> list[Health]:
     """Measure the response of each attention module on an example, and the gradients of its projections.

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.maps.layer import Layer, add_layer
 from farfield.maps.tokens import is_replaced, record_tokens
 from farfield.nn.attention import GridAttention
 from farfield.nn.network_copy import copied, share_parameters
 
 
-@named("maps.layers")
+@door("maps.layers")
 def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
     """Run a network once and return each of its attention layers with the grids that it is called with.
 

@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.maps.inputs import read_call, read_grids, read_position, with_running_statistics
 from farfield.nn.attention import GridAttention
 from farfield.ops.engine import attend
 from farfield.ops.modes import full_precision
 
 
-@named("attention_row")
+@door("attention_row")
 @torch.inference_mode(mode=False)
 def attention_row(
     attention: GridAttention,

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.models.storage import read_weights
 from farfield.nn.transformer import TransformerLayer
 
@@ -121,7 +121,7 @@ def _name_source(name: str) -> str:
 
 def fill_from_file(net: _Network, path: Path) -> _Network:
     """Copy a file's weights, Hugging Face's or those of a saved `Bert`, into a `Bert`, and return it."""
-    with named(f"{net.name}"):
+    with door(f"{net.name}"):
         tensors = read_weights(path)
     _check_number_of_heads(net, path.parent / "config.json")
     if set(tensors) == set(net.state_dict()):

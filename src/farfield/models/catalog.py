@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from farfield._checks import install_command, unknown
-from farfield._refusals import named, put_name, refusal
+from farfield._refusals import door, put_name, refusal
 from farfield.models.bert import Bert, bert_base, bert_large, bert_small
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
@@ -178,7 +178,7 @@ _FAMILIES |= {"i3d_resnet50": I3D, "video_resnet": VideoResNet, "sagan": SAGAN}
 __all__ = ["CLASSIFIERS", "MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
 
 
-@named("models.from_pretrained")
+@door("models.from_pretrained")
 def from_pretrained(
     path_or_repo: str | Path,
     *,

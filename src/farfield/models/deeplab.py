@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import unknown
-from farfield._refusals import named, put_name
+from farfield._refusals import door, put_name
 from farfield.insertion._places import CHILD
 from farfield.models.channel_norm import ChannelNorm
 from farfield.models.choices import bind_arguments, check_whole, find_operator
@@ -280,7 +280,7 @@ def _draw_classifier(convolution: nn.Conv2d) -> None:
 def _fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
     # The file may have weights of other parts too.
     # The backbone has this name in torchvision's segmentation networks and in `DeepLab`.
-    with named(model):
+    with door(model):
         tensors = {name.removeprefix("backbone."): tensor for name, tensor in read_weights(path).items()}
     fill(model, path, backbone, tensors)
 

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import unknown
-from farfield._refusals import named, put_name
+from farfield._refusals import door, put_name
 from farfield.insertion import detector_places, insert
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.deeplab import fill, read_weights
@@ -263,7 +263,7 @@ def _build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) 
 
 
 def _fill_rcnn(model: str, rcnn: Any, path: Path, setup: Setup) -> None:
-    with named(model):
+    with door(model):
         tensors = read_weights(path)
     if not setup.frozen:
         raise ValueError(

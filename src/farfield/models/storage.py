@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from farfield._checks import unknown
 from farfield._files import stage_files
-from farfield._refusals import named, put_name, refusal
+from farfield._refusals import door, put_name, refusal
 from farfield.models.card import is_edited, list_operators, write_card
 from farfield.models.description import FORMAT, check_arguments, read_config, translate
 
@@ -162,7 +162,7 @@ class Stored(PyTorchModelHubMixin):
         """Rebuild a saved model of this class; the arguments are those of `models.from_pretrained`, for any class."""
         hub = {"force_download": force_download, "token": token, "cache_dir": cache_dir}
         hub |= {"local_files_only": local_files_only, "revision": revision}
-        with named(f"{cls.__name__}.from_pretrained"):
+        with door(f"{cls.__name__}.from_pretrained"):
             return load_model(pretrained_model_name_or_path, lambda config: cls(**config), hub)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import shape_error
-from farfield._refusals import named, put_name
+from farfield._refusals import door, put_name
 from farfield.models.channel_norm import split_deviation
 from farfield.models.choices import check_whole, find_operator
 from farfield.nn.attention import GridAttention
@@ -118,7 +118,7 @@ class UNetParts(NamedTuple):
     activation: nn.Module
 
 
-@named("unet_care")
+@door("unet_care")
 def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> UNetParts:
     """Build the parts of CARE's U-Net, from `channels` of the input and `widths` of each level, from the top."""
     convolution, pool = layers(spatial_dims).convolution, layers(spatial_dims).max_pool
@@ -140,7 +140,7 @@ def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int])
     return UNetParts(nn.Identity(), encoder, down, attending, up, nn.Identity())
 
 
-@named("unet_residual")
+@door("unet_residual")
 def build_residual(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> UNetParts:
     """Build the parts of the U-Net of residual blocks; the arguments are those of `build_care`."""
     kinds = layers(spatial_dims)

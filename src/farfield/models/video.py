@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import shape_error, unknown
-from farfield._refusals import named, put_name, refusal
+from farfield._refusals import door, put_name, refusal
 from farfield.insertion import insert
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.storage import Stored
@@ -162,7 +162,7 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
         """Return the logit of each class."""
-        with named("i3d_resnet50"):
+        with door("i3d_resnet50"):
             _check_clip(clip, frames=2)
         grid = self.pool1(torch.relu(self.bn1(self.conv1(clip))))
         grid = self.pool2(self.layer1(grid))
@@ -232,7 +232,7 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
         """Return the logit of each class."""
-        with named("video_resnet"):
+        with door("video_resnet"):
             _check_clip(clip)
         return self.network(clip)
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, shape_error
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.nn import block_fusion
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
@@ -82,7 +82,7 @@ class BaseBlock(Fusable):
         spatial_dims: int = 2,
     ) -> None:
         super().__init__()
-        with named("BaseBlock"):
+        with door("BaseBlock"):
             check_block(expansion=expansion, stride=stride, spatial_dims=spatial_dims, smallest=1)
         wide = expansion * channels
         self.channels, self.stride, self.spatial_dims = channels, stride, spatial_dims
@@ -99,7 +99,7 @@ class BaseBlock(Fusable):
         Raises:
             ShapeError: If the grid has other channels, or another number of spatial dims, than the block.
         """
-        with named("BaseBlock"):
+        with door("BaseBlock"):
             check_channels(grid, self.channels, self.spatial_dims)
         fused = splits_channels(self.depthwise) and adds_channels(self.project)
         compute = partial(block_fusion.base_block, self) if fused else self.plain
@@ -169,7 +169,7 @@ class AttentionBlock(Fusable):
         spatial_dims: int = 2,
     ) -> None:
         super().__init__()
-        with named("AttentionBlock"):
+        with door("AttentionBlock"):
             check_block(expansion=expansion, stride=stride, spatial_dims=spatial_dims, smallest=2)
         self.channels, self.stride, self.spatial_dims = channels, stride, spatial_dims
         self.expanded = (expansion - 1) * channels
@@ -193,7 +193,7 @@ class AttentionBlock(Fusable):
         Raises:
             ShapeError: If the grid has other channels, or another number of spatial dims, than the block.
         """
-        with named("AttentionBlock"):
+        with door("AttentionBlock"):
             check_channels(grid, self.channels, self.spatial_dims)
         compute = partial(block_fusion.attention_block, self) if adds_channels(self.project) else self.plain
         return self.bounded(in_slices([*self.children()], compute, grid, self.expanded + self.channels, SAMPLE_WISE))
@@ -292,7 +292,7 @@ class SqueezeExcite(nn.Module):
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
         """Return the grid with its channels scaled; raise a ShapeError for other channels."""
-        with named("SqueezeExcite"):
+        with door("SqueezeExcite"):
             check_channels(grid, self.channels)
         means = grid.mean(tuple(range(2, grid.dim())))
         gate = torch.sigmoid(self.excite(torch.relu(self.squeeze(means))))

@@ -19,7 +19,7 @@ from farfield._checks import (
     check_same_kind,
     shape_error,
 )
-from farfield._refusals import named, put_name, refusal
+from farfield._refusals import door, put_name, refusal
 from farfield.nn.bare import is_unchanged
 from farfield.ops.grid import Place
 from farfield.ops.modes import autocast_dtype
@@ -61,7 +61,7 @@ def check_order(channels: object, operator: object) -> None:
         )
 
 
-@named("GridAttention")
+@door("GridAttention")
 def check_options(module: Attention, project: str) -> None:
     """Raise for options that do not fit together."""
     sizes = module.channels, module.inner_channels
@@ -142,7 +142,7 @@ def first_parameter(module: Attention) -> Tensor | None:
     return next((each for part in parts for each in part.parameters()), None)
 
 
-@named("GridAttention")
+@door("GridAttention")
 def check_input(
     module: Attention,
     grid: Tensor,
@@ -199,7 +199,7 @@ def conversion(name: str, what: str) -> str:
     return f"module.to(grid.{what})" if name == "grid" else f"{name}.to(grid.{what})"
 
 
-@named("GridAttention")
+@door("GridAttention")
 def check_context(module: Attention, grid: Tensor, context: Tensor | None, context_mask: Tensor | None) -> None:
     """Raise for a context that does not fit the module or the grid, or a context mask without a context."""
     if context is None:

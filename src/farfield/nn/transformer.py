@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from farfield._checks import check_heads, check_mask, shape_error, unknown
-from farfield._refusals import named, put_name
+from farfield._refusals import door, put_name
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
 from farfield.nn.token_attention import attend_tokens
@@ -71,7 +71,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         if isinstance(operator, str) and operator not in OPERATORS:
             raise put_name("TransformerLayer", unknown("operator", operator, OPERATORS))
-        with named("TransformerLayer"):
+        with door("TransformerLayer"):
             check_heads(heads, channels, "tokens")
         entry = OPERATORS[operator] if isinstance(operator, str) else operator
         self.attention = GridAttention(
@@ -119,7 +119,7 @@ class TransformerLayer(nn.Module):
                 f"TransformerLayer: tokens are {tokens.dtype} and the layer {dtype}; fix: tokens.to({dtype})."
             )
         if mask is not None and mask.dtype != torch.bool:
-            with named("TransformerLayer"):
+            with door("TransformerLayer"):
                 check_mask("mask", mask, "tokens", tokens.mT)  # raises TypeError
         if mask is not None and mask.shape != tokens.shape[:2]:
             problem = f"mask must be boolean, (batch, tokens), got {mask.dtype}."

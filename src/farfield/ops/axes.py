@@ -8,13 +8,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._checks import check_grid, check_mask, shape_error
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.ops.engine import is_fast
 from farfield.ops.fast import axes
 from farfield.ops.grid import AXES
 
 
-@named("axis_means")
+@door("axis_means")
 def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None) -> Float[Tensor, "b c s"]:
     """Average a grid over all axes but one, for each axis in turn.
 
@@ -52,7 +52,7 @@ def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | N
     return (sums / counts.clamp_min(1)).to(grid.dtype)
 
 
-@named("outer_sum")
+@door("outer_sum")
 def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Tensor, "b c *size"]:
     """Add the vectors of all axes into a grid.
 

@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._checks import ShapeError, check_same_kind, shape_error
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 
 
-@named("pad_grids")
+@door("pad_grids")
 def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, " b *n"]]:
     """Make one batch of grids of different sizes, and the mask of their valid positions.
 

@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._checks import check_same_kind, shape_error
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.ops.attend import attend, document_arguments
 
 
@@ -107,7 +107,7 @@ def siamese_ones_attention(
     return attend("siamese_ones", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
 
 
-@named("siamese_similarity")
+@door("siamese_similarity")
 def siamese_similarity(
     a: Float[Tensor, "... c"],
     b: Float[Tensor, "... c"],

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce, one_grid
@@ -35,7 +35,7 @@ from farfield.volumes.volume import describe_output
 
 
 @looks_at_a_copy
-@named("predict_whole")
+@door("predict_whole")
 def predict_whole(
     model: nn.Module,
     volume: Any,

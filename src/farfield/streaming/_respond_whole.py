@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError, shape_error
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.nn import GridAttention
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
@@ -32,7 +32,7 @@ from farfield.volumes.volume import describe_output, split_volume
 _TILE = 2**24
 
 
-@named("respond_whole")
+@door("respond_whole")
 def respond_whole(
     layer: GridAttention,
     grid: Any,

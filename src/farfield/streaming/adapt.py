@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 
 # What may be given as `reduce`: a name, or a function from an output grid to a grid of the same size.
 Reduce = str | Callable[[Tensor], Tensor] | None
@@ -220,7 +220,7 @@ class MeanOverFlips(nn.Module):
     def _run_flipped(self, grids: Sequence[Tensor], flip: Sequence[int]) -> tuple[Tensor, Outputs]:
         """Run the network on flipped grids; return its outputs as one grid, flipped back."""
         output = self.network(*(_flip_grid(grid, flip) for grid in grids))
-        with named("MeanOverFlips"):
+        with door("MeanOverFlips"):
             grid, outputs = one_grid(self.network, grids[0].shape, output)
         return _flip_grid(grid, flip), outputs
 

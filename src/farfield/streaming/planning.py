@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
 from farfield._fingerprint import fingerprint
-from farfield._refusals import is_refusal, named, refusal
+from farfield._refusals import door, is_refusal, refusal
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.nn.network_copy import CannotCopyError
 from farfield.nn.tracing import looks_at_a_copy
@@ -51,7 +51,7 @@ _DIVISIBLE = 2**6 * 3 * 5 * 7
 
 
 @looks_at_a_copy
-@named("plan_whole")
+@door("plan_whole")
 def plan_whole(
     model: nn.Module,
     shape: Sequence[int] | Sequence[Sequence[int]],

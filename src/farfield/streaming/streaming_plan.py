@@ -12,7 +12,7 @@ from torch import nn
 
 from farfield._checks import ShapeError
 from farfield._fingerprint import ADDRESS, fingerprint
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.streaming.adapt import Outputs, Reduce
 from farfield.streaming.arguments import parse_layouts
 from farfield.streaming.graph import RecordedLayer, Value
@@ -146,7 +146,7 @@ class StreamingPlan:
 
     def bind(self, caller: str, network: nn.Module) -> StreamingPlan:
         """Return the plan with the parameters, buffers and layers of a network; refuse another than was planned."""
-        with named(caller):
+        with door(caller):
             bound = replace(self, **self._convert(lambda labelled: _bind_graph(labelled, network)))
             if describe_structure(network) != self.structure:
                 raise _other_network(network, "other modules, or another forward, than were recorded")

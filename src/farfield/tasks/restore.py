@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from farfield._checks import shape_error
 from farfield._outputs import check_not_input, output_path
-from farfield._refusals import named, put_name
+from farfield._refusals import door, put_name
 from farfield.streaming import Tiles
 from farfield.tasks.metrics import EPSILON, care_metrics
 from farfield.tasks.restore_stack import restore
@@ -126,7 +126,7 @@ class Restore(TrainingTask):
                 "--overwrite skip to go on with the other stacks."
             )
         inputs = list_inputs(self.trainer) if self._trainer is not None else []
-        with named("farfield predict"):
+        with door("farfield predict"):
             check_not_input(output, [Path(path), *inputs])
         output.parent.mkdir(parents=True, exist_ok=True)
         restore(self.network, stack, tile=self.tile, out=output, overwrite=self.overwrite is True, quiet=False)

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.streaming import Tiles, predict_whole
 from farfield.streaming.progress import write_whole
 from farfield.volumes import ImageMetadata
@@ -62,7 +62,7 @@ def _expand_levels(levels: Tensor, grid: Tensor) -> Tensor:
     return levels.to(grid.dtype).reshape(-1, *(1,) * (grid.dim() - 1))
 
 
-@named("restore")
+@door("restore")
 def restore(
     network: nn.Module,
     stack: Any,
@@ -155,7 +155,7 @@ def _project_stack(network: nn.Module, stack: Any, multiples: Sequence[int]) -> 
     return image if len(stack.shape) > len(size) else image[0]
 
 
-@named("restore")
+@door("restore")
 def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> tuple[float, float]:
     """Return the grey levels of two percentiles, from 0 to 100, of a stack that need not fit in memory."""
     dtype = np.dtype(stack.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from farfield._checks import check_same_kind, shape_error, unknown
-from farfield._refusals import named, put_name, refusal
+from farfield._refusals import door, put_name, refusal
 from farfield.theory.kronecker_sum import log_determinant, solve, spectrum, symmetric
 
 
@@ -203,7 +203,7 @@ def _noise(shape: torch.Size, like: Tensor) -> Tensor:
     return torch.randn(shape, dtype=like.dtype, device=like.device)
 
 
-@named("MatrixNormal")
+@door("MatrixNormal")
 def _check_parameters(loc: Tensor, row: Tensor, column: Tensor) -> torch.Size:
     """Check the shapes (…, h, w), (…, h, h) and (…, w, w), one dtype and one device; return the batch shape."""
     parameters = {"loc": loc, "row_covariance": row, "column_covariance": column}
@@ -248,7 +248,7 @@ def _check_values(loc: Tensor, row: Tensor, column: Tensor) -> None:
         )
 
 
-@named("MatrixNormal.log_prob")
+@door("MatrixNormal.log_prob")
 def _check_value(value: Tensor, distribution: MatrixNormal) -> None:
     """Refuse a value whose shape does not fit and, if validation is on, one that is not finite."""
     expected = distribution.batch_shape + distribution.event_shape

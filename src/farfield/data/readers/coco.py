@@ -18,7 +18,7 @@ from jaxtyping import UInt8
 from pycocotools import mask as coco
 from torch import Tensor
 
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.data.readers.coco_entries import (
     FIELDS,
     are_numbers,
@@ -74,7 +74,7 @@ def read_annotated(root: Path, name: str) -> Annotated:
     return Annotated(file, folder, content["images"], objects, categories)
 
 
-@named("CocoFolders")
+@door("CocoFolders")
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_utf8(file))
@@ -129,7 +129,7 @@ def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
     refuse_here("annotations have unknown categories", strange, f"use the ids under categories: {known}.")
 
 
-@named("CocoFolders")
+@door("CocoFolders")
 def check_files(part: Annotated) -> None:
     """Refuse listed images that do not exist, and images of the split's own folder that are not listed."""
     refuse_here = partial(refuse_in, part.file)
@@ -145,7 +145,7 @@ def check_files(part: Annotated) -> None:
 
 def refuse_in(file: Path, problem: str, faults: Sequence[object], fix: str) -> None:
     """Refuse the faults of a file of annotations, if there are any."""
-    with named(f"CocoFolders: {file}"):
+    with door(f"CocoFolders: {file}"):
         refuse(problem, faults, fix)
 
 

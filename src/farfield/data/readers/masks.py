@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.data.readers.images import (
     Check,
     FolderError,
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
     mask: Path
 
 
-@named("VOCFolders")
+@door("VOCFolders")
 def read_mask_classes(root: Path) -> list[str]:
     """Read the classes, one per line in the order of their labels, from `root/classes.txt`; without it VOC's 21."""
     path = root / "classes.txt"
@@ -70,7 +70,7 @@ def read_mask_classes(root: Path) -> list[str]:
     return [" ".join(line).strip() for line in lines]
 
 
-@named("VOCFolders")
+@door("VOCFolders")
 def read_list(path: Path) -> list[list[str]]:
     """Read the lines of a list of images, each split into words."""
     if not path.is_file():
@@ -130,7 +130,7 @@ def _find_image(folder: Path, name: str) -> Path:
     return next((path for path in paths if os.path.isfile(path)), folder / f"{name}.jpg")
 
 
-@named("VOCFolders")
+@door("VOCFolders")
 def _check_complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
     """Return the pairs; raise `FolderError` if a file is missing. `source` is their list or folder, for the error."""
     missing = [path for pair in pairs for path in pair if not os.path.isfile(path)]
@@ -139,7 +139,7 @@ def _check_complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
     return list(pairs)
 
 
-@named("VOCFolders")
+@door("VOCFolders")
 def read_mask(path: Path) -> Tensor:
     """Read the labels of a mask as a `uint8` tensor `(height, width)`; refuse colours."""
     with name_file(path):
@@ -158,7 +158,7 @@ def read_mask(path: Path) -> Tensor:
     return labels
 
 
-@named("VOCFolders")
+@door("VOCFolders")
 def check_pairs(pairs: Sequence[Pair], classes: Sequence[str], root: Path, check: Check = "once") -> None:
     """Decode every pair and refuse those that cannot be trained on, in one error."""
     if check == "never":

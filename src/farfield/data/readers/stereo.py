@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.data.readers.images import (
     Check,
     FolderError,
@@ -92,7 +92,7 @@ class Frame(NamedTuple):
         return not _TESTS.isdisjoint(self.name.split("/")[:-1])
 
 
-@named(CALLER)
+@door(CALLER)
 def list_frames(folder: Path) -> list[Frame]:
     """List the pairs of a folder, of every layout, in sorted order."""
     if not folder.is_dir():
@@ -125,7 +125,7 @@ def _match_layout(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
     return next(((layout, match) for layout, match in matches if match), None)
 
 
-@named(CALLER)
+@door(CALLER)
 def read_disparity(path: Path) -> NDArray[np.float32]:
     """Read the disparities of a PFM file, or of KITTI's 16-bit PNG files, which store 256 times the disparity."""
     if path.suffix.lower() == ".pfm":
@@ -166,7 +166,7 @@ def read_pfm(path: Path) -> NDArray[np.float32]:
     return np.ascontiguousarray(rows[::-1], np.float32)
 
 
-@named(CALLER)
+@door(CALLER)
 def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> None:
     """Decode every frame and refuse those that cannot be read or whose files differ in size, in one error."""
     if check == "never":

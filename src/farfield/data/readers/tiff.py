@@ -11,7 +11,7 @@ import tifffile
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.data.readers.images import CLUTTER, FolderError, check_names, name_file, refuse
 from farfield.volumes.tiff_parts import check_parts, check_planes, describe_series
 
@@ -43,7 +43,7 @@ def list_stacks(folder: Path) -> list[Path]:
     return stacks
 
 
-@named("StackPairs")
+@door("StackPairs")
 def list_stack_pairs(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
     """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`."""
     truths = {path.stem: path for path in list_stacks(folder / target)}
@@ -79,7 +79,7 @@ def check_depths(*groups: Sequence[Path]) -> None:
             )
 
 
-@named("StackPairs")
+@door("StackPairs")
 def open_tiff_file(path: Path) -> tifffile.TiffFile:
     """Open a TIFF file whose first series is whole."""
     with name_file(path):
@@ -127,7 +127,7 @@ def open_stacks(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
     return whole
 
 
-@named("StackPairs")
+@door("StackPairs")
 def open_array(path: Path) -> NDArray[Any]:
     """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read."""
     with open_tiff_file(path) as file:
@@ -219,7 +219,7 @@ def check_stack_values(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
     return stack
 
 
-@named("StackPairs")
+@door("StackPairs")
 def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Read CARE's training data, sources `(samples, 1, z, y, x)` and targets, of one plane `(samples, 1, y, x)`."""
     with name_file(path), np.load(path, allow_pickle=False) as file:

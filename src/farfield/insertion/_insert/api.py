@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from farfield._refusals import named, refusal
+from farfield._refusals import door, refusal
 from farfield.insertion._insert.additions import (
     ChannelsLast,
     additions,
@@ -30,7 +30,7 @@ from farfield.insertion._insert.layout import Layout, channel_axis, check_layout
 from farfield.insertion._places import Place, find_places, inside
 
 
-@named("insert")
+@door("insert")
 def insert(
     model: nn.Module,
     where: str | Sequence[str],
@@ -134,7 +134,7 @@ def insert(
     return {str(name): made[place] for name, place in named.items()}
 
 
-@named("remove")
+@door("remove")
 def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
     """Remove additions from a model; without them it is the same as before `insert`.
 

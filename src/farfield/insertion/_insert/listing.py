@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.insertion._insert.additions import attach_addition, child_of, grid_of
 from farfield.insertion._insert.checks import check_free, check_open, grids_in, has_grid
 from farfield.insertion._insert.effects import Effects, linked
@@ -38,7 +38,7 @@ class InsertionPlace(NamedTuple):
     shape: tuple[int, ...]
 
 
-@named("places")
+@door("places")
 def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> list[InsertionPlace]:
     """List the places of a model where `insert` can add a module, in the order in which they return their grids.
 

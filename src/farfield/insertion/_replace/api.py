@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.insertion._places import parents
 from farfield.insertion._replace.finding import CALLER, find_attention, replaced_class
 from farfield.insertion._replace.hugging_face import (
@@ -85,7 +85,7 @@ def replace_attention(
         torch.Size([2, 100, 32])
     """
     _check_model(model)
-    with named(CALLER):
+    with door(CALLER):
         name, resolved = resolve_operator(operator)
     chosen = find_attention(model, where)
     for path, module in chosen.items():

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from farfield._refusals import named, put_name
+from farfield._refusals import door, put_name
 from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
@@ -99,7 +99,7 @@ def _attend_tokens_of_model(
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         # Made for flash attention, which the layers that are not replaced still use.
         attention_mask = attention_mask[:, None, None].bool()
-    with named(caller):
+    with door(caller):
         valid = find_valid_positions(attention_mask, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))

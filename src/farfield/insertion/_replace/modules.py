@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farfield._refusals import named, put_name
+from farfield._refusals import door, put_name
 from farfield.insertion._replace.masks import causal_error, find_valid_positions
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import Operator
@@ -52,7 +52,7 @@ class TorchAttention(nn.MultiheadAttention):
         batch = 0 if not batched or self.batch_first else 1
         grids = (grid if batched else grid[None] for grid in (query, key, value))
         q, k, v = (_split_heads(positions.transpose(0, batch), self.num_heads) for positions in self.project(*grids))
-        with named(caller):
+        with door(caller):
             valid = self.find_valid_keys(key_padding_mask, attn_mask, k)
         scale, dropout = 1 / math.sqrt(q.shape[-1]), self.dropout if self.training else 0.0
         positions, weights = attend_tokens(
@@ -109,7 +109,7 @@ class TimmAttention(nn.Module):
         query, key = self.q_norm(query), self.k_norm(key)
         if attn_mask is not None:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        with named(caller):
+        with door(caller):
             valid = find_valid_positions(attn_mask, key)
         dropout = self.attn_drop.p if self.training else 0.0
         positions, _ = attend_tokens(self.operator, query, key, value, valid, scale=self.scale, dropout=dropout)

@@ -16,7 +16,7 @@ from PIL import Image
 
 from farfield._files import OwnedFolder
 from farfield._outputs import check_not_input, output_path
-from farfield._refusals import named
+from farfield._refusals import door
 from farfield.tasks.checkpoints import written
 from farfield.tasks.classify import Predicted
 from farfield.tasks.segment import Segmented
@@ -33,7 +33,7 @@ class PredictionFile(BasePredictionWriter):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a file that is one of the inputs."""
-        with named("farfield predict"):
+        with door("farfield predict"):
             check_not_input(self.place(trainer), list_inputs(trainer))
 
     def place(self, trainer: Trainer) -> Path:
@@ -95,7 +95,7 @@ class PredictionFolder(BasePredictionWriter):
             place.parent.mkdir(parents=True, exist_ok=True)
             # It has a hidden name until then, so that an interrupted prediction is never taken for a finished one.
             self.growing = OwnedFolder(hide_path(place), place)
-            with named("farfield predict"):
+            with door("farfield predict"):
                 self.growing.hold()
                 self.growing.empty()
         trainer.strategy.barrier()
@@ -121,7 +121,7 @@ class PredictionFolder(BasePredictionWriter):
         """Move the folder to its final name."""
         trainer.strategy.barrier()
         if self.growing is not None:
-            with named("farfield predict"):
+            with door("farfield predict"):
                 self.growing.become_target()
         self.let_go()
 
