@@ -14,6 +14,8 @@ from typing import IO
 
 from filelock import FileLock, Timeout
 
+from farfield._refusals import refusal
+
 # A folder without this file is never emptied or removed.
 MARKER, LOCK = ".farfield", ".farfield.lock"
 MARKER_TEXT = "farfield made this folder and removes it, with all that is in it, without confirmation.\n"
@@ -28,13 +30,12 @@ class OwnedFolder:
     files that farfield did not make. The lock ends with its process, so a killed process leaves none.
 
     Args:
-        caller: The function that errors name.
         path: The path of the folder.
         target: The path of the finished result: the folder is renamed to it, and errors name it.
     """
 
-    def __init__(self, caller: str, path: Path, target: Path) -> None:
-        self.caller, self.path, self.target = caller, path, target
+    def __init__(self, path: Path, target: Path) -> None:
+        self.path, self.target = path, target
         self.lock: FileLock | None = None
 
     def check(self) -> None:
@@ -45,19 +46,14 @@ class OwnedFolder:
         """
         problem = foreign(self.path)
         if problem is not None:
-            raise FileExistsError(
-                f'{self.caller}: "{self.path}" {problem}, and it would be emptied to write "{self.target}"; '
-                f"fix: move it elsewhere, or write to another path."
+            raise refusal(
+                FileExistsError,
+                f'"{self.path}" {problem}, and it would be emptied to write "{self.target}"; '
+                f"fix: move it elsewhere, or write to another path.",
             )
 
     def hold(self) -> None:
-        """Make the folder and lock it against other processes until `let_go`, or until this process ends.
-
-        Raises:
-            FileExistsError: If the path exists and was not made by farfield.
-            BlockingIOError: If another process has locked the folder.
-            OSError: If the folder, its lock or its marker cannot be written; a folder that is new is removed again.
-        """
+        """Make the folder and lock it against other processes until `let_go`, or until this process ends."""
         self.check()
         self.path.mkdir(exist_ok=True)
         try:
@@ -79,12 +75,7 @@ class OwnedFolder:
                 self.remove()
 
     def acquire_lock(self) -> FileLock | None:
-        """Lock the folder; return None where the file system has no locks, as on some network drives.
-
-        Raises:
-            BlockingIOError: If another process has locked it.
-            OSError: If the file of the lock cannot be written.
-        """
+        """Lock the folder; return None where the file system has no locks, as on some network drives."""
         lock = FileLock(self.path / LOCK, timeout=0)
         try:
             lock.acquire()
@@ -93,9 +84,9 @@ class OwnedFolder:
                 lock.release()
                 raise FileNotFoundError
         except (Timeout, FileNotFoundError):
-            raise BlockingIOError(
-                f'{self.caller}: another process is writing "{self.target}"; fix: wait until it is done, '
-                f"or write to another path."
+            raise refusal(
+                BlockingIOError,
+                f'another process is writing "{self.target}"; fix: wait until it is done, or write to another path.',
             ) from None
         except NotImplementedError:
             return None
@@ -183,14 +174,12 @@ def open_replacement(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def stage_files(folder: Path) -> Iterator[Path]:
-    """Make a temporary folder; its files replace those in `folder` when the block ends without an error.
-
-    All files are written to the disk before the first is renamed: after a crash each file is the old or the new one.
-    """
+    """Make a temporary folder; its files replace those in `folder` when the block ends without an error."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".farfield-") as staging:
         yield Path(staging)
         files = sorted(Path(staging).iterdir())
+        # All are on the disk before the first is renamed: after a crash each file is the old or the new one.
         for file in files:
             with file.open("r+b") as opened:
                 os.fsync(opened.fileno())

@@ -115,7 +115,7 @@ def test_fit_validate_test_predict(tmp_path: Path, capsys: pytest.CaptureFixture
     assert written == [*(f"masks/{name}.png" for name in names), *(f"overlays/{name}.jpg" for name in names)]
     with Image.open(folder / "masks" / "test_1.png") as mask:
         assert (mask.mode, mask.size) == ("P", (64, 49))
-        assert mask.getpalette()[:9] == PALETTE[:9] == [0, 0, 0, 128, 0, 0, 0, 128, 0]
+        assert mask.getpalette()[:12] == PALETTE[:12] == [0, 0, 0, 128, 0, 0, 0, 128, 0, 128, 128, 0]
         labels = np.array(mask)
         colours = np.array(mask.convert("RGB"), dtype=float)
     assert labels.max() < 4
@@ -160,7 +160,7 @@ def test_predictions_that_exist_are_not_overwritten(tmp_path: Path) -> None:
 
 def test_two_predictions_do_not_write_to_one_folder(tmp_path: Path) -> None:
     options = {**CAMVID, "data.root": make_voc(tmp_path / "voc"), "predictions.path": "new"}
-    theirs = OwnedFolder("another process", Path(".new.partial"), Path("new"))
+    theirs = OwnedFolder(Path(".new.partial"), Path("new"))
     theirs.hold()
     (theirs.path / "theirs.png").touch()
     with pytest.raises(BlockingIOError, match='farfield predict: another process is writing "new"; fix: wait until'):

@@ -28,8 +28,9 @@ from farfield.data.readers.coco import (
     has_masks,
     is_rectangle,
     read_annotated,
+    refuse_in,
 )
-from farfield.data.readers.images import FolderError, refuse
+from farfield.data.readers.images import FolderError
 from helpers.made_objects import CATEGORIES, make_coco, make_scene, read_annotations, write_annotations
 from helpers.packs import unpack
 from helpers.refusals import read_or_refusal
@@ -349,7 +350,9 @@ def test_values_of_a_wrong_kind_are_named(tmp_path: Path, section: str, key: str
         read_annotated(root, "train")
 
 
-@pytest.mark.parametrize("box", [["1", "2", "3", "4"], "1234", {"x": 1}, None, 5, [True] * 4, [10**400, 1, 2, 3], [[]]])
+@pytest.mark.parametrize(
+    "box", [["1", "2", "3", "4"], "1234", {"x": 1}, None, 5, [True] * 4, [10**400, 1, 2, 3], [np.nan] * 4, [[]]]
+)
 def test_boxes_of_a_wrong_kind_are_named(tmp_path: Path, box: Any) -> None:
     root = change(make_coco(tmp_path / "made"), lambda content: first(content, bbox=box))
     with pytest.raises(FolderError, match=r"instances_train\.json: 1 boxes are not x, y, .*\n  annotation 1: "):
@@ -535,8 +538,8 @@ def checked(root: Path) -> Annotated:
     """Read the training images as `prepare_data` does."""
     part = read_annotated(root, "train")
     check_files(part)
-    refuse(f"CocoFolders: {part.file}", "masks are faulty", list(find_mask_faults(part)), "")
-    refuse(f"CocoFolders: {part.file}", "boxes are faulty", list(find_box_faults(part)), "")
+    refuse_in(part.file, "masks are faulty", list(find_mask_faults(part)), "")
+    refuse_in(part.file, "boxes are faulty", list(find_box_faults(part)), "")
     return part
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
+from farfield._refusals import door, put_name
 from farfield.cli.command_line import Parser, explain_word, help_text
 from farfield.cli.configuration import read_configuration, read_recipe
 from farfield.cli.recipes import find_configuration, recipe_files
@@ -23,16 +24,13 @@ from farfield.cli.values import CommandLineError, no_such, parse_bytes
 
 
 class Task(NamedTuple):
-    """A task: its class, the data that it usually reads, the metric of its best epoch, and what writes predictions.
-
-    The writer is a callback, None if the task itself writes.
-    """
+    """A task: its class, the data that it usually reads, the metric of its best epoch, and what writes predictions."""
 
     module: str
     data: str
     monitor: str
     mode: str
-    writer: str | None
+    writer: str | None  # a callback; None if the task itself writes
 
 
 def _task(name: str, data: str, monitor: str, mode: str, writer: str | None = None) -> Task:
@@ -74,6 +72,19 @@ _OF_CLASSES = ("class_path", "init_args", "dict_kwargs", "help")
 _GROUPS = ("model", NETWORK, DATA, "trainer", "checkpoint", "predictions")
 
 
+# What other programs, and other tasks, call an option.
+_OTHER_NAMES = {
+    "output": "predictions.path",
+    "epochs": "trainer.max_epochs",
+    "lr": "model.learning_rate",
+    "gpus": "trainer.devices",
+    "device": "trainer.accelerator",
+    "input": "data.predict",
+    "checkpoint": "ckpt_path",
+    "resume": "ckpt_path",
+}
+
+
 class Words(NamedTuple):
     """A command line: its task, its options with their text, and all entries, those of the recipes too."""
 
@@ -101,7 +112,11 @@ class Words(NamedTuple):
 
 def read_words(words: Sequence[str]) -> Words:
     """Read a command line, and the files that it names."""
-    expand: dict[str, Callable[[str], str]] = {"config": find_configuration, NETWORK: _network, DATA: _data}
+    expand: dict[str, Callable[[str], str]] = {
+        "config": _configuration,
+        NETWORK: _network,
+        DATA: _data,
+    }
     expand |= {name: partial(_bytes, name) for name in ("tile.disk", "tile.memory")}
     given = [(name, expand.get(name, str)(text)) for name, text in _split(words)]
     named, task = dict(given).get("task"), "classify"
@@ -222,6 +237,8 @@ def _bytes(name: str, text: str) -> str:
 def _explain(name: str, group: str, names: Sequence[str], is_flag: bool) -> str:
     """Return the error about a name that there is not: with names that end nearly as it does, or all of its group."""
     dashes, last = "--" if is_flag else "", name.rpartition(".")[2]
+    if (other := _OTHER_NAMES.get(name.replace("-", "_"))) in names:
+        return f'no {"option" if is_flag else "entry"} "{dashes}{name}"; fix: {dashes}{other}.'
     ends = [each.rpartition(".") for each in names]
     near = difflib.get_close_matches(last, {end for _, _, end in ends}, n=3, cutoff=0.65)
     nearest = [(place, f"{dashes}{place}{dot}{end}") for other in near for place, dot, end in ends if end == other]
@@ -249,7 +266,9 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         elif word in recipe_files():
             raise CommandLineError(f'"{word}" is a recipe, given without its option; fix: --config {word}.')
         else:
-            raise CommandLineError(explain_word(word, "farfield fit", []))
+            raise CommandLineError(
+                explain_word(word, "farfield fit", ["--config", "--data.root", "--data.predict", "…"])
+            )
 
 
 def _load(text: str) -> Any:
@@ -275,6 +294,11 @@ def _flatten(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     return flat
 
 
+@door("farfield fit")
+def _configuration(value: str) -> str:
+    return find_configuration(value)
+
+
 def _network(name: str) -> str:
     """Return the full name of a network; one without a dot is farfield's."""
     if not name.isidentifier() or Path(name).is_file():
@@ -283,7 +307,7 @@ def _network(name: str) -> str:
     if read_signature(path) is None:
         from farfield.cli.network_builder import unknown_network
 
-        raise unknown_network("farfield fit", name)
+        raise put_name("farfield fit", unknown_network(name))
     return path
 
 

@@ -52,7 +52,7 @@ def show_seams(
     if volume is None:
         raise CommandLineError("give a volume, farfield seams volume.tif")
     if picture is not None:
-        check_not_input("farfield seams", picture, [Path(volume)])
+        check_not_input(picture, [Path(volume)])
     net = _load_network(network, weights, model).eval().to(device)
     opened = None if patches is None else _open_patches(patches)
     seams = find_seams(net, open_volume(volume), tile[0] if len(tile) == 1 else tile, opened)
@@ -86,7 +86,7 @@ def _load_network(network: str | None, weights: Path | None, model: str | None) 
 def _load_weights(network: nn.Module, path: Path) -> None:
     """Load weights that a file has, whatever they are called within a checkpoint."""
     if path.suffix == ".safetensors":
-        found: object = read_weights("farfield seams", path)
+        found: object = read_weights(path)
     else:
         try:
             found = read_pickled(path)

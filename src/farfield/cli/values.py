@@ -45,14 +45,11 @@ class AttentionOptions(NamedTuple):
 
 
 def no_such(what: str, name: str, names: Iterable[str], command: str = "farfield fit") -> str:
-    """Return the text of an error about an unknown name, with the nearest of `names`.
-
-    Example:
-        >>> no_such("option", "--siz", ["--size", "--channels"], "farfield cost")
-        'no option "--siz"; nearest: --size.'
-    """
+    """Return the text of an error about an unknown name, with the nearest of `names`."""
     names = list(names)
-    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    # Without the dashes, which all options have in common; a name of another kind may have a folder or a prefix.
+    plain, cutoff = {each.lstrip("-"): each for each in names}, 0.6 if name.startswith("-") else 0.5
+    nearest = [plain[each] for each in difflib.get_close_matches(name.lstrip("-"), plain, n=3, cutoff=cutoff)]
     hint = f"; nearest: {', '.join(nearest)}." if nearest else f"; {command} --help lists them."
     if not nearest and 0 < len(names) <= SHOWN:
         hint = f"; it has {', '.join(names)}."
@@ -91,12 +88,7 @@ def parse_pixel(text: str) -> Pixel:
 
 
 def parse_bytes(text: str) -> Bytes:
-    """Convert a word to bytes, such as 8GiB or 24G.
-
-    Example:
-        >>> parse_bytes("24G"), parse_bytes("1.5 KiB")
-        (24000000000, 1536)
-    """
+    """Convert a word to bytes, such as 8GiB or 24G."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE]\d+)?) ?([A-Za-z]*)", text.strip())
     unit = next((each for each in _UNITS if match and each.lower() == match[2].lower()), None)
     size = int(float(match[1]) * _UNITS[unit]) if match and unit is not None else 0
@@ -115,7 +107,8 @@ def parse_device(text: str) -> Device:
 
     kind = text.partition(":")[0]
     if kind not in _DEVICES:
-        raise CommandLineError(no_such("device", text, _DEVICES))
+        fix = 'no device "gpu"; fix: cuda, mps or xpu, by the kind of the GPU.'
+        raise CommandLineError(fix if kind == "gpu" else no_such("device", text, _DEVICES))
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 0
     numbers = [] if kind == "cpu" else [f"{kind}:{index}" for index in range(count)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from farfield._refusals import door
 from farfield.data.base import Listed, Loading, check_root
 from farfield.data.readers.images import Check, FolderError, check_names, list_some, refuse
 from farfield.data.readers.stereo import CALLER, Frame, check_frames, list_frames, read_disparity
@@ -95,9 +96,9 @@ class StereoFrames(Loading):
             self.parts[name] = Listed(frames[name], partial(read_whole_frame, zero_is_unknown=unknown))
         self.parts["predict"] = _list_frames_to_predict(frames["test"])
 
+    @door(CALLER)
     def _frames(self) -> dict[str, list[Frame]]:
-        """List the pairs of train, val and test, each with its disparities."""
-        root = check_root(self.root, CALLER)
+        root = check_root(self.root)
         frames = list_frames(root)
         known = {name for frame in frames for name in frame.names}
         strange = [name for name in self.held_out if name not in known]
@@ -117,6 +118,7 @@ class StereoFrames(Loading):
         return parts
 
 
+@door(CALLER)
 def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     if not parts["train"]:
         raise FolderError(
@@ -130,16 +132,17 @@ def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
         )
     missing = [str(frame.left) for part in parts.values() for frame in part if frame.disparity is None]
     fix = "add their disparities, or move these pairs to another folder."
-    refuse(CALLER, f"pairs in {root} have no disparities", missing, fix)
+    refuse(f"pairs in {root} have no disparities", missing, fix)
 
 
+@door(CALLER)
 def read_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Read a pair as `uint8` images, and its disparities, infinite where they are not known."""
     # Some renderers write disparities as negative shifts to the left.
     disparity = np.abs(read_disparity(cast(Path, frame.disparity)))
     known = np.isfinite(disparity) & ((disparity > 0) | (not zero_is_unknown))
     truth = torch.from_numpy(np.where(known, disparity, np.float32(_UNKNOWN)))
-    return read_pixels(frame.left, CALLER), read_pixels(frame.right, CALLER), truth
+    return read_pixels(frame.left), read_pixels(frame.right), truth
 
 
 def read_whole_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,33 +156,24 @@ def _read_cropped_frame(frame: Frame, zero_is_unknown: bool, crop: RandomCrop) -
 
 
 def _list_frames_to_predict(frames: Sequence[Frame]) -> Listed:
-    """List pairs to predict: the normalised images, the left one's path, and its name below the folder."""
     check_names((frame.name for frame in frames), f"{CALLER}: several pairs have", "disparities")
     return Listed(frames, _read_images, [path for frame in frames for path in (frame.left, frame.right)])
 
 
+@door(CALLER)
 def _read_images(frame: Frame) -> tuple[Tensor, Tensor, str, str]:
-    left, right = (normalize_image(read_pixels(path, CALLER)) for path in (frame.left, frame.right))
+    left, right = (normalize_image(read_pixels(path)) for path in (frame.left, frame.right))
     return left, right, str(frame.left), frame.name
 
 
 class RandomCrop:
-    """Crop a pair and its disparities at one random place, and normalise the images.
-
-    Images smaller than the crop are padded at the top and on the right, as pairs are in evaluation: with the mean
-    colour, which is 0 after normalising, and with unknown disparities. Height and width are in pixels.
-
-    Example:
-        >>> image, disparity = torch.zeros(3, 60, 90, dtype=torch.uint8), torch.ones(60, 90)
-        >>> [tuple(part.shape) for part in RandomCrop(48, 96)(image, image, disparity)]
-        [(3, 48, 96), (3, 48, 96), (48, 96)]
-    """
+    """Crop a pair and its disparities at one random place, and normalise the images; height and width in pixels."""
 
     def __init__(self, height: int, width: int) -> None:
         self.size = (height, width)
 
     def __call__(self, left: Tensor, right: Tensor, disparity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return one random crop of left image, right image and disparities."""
+        """Return one random crop of `uint8` images and disparities."""
         height, width = self.size
         top, start = (
             int(torch.randint(max(0, own - side) + 1, ())) for own, side in zip(disparity.shape, self.size, strict=True)
@@ -187,6 +181,7 @@ class RandomCrop:
         left, right, disparity = (
             part[..., top : top + height, start : start + width] for part in (left, right, disparity)
         )
+        # At the top and on the right, as pairs are padded in evaluation; the mean colour is 0 after normalising.
         lacking = (0, width - disparity.shape[1], height - disparity.shape[0], 0)
         images = [functional.pad(normalize_image(image), lacking) for image in (left, right)]
         return images[0], images[1], functional.pad(disparity, lacking, value=_UNKNOWN)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from farfield._checks import shape_error
+from farfield._refusals import put_name
 
 # Colours of a weight of 0, of half the largest and of the largest: WARM for positive weights, COLD for negative ones.
 WARM = ((0.16, 0.04, 0.20), (0.86, 0.24, 0.18), (1.0, 0.90, 0.45))
@@ -55,7 +56,7 @@ def overlay(
     if image.dim() != 3 or image.shape[0] != 3 or weights.dim() != 2:
         fix = "one image without a batch, and one map: row.mean(1)[0] is the mean of the heads of the first sample."
         problem = "the image must be (3, height, width), the weights (height, width)."
-        raise shape_error("overlay", problem, fix, image=image, weights=weights)
+        raise put_name("overlay", shape_error(problem, fix, image=image, weights=weights))
     weights = weights.detach().to(image)
     largest = full_weight(weights) if full is None else full
     weights = (weights / max(largest, torch.finfo(weights.dtype).tiny)).clamp(-1, 1)
@@ -67,12 +68,7 @@ def overlay(
 
 
 def full_weight(weights: Tensor) -> float:
-    """Return the weight of full colour: the largest but for a hundredth of all, and at least a quarter of the largest.
-
-    Example:
-        >>> full_weight(torch.tensor([[0.1, -0.2], [0.4, 8.0]]))
-        8.0
-    """
+    """Return the weight of full colour: the largest but for a hundredth of all, at least a quarter of the largest."""
     sizes = weights.abs().flatten()
     return float(torch.maximum(sizes.kthvalue(math.ceil(0.99 * len(sizes))).values, sizes.amax() / 4))
 

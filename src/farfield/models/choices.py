@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from farfield._checks import unknown
+from farfield._refusals import put_name
 from farfield.ops.table import OPERATORS, Operator, find_name
 
 
 def bind_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor, which are its `locals()` at the start, as the configuration to be saved.
-
-    An argument that is None has no entry; the entry None stands for an operator without a name. `weights` is left out.
-    """
+    """Return the arguments of a constructor, its `locals()` at the start, as the configuration to be saved."""
     given = {name: value for name, value in arguments.items() if name not in ("self", "__class__", "weights")}
+    # The entry None stands for an operator without a name.
     return {name: _plain(value) for name, value in given.items() if value is not None}
 
 
@@ -25,16 +24,20 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def find_operator(caller: str, operator: str | Operator) -> Operator:
+def find_operator(caller: str, operator: Any) -> Operator:
     """Return an operator by its name, or as it is; `LookupError` for an unknown name."""
-    if not isinstance(operator, str):
+    if isinstance(operator, Operator):
         return operator
+    if not isinstance(operator, str):
+        fix = 'operator="factorized_gaussian", for example, and other arguments by their names'
+        raise TypeError(f"{caller}: operator must be a name or an ops.Operator, got {operator!r:.60}; fix: {fix}.")
     if operator not in OPERATORS:
-        raise unknown(caller, "operator", operator, OPERATORS)
+        raise put_name(caller, unknown("operator", operator, OPERATORS))
     return OPERATORS[operator]
 
 
 def check_whole(model: str, name: str, value: int, smallest: int) -> None:
     """Refuse a value that is not a whole number, or below the smallest allowed."""
     if not isinstance(value, int) or value < smallest:
-        raise ValueError(f"{model}: {name} must be a whole number from {smallest}, got {value!r}.")
+        fix = f"; fix: int({value})" if hasattr(value, "__index__") and value >= smallest else ""
+        raise ValueError(f"{model}: {name} must be a whole number from {smallest}, got {value!r}{fix}.")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farfield._plain_values import check_values, read_text
+from farfield._refusals import refusal
 
 # Largest length of one list argument, such as strides or places of attention.
 _LISTED = 100
@@ -37,11 +38,9 @@ _DEFAULTS_IN_1: dict[str, dict[str, Any]] = {
 
 
 def translate_format_1(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a configuration of version 0.1 to the current names and defaults.
-
-    Then kronecker_qkv was the operator as printed in the paper, the default scale of products was 1.0, and U-Nets,
-    SAGAN and DeepLab did not normalize before or in their attention.
-    """
+    """Translate a configuration of version 0.1 to the current names and defaults."""
+    # Then kronecker_qkv was the operator as printed in the paper, the default scale of products was 1.0, and U-Nets,
+    # SAGAN and DeepLab did not normalize before or in their attention.
     translated = {
         _CALLED_IN_1.get(name, name): _MEANT_IN_1.get(name, {}).get(value, value) if isinstance(value, str) else value
         for name, value in config.items()
@@ -66,43 +65,41 @@ def _translate_format_2(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(config)
 
 
-def read_config(caller: str, path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds."""
     try:
         text = read_text(path)
     except ValueError as error:
-        raise ValueError(f"{caller}: {error}") from error
+        raise refusal(ValueError, f"{error}") from error
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{caller}: {path} is damaged, not JSON: {error}; fix: save or download it again.") from error
+        raise refusal(ValueError, f"{path} is damaged, not JSON: {error}; fix: save or download it again.") from error
     if isinstance(config, dict) and config.get("format", 1) not in range(1, FORMAT + 1):
-        raise ValueError(
-            f"{caller}: {path} is of format {config['format']!r:.40}, and this version reads formats up to {FORMAT}; "
-            f"fix: a newer farfield."
+        raise refusal(
+            ValueError,
+            f"{path} is of format {config['format']!r:.40}, and this version reads formats up to {FORMAT}; "
+            f"fix: a newer farfield.",
         )
     if not isinstance(config, dict) or not isinstance(config.get("model"), str):
         keys = ", ".join(config) if isinstance(config, dict) else type(config).__name__
-        raise ValueError(
-            f'{caller}: {path} names no "model", it has {keys or "no entries"}; fix: a model saved by farfield.'
+        raise refusal(
+            ValueError, f'{path} names no "model", it has {keys or "no entries"}; fix: a model saved by farfield.'
         )
     if "weights" in config:
         fix = 'remove "weights" from it, as the weights of a saved model are in the other file beside it.'
-        raise ValueError(
-            f"{caller}: {path} names a file of weights, {config['weights']!r}, which is not read; fix: {fix}"
+        raise refusal(
+            ValueError, f"{path} names a file of weights, {config['weights']!r}, which is not read; fix: {fix}"
         )
     try:
         check_arguments(path, config)
     except ValueError as error:
-        raise ValueError(f"{caller}: {error}") from error
+        raise refusal(ValueError, f"{error}") from error
     return config
 
 
 def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments from a file that are not plain values, that name a class, or that are out of bounds.
-
-    The text of the `ValueError` has the file, the argument and, for one out of bounds, how to build the network anyway.
-    """
+    """Refuse arguments from a file that are not plain values, that name a class, or that are out of bounds."""
     check_values(file, dict(arguments))
     for name, value in arguments.items():
         for nested in _walk_mappings(value):
@@ -126,7 +123,6 @@ def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def _walk_mappings(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield a mapping itself, and the mappings in a list and in the lists within it."""
     if isinstance(value, dict):
         yield value
     elif isinstance(value, list):
@@ -135,7 +131,6 @@ def _walk_mappings(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _walk_numbers(value: Any) -> Iterator[float]:
-    """Yield a number itself, and the numbers in a list and in the lists within it."""
     if isinstance(value, int | float):
         yield value
     elif isinstance(value, list):

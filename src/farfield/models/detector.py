@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import unknown
+from farfield._refusals import door, put_name
 from farfield.insertion import detector_places, insert
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.deeplab import fill, read_weights
@@ -125,7 +126,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         config = bind_arguments(locals())
         super().__init__()
         if model not in _VARIANTS:
-            raise unknown("models.Detector", "model", model, _VARIANTS)
+            raise put_name("models.Detector", unknown("model", model, _VARIANTS))
         setup = setup if isinstance(setup, Setup) else Setup(**setup)
         for name, value in {"num_classes": num_classes, "basis": basis, **asdict(setup)}.items():
             check_whole(model, name, value, 0 if name == "frozen" else 1)
@@ -216,14 +217,14 @@ def faster_rcnn(
 
 
 def _build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
-    """Build a ResNet and its pyramid; paths in it are those of `detector_places` without the prefix "backbone."."""
     if backbone not in _RESNETS:
-        raise unknown(model, "backbone", backbone, _RESNETS)
+        raise put_name(model, unknown("backbone", backbone, _RESNETS))
     from torchvision.models import resnet
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
     from torchvision.ops import FrozenBatchNorm2d
     from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
+    # Paths in it are those of detector_places without the prefix "backbone.".
     norm = FrozenBatchNorm2d if setup.frozen else partial(nn.GroupNorm, 32)
     body = getattr(resnet, backbone)(norm_layer=norm)
     if setup.frozen:
@@ -235,12 +236,12 @@ def _build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
 
 
 def _build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) -> nn.Module:
-    """Build torchvision's R-CNN on a pyramid; at 256 channels its state dict has torchvision's names and shapes."""
     from torchvision.models.detection import FasterRCNN, MaskRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
     from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 
+    # At 256 channels the state dict has torchvision's names and shapes.
     channels, outputs = setup.channels, num_classes + 1
     sizes = tuple((setup.anchors * 2**level,) for level in range(5))
     options: dict[str, Any] = {
@@ -262,16 +263,13 @@ def _build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) 
 
 
 def _fill_rcnn(model: str, rcnn: Any, path: Path, setup: Setup) -> None:
-    """Copy weights from a file into a detector; attention is unchanged.
-
-    The weights of a ResNet fill the backbone. Those of a detector fill all of it, except the predictors if the number
-    of classes is another one.
-    """
-    tensors = read_weights(model, path)
+    with door(model):
+        tensors = read_weights(path)
     if not setup.frozen:
         raise ValueError(
             f"{model}: weights need a frozen backbone; with frozen=False it has group norms; fix: frozen=True."
         )
+    # The weights of a ResNet fill the backbone, those of a detector all but predictors of other classes.
     if not any(name.startswith("backbone.body.") for name in tensors):
         fill(model, path, rcnn.backbone.body, tensors)
         return

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from farfield._checks import shape_error, unknown
+from farfield._refusals import put_name
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.gan_parts import DiscriminatorBlock, GeneratorBlock, bound_weight, draw_bound_weights
 from farfield.models.storage import Stored
@@ -25,25 +26,9 @@ _SMALLEST = 4
 
 
 class GatedAttention(nn.Module):
-    """Attention with a learned gate that is 0 at first: `grid + gate · attention(grid)`.
+    """Attention with a learned gate that is 0 at first, `grid + gate · attention(grid)` (Zhang et al. 2019).
 
     Queries and keys have an eighth of the channels, values half; all projections have spectral norm and no biases.
-    `softmax_pooled` pools positions before their projection; the published network projects first. Spectral norm bounds
-    the projections, which makes products of several of them small: without a `CoefficientNorm` the response of some
-    operators, before the gate, begins at less than a hundredth of the grid.
-
-    Args:
-        channels: Channels of the grid.
-        operator: A name of `ops.OPERATORS` or an `Operator`.
-        normalized: Whether the attention has the `CoefficientNorm` of `nn.norm.norm_of`, if its operator needs one: the
-            Kronecker operators for their products, `factorized_gaussian` for its responses.
-
-    Reference: Zhang et al. 2019.
-
-    Example:
-        >>> grid = torch.randn(2, 64, 8, 8)
-        >>> torch.equal(GatedAttention(64, "softmax_pooled")(grid), grid)
-        True
     """
 
     _is_hf_initialized = DrawnByItself()
@@ -51,8 +36,11 @@ class GatedAttention(nn.Module):
     def __init__(self, channels: int, operator: str | Operator, normalized: bool = True) -> None:
         super().__init__()
         entry = find_operator("sagan", operator)
+        # softmax_pooled pools positions before their projection; the published network projects first.
         options: dict[str, Any] = {"inner_channels": max(1, channels // 8), "value_channels": max(1, channels // 2)}
         options |= {"project": entry.projections("qkvo"), "bias": False, "scale": 1.0}
+        # Spectral norm makes products of several projections small: without this norm the response of some operators
+        # begins at less than a hundredth of the grid.
         options |= {"coefficient_norm": norm_of(entry) if normalized else False}
         self.attention = GridAttention(channels, operator, **options)
         for linear in list(self.attention.children()):
@@ -71,10 +59,7 @@ class GatedAttention(nn.Module):
 
 
 class Generator(nn.Module):
-    """Generate images from noise: a linear layer to 4x4 positions, then blocks that double the size.
-
-    The arguments are those of `SAGAN`; `channels` are those of the last block.
-    """
+    """Generate images from noise: a linear layer to 4x4 positions, then blocks that double the size."""
 
     def __init__(
         self,
@@ -107,7 +92,7 @@ class Generator(nn.Module):
         """Return images with values between -1 and 1; without labels the classes are drawn at random."""
         if noise.dim() != 2 or noise.shape[1] != self.noise_channels:
             fix = f"torch.randn(batch, {self.noise_channels})."
-            raise shape_error("sagan", f"noise must be (batch, {self.noise_channels}).", fix, noise=noise)
+            raise put_name("sagan", shape_error(f"noise must be (batch, {self.noise_channels}).", fix, noise=noise))
         if labels is None and self.num_classes:
             labels = torch.randint(self.num_classes, noise.shape[:1], device=noise.device)
         grid = self.linear(noise).unflatten(1, (-1, _SMALLEST, _SMALLEST))
@@ -119,12 +104,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Score images, high for real ones: blocks that halve the size and double the channels, then a sum over positions.
-
-    With classes the score has a second term: the dot product of the features and an embedding of the class (the
-    projection discriminator), so labels are needed. The arguments are those of `SAGAN`; `channels` are those of the
-    first block.
-    """
+    """Score images, high for real ones: blocks that halve the size and double the channels, then a sum of positions."""
 
     def __init__(
         self,
@@ -144,6 +124,7 @@ class Discriminator(nn.Module):
         self.attending = _count_halvings(side) - _count_halvings(attention_at) - 1
         self.attention = _build_attention(widths[self.attending], operator, normalized)
         self.score = bound_weight(nn.Linear(widths[-1], 1))
+        # The projection discriminator: the score has the dot product of the features and an embedding of the class too.
         self.classes = bound_weight(nn.Embedding(num_classes, widths[-1])) if num_classes else None
 
     def reset_parameters(self) -> None:
@@ -157,7 +138,7 @@ class Discriminator(nn.Module):
         if images.dim() != 4 or images.shape[1:] != (3, self.side, self.side):
             problem = f"images must be (batch, 3, {self.side}, {self.side})."
             fix = f"images of {self.side} pixels (--data.image_size {self.side}), or a network with another side."
-            raise shape_error("sagan", problem, fix, images=images)
+            raise put_name("sagan", shape_error(problem, fix, images=images))
         if self.classes is not None and labels is None:
             raise ValueError(
                 "sagan: the discriminator has classes, so that it needs the label of each image; "
@@ -271,9 +252,8 @@ def sagan(
 
 
 def _check_sides(model: str, operator: str | Operator | None, side: int, attention_at: int) -> None:
-    """Refuse unknown models and operators, and sizes of images or grids that the networks cannot have."""
     if model != "sagan":
-        raise unknown("models.SAGAN", "model", model, ["sagan"])
+        raise put_name("models.SAGAN", unknown("model", model, ["sagan"]))
     if operator is not None:
         find_operator(model, operator)
     check_whole(model, "side", side, 4 * _SMALLEST)
@@ -292,5 +272,5 @@ def _build_attention(channels: int, operator: str | Operator | None, normalized:
 
 
 def _count_halvings(side: int) -> int:
-    """Return how often a height or width is halved until it is `_SMALLEST`: 5 times for 128."""
+    # Until a side is the smallest: 5 times for 128.
     return (side // _SMALLEST).bit_length() - 1

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import shape_error, unknown
+from farfield._refusals import put_name
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.compact import check_image
 from farfield.models.psmnet_parts import BasicBlock, Hourglass, classifier, conv_norm_relu, draw_kernels, residual
@@ -93,7 +94,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         config = bind_arguments(locals())
         super().__init__()
         if model not in _VARIANTS:
-            raise unknown("models.PSMNet", "model", model, _VARIANTS)
+            raise put_name("models.PSMNet", unknown("model", model, _VARIANTS))
         check_whole(model, "first_channels", first_channels, 1)
         if not isinstance(max_disparity, int) or max_disparity < _WHOLE_STRIDE or max_disparity % _WHOLE_STRIDE:
             raise ValueError(f"{model}: max_disparity must be a multiple of {_WHOLE_STRIDE}, got {max_disparity!r}.")
@@ -137,12 +138,12 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         check_image(self.name, right, 3)
         if left.shape != right.shape:
             fix = "pass both images of each pair, rectified, at one size."
-            raise shape_error(self.name, "left and right must have one shape.", fix, left=left, right=right)
+            raise put_name(self.name, shape_error("left and right must have one shape.", fix, left=left, right=right))
         if any(side % _WHOLE_STRIDE for side in left.shape[2:]):
             top, end = (-side % _WHOLE_STRIDE for side in left.shape[2:])
             fix = f"pad both at the top and on the right, torch.nn.functional.pad(left, (0, {end}, {top}, 0))."
             problem = f"height and width must be multiples of {_WHOLE_STRIDE}."
-            raise shape_error(self.name, problem, fix, left=left, right=right)
+            raise put_name(self.name, shape_error(problem, fix, left=left, right=right))
 
 
 def psmnet_stacked(
@@ -190,10 +191,7 @@ def psmnet_basic(
 
 
 class Features(nn.Module):
-    """Features of an image at a quarter of its height and width: four stages, optional attention, pyramid pooling.
-
-    `channels` are those of the first stage and of the features.
-    """
+    """Features of an image at a quarter of its height and width: four stages, optional attention, pyramid pooling."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -281,21 +279,9 @@ class ResidualBlocks(nn.Module):
 def cost_volume(
     left: Float[Tensor, "b c h w"], right: Float[Tensor, "b c h w"], disparities: int
 ) -> Float[Tensor, "b e i h w"]:
-    """Concatenate, for every disparity i, the left features and the right features i positions further left.
-
-    The volume has 2 c channels. Positions that the right image does not show at disparity i, x < i, are 0 in all
-    channels.
-
-    Example:
-        >>> left, right = torch.tensor([[[[1.0, 2, 3]]]]), torch.tensor([[[[4.0, 5, 6]]]])
-        >>> cost_volume(left, right, 2)[0, :, :, 0]
-        tensor([[[1., 2., 3.],
-                 [0., 2., 3.]],
-        <BLANKLINE>
-                [[4., 5., 6.],
-                 [0., 4., 5.]]])
-    """
+    """Concatenate, for every disparity i, the left features and the right features i positions further left."""
     batch, channels, height, width = left.shape
+    # Positions that the right image does not show at disparity i, x < i, stay 0 in all channels.
     volume = left.new_zeros(batch, 2 * channels, disparities, height, width)
     for shift in range(min(disparities, width)):
         volume[:, :channels, shift, :, shift:] = left[..., shift:]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from farfield._checks import unknown
 from farfield._files import stage_files
+from farfield._refusals import door, put_name, refusal
 from farfield.models.card import is_edited, list_operators, write_card
 from farfield.models.description import FORMAT, check_arguments, read_config, translate
 
@@ -31,12 +32,7 @@ _IDENTITY = ("model", "operator", "output")
 
 
 class Stored(PyTorchModelHubMixin):
-    """Save and load a model whose `config` holds its name, under the key "model", and its arguments.
-
-    Files and methods are those of `huggingface_hub.PyTorchModelHubMixin`. Files are written to a temporary folder in
-    the target folder and then moved: a full disk leaves the previous files unchanged, and after a killed process each
-    file is the old or the new one.
-    """
+    """Save and load a model whose `config` holds its name, under the key "model", and its arguments."""
 
     config: dict[str, Any]
 
@@ -53,23 +49,16 @@ class Stored(PyTorchModelHubMixin):
         push_to_hub: bool = False,
         model_card_kwargs: dict[str, Any] | None = None,
     ) -> str | None:
-        """Write model.safetensors, config.json and the model card, README.md, into a folder.
+        """Write model.safetensors, config.json and the model card, README.md, into a folder; return an upload's URL.
+
+        A model saved there before is replaced, its card only if it has not been edited.
 
         Args:
-            save_directory: The folder, created if missing. A model saved there before is replaced, its card only if it
-                has not been edited.
+            save_directory: The folder, created if missing.
             config: Must be left out, as the model has its own.
             repo_id: Repository on the Hub, with `push_to_hub`; the folder's name by default.
             push_to_hub: Whether to upload the model too; `model.push_to_hub(repo_id)` has more options.
             model_card_kwargs: Arguments of `generate_model_card`: training_data, metrics, image_size, license.
-
-        Returns:
-            The address of the commit on the Hub, None without an upload.
-
-        Raises:
-            OSError: If the folder cannot be written to; the previous files are unchanged.
-            ValueError: If the model cannot be rebuilt from its configuration, or `config` is given.
-            LookupError: For an unknown key of `model_card_kwargs`.
         """
         caller, folder = f"{self.config['model']}.save_pretrained", Path(save_directory)
         if config is not None:
@@ -78,6 +67,7 @@ class Stored(PyTorchModelHubMixin):
         try:
             if is_edited(folder / _CARD):
                 del contents[_CARD]
+            # A full disk leaves the previous files unchanged; after a killed process a file is the old or the new one.
             with stage_files(folder) as staging:
                 for name, content in contents.items():
                     (staging / name).write_bytes(content)
@@ -89,16 +79,16 @@ class Stored(PyTorchModelHubMixin):
         return self.push_to_hub(repo_id or folder.name, model_card_kwargs=model_card_kwargs) if push_to_hub else None
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload the files that `save_pretrained` writes; a model that cannot be saved creates no repository.
+        """Upload the files that `save_pretrained` writes; the options are those of `PyTorchModelHubMixin.push_to_hub`.
 
-        See `huggingface_hub.PyTorchModelHubMixin.push_to_hub` for the options. The card replaces the README.md of the
-        repository, also an edited one; with `ignore_patterns="README.md"` it is not uploaded.
+        The card replaces the README.md of the repository, also an edited one, unless `ignore_patterns="README.md"`.
         """
         if options.get("config") is not None:
             raise ValueError(
                 f"{self.config['model']}.push_to_hub: config.json holds the model's own arguments; "
                 "fix: leave config out."
             )
+        # A model that cannot be saved creates no repository.
         self.contents(options.get("model_card_kwargs") or {})
         return super().push_to_hub(repo_id, **options)
 
@@ -112,19 +102,8 @@ class Stored(PyTorchModelHubMixin):
     ) -> ModelCard:
         """Return the model's card: operator, weights, MACs and arguments, and the information passed here.
 
-        Args:
-            training_data: Description of the training data.
-            metrics: Name -> measured value.
-            image_size: Size of the input whose MACs are counted: height and width of an image or a clip's frames, each
-                axis of a volume, or number of tokens of a text. A network whose input must have certain multiples
-                rounds it down to them; SAGAN does not use it. 224 is the image size of the papers' classifiers.
-            license: License of the weights, by its identifier on the Hub, e.g. "cc-by-4.0".
-
-        Returns:
-            The card; `print(card)` shows it.
-
-        Raises:
-            ValueError: If the model cannot be rebuilt from its configuration.
+        `image_size` is that of the input whose MACs are counted: height and width of an image or a clip's frames, each
+        axis of a volume, or tokens of a text, rounded down to multiples that the network needs; SAGAN does not use it.
         """
         net = self.rebuilt()
         data = ModelCardData(**self._hub_mixin_info.model_card_data.to_dict() | {"license": license})
@@ -138,7 +117,9 @@ class Stored(PyTorchModelHubMixin):
         known = list(inspect.signature(self.generate_model_card).parameters)
         for name in card:
             if name not in known:
-                raise unknown(f"{self.config['model']}.save_pretrained", "entry of model_card_kwargs", name, known)
+                raise put_name(
+                    f"{self.config['model']}.save_pretrained", unknown("entry of model_card_kwargs", name, known)
+                )
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}  # type: ignore[attr-defined]
         identity = {key: self.config[key] for key in _IDENTITY if key in self.config}
         return {
@@ -179,129 +160,126 @@ class Stored(PyTorchModelHubMixin):
         revision: str | None = None,
     ) -> Self:
         """Rebuild a saved model of this class; the arguments are those of `models.from_pretrained`, for any class."""
-        caller = f"{cls.__name__}.from_pretrained"
         hub = {"force_download": force_download, "token": token, "cache_dir": cache_dir}
         hub |= {"local_files_only": local_files_only, "revision": revision}
-        return load_model(caller, pretrained_model_name_or_path, lambda config: cls(**config), hub)
+        with door(f"{cls.__name__}.from_pretrained"):
+            return load_model(pretrained_model_name_or_path, lambda config: cls(**config), hub)
 
 
-def load_model(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
-    """Build a model from a folder or a repository of the Hub, fill in its weights and put it in eval mode.
-
-    `build` makes the model of a configuration; `hub` has options of `hf_hub_download`. The model is first built on the
-    meta device and compared with the weights: a configuration that does not fit them allocates no memory.
-    """
-    config_file, weights_file = _find_files(caller, source, hub)
-    saved = read_config(caller, config_file)
+def load_model(source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
+    """Build a model by `build(configuration)`, fill in the weights of a folder or of the Hub; it is in eval mode."""
+    # It is first built on the meta device and compared with the weights: a configuration that does not fit them
+    # allocates no memory.
+    config_file, weights_file = _find_files(source, hub)
+    saved = read_config(config_file)
     config = translate(saved.pop("format", 1), saved)
-    metadata, shapes = _read_header(caller, weights_file)
+    metadata, shapes = _read_header(weights_file)
     try:
         with torch.device("meta"):
             skeleton = build(config)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
         fix = "models.from_pretrained, which finds the class, or the version of farfield that saved the model."
-        raise ValueError(
-            f"{caller}: {config_file} does not describe a model of this version: {error}\n  fix: {fix}"
+        raise refusal(
+            ValueError, f"{config_file} does not describe a model of this version: {error}\n  fix: {fix}"
         ) from error
-    _check_weights(caller, saved, metadata, _describe_differences(skeleton.state_dict(), shapes), weights_file)
+    _check_weights(saved, metadata, _describe_differences(skeleton.state_dict(), shapes), weights_file)
     model = build(config)
     model.load_state_dict(load_file(weights_file))
     return model.eval()
 
 
-def _find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Path, Path]:
+def _find_files(source: str | Path, hub: dict[str, Any]) -> tuple[Path, Path]:
     """Return the paths of configuration and weights; download both if the source is a repository."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         for name in (_CONFIG, _WEIGHTS):
             if not (folder / name).is_file():
                 held = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-                raise FileNotFoundError(
-                    f"{caller}: {folder} has no {name}, it holds {held}; "
-                    f"fix: a folder written by save_pretrained (pickled weights are never loaded)."
+                raise refusal(
+                    FileNotFoundError,
+                    f"{folder} has no {name}, it holds {held}; "
+                    f"fix: a folder written by save_pretrained (pickled weights are never loaded).",
                 )
         return folder / _CONFIG, folder / _WEIGHTS
     if folder.exists():
-        raise NotADirectoryError(f"{caller}: {folder} is a file; fix: the folder that save_pretrained wrote.")
+        raise refusal(NotADirectoryError, f"{folder} is a file; fix: the folder that save_pretrained wrote.")
     if isinstance(source, Path) or _is_path(source):
         near = difflib.get_close_matches(folder.name, os.listdir(folder.parent) if folder.parent.is_dir() else [], n=3)
         hint = f" Near it: {', '.join(str(folder.parent / name) for name in near)}." if near else ""
-        raise FileNotFoundError(
-            f"{caller}: there is no folder {folder}; fix: the folder that save_pretrained wrote, or a repository of "
-            f"the Hub by owner and name.{hint}"
+        raise refusal(
+            FileNotFoundError,
+            f"there is no folder {folder}; fix: the folder that save_pretrained wrote, or a repository of "
+            f"the Hub by owner and name.{hint}",
         )
     try:
         config, weights = (Path(hf_hub_download(source, name, **hub)) for name in (_CONFIG, _WEIGHTS))
     except (OSError, HFValidationError) as error:
-        raise FileNotFoundError(
-            f'{caller}: "{source}" is no folder here, and the Hub did not give its {_CONFIG} and {_WEIGHTS}: {error}\n'
-            f"  fix: the owner and name of a repository with both files; token=, if it is private; a connection."
+        raise refusal(
+            FileNotFoundError,
+            f'"{source}" is no folder here, and the Hub did not give its {_CONFIG} and {_WEIGHTS}: {error}\n'
+            f"  fix: the owner and name of a repository with both files; token=, if it is private; a connection.",
         ) from error
     return config, weights
 
 
 def _is_path(source: str) -> bool:
-    """Return whether a source that does not exist on this machine is a path, and not the name of a repository.
-
-    A repository is an owner, a slash and a name; no owner is a local folder or begins with "." or "~", and no name ends
-    like a file of weights or a configuration.
-    """
+    # A repository is an owner, a slash and a name; no owner is a local folder or begins with "." or "~", and no name
+    # ends like a file of weights or a configuration.
     owner, slash, name = source.partition("/")
     if not (owner and slash and name) or "/" in name or "\\" in source or owner.startswith((".", "~")):
         return True
     return Path(owner).is_dir() or Path(name).suffix in (".ckpt", ".safetensors", ".json", ".pt", ".pth", ".bin")
 
 
-def _read_header(caller: str, path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the metadata of a file of weights and its tensors on the meta device; refuse a damaged file."""
     try:
         with safe_open(path, "pt") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  (no mapping)
             return file.metadata() or {}, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     except PermissionError as error:
-        raise PermissionError(
-            error.errno, f"{caller}: cannot read {path}: {error.strerror}; fix: a file that you may read."
+        raise refusal(
+            PermissionError, error.errno, f"cannot read {path}: {error.strerror}; fix: a file that you may read."
         ) from error
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{caller}: {path} is damaged: {error}; fix: save or download it again.") from error
+        raise refusal(ValueError, f"{path} is damaged: {error}; fix: save or download it again.") from error
 
 
-def _check_weights(caller: str, config: dict[str, Any], metadata: Mapping[str, str], problems: str, path: Path) -> None:
+def _check_weights(config: dict[str, Any], metadata: Mapping[str, str], problems: str, path: Path) -> None:
     """Refuse weights whose metadata are not those of the configuration, or that have `problems`."""
     for key in _IDENTITY:
         if key in metadata and metadata[key] != config.get(key):
-            raise ValueError(
-                f'{caller}: {path} holds weights of {key} "{metadata[key]}", its {_CONFIG} states "{config.get(key)}"; '
-                f"fix: keep the two files of one save together."
+            raise refusal(
+                ValueError,
+                f'{path} holds weights of {key} "{metadata[key]}", its {_CONFIG} states "{config.get(key)}"; '
+                f"fix: keep the two files of one save together.",
             )
     if problems:
-        raise ValueError(
-            f"{caller}: {path} holds the weights of another model than the {config['model']} its {_CONFIG} describes: "
-            f"{problems}. fix: keep the two files of one save together."
+        raise refusal(
+            ValueError,
+            f"{path} holds the weights of another model than the {config['model']} its {_CONFIG} describes: "
+            f"{problems}. fix: keep the two files of one save together.",
         )
 
 
-def read_weights(caller: str, path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     """Read a state dict from a `.safetensors` file or a file of `torch.save`, without running code in it."""
     if not path.is_file():
         fix = "the path of a .safetensors file, or of a .pth or .bin that torch.save wrote."
-        raise FileNotFoundError(f"{caller}: there are no weights {path}; fix: {fix}")
+        raise refusal(FileNotFoundError, f"there are no weights {path}; fix: {fix}")
     try:
         tensors = load_file(path) if path.suffix == ".safetensors" else read_pickled(path)
     except SafetensorError as error:
-        raise ValueError(f"{caller}: {path} is damaged: {error}; fix: download it again.") from error
+        raise refusal(ValueError, f"{path} is damaged: {error}; fix: download it again.") from error
     except ValueError as error:
-        raise ValueError(f"{caller}: {path} {error}; fix: download it again, or a .safetensors file.") from error
+        raise refusal(ValueError, f"{path} {error}; fix: download it again, or a .safetensors file.") from error
     if not (isinstance(tensors, dict) and all(map(is_entry, tensors.items()))):
-        raise ValueError(f"{caller}: {path} holds no state dict; fix: a file of torch.save(model.state_dict(), path).")
+        raise refusal(ValueError, f"{path} holds no state dict; fix: a file of torch.save(model.state_dict(), path).")
     return tensors
 
 
 def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
-    """Read a file of `torch.save` that holds only tensors and plain values; no other content is executed.
-
-    The text of the `ValueError` for any other file lacks the path, which the caller adds.
-    """
+    """Read a file of `torch.save` that holds only tensors and plain values; no other content is executed."""
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
     # Reading a damaged pickle can raise any error.
@@ -318,7 +296,6 @@ def is_entry(entry: tuple[Any, Any]) -> bool:
 
 
 def _describe_differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
-    """Describe the first three differences in names and shapes of two state dicts, of which "it" is the given one."""
     problems = [f"it lacks {name}" for name in expected if name not in given]
     problems += [f"{name} is unknown" for name in given if name not in expected]
     problems += [

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import shape_error, unknown
+from farfield._refusals import door, put_name, refusal
 from farfield.insertion import insert
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.storage import Stored
@@ -46,24 +47,10 @@ _STAGES = (
 
 
 class NonLocalBlock(nn.Module):
-    """Residual attention in half the channels, with a batch norm that starts at zero: at first the identity.
+    """Residual attention in half the channels, with a norm that is 0 at first (FA §3.4, Wang et al. 2018).
 
-    `grid + norm(output(attention(query(grid), key(pool(grid)), value(pool(grid)))))`
-
-    Products under a softmax are divided by the square root of the inner channels. With `softmax_pooled`, the published
-    block, and any other operator from `ops.POOLED`, keys and values are pooled over windows of (1, 2, 2) positions of
-    (time, height, width); the other operators are those of `ops.OPERATORS`.
-
-    Args:
-        channels: Channels of the grid.
-        operator: A name of `ops.OPERATORS` or an `Operator`.
-
-    Reference: FA §3.4, Wang et al. 2018.
-
-    Example:
-        >>> grid = torch.randn(2, 16, 4, 7, 7)
-        >>> torch.equal(NonLocalBlock(16, "softmax_pooled")(grid), grid)
-        True
+    `grid + norm(output(attention(query(grid), key(pool(grid)), value(pool(grid)))))`; operators of `ops.POOLED`, of
+    which `softmax_pooled` is the published block, pool over (1, 2, 2) positions of (time, height, width).
     """
 
     _is_hf_initialized = DrawnByItself()
@@ -76,6 +63,7 @@ class NonLocalBlock(nn.Module):
         inner = channels // 2
         sizes: dict[str, Any] = {"inner_channels": inner, "value_channels": inner}
         if entry.has_scale:
+            # Products under a softmax are divided by the square root of the inner channels.
             sizes["scale"] = inner**-0.5
         self.attention = GridAttention(channels, entry, project=entry.projections("qkvo"), **sizes)
         self.norm = nn.BatchNorm3d(channels)
@@ -91,15 +79,13 @@ class NonLocalBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Residual block of three convolutions, over time, over height and width, and 1x1x1, each with its batch norm.
-
-    The module names are those of torchvision's ResNet, whose weights `inflate` loads; `attention`, if any, comes last.
-    """
+    """Residual block of convolutions over time, over height and width, and 1x1x1, each with its batch norm."""
 
     def __init__(self, channels: int, inner: int, temporal: int, stride: int, operator: str | Operator | None) -> None:
         super().__init__()
         out, strides = _EXPANSION * inner, (1, stride, stride)
         padding = (temporal // 2, 0, 0)
+        # The names are those of torchvision's ResNet, whose weights `inflate` loads.
         self.conv1 = nn.Conv3d(channels, inner, (temporal, 1, 1), padding=padding, bias=False)
         self.bn1 = nn.BatchNorm3d(inner)
         self.conv2 = nn.Conv3d(inner, inner, (1, 3, 3), stride=strides, padding=(0, 1, 1), bias=False)
@@ -158,7 +144,7 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         config = bind_arguments(locals())
         super().__init__()
         if model != "i3d_resnet50":
-            raise unknown("models.I3D", "model", model, ["i3d_resnet50"])
+            raise put_name("models.I3D", unknown("model", model, ["i3d_resnet50"]))
         _check_choices(model, operator, num_classes)
         self.config = config
         self.conv1 = nn.Conv3d(3, 64, (5, 7, 7), stride=(1, 2, 2), padding=(2, 3, 3), bias=False)
@@ -176,7 +162,8 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
         """Return the logit of each class."""
-        _check_clip("i3d_resnet50", clip, frames=2)
+        with door("i3d_resnet50"):
+            _check_clip(clip, frames=2)
         grid = self.pool1(torch.relu(self.bn1(self.conv1(clip))))
         grid = self.pool2(self.layer1(grid))
         grid = self.layer4(self.layer3(self.layer2(grid)))
@@ -230,11 +217,11 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
 
         super().__init__()
         if model != "video_resnet":
-            raise unknown("models.VideoResNet", "model", model, ["video_resnet"])
+            raise put_name("models.VideoResNet", unknown("model", model, ["video_resnet"]))
         _check_choices(model, operator, num_classes)
         check_whole(model, "channels", channels, 1)
         if backbone not in BACKBONES:
-            raise unknown(model, "backbone", backbone, BACKBONES)
+            raise put_name(model, unknown("backbone", backbone, BACKBONES))
         self.config = config | {"where": list(where)}
         self.network = getattr(video, backbone)(weights=None, num_classes=num_classes)
         if operator is not None:
@@ -245,7 +232,8 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
         """Return the logit of each class."""
-        _check_clip("video_resnet", clip)
+        with door("video_resnet"):
+            _check_clip(clip)
         return self.network(clip)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
@@ -282,7 +270,6 @@ def video_resnet(
 
 
 def _build_stage(stage: _VideoStage, channels: int, operator: str | Operator | None) -> nn.Sequential:
-    """Build the blocks of a stage: the first has the stride, and attention follows some of them."""
     blocks = []
     for index, temporal in enumerate(stage.temporal):
         stride, attention = stage.stride if index == 0 else 1, operator if index in stage.attending else None
@@ -295,12 +282,6 @@ def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
     """Fill I3D with the state dict of a ResNet-50: each kernel is repeated over time and divided by its length in time.
 
     Attention and classifier are unchanged. If a weight is missing or of another shape, nothing is copied.
-
-    Reference: Wang et al. 2018.
-
-    Example:
-        >>> from torchvision.models import resnet50
-        >>> inflate(i3d_resnet50(), resnet50().state_dict())
     """
     own = {name: tensor for name, tensor in net.state_dict().items() if ".attention." not in name}
     own = {name: tensor for name, tensor in own.items() if not name.startswith("fc.")}
@@ -327,13 +308,13 @@ def _check_choices(model: str, operator: str | Operator | None, num_classes: int
     check_whole(model, "num_classes", num_classes, 1)
 
 
-def _check_clip(caller: str, clip: Tensor, *, frames: int = 1) -> None:
+def _check_clip(clip: Tensor, *, frames: int = 1) -> None:
     """Refuse inputs that are not a floating-point batch of clips of at least `frames` frames."""
     if clip.dim() != 5 or clip.shape[1] != 3 or clip.shape[2] < frames:
         least = f", {frames} frames or more" if frames > 1 else ""
         fix = "pass such clips; image[:, :, None].expand(-1, -1, frames, -1, -1) makes a clip of an image."
         problem = f"clips must be (batch, 3, frames, height, width){least}."
-        raise shape_error(caller, problem, fix, clip=clip)
+        raise shape_error(problem, fix, clip=clip)
     if not clip.is_floating_point():
         fix = "clip.float() / 255, normalised as in training."
-        raise TypeError(f"{caller}: the clip must be floating point, got {clip.dtype}; fix: {fix}")
+        raise refusal(TypeError, f"the clip must be floating point, got {clip.dtype}; fix: {fix}")

@@ -10,16 +10,21 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
+from farfield._refusals import refusal
 from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.volumes.checks import check_volume
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.source import AxisLayout, Span, parse_layout
 from farfield.volumes.volume import split_volume
+
+# Bytes of memory below which a number is one of gigabytes.
+_LEAST_MEMORY = 2**10
 
 
 @dataclass(frozen=True)
@@ -66,32 +71,33 @@ class Tiles:
     statistics: str = "whole"
 
 
-def parse_tiles(caller: str, tile: Any) -> Tiles:
+def parse_tiles(tile: Any) -> Tiles:
     """Parse the argument `tile`: a size, or `Tiles`."""
     given = tile if isinstance(tile, Tiles) else Tiles(tile)
-    size = None if given.size is None else parse_positions(caller, "tile", given.size, 1, optional=True)
-    halo = None if given.halo is None else parse_positions(caller, "halo", given.halo, 0)
-    memory, disk = (_parse_bytes(caller, name, getattr(given, name)) for name in ("memory", "disk"))
+    size = None if given.size is None else parse_positions("tile", given.size, 1, optional=True)
+    halo = None if given.halo is None else parse_positions("halo", given.halo, 0)
+    memory, disk = (_parse_bytes(name, getattr(given, name)) for name in ("memory", "disk"))
     if given.statistics not in ("whole", "tile"):
-        raise unknown(caller, "statistics", given.statistics, ("whole", "tile"))
+        raise unknown("statistics", given.statistics, ("whole", "tile"))
     return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, disk, given.statistics)
 
 
-def _parse_bytes(caller: str, name: str, given: Any) -> int | None:
+def _parse_bytes(name: str, given: Any) -> int | None:
     """Parse a number of any type whose value is a whole number, such as 2e9; or None."""
     if given is None:
         return None
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
     if not is_number or not float(given).is_integer():
-        raise TypeError(f"{caller}: {name} must be a number of bytes, got {given!r}; fix: {name}=2 * 10**9.")
+        raise refusal(TypeError, f"{name} must be a number of bytes, got {given!r}; fix: {name}=2 * 10**9.")
     if given < 0:
-        raise ValueError(f"{caller}: {name} must be at least 0 bytes, got {given!r}; fix: {name}=2 * 10**9.")
+        raise refusal(ValueError, f"{name} must be at least 0 bytes, got {given!r}; fix: {name}=2 * 10**9.")
+    if name == "memory" and 0 < given < _LEAST_MEMORY:
+        fix = f"memory={given!r} * 10**9, or 0 to store nothing"
+        raise refusal(ValueError, f"memory is in bytes, got {given!r}; fix: {fix}.")
     return int(given)
 
 
-def parse_positions(
-    caller: str, name: str, given: Any, least: int, *, optional: bool = False
-) -> int | tuple[int | None, ...]:
+def parse_positions(name: str, given: Any, least: int, *, optional: bool = False) -> int | tuple[int | None, ...]:
     """Parse an integer of any type, or a sequence, 1-D array or tensor of one per spatial dim, which may be None."""
     is_sequence = isinstance(given, Sequence | np.ndarray | Tensor) and not isinstance(given, str | bytes)
     is_sequence = is_sequence and getattr(given, "ndim", 1) == 1
@@ -103,9 +109,9 @@ def parse_positions(
         numbers = [None if optional and each is None else operator.index(each) for each in values]
     except TypeError:
         expected = "an integer, or one per spatial dim" + (", None for those that are not cut" if optional else "")
-        raise TypeError(f"{caller}: {name} must be {expected}, got {given!r}; fix: {name}=64, for example.") from None
+        raise refusal(TypeError, f"{name} must be {expected}, got {given!r}; fix: {name}=64, for example.") from None
     if any(number is not None and number < least for number in numbers):
-        raise ShapeError(f"{caller}: {name} must be at least {least}, got {given!r}; fix: {name}=64, for example.")
+        raise refusal(ShapeError, f"{name} must be at least {least}, got {given!r}; fix: {name}=64, for example.")
     return tuple(numbers) if is_sequence else numbers[0] or 0
 
 
@@ -144,9 +150,10 @@ def round_up_tile(tile: int | Sequence[int | None], size: Sequence[int], multipl
 def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[str, Any]]:
     """Return the metadata of the first volume, or None, and the arrays with names that errors give them."""
     if isinstance(volume, Mapping | list) or (isinstance(volume, tuple) and not volume):
-        raise TypeError(
-            f"{caller}: volume must be an array, or a tuple of arrays for a network of several inputs, got "
-            f"{type(volume).__name__}; fix: numpy.asarray(…), or a tuple in the order of the network's arguments."
+        raise refusal(
+            TypeError,
+            f"volume must be an array, or a tuple of arrays for a network of several inputs, got "
+            f"{type(volume).__name__}; fix: numpy.asarray(…), or a tuple in the order of the network's arguments.",
         )
     several = volume if isinstance(volume, tuple) else None
     split = [split_volume(each) for each in several or (volume,)]
@@ -156,7 +163,7 @@ def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[s
     return split[0][0], arrays
 
 
-def check_arguments(caller: str, model: nn.Module, count: int) -> None:
+def check_arguments(model: nn.Module, count: int) -> None:
     """Refuse another number of inputs than the network's `forward` takes."""
     try:
         signature = inspect.signature(model.forward)
@@ -167,40 +174,44 @@ def check_arguments(caller: str, model: nn.Module, count: int) -> None:
     except TypeError as error:
         inputs = "1 input" if count == 1 else f"{count} inputs"
         names = [name for name, each in signature.parameters.items() if each.default is each.empty]
-        raise TypeError(
-            f"{caller}: {type(model).__name__}.forward{signature} does not take {inputs}: {error}; fix: a tuple of "
-            f"volumes of one size, ({', '.join(names)}), or a module around the network that has the others."
+        raise refusal(
+            TypeError,
+            f"{type(model).__name__}.forward{signature} does not take {inputs}: {error}; fix: a tuple of "
+            f"volumes of one size, ({', '.join(names)}), or a module around the network that has the others.",
         ) from error
 
 
-def parse_layouts(caller: str, shapes: Sequence[Sequence[int]], spatial_dims: int) -> list[AxisLayout]:
+def parse_layouts(shapes: Sequence[Sequence[int]], spatial_dims: int) -> list[AxisLayout]:
     """Find the axes of volumes that a network takes together, and refuse them if they differ in batch or size."""
     for index, shape in enumerate(shapes):
         if len(shapes) > 1 and len(shape) < spatial_dims:
-            raise ShapeError(
-                f"{caller}: input {index} of shape {tuple(shape)} is no grid of {spatial_dims} spatial dims; fix: a "
-                "module around the network that has it, such as self.network(grid, self.other)."
+            raise refusal(
+                ShapeError,
+                f"input {index} of shape {tuple(shape)} is no grid of {spatial_dims} spatial dims; fix: a "
+                "module around the network that has it, such as self.network(grid, self.other).",
             )
-    layouts = [parse_layout(caller, shape, spatial_dims) for shape in shapes]
+    layouts = [parse_layout(shape, spatial_dims) for shape in shapes]
     batches = [layout.batch_and_channels(shape)[0] for layout, shape in zip(layouts, shapes, strict=True)]
     if len({(batch, *shape[len(shape) - spatial_dims :]) for batch, shape in zip(batches, shapes, strict=True)}) > 1:
         listed = "".join(f"\n  input {index}  {tuple(shape)}" for index, shape in enumerate(shapes))
-        raise ShapeError(
-            f"{caller}: the inputs of a network must have one batch and one size.{listed}\n  fix: volumes of one size, "
-            "and a module around the network that resizes them where it needs another."
+        raise refusal(
+            ShapeError,
+            f"the inputs of a network must have one batch and one size.{listed}\n  fix: volumes of one size, "
+            "and a module around the network that resizes them where it needs another.",
         )
     return layouts
 
 
-def spatial_dims_of(caller: str, model: nn.Module, tile: object) -> int:
+def spatial_dims_of(model: nn.Module, tile: object) -> int:
     """Return the number of spatial dims of a model's input: the length of `tile`, or that of its first convolution."""
     if isinstance(tile, Sequence):
         return len(tile)
     convolution = _first_convolution(model)
     if convolution is None:
-        raise ValueError(
-            f"{caller}: the number of spatial dims is unknown, because {type(model).__name__} has no convolution; fix: "
-            "tile with one number per spatial dim."
+        raise refusal(
+            ValueError,
+            f"the number of spatial dims is unknown, because {type(model).__name__} has no convolution; fix: "
+            "tile with one number per spatial dim.",
         )
     return convolution.weight.dim() - 2
 
@@ -210,7 +221,7 @@ def _first_convolution(model: nn.Module) -> _ConvNd | None:
 
 
 def refuse_axes(
-    caller: str, model: nn.Module, inputs: tuple[int, ...], size: tuple[int, ...], is_batch: bool, error: ValueError
+    model: nn.Module, inputs: tuple[int, ...], size: tuple[int, ...], is_batch: bool, error: ValueError
 ) -> None:
     """Raise ValueError for a volume whose channels or spatial dims are not those of the first convolution."""
     convolution = _first_convolution(model)
@@ -219,7 +230,7 @@ def refuse_axes(
     expected = convolution.weight.dim() - 2
     if expected != len(size):
         text = (
-            f"{caller}: tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
+            f"tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
             f"{expected} spatial dims.\n  fix: tile with {expected} numbers, or one number."
         )
     elif len(inputs) > 1:  # it is not known which of them the convolution takes
@@ -232,28 +243,41 @@ def refuse_axes(
             f"{error}\n  fix: a volume of {convolution.in_channels} channels; (*size) is one channel, and in "
             f"(channels, *size) this one has {inputs[0]} channels of size {size}."
         )
-        if convolution.in_channels == 1 and not is_batch:
+        if size[-1] == convolution.in_channels:
+            text += (
+                f"\n  fix: channels first, if the last axis has them, {size[-1]}: "
+                f"numpy.moveaxis(volume, -1, {int(is_batch)})."
+            )
+        elif convolution.in_channels == 1 and not is_batch:
             what = "planes" if len(size) == 2 else "grids"
             text += f"\n  fix: a stack of {what} for a {len(size)}-D network is samples: volume[:, None]."
     else:
         return
-    raise ValueError(text) from error
+    raise refusal(ValueError, text) from error
 
 
 def refuse_large_summary(name: str, size: int, free: int) -> None:
     """Refuse a summary with a slot for each key, whose name is given, if it takes too much of the free memory."""
     if size > SUMMARY_SHARE * free:
-        raise ValueError(
+        raise refusal(
+            ValueError,
             f"{name} is its grid, about {size:,} bytes, and may take half of the {free:,} bytes that are free; fix: an "
-            "operator that compresses, such as factorized_gaussian."
+            "operator that compresses, such as factorized_gaussian.",
         )
 
 
-def refuse_training(caller: str, model: nn.Module) -> None:
+def refuse_meta(device: torch.device) -> None:
+    """Refuse weights without values, of which a plan can be made, but no result."""
+    if device.type == "meta":
+        fix = 'model.to_empty(device="cpu"), and its weights by load_state_dict'
+        raise refusal(ValueError, f"the weights of the model are on the device meta, without values; fix: {fix}.")
+
+
+def refuse_training(model: nn.Module) -> None:
     """Refuse a model in training mode: running statistics would change, and dropout would be active."""
     training = [(path, module) for path, module in model.named_modules() if module.training]
     # Batch norms first: they are why it matters.
     training.sort(key=lambda each: not isinstance(each[1], _BatchNorm))
     for path, module in training[:1]:
         name = f'{type(module).__name__} at "{path}"' if path else type(module).__name__
-        raise ValueError(f"{caller}: {name} is in training; fix: model.eval().")
+        raise refusal(ValueError, f"{name} is in training; fix: model.eval().")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import unknown
+from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.network_copy import Copier, clone
 from farfield.nn.tracing import looks_at_a_copy
@@ -32,6 +33,7 @@ from farfield.volumes.volume import split_volume
 
 
 @looks_at_a_copy
+@door("freeze_statistics")
 def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] | None = None) -> nn.Module:
     """Copy a network so that its norms, means and pooling over positions are constants a channel.
 
@@ -85,11 +87,12 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
         True
     """
     if not isinstance(network, nn.Module):
-        raise TypeError(
-            f"freeze_statistics: network must be a torch.nn.Module, got {type(network).__name__}; fix: the network "
-            "comes first, freeze_statistics(network, patches)."
+        raise refusal(
+            TypeError,
+            f"network must be a torch.nn.Module, got {type(network).__name__}; fix: the network comes first, "
+            "freeze_statistics(network, patches).",
         )
-    refuse_training("freeze_statistics", network)
+    refuse_training(network)
     samples = read_patches("freeze_statistics", network, patches)
     first = next(samples)
     planner = Planner("freeze_statistics", network, [each.shape for each in first], patch_tiles(first), None, None)
@@ -98,25 +101,26 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
     chosen = [call for call in able if only is None or call.key[0] in only]
     for path in only or ():
         if all(path != call.key[0] for call in chosen):
-            raise unknown("freeze_statistics", "layer", path, [call.key[0] for call in able])
+            raise unknown("layer", path, [call.key[0] for call in able])
     if not chosen:
         listed = "".join(f"\n  {call}: {call.kept}" for call in calls)
         reason, fix = "sums over no positions", "the network as it is, whose tiles need a halo alone"
         if calls:
             reason = "has no norm, mean or pooling over all positions that can be constant"
             fix = "predict_whole, by which it sees the whole volume"
-        raise ValueError(f"freeze_statistics: {type(network).__name__} {reason}.{listed}\n  fix: {fix}.")
+        raise refusal(ValueError, f"{type(network).__name__} {reason}.{listed}\n  fix: {fix}.")
     copy = Copier(clone).copy(network)
     # The network is a copy already, of which the parameters alone are the user's.
     means, observed = RunningMeans(), ObservedNetwork(network, chosen)
     with torch.no_grad():
-        for statistics in observe_patches("freeze_statistics", observed, chain([first], samples)):
+        for statistics in observe_patches(observed, chain([first], samples)):
             means.add(statistics)
     for call in chosen:
         if call.key not in means or not all(each.isfinite().all() for each in means[call.key]):
-            raise ValueError(
-                f"freeze_statistics: the statistics of {call} are not finite on the patches; fix: patches and weights "
-                "that give finite numbers."
+            raise refusal(
+                ValueError,
+                f"the statistics of {call} are not finite on the patches; fix: patches and weights that give finite "
+                "numbers.",
             )
     return FrozenNetwork(copy, means, chosen, [call for call in calls if call not in chosen])
 
@@ -131,19 +135,19 @@ def read_patches(caller: str, network: nn.Module, patches: Any) -> Iterator[tupl
             name = f"patch {index}"
             check_volume(caller, name, array)
             try:
-                dims = spatial_dims_of(caller, network, None)
+                dims = spatial_dims_of(network, None)
             except ValueError:
                 dims = len(array.shape) - 2
-            layout = parse_layout(caller, array.shape, dims)
+            layout = parse_layout(array.shape, dims)
             source = VolumeSource(array, layout, device_of(network), dtype_of(network), caller=caller)
             inputs.append(source.read(tuple((0, length) for length in source.size)))
             if not inputs[-1].isfinite().all():
-                raise ValueError(f"{caller}: {name} is not finite; fix: patches without NaN and infinite numbers.")
+                raise refusal(ValueError, f"{name} is not finite; fix: patches without NaN and infinite numbers.")
         for sample in zip(*(each.split(1) for each in inputs), strict=True):
             empty = False
             yield sample
     if empty:
-        raise ValueError(f"{caller}: there are no patches; fix: patches=volumes as the training had them.")
+        raise refusal(ValueError, "there are no patches; fix: patches=volumes as the training had them.")
 
 
 def _is_no_sequence(patches: Any) -> bool:
@@ -200,7 +204,7 @@ _OBSERVED = "observed"
 
 
 def observe_patches(
-    caller: str, observed: ObservedNetwork, samples: Iterable[tuple[Tensor, ...]]
+    observed: ObservedNetwork, samples: Iterable[tuple[Tensor, ...]]
 ) -> Iterator[dict[Key, list[Tensor]]]:
     """Iterate over the statistics of a network on samples of patches; refuse one that it does not take."""
     for sample in samples:
@@ -209,8 +213,8 @@ def observe_patches(
         except (RuntimeError, ValueError, TypeError) as error:
             shapes = ", ".join(str(tuple(each.shape[1:])) for each in sample)
             name = type(observed.network).__name__
-            text = f"{caller}: {name} does not run on a patch of shape {shapes}: {error}"
-            raise ValueError(f"{text}\n  fix: patches of sizes and channels that it takes.") from error
+            text = f"{name} does not run on a patch of shape {shapes}: {error}"
+            raise refusal(ValueError, f"{text}\n  fix: patches of sizes and channels that it takes.") from error
         yield statistics
 
 

@@ -134,11 +134,9 @@ class _Recorder(TorchDispatchMode):
         return still
 
     def without_writing(self, function: Any, tensor: Tensor) -> Any:
-        """Return the operation that returns what this one writes to its first argument.
-
-        Functionalization has replaced the writes of the network; what still writes is inside of torch, to a tensor that
-        it made, or a write to a tensor of the network itself.
-        """
+        """Return the operation that returns what this one writes to its first argument."""
+        # Functionalization has replaced the writes of the network; what still writes is inside of torch, to a tensor
+        # that it made, or a write to a tensor of the network itself.
         storage = tensor.untyped_storage()._cdata
         others = [each for _, each in self.known.values() if each is not tensor]
         if id(tensor) in self.constants or id(tensor) not in self.known:
@@ -166,7 +164,8 @@ class _Recorder(TorchDispatchMode):
     def number_of(self, tensor: Tensor) -> Any:
         value = self.value_of(tensor)
         if not self.write.is_known(value):
-            raise RecordingError(f"{self.write.path} reads a computed number in Python (item, float, if)")
+            fix = "a tensor in its place, such as mean(…, keepdim=True), and torch.where for if"
+            raise RecordingError(f"{self.write.path} reads a computed number in Python (item, float, if); fix: {fix}")
         with with_numbers():
             return run_whole(self.graph, [], value).item()
 
@@ -188,10 +187,7 @@ def _read_arguments(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 class _NetworkFunctions(TorchFunctionMode):
-    """Notes the calls of a network and the tensors that it gets, which functionalization wraps.
-
-    It pads circularly by concatenations: that of torch writes to views below what can be recorded.
-    """
+    """Notes the calls of a network and the tensors that it gets, which functionalization wraps; pads circularly."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -202,8 +198,13 @@ class _NetworkFunctions(TorchFunctionMode):
         if function in (F.pad, torch._C._nn.pad):
             given = (*args, *(kwargs[name] for name in ("input", "pad", "mode") if name in kwargs), "constant")
             grid, pads, mode = given[:3]
-            if mode == "circular":
+            if mode == "circular":  # torch writes to views below what can be recorded
                 return _pad_circularly(grid, pads)
+        if function in (Tensor.numpy, Tensor.__array__):  # of memory in which nothing was computed
+            path = self.recorder.write.path
+            raise RecordingError(
+                f"{path} makes an array of NumPy of a tensor; fix: the operation of torch in its place"
+            )
         graph, own = self.recorder.graph, (self.recorder.write.path, name_function(function))
         first, number = len(graph.nodes), self.counts[own]
         self.counts[own] += 1
@@ -229,12 +230,7 @@ def _pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
 def record_network(
     network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any] = lambda output: output
 ) -> Graph:
-    """Record a network in eval mode on volumes; `finish` makes one grid of what it returns.
-
-    Raises:
-        RecordingError: If it runs an operation that cannot be recorded.
-        CannotCopyError: If a part of it is scripted, or has no shapes yet.
-    """
+    """Record a network in eval mode on volumes; `finish` makes one grid of what it returns."""
     known = {id(tensor): name for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
     constants: dict[int, tuple[str, Tensor]] = {}
 
@@ -276,10 +272,7 @@ def _record(
 
 
 def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
-    """Let the recorder know the path of each module while it runs, and let layers run as one operation.
-
-    A block that folds its attention into its other layers calls it where it has hooks, and all have.
-    """
+    """Let the recorder know the path of each module while it runs, and let layers run as one operation."""
 
     def end(*_: Any) -> None:
         recorder.running.pop()
@@ -290,6 +283,7 @@ def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
         if path and path.startswith(within):
             continue
         writer = Writer(recorder.graph, path or type(fake).__name__)
+        # A block that folds its attention into its other layers calls it where it has hooks.
         module.register_forward_pre_hook(lambda *_, writer=writer: recorder.running.append(writer))
         module.register_forward_hook(end)
         if is_layer(module):

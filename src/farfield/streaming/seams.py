@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError
+from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import one_grid
@@ -47,6 +48,7 @@ _Region = tuple[Span, ...]
 _Tiles = Sequence[tuple[_Region, _Region]]
 
 
+@door("find_seams")
 def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None], patches: Any = None) -> SeamReport:
     """Find out how far a network in tiles depends on where they are cut, by which layers, and what mends it.
 
@@ -90,11 +92,12 @@ def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None]
         'halo'
     """
     if not isinstance(network, nn.Module):
-        raise TypeError(
-            f"find_seams: network must be a torch.nn.Module, got {type(network).__name__}; fix: the network comes "
-            "first, find_seams(network, volume, tile)."
+        raise refusal(
+            TypeError,
+            f"network must be a torch.nn.Module, got {type(network).__name__}; fix: the network comes first, "
+            "find_seams(network, volume, tile).",
         )
-    refuse_training("find_seams", network)
+    refuse_training(network)
     scripted = any(isinstance(module, torch.jit.ScriptModule) for module in network.modules())
     examine = _examine if scripted else looks_at_a_copy(_examine, "find_seams")
     with torch.no_grad():
@@ -103,16 +106,17 @@ def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None]
 
 
 def _examine(network: nn.Module, volume: Any, tile: Any, patches: Any) -> SeamReport:
-    part = _Part(network, volume, parse_tiles("find_seams", tile).size)
+    part = _Part(network, volume, parse_tiles(tile).size)
     tilings = [part.find_tiles(part.halo, shifted) for shifted in (False, True)]
     observed = [[part.run(region) for _, region in tiles] for tiles in tilings]
     one, other = (
         part.assemble(tiles, [grid for grid, _ in runs]) for tiles, runs in zip(tilings, observed, strict=True)
     )
     if not (one.isfinite().all() and other.isfinite().all()):
-        raise ValueError(
-            f"find_seams: the result of {type(network).__name__} is not finite on the part of the volume that was "
-            "read; fix: numpy.nan_to_num(volume), or a module around the network that returns finite numbers."
+        raise refusal(
+            ValueError,
+            f"the result of {type(network).__name__} is not finite on the part of the volume that was read; fix: "
+            "numpy.nan_to_num(volume), or a module around the network that returns finite numbers.",
         )
     bare = [part.find_tiles(Halo(*[(0,) * len(part.size)] * 2), shifted) for shifted in (False, True)]
     alone = [part.assemble(tiles, [part.run(region)[0] for _, region in tiles]) for tiles in bare]
@@ -138,7 +142,7 @@ def _examine(network: nn.Module, volume: Any, tile: Any, patches: Any) -> SeamRe
     in_patches = []
     if patches is not None:
         samples = read_patches("find_seams", network, patches)
-        in_patches = list(observe_patches("find_seams", part.observed, samples))
+        in_patches = list(observe_patches(part.observed, samples))
     in_whole = part.run_whole()
     center = RunningMeans()
     for each in in_patches or in_tiles:
@@ -214,9 +218,9 @@ class _Part:
         self.network, self.notes = network, list[str]()
         _, volumes = name_volumes("find_seams", volume)
         if size is None:
-            raise TypeError("find_seams: tile must be the size of tiles, got None; fix: tile=64, for example.")
-        dims = spatial_dims_of("find_seams", network, size)
-        layouts = parse_layouts("find_seams", [each.shape for each in volumes.values()], dims)
+            raise refusal(TypeError, "tile must be the size of tiles, got None; fix: tile=64, for example.")
+        dims = spatial_dims_of(network, size)
+        layouts = parse_layouts([each.shape for each in volumes.values()], dims)
         sources = [
             VolumeSource(array, layout, device_of(network), dtype_of(network), caller="find_seams")
             for array, layout in zip(volumes.values(), layouts, strict=True)
@@ -227,9 +231,10 @@ class _Part:
         self.tile = round_up_tile(size, self.volume_size, strides)
         self.size = _choose_size(self.tile, self.volume_size, strides)
         if self.size == self.tile:
-            raise ShapeError(
-                f"find_seams: tiles of {self.tile} are not smaller than the volume.\n  volume  {self.volume_size}\n"
-                f"  fix: tile={max(1, min(self.volume_size) // 4)}, for example."
+            raise refusal(
+                ShapeError,
+                f"tiles of {self.tile} are not smaller than the volume.\n  volume  {self.volume_size}\n"
+                f"  fix: tile={max(1, min(self.volume_size) // 4)}, for example.",
             )
         # Half a tile, by strides.
         self.shift = tuple(
@@ -302,9 +307,9 @@ class _Part:
             output, statistics = self.observed.run(*grids, frozen=frozen or {})
         except (RuntimeError, ValueError, TypeError) as error:
             size = tuple(grids[0].shape[2:])
-            text = f"find_seams: {type(self.network).__name__} does not run on a tile of size {size}: {error}"
-            raise ValueError(f"{text}\n  fix: a tile that it takes.") from error
-        grid = one_grid("find_seams", self.network, grids[0].shape, output)[0]
+            text = f"{type(self.network).__name__} does not run on a tile of size {size}: {error}"
+            raise refusal(ValueError, f"{text}\n  fix: a tile that it takes.") from error
+        grid = one_grid(self.network, grids[0].shape, output)[0]
         self._check_output(grid, tuple(stop - start for start, stop in region))
         return grid, statistics
 
@@ -312,10 +317,10 @@ class _Part:
         ratios = [Fraction(own, length) for own, length in zip(grid.shape[2:], size, strict=False)]
         known = len(ratios) == grid.dim() - 2 == len(size)
         if not known or any(1 not in (each.numerator, each.denominator) for each in ratios):
-            raise ValueError(
-                f"find_seams: {type(self.network).__name__} returns a grid of size {tuple(grid.shape[2:])} for a tile "
-                f"of size {tuple(size)}, which is no multiple or fraction of it; fix: a module around it that pads the "
-                "grid."
+            raise refusal(
+                ValueError,
+                f"{type(self.network).__name__} returns a grid of size {tuple(grid.shape[2:])} for a tile of size "
+                f"{tuple(size)}, which is no multiple or fraction of it; fix: a module around it that pads the grid.",
             )
         self.ratios = ratios
 

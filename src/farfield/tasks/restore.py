@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from farfield._checks import shape_error
 from farfield._outputs import check_not_input, output_path
+from farfield._refusals import door, put_name
 from farfield.streaming import Tiles
 from farfield.tasks.metrics import EPSILON, care_metrics
 from farfield.tasks.restore_stack import restore
@@ -114,12 +115,7 @@ class Restore(TrainingTask):
             self.log_dict(logged, on_epoch=True, sync_dist=True, batch_size=1)
 
     def predict_step(self, batch: tuple[Any, str, str], batch_idx: int) -> str:
-        """Restore a whole stack, write it, and return the path as a text, which states if the stack was skipped.
-
-        Raises:
-            FileExistsError: If the path exists and `overwrite` is False; with any `overwrite` but "skip", if the path
-                is that of an input stack.
-        """
+        """Restore a whole stack, write it, and return the path as a text, which states if the stack was skipped."""
         stack, path, name = batch
         output = self.place(Path(path), name)
         if output.exists() and self.overwrite == "skip":
@@ -130,7 +126,8 @@ class Restore(TrainingTask):
                 "--overwrite skip to go on with the other stacks."
             )
         inputs = list_inputs(self.trainer) if self._trainer is not None else []
-        check_not_input("farfield predict", output, [Path(path), *inputs])
+        with door("farfield predict"):
+            check_not_input(output, [Path(path), *inputs])
         output.parent.mkdir(parents=True, exist_ok=True)
         restore(self.network, stack, tile=self.tile, out=output, overwrite=self.overwrite is True, quiet=False)
         return str(output)
@@ -160,17 +157,16 @@ class Restore(TrainingTask):
         }
 
     def _loss(self, grid: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, the restored grids and their targets."""
         output = self(grid).float()
         channels, laplace = target.shape[1], self.hparams["loss"] == "laplace"
         if output.shape[2:] != target.shape[2:] or output.shape[1] not in (channels, 2 * channels):
             problem = "the network must return grids of the shape of the targets."
             fix = "another network or other data; for a projection, whose targets are images, use unet_projection."
-            raise shape_error("Restore", problem, fix, grid=grid, target=target, output=output)
+            raise put_name("Restore", shape_error(problem, fix, grid=grid, target=target, output=output))
         if laplace and output.shape[1] == channels:
             problem = 'the loss "laplace" needs a scale for each value.'
             fix = "build the network with probabilistic=True (--model.network.probabilistic true), or loss=mae."
-            raise shape_error("Restore", problem, fix, target=target, output=output)
+            raise put_name("Restore", shape_error(problem, fix, target=target, output=output))
         mean = output[:, :channels]
         if laplace:
             return laplace_loss(mean, output[:, channels:], target), mean, target
@@ -178,22 +174,13 @@ class Restore(TrainingTask):
 
 
 def laplace_loss(mean: Tensor, scale: Tensor, target: Tensor) -> Tensor:
-    """Return the negative log-likelihood of a Laplace distribution: `mean(|μ - y| / σ + log σ + log 2)`.
-
-    Reference: Weigert et al. 2018.
-
-    Example:
-        >>> float(laplace_loss(torch.zeros(4), torch.ones(4), torch.ones(4)))
-        1.693147...
-    """
+    """Return the negative log-likelihood of a Laplace distribution, `mean(|μ - y| / σ + log σ + log 2)`."""
     return ((mean - target).abs() / scale + scale.log() + math.log(2)).mean()
 
 
 def scaled_psnr(restored: Float[Tensor, "b c *n"], target: Float[Tensor, "b c *n"]) -> Tensor:
-    """Return the mean PSNR, in dB, of a batch with targets from 0 to 1, each grid shifted and scaled to its target.
-
-    Unlike `care_metrics`, it takes no percentiles of the truth: patches are already normalised by those of their stack.
-    """
+    """Return the mean PSNR, in dB, of a batch with targets from 0 to 1, each grid shifted and scaled to its target."""
+    # Without percentiles of the truth: patches are already normalised by those of their stack.
     restored, target = (grid.detach().flatten(1).double() for grid in (restored, target))
     restored, target = (grid - grid.mean(1, keepdim=True) for grid in (restored, target))
     factor = (restored * target).sum(1, keepdim=True) / (restored.square().sum(1, keepdim=True) + EPSILON)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from farfield._refusals import refusal
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.sink import unfinished_folder
 from farfield.volumes.tiff_parts import paths_of
@@ -24,37 +25,23 @@ TRIALS = 10**5
 
 
 class StorageLocation(NamedTuple):
-    """Where the numbers of an array are stored.
+    """Where the numbers of an array are stored."""
 
-    Attributes:
-        space: Key of the memory, file or store.
-        part: Which part of the space: bytes, as an array at their addresses that is never read; or the name or number
-            of an object in it; None for all.
-        file: Path of the file, if there is one.
-    """
-
-    space: Hashable
+    space: Hashable  # key of the memory, file or store
+    # Of the space: bytes, as an array at their addresses that is never read; or an object in it; None for all.
     part: Any = None
-    file: Path | None = None
+    file: Path | None = None  # path of the file, if there is one
 
 
-def refuse_aliasing(caller: str, out: Any, inputs: Mapping[str, Any]) -> None:
-    """Refuse an output that shares memory, a file or a store with an input.
-
-    Args:
-        caller: The function that errors name.
-        out: A path, an array, or None.
-        inputs: Name -> array that is read, or None.
-
-    Raises:
-        ValueError: If the output shares any with an input; the text names the input and what is shared.
-    """
+def refuse_aliasing(out: Any, inputs: Mapping[str, Any]) -> None:
+    """Refuse an output (a path, an array, None) that shares memory, a file or a store with an input, by its name."""
     for name, array in inputs.items():
         shared = None if out is None or array is None else find_shared(out, array)
         if shared is not None:
-            raise ValueError(
-                f"{caller}: out and the {name} are both in {shared}, so tiles would read what other tiles have "
-                f"written; fix: another out, such as out=None or another path."
+            raise refusal(
+                ValueError,
+                f"out and the {name} are both in {shared}, so tiles would read what other tiles have "
+                f"written; fix: another out, such as out=None or another path.",
             )
 
 
@@ -148,11 +135,7 @@ def find_mapped_file(array: np.ndarray | Tensor, address: int) -> tuple[Path, in
 
 
 def hdf5_places(dataset: Any, h5py: ModuleType) -> Iterator[StorageLocation]:
-    """Yield where an HDF5 dataset is stored.
-
-    Its place is the address of its header in its file, the same for every name and handle. A virtual dataset is also in
-    the files of its sources; a contiguous one is also in the bytes of its file, which can be mapped into memory.
-    """
+    """Yield where an HDF5 dataset is stored: the address of its header, the same for every name and handle of it."""
     file, header = Path(str(dataset.file.filename)), h5py.h5o.get_info(dataset.id)
     key = ("hdf5", file_key(file) if file.exists() else header.fileno)
     if dataset.is_virtual:
@@ -161,7 +144,7 @@ def hdf5_places(dataset: Any, h5py: ModuleType) -> Iterator[StorageLocation]:
             yield StorageLocation(("hdf5", file_key(own)), None, own)
     yield StorageLocation(key, header.addr, file)
     offset = dataset.id.get_offset()
-    if offset is not None:  # contiguous
+    if offset is not None:  # contiguous: also in the bytes of its file, which can be mapped into memory
         yield StorageLocation(file_key(file), ByteAddresses.view(BASE + offset, (dataset.nbytes,), (1,), 1), file)
 
 

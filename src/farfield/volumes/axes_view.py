@@ -9,14 +9,10 @@ import numpy as np
 
 
 class AxesView:
-    """A view of an array on disk with other axes: in another order, at some indices, or new ones of length 1.
+    """A view of an array on disk with other axes: in another order, at some indices, or new ones of length 1."""
 
-    Args:
-        array: Anything with `shape`, `dtype` and slicing.
-        axes: For each axis of the view the axis of the array; None for a new one.
-        taken: Axis of the array -> the indices there that the view has; an axis with one index may be left out of it.
-    """
-
+    # `axes`: of each axis of the view that of the array, None for a new one. `taken`: axis of the array -> the indices
+    # that the view has; an axis with one index may be left out of it.
     def __init__(self, array: Any, axes: Sequence[int | None], taken: Mapping[int, Sequence[int]]) -> None:
         self.array, self.axes, self.taken = array, tuple(axes), taken
         lengths = [len(taken[axis]) if axis in taken else length for axis, length in enumerate(array.shape)]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError
+from farfield._refusals import refusal
 from farfield.volumes.axes_view import AxesView
 
 Span = tuple[int, int]  # first index and the index after the last
@@ -25,13 +26,7 @@ WHOLE = 2**24
 
 
 class AxisLayout(NamedTuple):
-    """The axes of an array: an optional batch axis, an optional channel axis, and the spatial axes.
-
-    Attributes:
-        batch: Whether the first axis is the batch.
-        channels: Whether the axis before the spatial axes is that of the channels.
-        spatial_dims: Number of spatial dims.
-    """
+    """The axes of an array: an optional batch axis, an optional channel axis, and the spatial axes."""
 
     batch: bool
     channels: bool
@@ -52,21 +47,18 @@ class AxisLayout(NamedTuple):
         return "I" * self.batch + "C" * (self.channels or channels > 1) + size
 
 
-def parse_layout(caller: str, shape: Sequence[int], spatial_dims: int) -> AxisLayout:
-    """Find the axes of an array of a given number of spatial dims.
-
-    Raises:
-        ShapeError: If the array has fewer axes, or more than two in addition, or an axis of length 0.
-    """
+def parse_layout(shape: Sequence[int], spatial_dims: int) -> AxisLayout:
+    """Find the axes of an array of a number of spatial dims; refuse fewer axes, three more, and an empty one."""
     leading = len(shape) - spatial_dims
     if leading not in (0, 1, 2):
-        raise ShapeError(
-            f"{caller}: a volume with {spatial_dims} spatial dims is (*size), (channels, *size) or "
+        raise refusal(
+            ShapeError,
+            f"a volume with {spatial_dims} spatial dims is (*size), (channels, *size) or "
             f"(batch, channels, *size), got shape {tuple(shape)}; fix: tile with one number per spatial dim, or a "
-            f"slice of the volume."
+            f"slice of the volume.",
         )
     if 0 in shape:
-        raise ShapeError(f"{caller}: the volume has an empty axis, shape {tuple(shape)}; fix: leave that volume out.")
+        raise refusal(ShapeError, f"the volume has an empty axis, shape {tuple(shape)}; fix: leave that volume out.")
     return AxisLayout(leading == 2, leading >= 1, spatial_dims)
 
 
@@ -80,7 +72,7 @@ class VolumeSource:
         dtype: Their dtype; bool for a mask.
         padding: How many positions are padded before and after each spatial axis; None pads none.
         mode: How they are padded, one of `MODES`.
-        caller: The function that errors name.
+        caller: The function that a warning names.
     """
 
     def __init__(
@@ -108,12 +100,7 @@ class VolumeSource:
         return tuple(length + before + after for length, (before, after) in zip(own, self.padding, strict=True))
 
     def read(self, region: Region, sample: int | None = None) -> Tensor:
-        """Read a region, given by indices of the padded volume, as a grid `(batch, channels, *size)`.
-
-        Args:
-            region: The region.
-            sample: Index of the sample that is read; None for all.
-        """
+        """Read a region, indices of the padded volume, of one sample or all: a grid `(batch, channels, *size)`."""
         own = self.shape[len(self.shape) - self.layout.spatial_dims :]
         indices = [
             np.arange(start - before, stop - before)
@@ -131,30 +118,24 @@ class VolumeSource:
         return grid
 
     def box(self, slices: Sequence[slice], sample: int | None = None) -> Any:
-        """Return a box of the array, without padding: a view of a tensor, or else a copy in memory.
-
-        The copy is boolean, float64 or float32, by the dtype of the grids. Pages of a memory map are released again.
-
-        Raises:
-            TypeError: If the array holds something other than booleans, integers and floats.
-            ValueError: If some of them are masked.
-            OSError: If a memory-mapped file has become shorter.
-        """
+        """Return a box of the array, without padding: a view of a tensor, or else a copy in memory."""
         leading = (slice(None),) * (len(self.shape) - self.layout.spatial_dims)
         if sample is not None and self.layout.batch:
             leading = (slice(sample, sample + 1), *leading[1:])
-        check_mapping(self.caller, self.array)
+        check_mapping(self.array)
         box: Any = self.array[(*leading, *slices)]
         if isinstance(box, Tensor):
             return box
-        box = without_mask(self.caller, box)
+        box = without_mask(box)
         if box.dtype.kind not in "bfiu":
-            raise TypeError(
-                f"{self.caller}: a volume must hold booleans, integers or floats, got {box.dtype}; fix: an array of "
-                f'one of these, such as volume.astype("float32").'
+            raise refusal(
+                TypeError,
+                f"a volume must hold booleans, integers or floats, got {box.dtype}; fix: an array of "
+                f'one of these, such as volume.astype("float32").',
             )
         if box.dtype.kind in "iu" and box.dtype.itemsize > 2 and self.dtype == torch.float32:
             self.warn_of_rounding(box)
+        # As the grids: boolean, float64 or float32.
         kind = np.bool_ if self.dtype == torch.bool else np.float64 if self.dtype == torch.float64 else np.float32
         box = np.array(box, dtype=kind, order="C")
         release(self.array)
@@ -172,43 +153,33 @@ class VolumeSource:
             )
 
     def to_grid(self, box: Any) -> Tensor:
-        """Return a box as a grid `(batch, channels, *size)` on the device.
-
-        Raises:
-            ValueError: If numbers of the box are too large for the grid's dtype.
-        """
+        """Return a box as a grid `(batch, channels, *size)` on the device."""
         grid = torch.as_tensor(box)
         grid = grid.reshape(-1, self.channels, *grid.shape[grid.dim() - self.layout.spatial_dims :])
-        return narrowed(self.caller, grid, self.dtype).to(self.device)
+        return narrowed(grid, self.dtype).to(self.device)
 
 
-def without_mask(caller: str, part: Any) -> np.ndarray:
-    """Return a part of a volume as an array of NumPy.
-
-    Raises:
-        ValueError: If some of its positions are masked: what stands there, -9999 for example, is no number to use.
-    """
+def without_mask(part: Any) -> np.ndarray:
+    """Return a part of a volume as an array of NumPy; refuse masked positions, whose numbers are none to use."""
     array = np.asanyarray(part)
     if np.ma.is_masked(array):
-        raise ValueError(
-            f"{caller}: {np.ma.count_masked(array):,} of {array.size:,} positions that were read are masked "
+        raise refusal(
+            ValueError,
+            f"{np.ma.count_masked(array):,} of {array.size:,} positions that were read are masked "
             "(numpy.ma), and their numbers would be used as if they were not; fix: numpy.ma.filled(volume[:], number), "
-            "with a number that the network takes for positions without a value."
+            "with a number that the network takes for positions without a value.",
         )
     return np.asarray(array)
 
 
-def narrowed(caller: str, grid: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a grid of the dtype of a network.
-
-    Raises:
-        ValueError: If it is float16, and numbers that are finite would become infinite.
-    """
+def narrowed(grid: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a grid of the dtype of a network; refuse finite numbers that float16 makes infinite."""
     converted = grid.to(dtype)
     if dtype == torch.float16 and grid.dtype != dtype and (converted.isinf() & grid.isfinite()).any():
-        raise ValueError(
-            f"{caller}: the volume has numbers from {grid.min():g} to {grid.max():g}, and the network is of float16, "
-            f"which ends at {torch.finfo(dtype).max:g}; fix: model.float(), or model.bfloat16()."
+        raise refusal(
+            ValueError,
+            f"the volume has numbers from {grid.min():g} to {grid.max():g}, and the network is of float16, "
+            f"which ends at {torch.finfo(dtype).max:g}; fix: model.float(), or model.bfloat16().",
         )
     return converted
 
@@ -226,17 +197,14 @@ def checksum(grid: Tensor) -> int:
     return zlib.crc32(grid.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
-def check_mapping(caller: str, array: Any) -> None:
-    """Refuse a memory-mapped file that has become shorter since it was mapped: reading it would kill the process.
-
-    Raises:
-        OSError: If `array` is mapped from such a file.
-    """
+def check_mapping(array: Any) -> None:
+    """Refuse a memory-mapped file that has become shorter since it was mapped: reading it would kill the process."""
     mapped = find_memmap(array)
     if mapped is not None and mapped._mmap.size() < len(mapped._mmap):
-        raise OSError(
-            f'{caller}: the file "{mapped.filename}" had {len(mapped._mmap):,} bytes or more when it was opened, and '
-            f"has {mapped._mmap.size():,} now; fix: write the file again, open it and repeat the call."
+        raise refusal(
+            OSError,
+            f'the file "{mapped.filename}" had {len(mapped._mmap):,} bytes or more when it was opened, and '
+            f"has {mapped._mmap.size():,} now; fix: write the file again, open it and repeat the call.",
         )
 
 

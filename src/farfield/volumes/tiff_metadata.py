@@ -17,30 +17,18 @@ OME_DTYPES = ("int8", "int16", "int32", "uint8", "uint16", "uint32", "float32", 
 
 
 def read_tiff_metadata(file: Any, index: int = 0) -> ImageMetadata:
-    """Read what a TIFF file has of a series of images.
-
-    Args:
-        file: A `tifffile.TiffFile`.
-        index: Index of the series.
-
-    Returns:
-        The metadata, with the axes that tifffile names; only these for a file that is neither OME-TIFF nor ImageJ's:
-        the resolution of other files is that of a printed page.
-    """
+    """Read the metadata of a series of images, by its index, of a `tifffile.TiffFile`."""
     series = file.series[index]
     axes = series.axes.upper()
     if file.is_ome:
         return read_ome(find_ome_image(file, index), axes)
     if file.is_imagej and index == 0:
         return read_imagej(file.imagej_metadata or {}, series.keyframe, axes)
-    return ImageMetadata(axes)
+    return ImageMetadata(axes)  # the resolution of other files is that of a printed page
 
 
 def find_ome_image(file: Any, index: int) -> dict[str, Any]:
-    """Return the entry in OME-XML of a series; an empty one where it is damaged, or not known which it is.
-
-    Images of which the file has no planes are entries too, but tifffile makes no series of them.
-    """
+    """Return the entry in OME-XML of a series; an empty one where it is damaged, or not known which it is."""
     import tifffile
 
     try:
@@ -50,6 +38,7 @@ def find_ome_image(file: Any, index: int) -> dict[str, Any]:
     images = [each for each in as_list(entries) if isinstance(each, dict)]
     if len(images) == len(file.series):
         return images[index]
+    # Images of which the file has no planes are entries too, but tifffile makes no series of them.
     named = [image for image in images if image.get("Name") == file.series[index].name]
     return named[0] if len(named) == 1 else {}
 

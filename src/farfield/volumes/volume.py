@@ -6,7 +6,7 @@ import json
 import operator
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -84,17 +84,9 @@ def describe_output(
     output_channels: int,
     axis_scales: Sequence[tuple[int, Fraction] | None] | None = None,
 ) -> ImageMetadata:
-    """Return the metadata of an output: the axes of the volume, with a voxel size that fits the output's positions.
-
-    Args:
-        metadata: That of the volume; None if it has none.
-        layout: Axes of the volume.
-        channels: Number of its channels.
-        output_channels: Number of channels of the output.
-        axis_scales: For each spatial axis of the volume: the axis of the output that it becomes, counted with batch and
-            channels before it, and the output's positions per position of the volume; None for one that the output has
-            not. By default the output has the volume's size.
-    """
+    """Return the metadata of an output: the axes of the volume, with a voxel size that fits the output's positions."""
+    # `axis_scales`: for each spatial axis of the volume the axis of the output that it becomes, counted with batch and
+    # channels, and the output's positions per position of the volume; None for one that the output has not.
     if axis_scales is None:
         axis_scales = [(axis + 2, Fraction(1)) for axis in range(layout.spatial_dims)]
     scales = [each for each in axis_scales if each is not None]
@@ -134,6 +126,7 @@ def open_volume(
         The volume. Its array is mapped into memory where the file allows that, or else read as it is sliced.
 
     Raises:
+        TypeError: If it is no path.
         FileNotFoundError: If there is no such file.
         ValueError: If the file is of another format, or damaged; if planes of it are missing; if it names files outside
             its folder as its parts; if it has no such channel, level or series.
@@ -151,46 +144,39 @@ def open_volume(
         ((4, 8, 8), 0.3, 'micrometer')
         >>> folder.cleanup()
     """
+    _check_path(path)
     file = Path(path)
     if not os.path.lexists(file):
         raise FileNotFoundError(f'open_volume: there is no "{file}"; fix: the path of a file, or of a zarr folder.')
     suffix = file.suffix.lower()
     if level and suffix not in (".zarr", ""):
         raise ValueError(f'open_volume: "{file}" has no levels, got level={level}; fix: level=0.')
-    if suffix in (".tif", ".tiff"):
-        array, metadata = open_tiff_volume(file, series)
-    elif suffix == ".npy":
-        choose_series(file, [""], series)
-        return Volume(*with_unknown_axes(np.load(file, mmap_mode="r")))
+    if suffix in READERS:
+        array, metadata = READERS[suffix](file, series)
     elif file.is_dir():
         array, metadata = open_zarr_volume(file, level, series)
     else:
+        *others, last = READERS
         raise ValueError(
-            f'open_volume: "{file}" is neither a .tif, .tiff or .npy file nor a folder of zarr; '
-            "fix: open it by its own library, and farfield.volumes.Volume(array, metadata)."
+            f'open_volume: "{file}" is neither a {", ".join(others)} or {last} file nor a folder of zarr; '
+            "fix: open it by its own library: predict_whole takes any array with a shape and slices, and "
+            "farfield.volumes.Volume(array, metadata) states its voxel size too."
         )
     return arrange(file, array, metadata, channel)
 
 
-def with_unknown_axes(array: Any) -> tuple[Any, ImageMetadata]:
-    """Return an array, and metadata that has a letter for each of its axes and nothing else."""
-    return array, ImageMetadata("Q" * len(array.shape))
+def _check_path(path: Any) -> None:
+    if not isinstance(path, str | os.PathLike):
+        fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
+        raise TypeError(f"open_volume: path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
 
 
 def choose_series(file: Path, described: Sequence[str], series: int | None) -> int:
-    """Return the index of the image to read of a file; the first by default, with a warning if there are others.
-
-    Args:
-        file: The file.
-        described: A text for each image in it.
-        series: The argument of `open_volume`.
-
-    Raises:
-        ValueError: If there is no such image.
-    """
+    """Return the index of the image to read of a file; the first by default, with a warning if there are others."""
     count = len(described)
     if series is not None and not 0 <= series < count:
-        raise ValueError(f'open_volume: "{file}" has {count} series, got series={series}; fix: 0 to {count - 1}.')
+        fix = "series=0" if count == 1 else f"0 to {count - 1}"
+        raise ValueError(f'open_volume: "{file}" has {count} series, got series={series}; fix: {fix}.')
     if series is None and count > 1:
         others = "".join(f"\n  series {index}  {each}" for index, each in enumerate(described[:SHOWN]))
         warnings.warn(
@@ -225,12 +211,23 @@ def open_tiff_volume(file: Path, series: int | None) -> tuple[Any, ImageMetadata
         raise ValueError(f'open_volume: cannot read "{file}": {reason}.') from error
 
 
-def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, ImageMetadata]:
-    """Open a zarr array, or a level of an image of OME-Zarr.
+def open_npy_volume(file: Path, series: int | None) -> tuple[Any, ImageMetadata]:
+    """Open a NumPy file, of whose axes nothing is known."""
+    choose_series(file, [""], series)
+    array = np.load(file, mmap_mode="r")
+    return array, ImageMetadata("Q" * array.ndim)
 
-    Raises:
-        ValueError: If the folder is neither, or has no such level or image.
-    """
+
+# Suffix -> `(file, series) -> array, metadata`, for reading; `file_formats.FORMATS` are those of outputs.
+READERS: dict[str, Callable[[Path, int | None], tuple[Any, ImageMetadata]]] = {
+    ".tif": open_tiff_volume,
+    ".tiff": open_tiff_volume,
+    ".npy": open_npy_volume,
+}
+
+
+def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, ImageMetadata]:
+    """Open a zarr array, or a level of an image of OME-Zarr."""
     import zarr
 
     from farfield.volumes.bounded_zarr import bound_chunks
@@ -240,7 +237,10 @@ def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, I
         images = read_images(opened.attrs) if isinstance(opened, zarr.Group) else []
     # zarr raises all kinds of errors for folders that are none of its own.
     except Exception as error:
-        raise ValueError(f'open_volume: cannot read "{file}" as zarr: {error or type(error).__name__}.') from error
+        reason = str(error).removesuffix(".") or type(error).__name__
+        planes = sorted(each.name for each in file.iterdir() if each.suffix.lower() in (".tif", ".tiff"))
+        fix = f'; fix: one file of it, "{file / planes[0]}", or numpy.stack of all of them' if planes else ""
+        raise ValueError(f'open_volume: cannot read "{file}" as zarr: {reason}{fix}.') from error
     if isinstance(opened, zarr.Array):
         if level:
             raise ValueError(f'open_volume: "{file}" is one array without levels, got level={level}; fix: level=0.')
@@ -278,11 +278,7 @@ def read_array_metadata(array: Any) -> ImageMetadata:
 
 
 def arrange(file: Path, array: Any, metadata: ImageMetadata, channel: int | Sequence[int] | None) -> Volume:
-    """Return a volume whose axes are in order, with some channels; see `open_volume`.
-
-    Raises:
-        ValueError: If there is no such channel.
-    """
+    """Return a volume whose axes are in order, with some channels; see `open_volume`."""
     axes = metadata.axes.replace("S", "C") if "C" not in metadata.axes else metadata.axes
     metadata = replace(metadata, axes=axes)
     place = axes.find("C")

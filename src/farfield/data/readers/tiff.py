@@ -11,6 +11,7 @@ import tifffile
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
+from farfield._refusals import door, refusal
 from farfield.data.readers.images import CLUTTER, FolderError, check_names, name_file, refuse
 from farfield.volumes.tiff_parts import check_parts, check_planes, describe_series
 
@@ -30,20 +31,19 @@ class PairOfFiles(NamedTuple):
 
 
 def list_stacks(folder: Path) -> list[Path]:
-    """List the TIFF files of a folder in sorted order, without hidden ones; none if the folder does not exist.
-
-    Two that differ in the suffix alone are refused: pairs and outputs go by the name without suffix.
-    """
+    """List the TIFF files of a folder in sorted order, without hidden ones; none if the folder does not exist."""
     entries = folder.iterdir() if folder.is_dir() else ()
     stacks = sorted(
         path
         for path in entries
         if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.name.lower() not in CLUTTER
     )
+    # Pairs and outputs go by the name without suffix.
     check_names((path.stem for path in stacks), f"StackPairs: {folder} has several stacks of", "restored stacks")
     return stacks
 
 
+@door("StackPairs")
 def list_stack_pairs(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
     """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`."""
     truths = {path.stem: path for path in list_stacks(folder / target)}
@@ -55,10 +55,10 @@ def list_stack_pairs(folder: Path, sources: Sequence[str], target: str) -> list[
         if not files or not truths:
             empty = folder / (target if files else source)
             what = "has no TIFF files" if empty.is_dir() else "is not there"
-            raise FolderError(f"StackPairs: {empty} {what}.\n  fix: {layout}")
+            raise refusal(FolderError, f"{empty} {what}.\n  fix: {layout}")
         lonely = [*(files[name] for name in files.keys() - truths.keys())]
         lonely += [truths[name] for name in truths.keys() - files.keys()]
-        refuse("StackPairs", "files have no counterpart", sorted(lonely), layout)
+        refuse("files have no counterpart", sorted(lonely), layout)
         pairs += [PairOfFiles(files[name], truths[name], source) for name in files]
     check_depths([pair.source for pair in pairs], [pair.target for pair in pairs])
     return pairs
@@ -79,9 +79,10 @@ def check_depths(*groups: Sequence[Path]) -> None:
             )
 
 
+@door("StackPairs")
 def open_tiff_file(path: Path) -> tifffile.TiffFile:
     """Open a TIFF file whose first series is whole."""
-    with name_file("StackPairs", path):
+    with name_file(path):
         file = tifffile.TiffFile(path)
         check_parts(file)
         if not file.series:
@@ -91,14 +92,7 @@ def open_tiff_file(path: Path) -> tifffile.TiffFile:
 
 
 def open_stack(path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None) -> NDArray[Any]:
-    """Open a stack `(z, y, x)` or an image `(y, x)` without loading it, where the file allows that.
-
-    Args:
-        path: A TIFF file: OME, ImageJ, or plain; one that is compressed is read.
-        spatial_dims: 3 for stacks, 2 for images.
-        axes: The axes, e.g. "ZYX"; None takes those that the file gives.
-        channel: Index of the channel to read, for files of several; ignored for others.
-    """
+    """Open a stack `(z, y, x)` or an image `(y, x)`, unloaded if the file allows that; `axes` None takes the file's."""
     with open_tiff_file(path) as file:
         shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
     place = _find_channels_axis(shape, letters)
@@ -116,12 +110,7 @@ def open_stack(path: Path, spatial_dims: int, axes: str | None = None, channel: 
 
 
 def _find_channels_axis(shape: Sequence[int], letters: str) -> int | None:
-    """Return the axis of several channels, or of the samples of a colour image; None if there is none.
-
-    Example:
-        >>> _find_channels_axis((5, 2, 64, 64), "ZCYX"), _find_channels_axis((5, 1, 64, 64), "ZCYX")
-        (1, None)
-    """
+    """Return the axis of several channels, or of the samples of a colour image; None if there is none."""
     named = [axis for axis, letter in enumerate(letters[: len(shape)]) if letter in "CS" and shape[axis] > 1]
     return named[0] if len(named) == 1 else None
 
@@ -138,6 +127,7 @@ def open_stacks(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
     return whole
 
 
+@door("StackPairs")
 def open_array(path: Path) -> NDArray[Any]:
     """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read."""
     with open_tiff_file(path) as file:
@@ -149,16 +139,13 @@ def open_array(path: Path) -> NDArray[Any]:
                 "  fix: the one that is meant in a file of its own, such as tifffile.imread(path, series=1)."
             )
         if series.dtype.kind not in "uif":
-            raise FolderError(
-                f"StackPairs: {path} holds {series.dtype}; stacks are grey levels, whole numbers or floats."
-            )
+            raise refusal(FolderError, f"{path} holds {series.dtype}; stacks are grey levels, whole numbers or floats.")
         in_one_piece = series.dataoffset is not None
-    with name_file("StackPairs", path):
+    with name_file(path):
         return tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
 
 
 def _advise_axes(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None) -> str:
-    """Return the advice for axes that are not those of one stack or image; the arguments are those of `_find_axes`."""
     wanted = "ZYX"[-spatial_dims:]
     split, longer = f"one grey stack per file with the axes {wanted}.", [side for side in shape if side > 1]
     place = _find_channels_axis(shape, axes)
@@ -178,12 +165,7 @@ def _advise_axes(shape: Sequence[int], axes: str, spatial_dims: int, taken: int 
 
 
 def _suggest_letters(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
-    """Return letters of axes that can be read: Q for those of length 1, C for channels if there may be any.
-
-    Example:
-        >>> _suggest_letters((2, 5, 64, 64), 3, True), _suggest_letters((1, 5, 1, 64, 64), 3, True)
-        ('CZYX', 'QZQYX')
-    """
+    """Return letters of axes that can be read: Q for those of length 1, C for channels if there may be any."""
     names = "ZYX"[-spatial_dims:]
     places = [place for place, side in enumerate(shape) if side > 1]
     if channels and (len(places) > spatial_dims or len(shape) == spatial_dims + 1):
@@ -195,10 +177,7 @@ def _suggest_letters(shape: Sequence[int], spatial_dims: int, channels: bool) ->
 
 
 def _find_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None = None) -> list[int]:
-    """Return which axes of an array are z, y and x; the others must have length 1.
-
-    `axes` has a letter for each; `taken` is where an axis of channels stood, of which one was taken, or None.
-    """
+    """Return which axes of an array are z, y and x; `taken` is where the axis of channels was, if one was taken."""
     wanted = "ZYX"[-spatial_dims:]
     fix = f"fix: {_advise_axes(shape, axes, spatial_dims, taken)}"
     if len(axes) != len(shape) or len(set(axes) - set(_UNNAMED)) != len(
@@ -240,28 +219,22 @@ def check_stack_values(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
     return stack
 
 
+@door("StackPairs")
 def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Read CARE's training data: `X` and `Y` with samples first, and `axes`, as in "SCZYX".
-
-    Floating-point patches are left unchanged, as CARE normalises before it saves; those of whole numbers are scaled so
-    that the percentiles 2 and 99.8 over all patches of `X`, and of `Y`, become 0 and 1.
-
-    Returns:
-        Sources `(samples, 1, z, y, x)` and targets of the same size, or `(samples, 1, y, x)` if they have one plane.
-    """
-    with name_file("StackPairs", path), np.load(path, allow_pickle=False) as file:
+    """Read CARE's training data, sources `(samples, 1, z, y, x)` and targets, of one plane `(samples, 1, y, x)`."""
+    with name_file(path), np.load(path, allow_pickle=False) as file:
         missing = [name for name in ("X", "Y", "axes") if name not in file]
         if missing:
-            raise FolderError(f"StackPairs: {path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
+            raise refusal(FolderError, f"{path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
         source, target, axes = file["X"], file["Y"], str(file["axes"])
     for name, part in (("X", source), ("Y", target)):
         if part.dtype.kind not in "uif":
-            raise FolderError(f"StackPairs: {path}: {name} holds {part.dtype}; patches are whole numbers or floats.")
+            raise refusal(FolderError, f"{path}: {name} holds {part.dtype}; patches are whole numbers or floats.")
     wanted = "SC" + "ZYX"[-spatial_dims:]
     if sorted(axes) != sorted(wanted) or len(axes) != source.ndim or source.ndim != target.ndim:
-        raise FolderError(
-            f'StackPairs: {path} has the axes "{axes}" for X {source.shape} and Y {target.shape}; '
-            f"they must be {wanted}."
+        raise refusal(
+            FolderError,
+            f'{path} has the axes "{axes}" for X {source.shape} and Y {target.shape}; they must be {wanted}.',
         )
     order = [axes.index(axis) for axis in wanted]
     source, target = source.transpose(order), target.transpose(order)
@@ -271,7 +244,7 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
         or target.shape[1] != 1
         or source.shape[2 + projected :] != target.shape[2 + projected :]
     ):
-        raise FolderError(f"StackPairs: {path}: X {source.shape} and Y {target.shape} are not pairs of one channel.")
+        raise refusal(FolderError, f"{path}: X {source.shape} and Y {target.shape} are not pairs of one channel.")
     source, target = (_normalise_patches(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
     return source, target[:, :, 0] if projected else target
 
@@ -279,6 +252,7 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
 def _normalise_patches(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
     """Check patches, and scale those of whole numbers so that percentiles 2 and 99.8 of them all become 0 and 1."""
     check_stack_values(name, patches)
+    # CARE normalises floating-point patches before it saves them.
     if patches.dtype.kind == "f":
         return np.asarray(patches, np.float32)
     low, high = np.percentile(patches, (2, 99.8))

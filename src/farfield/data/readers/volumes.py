@@ -39,15 +39,7 @@ def list_stack_files(path: Path) -> list[Path]:
 
 
 def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: int | Sequence[int] | None) -> Volume:
-    """Open a stack `(z, y, x)` or an image `(y, x)` with its voxel size, without loading it.
-
-    Args:
-        path: A TIFF file, or a folder that is a zarr array or an image of OME-Zarr.
-        spatial_dims: 3 for stacks, 2 for images.
-        axes: The axes of a TIFF file, e.g. "ZYX"; None takes those that the file gives.
-        channel: Index of the channel to read; several give a volume with an axis of channels first. Files of one
-            channel are read as they are.
-    """
+    """Open a stack of a TIFF file or of zarr, unloaded; several channels give a volume with channels first."""
     wanted = "ZYX"[-spatial_dims:]
     if path.suffix.lower() in SUFFIXES:
         with open_tiff_file(path) as file:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
+from farfield._refusals import refusal
 from farfield.insertion._insert.additions import Entries, child_of, grid_of, places_of
 from farfield.insertion._insert.effects import Effects
 from farfield.insertion._insert.layout import Elsewhere, Shape, batches, changes, is_floating, look_elsewhere
@@ -31,11 +32,11 @@ def check_open(caller: str, model: nn.Module, path: str = "") -> None:
     """Refuse a place in a model that is compiled, scripted or wrapped, and what is no module."""
     fix = _CALLS[caller].format("model")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; fix: {fix}.")
+        raise refusal(TypeError, f"model must be a torch.nn.Module, got {type(model).__name__}; fix: {fix}.")
     for at in (*reversed(parents(path)), path):
         reason = _closed_reason(caller, model.get_submodule(at) if at else model, at)
         if reason is not None:
-            raise ValueError(f"{caller}: {at or 'the model'} is {reason}")
+            raise refusal(ValueError, f"{at or 'the model'} is {reason}")
 
 
 def _closed_reason(caller: str, module: nn.Module, at: str) -> str | None:
@@ -71,7 +72,10 @@ def check_types(model: Any, where: Any, make: Any) -> None:
     if isinstance(where, nn.Module) or not isinstance(paths, Iterable) or not all(isinstance(p, str) for p in paths):
         kind = "a function" if callable(where) and not isinstance(where, nn.Module) else type(where).__name__
         index = str(where) if isinstance(where, int) else None
-        path = next((path for path, module in model.named_modules() if module is where or path == index), None)
+        listed = where[0] if isinstance(where, list) and where else where
+        if isinstance(listed, nn.Module):
+            kind = type(listed).__name__
+        path = next((path for path, module in model.named_modules() if module is listed or path == index), None)
         fix = call if path is None else f'its path, "{path}"'
         raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {fix}.")
     if make is GridAttention:
@@ -118,7 +122,7 @@ def record_places(model: nn.Module, places: Iterable[Place], example: Any) -> Se
     watched = {
         path for place in places for path in (place.path, *parents(place.path), *_list_children(model, place.path))
     }
-    seen = run_example("insert", model, watched | set(_list_children(model, "")), example)
+    seen = run_example(model, watched | set(_list_children(model, "")), example)
     for path in dict.fromkeys(place.path for place in places):
         parent = seen.caller_of(path)
         around, calls = parent or type(model).__name__, seen.calls[path]
@@ -162,7 +166,7 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     try:
         grid = grid_of(outputs, place.entry)
     except LookupError:
-        raise unknown("insert", f"entry of {path}", place.entry, entries(outputs)) from None
+        raise unknown(f"entry of {path}", place.entry, entries(outputs)) from None
     if not is_floating(grid):
         fix = _fix_text(_find_alternatives(model, place, seen, example))
         raise TypeError(
@@ -279,10 +283,7 @@ def _check_kept(place: Place, grid: Tensor, output: Any) -> None:
 
 
 def _find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
-    """Return up to three places to insert at instead: entries of the place, or modules in it or around it.
-
-    Each returns a floating-point grid with the batch first, is called once, and affects the output of the model.
-    """
+    """Return up to three places to insert at instead: entries of the place, or modules in it or around it."""
     candidates: dict[Place, Shape] = {}
     for path in (place.path, *reversed(_list_children(model, place.path)), *parents(place.path)):
         if seen.calls[path] == seen.calls[seen.caller_of(path)]:

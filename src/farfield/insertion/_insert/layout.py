@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError
+from farfield._refusals import refusal
 from farfield.insertion._insert.additions import grid_of
 from farfield.insertion._insert.probe import probe
 from farfield.insertion._places import Place
@@ -20,9 +21,9 @@ _LAYOUTS = get_args(Layout)
 Shape = tuple[int, ...]
 
 
-def check_layout_name(caller: str, layout: Any) -> None:
+def check_layout_name(layout: Any) -> None:
     if layout not in (None, *_LAYOUTS):
-        raise ValueError(f"{caller}: layout must be one of {', '.join(_LAYOUTS)}, got {layout!r}.")
+        raise refusal(ValueError, f"layout must be one of {', '.join(_LAYOUTS)}, got {layout!r}.")
 
 
 def channel_axis(dimensions: int, layout: Layout) -> int:
@@ -30,12 +31,10 @@ def channel_axis(dimensions: int, layout: Layout) -> int:
 
 
 def _resize(example: Any) -> Iterator[Any]:
-    """Yield the example at other sizes: once for each length among its spatial axes, with all axes of it changed.
-
-    In a floating-point tensor of three dimensions, the second or the third may hold the channels: both are tried.
-    """
+    """Yield the example at other sizes: once for each length among its spatial axes, with all axes of it changed."""
     tensors: list[tuple[Tensor, int]] = []
     map_tensors(example, lambda *pair: tensors.append(pair))
+    # In a floating-point tensor of three dimensions, the second or the third may hold the channels: both are tried.
     both = any(tensor.is_floating_point() and tensor.dim() - start == 2 for tensor, start in tensors)
     for channels in (0, 1) if both else (0,):
         axes = ((tensor, axis) for tensor, start in tensors for axis in _spatial_axes(tensor, start, channels))

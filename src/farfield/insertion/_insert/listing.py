@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from farfield._refusals import door
 from farfield.insertion._insert.additions import attach_addition, child_of, grid_of
 from farfield.insertion._insert.checks import check_free, check_open, grids_in, has_grid
 from farfield.insertion._insert.effects import Effects, linked
@@ -37,6 +38,7 @@ class InsertionPlace(NamedTuple):
     shape: tuple[int, ...]
 
 
+@door("places")
 def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> list[InsertionPlace]:
     """List the places of a model where `insert` can add a module, in the order in which they return their grids.
 
@@ -74,10 +76,10 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
         0 Conv2d 8 (14, 14) channels_first
         1 ReLU 8 (14, 14) channels_first
     """
-    check_layout_name("places", layout)
+    check_layout_name(layout)
     check_open("places", model)
     modules = {path: module for path, module in model.named_modules() if CHILD not in path.split(".")}
-    seen = run_example("places", model, modules, example)
+    seen = run_example(model, modules, example)
     grids = dict(_find_grids(model, seen))
     elsewhere = look_elsewhere(model, grids, example)
     fitting = {}
@@ -109,10 +111,7 @@ def _find_grids(model: nn.Module, seen: Seen) -> Iterator[tuple[Place, Tensor]]:
 
 
 def _called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> list[Place]:
-    """Return the places whose additions would be called as often as their hosts, and leave the model able to run.
-
-    All places of a copy get an addition that does nothing, for one run. If it fails then, each half is tried alone.
-    """
+    """Return the places whose additions would be called as often as their hosts, and leave the model able to run."""
     paths = [path for place in tried for path in (place.path, child_of(place))]
     with copied(model, share_parameters) as own:
         for place in tried:
@@ -120,5 +119,6 @@ def _called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> li
         with suppress(Exception):  # a model may raise anything
             calls = probe(own, example, paths).calls
             return [place for place in tried if calls[child_of(place)] == calls[place.path] > 0]
+    # Of places with which the model fails each half is tried alone.
     halves = (tried[: len(tried) // 2], tried[len(tried) // 2 :])
     return [place for half in halves if len(tried) > 1 for place in _called_with_hosts(model, half, example)]
