@@ -200,6 +200,14 @@ def test_the_advice() -> None:
     assert advice["patches of one place"].layers[0].removed == pytest.approx(1, abs=1e-3)
 
 
+def test_a_halo_without_room() -> None:
+    net = settled(nn.Sequential(convolution(1, 4, 41), nn.InstanceNorm2d(4)))
+    seams = find_seams(net, ramp(64, 96), 32)
+    assert seams.missing_halo == (20, 20)
+    assert seams.halo == ((8, 8), (8, 8))
+    assert "20 × 20 positions there was no room" in str(seams)
+
+
 # Distances of tiles, whole and patches; why it is not exact; the choice.
 CHOICES = [
     ((0.5, 0.1, 0.2), "", "whole"),

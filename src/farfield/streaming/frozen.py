@@ -95,7 +95,8 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
     refuse_training(network)
     samples = read_patches("freeze_statistics", network, patches)
     first = next(samples)
-    planner = Planner("freeze_statistics", network, [each.shape for each in first], patch_tiles(first), None, None)
+    tiles = Tiles((None,) * (first[0].dim() - 2))
+    planner = Planner("freeze_statistics", network, [each.shape for each in first], tiles, None, None)
     calls = find_global_calls(planner)
     able = [call for call in calls if not call.kept]
     chosen = [call for call in able if only is None or call.key[0] in only]
@@ -128,7 +129,8 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
 def read_patches(caller: str, network: nn.Module, patches: Any) -> Iterator[tuple[Tensor, ...]]:
     """Iterate over the samples of patches: of each input a grid `(1, channels, *size)`."""
     empty = True
-    for index, patch in enumerate([patches] if hasattr(patches, "shape") or _is_no_sequence(patches) else patches):
+    several = isinstance(patches, Iterable) and not isinstance(patches, str | bytes | Mapping)
+    for index, patch in enumerate(patches if several and not hasattr(patches, "shape") else [patches]):
         inputs = []
         for each in patch if isinstance(patch, tuple) else (patch,):
             _, array = split_volume(each)
@@ -148,16 +150,6 @@ def read_patches(caller: str, network: nn.Module, patches: Any) -> Iterator[tupl
             yield sample
     if empty:
         raise refusal(ValueError, "there are no patches; fix: patches=volumes as the training had them.")
-
-
-def _is_no_sequence(patches: Any) -> bool:
-    """Whether patches are no sequence of them, so that the error is about the one object."""
-    return isinstance(patches, str | bytes | Mapping) or not isinstance(patches, Iterable)
-
-
-def patch_tiles(patch: Sequence[Tensor]) -> Tiles:
-    """Return tiles that state the number of spatial dims."""
-    return Tiles((None,) * (patch[0].dim() - 2))
 
 
 class RunningMeans(dict[Key, list[Tensor]]):

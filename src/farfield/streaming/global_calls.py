@@ -27,7 +27,7 @@ from farfield.streaming.rules.aligned import ALIGNED_RULES
 from farfield.streaming.rules.sums import find_norm
 from farfield.streaming.spans import axes_of
 
-# The module that calls, the function, and how often the module called it before.
+# The path of the module that calls, the function, and how often the module called it before.
 Key = tuple[str, str, int]
 # Operations that sum over positions and give no statistics of channels.
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")
@@ -93,7 +93,7 @@ def _find_obstacle(
     for value in values:
         if value is None or axes_of(labelled.layouts[value]):
             return "its result has positions"
-        if any(not _begins_with_samples(dim) for dim in by_sample.layouts.get(value, ())):
+        if any(piece.axis is not None for dim in by_sample.layouts.get(value, ()) for piece in dim[1:]):
             return "its samples do not stand first"
     numbers = any(value and labelled.graph.info(value).dtype.is_floating_point for value in values)
     return "" if numbers else "its result are places or conditions"
@@ -101,17 +101,11 @@ def _find_obstacle(
 
 def _find_value(labelled: LabelledGraph, call: FunctionCall, shape: tuple[int, ...]) -> Value | None:
     """Return the last value of a shape that a call computes."""
-    nodes = labelled.graph.nodes
-    values = (
-        Value(index, output) for index in reversed(range(*call.nodes)) for output in range(len(nodes[index].outputs))
-    )
-    return next(
-        (each for each in values if each in labelled.layouts and labelled.graph.info(each).shape == shape), None
-    )
-
-
-def _begins_with_samples(dim: Any) -> bool:
-    return all(piece.axis is None for piece in dim[1:])
+    for index in reversed(range(*call.nodes)):
+        for output, info in enumerate(labelled.graph.nodes[index].outputs):
+            if info.shape == shape and Value(index, output) in labelled.layouts:
+                return Value(index, output)
+    return None
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from farfield.streaming.arguments import (
 from farfield.streaming.check import read_varied
 from farfield.streaming.frozen import ObservedNetwork, RunningMeans, observe_patches, read_patches
 from farfield.streaming.global_calls import NORMS, GlobalCall, Key, find_global_calls
-from farfield.streaming.plan import Halo, PatchPlan
+from farfield.streaming.plan import GraphPlan, Halo, PatchPlan, join_halos
 from farfield.streaming.planning import Planner
 from farfield.streaming.seam_report import GlobalLayer, SeamReport, compare_tilings
 from farfield.streaming.spans import Span
@@ -164,7 +164,8 @@ def _examine(network: nn.Module, volume: Any, tile: Any, patches: Any) -> SeamRe
         for call in part.calls
     ]
     layers.sort(key=lambda layer: -math.inf if layer.removed is None else layer.removed, reverse=True)
-    return replace(report, layers=tuple(layers), removed=together, patches=len(in_patches))
+    notes = tuple(part.notes)
+    return replace(report, layers=tuple(layers), removed=together, patches=len(in_patches), notes=notes)
 
 
 def _find_removed(
@@ -242,7 +243,7 @@ class _Part:
             for own, length, stride in zip(self.tile, self.size, strides, strict=True)
         )
         self.shapes = [(*shape[:2], *self.size) for shape in self.shapes]
-        self.exact, self.missing = "", ()
+        self.missing: tuple[int, ...] = ()
         self.halo = self._find_halo(strides)
         self.grids = read_varied(
             self.size, len(sources), self.volume_size, lambda index, region: sources[index].read(region, 0)[:1]
@@ -266,25 +267,24 @@ class _Part:
             round_up(own // 4, stride) if there else 0
             for own, stride, there in zip(self.tile, strides, cut, strict=True)
         )
-        halo = Halo(quarter, quarter)
-        for statistics in ("whole", "tile"):
-            tiles = Tiles(self.tile, statistics=statistics)
-            try:
-                plan = Planner("find_seams", self.network, self.shapes, tiles, None, None).plan().graph_plan
-            except (ValueError, TypeError) as error:
-                if statistics == "whole":
-                    self.exact = _first_line(error)
-                else:
-                    self.notes.append("the halo is a quarter of the tile, as it is not known")
-                continue
-            halo = plan.halo if isinstance(plan, PatchPlan) else halo
+        _, self.exact = self._plan(Tiles(self.tile))
+        plan, _ = self._plan(Tiles(self.tile, statistics="tile"))
+        if plan is None:
+            self.notes.append("the halo is a quarter of the tile, as it is not known")
+            return Halo(quarter, quarter)
+        halo = plan.halo if isinstance(plan, PatchPlan) else join_halos(each.halo for each in plan.passes)
         room = zip(self.size, self.tile, *halo, self.shift, strict=True)
         if any(own + before + after + shift > length for length, own, before, after, shift in room):
-            self.notes.append(
-                f"the halo is a quarter of the tile, as the whole one, {max(map(max, halo))}, has no room"
-            )
+            self.missing = tuple(map(max, *halo))
             halo = Halo(*(tuple(map(min, side, quarter)) for side in halo))
         return halo
+
+    def _plan(self, tiles: Tiles) -> tuple[GraphPlan | None, str]:
+        """Return how the network runs on the part; None, and why not, if it does not."""
+        try:
+            return Planner("find_seams", self.network, self.shapes, tiles, None, None).plan().graph_plan, ""
+        except (ValueError, TypeError) as error:
+            return None, _first_line(error)
 
     def find_tiles(self, halo: Halo, shifted: bool) -> _Tiles:
         """Return the own positions of each tile, and the region that it reads: of one size, within the part."""
@@ -326,16 +326,12 @@ class _Part:
 
     def run_whole(self) -> list[_Statistics]:
         """Return the statistics of the part untiled, if it fits."""
-        whole = tuple((0, length) for length in self.size)
-        try:
-            plan = Planner("find_seams", self.network, self.shapes, Tiles(self.size), None, None).plan()
-            needed = plan.passes[0].bytes
-        except ValueError:
-            needed = 0
+        plan, _ = self._plan(Tiles(self.size))
+        needed = plan.passes[0].bytes if plan else 0
         if needed > _MEMORY_SHARE * free_bytes(device_of(self.network)):
             self.notes.append(f"the whole was not run, as it takes {needed:,} bytes")
             return []
-        return [self.run(whole)[1]]
+        return [self.run(tuple((0, length) for length in self.size))[1]]
 
     def crop(self, grid: Tensor, region: _Region, inside: _Region) -> Tensor:
         """Return the positions of a region's result that stand for a region inside it."""
