@@ -115,7 +115,7 @@ HOMES = {
     "tifffile": ("data/", "tasks/", "volumes/"),
     "pycocotools": ("data/", "tasks/"),
     "zarr": ("tasks/", "volumes/"),
-    "matplotlib": ("cli/", "explorer.py", "maps.py"),
+    "matplotlib": ("cli/", "streaming/seam_report.py"),
     "rich": ("cli/", "tasks/"),
     "gradio": ("explorer.py",),
 }

@@ -47,6 +47,7 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
     patches as the training had them.
 
     What is frozen follows from the network's operations, recorded without numbers, and not from classes of layers.
+    arXiv 2503.19545 shows that such statistics make tiles differ, and retrains with batch renormalization.
 
     Args:
         network: Network in eval mode, from one grid or several; it is copied and not changed.
@@ -69,8 +70,6 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
 
     Cost:
         The network once on each sample of the patches.
-
-    Reference: tile mismatch and its cause, arXiv 2503.19545.
 
     Example:
         >>> from farfield.streaming import freeze_statistics, plan_whole, predict_whole

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from farfield._checks import install_command
 from farfield.streaming.plan import Halo
 
 # The largest difference, by the range of the output, up to which there is no seam.
@@ -249,9 +250,15 @@ class SeamReport:
 
         Args:
             path: A file of a format that matplotlib writes, such as .png.
-        """
-        from matplotlib.figure import Figure
 
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            fix = install_command("demo")
+            raise ImportError(f"SeamReport.plot: it needs matplotlib, which is not installed; fix: {fix}") from error
         one, other = self.predictions
         difference = (one - other).abs()
         channel, *place = (int(each) for each in torch.unravel_index(difference.argmax(), difference.shape))

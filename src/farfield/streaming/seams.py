@@ -55,7 +55,8 @@ def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None]
     The same positions are predicted by two tilings that are shifted by half a tile, as by a sliding window: each tile
     runs alone, with a halo and without. What differs with the halo comes from layers that sum over all positions of a
     tile. Of each of these the statistics in tiles, in the whole and in patches are compared, and tiles run again in
-    which it alone is constant: the layers are in the order of how much of the difference goes with them.
+    which it alone is constant: the layers are in the order of how much of the difference goes with them. Mismatch of
+    tiles and disparity of statistics are those of arXiv 2503.19545.
 
     Args:
         network: Network in eval mode, as of `predict_whole`; also one that does not run exactly in tiles. Of one that
@@ -79,8 +80,6 @@ def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None]
     Cost:
         About 70 tiles, 256 tiles in which single layers are constant or four for each layer, the part untiled where it
         takes a quarter of the free memory at most, and the patches.
-
-    Reference: tile mismatch and disparity of statistics, arXiv 2503.19545.
 
     Example:
         >>> from farfield.streaming import find_seams
