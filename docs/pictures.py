@@ -17,6 +17,7 @@ Those of trained networks and of measurements, in `images`, come from what they 
 * `stereo.png`: `benchmarks/stereo.py picture`
 * `fa-figure-4.png`, `fa-figure-5.png`: `benchmarks/fa_figures.py`
 * `look-*.png`: `farfield maps`, by the commands in `guide/look.md`
+* `seams.webp`: the first code of `guide/seams.md`
 * `segment-camvid.png`: images, labels and what `farfield predict` wrote; no script of the repository puts them together
 """
 

@@ -227,6 +227,11 @@ def test_the_rule_of_the_choice(distances: tuple[float, float, float | None], ex
     layers = (GlobalLayer("norm", "", 0.9, *distances), GlobalLayer("other", "", -0.1, 9.0, 9.0, 0.0))
     changed = replace(seams, layers=layers if distances[2] is not None else layers[:1], exact=exact)
     assert changed.choice == choice
+    if distances[2] is not None:
+        assert changed.distances() == pytest.approx(distances)
+        # Where nothing goes with one layer alone, all count.
+        alone = replace(changed, layers=tuple(each._replace(removed=-0.1) for each in layers[:1]))
+        assert alone.choice == choice
     assert changed.advice in str(changed)
     assert (exact in changed.advice) if exact else ("cannot" not in changed.advice)
 

@@ -136,16 +136,19 @@ class SeamReport:
     def distances(self) -> tuple[float, float, float] | None:
         """Return the distances of tiles, whole and patches, averaged over layers by what they remove; None if unknown.
 
-        Layers count by what goes with them, as statistics that differ and change nothing do not matter.
+        Layers count by what goes with them, as statistics that differ and change nothing do not matter; all equally if
+        nothing goes with one alone.
         """
         known = [
             (max(0.0, each.removed or 0.0), (each.tiles, each.whole, each.patches))
             for each in self.layers
             if each.tiles is not None and each.whole is not None and each.patches is not None
         ]
-        total = sum(weight for weight, _ in known)
-        if not total:
+        if not known:
             return None
+        if not any(weight for weight, _ in known):
+            known = [(1.0, own) for _, own in known]
+        total = sum(weight for weight, _ in known)
         tiles, whole, patches = (
             sum(weight * float(own[place] or 0) for weight, own in known) / total for place in range(3)
         )
