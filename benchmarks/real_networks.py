@@ -49,6 +49,8 @@ from helpers import brains
 
 TOPAZ = Path(__file__).parents[1] / "build" / "topaz"
 WEIGHTS = "topaz/pretrained/denoise/unet-3d-10a-v0.2.4.sav"
+# Bytes of values between passes, on disk.
+DISK = 8 * 10**9
 # Stable Diffusion's: channels of each level, and of the latent grid.
 WIDTHS, LATENT = (128, 256, 512, 512), 4
 
@@ -157,7 +159,11 @@ def tile_with_halo(network: nn.Module, grid: Tensor, side: int, margin: int) -> 
 def each_way(name: str, tile: int, side: int, margin: int) -> Iterator[tuple[str, int, Callable[..., Tensor]]]:
     """Iterate over the ways to run a network: what it is called, the distance of borders, from network and grid."""
     yield "untiled", tile, lambda network, grid: network(grid)
-    yield "predict_whole", tile, lambda network, grid: predict_whole(network, grid, tile=Tiles(tile), quiet=True)
+    yield (
+        "predict_whole",
+        tile,
+        lambda network, grid: predict_whole(network, grid, tile=Tiles(tile, disk=DISK), quiet=True),
+    )
     core = side - 2 * margin
     yield f"tiles of {side}, middle {core}", core, lambda network, grid: tile_with_halo(network, grid, side, margin)
     if name == "vae":
