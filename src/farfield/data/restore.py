@@ -22,7 +22,8 @@ from farfield.data.readers.tiff import (
     open_stack,
     open_stacks,
 )
-from farfield.data.readers.volumes import is_zarr, list_stack_files, list_volumes, open_stack_volume
+from farfield.data.readers.volumes import list_stack_files, list_volumes, open_stack_volume
+from farfield.volumes.readers import is_zarr
 
 # Share of the patches, the last ones, that is held out where there is no validation folder.
 _HELD_OUT = 0.1

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce, one_grid
-from farfield.streaming.arguments import Tiles, name_volumes, parse_tiles
+from farfield.streaming.arguments import Tiles, arrange_volumes, parse_tiles
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
 from farfield.streaming.plan import PatchPlan
@@ -29,7 +29,7 @@ from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import FileOutput, numpy_dtype, output_for
-from farfield.volumes.source import VolumeSource, parse_layout
+from farfield.volumes.source import AxisLayout, VolumeSource, parse_layout
 from farfield.volumes.volume import describe_output
 
 
@@ -137,19 +137,19 @@ def predict_whole(
         >>> torch.allclose(torch.stack(results), net(images), atol=1e-5)
         True
     """
-    known, volumes = name_volumes("predict_whole", volume)
-    refuse_aliasing("predict_whole", out, volumes)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles("predict_whole", tile)
+    known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
+    refuse_aliasing("predict_whole", out, volumes)
     identity, saved = find_unfinished("predict_whole", path, overwrite, model, volumes)
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
-        planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved).plan()
+        planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
     else:
-        planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce).bind("predict_whole", model)
+        planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
     if not quiet:
         print(planned, file=sys.stderr)
     graph, device = planned.graph_plan, device_of(model)
-    sources = _read_volumes(planned, model, volumes)
+    sources = _read_volumes(planned, model, volumes, layouts)
     spec = _make_spec(known, planned, next(iter(sources.values())).channels)
     output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
     settings = (planned.tile, graph.labelled.halo, planned.patch_size, planned.stored, planned.on_disk, str(path))
@@ -178,14 +178,16 @@ def predict_whole(
         ]
         result = stream.run(passes, run, quiet)
     split = planned.outputs.split
-    return result if out is not None else split(result, int(planned.layout.batch), planned.layout.channels)
+    return result if out is not None else split(result, planned.layout.batch, planned.layout.channels)
 
 
-def _read_volumes(plan: StreamingPlan, model: nn.Module, volumes: Mapping[str, Any]) -> dict[str, VolumeSource]:
+def _read_volumes(
+    plan: StreamingPlan, model: nn.Module, volumes: Mapping[str, Any], layouts: Sequence[AxisLayout | None]
+) -> dict[str, VolumeSource]:
     spatial_dims, padding, mode = plan.layout.spatial_dims, plan.padding, plan.pad or "reflect"
     sources = {}
-    for name, array in volumes.items():
-        layout = parse_layout("predict_whole", array.shape, spatial_dims)
+    for (name, array), known in zip(volumes.items(), layouts, strict=True):
+        layout = known or parse_layout("predict_whole", array.shape, spatial_dims)
         sources[name] = VolumeSource(array, layout, device_of(model), dtype_of(model), padding=padding, mode=mode)
     return sources
 
@@ -244,7 +246,7 @@ def _connect(stream: Stream, plan: StreamingPlan) -> tuple[ReadVolume, WriteOutp
         shape = plan.layout.shape(part.shape[0], part.shape[1], part.shape[2:])
         leading = [slice(None)] * (len(shape) - len(target))
         if apart:
-            leading[0] = slice(sample, sample + 1)
+            leading[: plan.layout.batch] = plan.layout.index_sample(sample)
         stream.write((*leading, *target), part.reshape(shape))
 
     return read, write

@@ -16,10 +16,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
 from farfield.streaming.layers import SUMMARY_SHARE
+from farfield.volumes.axes_view import AxesView
 from farfield.volumes.checks import check_volume
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.source import AxisLayout, Span, parse_layout
-from farfield.volumes.volume import split_volume
+from farfield.volumes.volume import split_volume, take_samples
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,64 @@ def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[s
     return split[0][0], arrays
 
 
+def arrange_volumes(
+    caller: str, model: Any, tiles: Tiles, volume: Any
+) -> tuple[ImageMetadata | None, dict[str, Any], list[AxisLayout | None]]:
+    """Return what `name_volumes` does, with axes in the order of their letters, and the layouts that these tell.
+
+    Of a `Volume` the last letters of T, Z, Y and X are the network's spatial dims, and those before are samples: of a
+    stack the planes, for a 2-D network. None in place of the layout of an array without letters.
+    """
+    known, arrays = name_volumes(caller, volume)
+    layouts: list[AxisLayout | None] = [None] * len(arrays)
+    network = getattr(model, "network", model)
+    try:
+        dims = spatial_dims_of(caller, network, tiles.size)
+    except (AttributeError, TypeError, ValueError):  # refused where the call is planned
+        return known, arrays, layouts
+    for index, (name, each) in enumerate(zip(arrays, volume if isinstance(volume, tuple) else (volume,), strict=True)):
+        metadata, array = split_volume(each)
+        if metadata is None:
+            continue
+        arrays[name], metadata, layouts[index] = _arrange_letters(caller, name, array, metadata, network, dims)
+        known = metadata if index == 0 else known
+    return known, arrays, layouts
+
+
+def _arrange_letters(
+    caller: str, name: str, array: Any, given: ImageMetadata, network: Any, dims: int
+) -> tuple[Any, ImageMetadata, AxisLayout | None]:
+    """Return an array in the order samples, channels, spatial dims, its metadata, and its layout if letters tell it."""
+    taken, metadata, _ = take_samples(f"{caller}: the {name}", array, given)
+    axes, space = metadata.axes, [letter for letter in "TZYX" if letter in metadata.axes]
+    if set(axes) - set("TCZYX") or len(set(axes)) < len(axes) or (len(space) < dims and "C" not in axes):
+        return array, given, None
+    if len(space) < dims:
+        raise ShapeError(
+            f'{caller}: the {name} has the axes "{axes}" {tuple(taken.shape)}, and the network takes {dims} spatial '
+            f'dims; fix: axes="{"TZYX"[-len(axes) :]}" of open_volume or ImageMetadata, if these are its axes.'
+        )
+    samples = space[: len(space) - dims]
+    if "Z" in samples and "C" not in axes:
+        convolution, planes = _first_convolution(network), taken.shape[axes.index("Z")]
+        if convolution is None and planes > 1:
+            raise ShapeError(
+                f'{caller}: the {name} has the axes "{axes}" {tuple(taken.shape)}, and {type(network).__name__} has no '
+                "convolution that tells whether its planes are samples or channels; fix: volume.crop("
+                f"np.s_[{':, ' * (axes.index('Z') + 1)}None]) for samples, or the letter C in place of Z for channels."
+            )
+        if convolution is not None and 1 < planes == convolution.in_channels and samples == ["Z"]:
+            return array, given, None
+    order = [axes.index(letter) for letter in (*samples, *("C" * ("C" in axes)), *space[len(samples) :])]
+    ordered = taken if order == sorted(order) else AxesView(taken, order, {})
+    layout = AxisLayout(
+        len(samples), "C" in axes, dims, tuple((each, taken.shape[axes.index(each)]) for each in samples)
+    )
+    if 0 in taken.shape:
+        parse_layout(caller, taken.shape, dims)
+    return ordered, metadata.with_axes("".join(axes[place] for place in order)), layout
+
+
 def check_arguments(caller: str, model: nn.Module, count: int) -> None:
     """Refuse another number of inputs than the network's `forward` takes."""
     try:
@@ -173,15 +232,21 @@ def check_arguments(caller: str, model: nn.Module, count: int) -> None:
         ) from error
 
 
-def parse_layouts(caller: str, shapes: Sequence[Sequence[int]], spatial_dims: int) -> list[AxisLayout]:
-    """Find the axes of volumes that a network takes together, and refuse them if they differ in batch or size."""
+def parse_layouts(
+    caller: str, shapes: Sequence[Sequence[int]], spatial_dims: int, known: Sequence[AxisLayout | None] = ()
+) -> list[AxisLayout]:
+    """Find the axes of volumes that a network takes together, and refuse them if they differ in batch or size.
+
+    `known` has the layouts that letters of axes tell.
+    """
     for index, shape in enumerate(shapes):
         if len(shapes) > 1 and len(shape) < spatial_dims:
             raise ShapeError(
                 f"{caller}: input {index} of shape {tuple(shape)} is no grid of {spatial_dims} spatial dims; fix: a "
                 "module around the network that has it, such as self.network(grid, self.other)."
             )
-    layouts = [parse_layout(caller, shape, spatial_dims) for shape in shapes]
+    known = known or [None] * len(shapes)
+    layouts = [own or parse_layout(caller, shape, spatial_dims) for own, shape in zip(known, shapes, strict=True)]
     batches = [layout.batch_and_channels(shape)[0] for layout, shape in zip(layouts, shapes, strict=True)]
     if len({(batch, *shape[len(shape) - spatial_dims :]) for batch, shape in zip(batches, shapes, strict=True)}) > 1:
         listed = "".join(f"\n  input {index}  {tuple(shape)}" for index, shape in enumerate(shapes))

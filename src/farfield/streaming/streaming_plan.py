@@ -167,7 +167,9 @@ class StreamingPlan:
             patch = " × ".join(map(str, self.patch_size))
             text.append(f'norms and pooling see the {patch} positions that a tile reads: statistics="tile"')
         if self.samples > 1:
-            text.append(f"{self.samples} samples one after the other: no layer mixes them")
+            names = {"T": "times", "Z": "planes"}
+            samples = " × ".join(f"{length} {names[letter]}" for letter, length in self.layout.samples if length > 1)
+            text.append(f"{samples or f'{self.samples} samples'} one after the other: no layer mixes them")
         for number, each in enumerate(self.passes):
             done = [("summarize", each.summarizes), ("store", each.stores)]
             what = ", ".join(f"{verb} {_list_names(names)}" for verb, names in done if names) or "write"
@@ -242,7 +244,13 @@ def _other_network(caller: str, network: nn.Module, why: str) -> ValueError:
 
 
 def check_plan(
-    caller: str, plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None, reduce: Reduce
+    caller: str,
+    plan: Any,
+    volumes: Mapping[str, Any],
+    tile: Any,
+    pad: str | None,
+    reduce: Reduce,
+    known: Sequence[AxisLayout | None] = (),
 ) -> StreamingPlan:
     """Return a plan that was given; refuse one of other volumes, or beside what it has itself."""
     if not isinstance(plan, StreamingPlan):
@@ -251,7 +259,7 @@ def check_plan(
         raise ValueError(f"{caller}: got tile or pad beside plan, which has both; fix: give them to plan_whole.")
     if reduce is not None and fingerprint(reduce) != plan.reduction:
         raise ValueError(f"{caller}: got another reduce than plan was made with; fix: give it to plan_whole.")
-    layouts = parse_layouts(caller, [each.shape for each in volumes.values()], plan.layout.spatial_dims)
+    layouts = parse_layouts(caller, [each.shape for each in volumes.values()], plan.layout.spatial_dims, known)
     size = [length - sum(positions) for length, positions in zip(plan.size, plan.padding, strict=True)]
     planned = plan.layout.shape(plan.output.shape[0], plan.channels[0], size)
     first = tuple(next(iter(volumes.values())).shape)

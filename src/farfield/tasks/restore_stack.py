@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from farfield.streaming import Tiles, predict_whole
 from farfield.streaming.progress import write_whole
-from farfield.volumes import ImageMetadata
+from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.sink import check_path
@@ -117,8 +117,10 @@ def restore(
             f"restore: the network restores grids of {len(multiples)} spatial dims, the stack has {len(stack.shape)}: "
             f"{tuple(stack.shape)}; fix: a network of {len(stack.shape)} spatial dims, or another stack."
         )
-    channels = [stack]
+    channels = [array]
     if len(stack.shape) > len(multiples):
+        if known is not None:  # whatever its letter, the first axis has channels
+            stack = Volume(array, replace(known, axes="C" + known.axes[1:]))
         kept = range(1, len(stack.shape))
         channels = [AxesView(array, kept, {0: [channel]}) for channel in range(stack.shape[0])]
     scaled = ScaledNetwork(network, [find_grey_levels(channel) for channel in channels]).eval()

@@ -18,8 +18,13 @@ def check_volume(caller: str, name: str, volume: Any) -> None:
 
     Raises:
         TypeError: If the object has no shape, takes no slices, or does not hold booleans, integers or floats.
-        ValueError: If it is an array of `numpy.ma` with masked positions.
+        ValueError: If it is an array of `numpy.ma` with masked positions, or of an HDF5 file that is closed.
     """
+    if type(volume).__module__.partition(".")[0] == "h5py" and not volume:
+        raise ValueError(
+            f"{caller}: the HDF5 file of {name} is closed; fix: call {caller} while it is open, or "
+            'farfield.volumes.open_volume("file.h5::dataset").'
+        )
     if hasattr(volume, "shape") and hasattr(volume, "__getitem__"):
         check_numbers(caller, name, volume)
         if np.ma.is_masked(volume):

@@ -313,6 +313,7 @@ def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bo
         TypeError: If `out` is none of the three, or has a dtype to which the result cannot be cast, or is the path of a
             format that does not hold it.
         ShapeError: If `out` is an array of another shape than the output.
+        ValueError: If `out` is an array that is opened read-only.
     """
     if isinstance(out, str | Path):
         refused = known_format(caller, Path(out)).refuse(Path(out), spec)
@@ -329,6 +330,10 @@ def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bo
             f"{caller}: out must be a path, an array that takes slices, or None, got {type(out).__name__}; "
             f"fix: out=None."
         )
+    if _is_read_only(out):
+        raise ValueError(
+            f'{caller}: out is opened read-only, and cannot be written to; fix: open it with mode="r+", or another out.'
+        )
     if tuple(out.shape) != spec.shape:
         raise ShapeError(
             f"{caller}: out must have shape {spec.shape}, got {tuple(out.shape)}; fix: an array of that shape, or "
@@ -343,6 +348,14 @@ def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bo
             f"{spec.dtype}, or, in predict_whole, a network that returns an integer dtype of torch."
         )
     return ArrayOutput(caller, out)
+
+
+def _is_read_only(array: Any) -> bool:
+    """Whether an array of NumPy, zarr or h5py is known to take no numbers."""
+    if isinstance(array, np.ndarray):
+        return not array.flags.writeable
+    file = getattr(array, "file", None)  # that of h5py
+    return bool(getattr(array, "read_only", False)) or getattr(file, "mode", "") == "r"
 
 
 def dtype_of_array(array: Any) -> np.dtype | None:

@@ -6,20 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.tiff import SUFFIXES, check_depths, list_stacks, open_array, open_stack, open_tiff_file
 from farfield.volumes import Volume, open_volume
+from farfield.volumes.readers import is_zarr
 from farfield.volumes.tiff_metadata import read_tiff_metadata
 from farfield.volumes.tiff_parts import paths_of
 from farfield.volumes.volume import arrange
-
-# A folder with one of these files is a zarr array or group.
-_ZARR = ("zarr.json", ".zgroup", ".zarray")
-
-
-def is_zarr(path: Path) -> bool:
-    """Whether a path is a folder of zarr."""
-    return path.is_dir() and any((path / name).is_file() for name in _ZARR)
 
 
 def list_volumes(folder: Path) -> list[Path]:
@@ -42,9 +37,9 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
     """Open a stack `(z, y, x)` or an image `(y, x)` with its voxel size, without loading it.
 
     Args:
-        path: A TIFF file, or a folder that is a zarr array or an image of OME-Zarr.
+        path: Anything that `open_volume` opens: a TIFF file, a folder of zarr, a NIfTI file.
         spatial_dims: 3 for stacks, 2 for images.
-        axes: The axes of a TIFF file, e.g. "ZYX"; None takes those that the file gives.
+        axes: The axes of the file, e.g. "ZYX"; None takes those that the file gives.
         channel: Index of the channel to read; several give a volume with an axis of channels first. Files of one
             channel are read as they are.
     """
@@ -57,12 +52,15 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
             single = channel if isinstance(channel, int) else None
             if single is not None and "C" in metadata.axes:
                 metadata = metadata.with_channels([single], shape[metadata.axes.index("C")])
-            return Volume(open_stack(path, spatial_dims, axes, single), metadata.with_axes(wanted))
+            return Volume(open_stack(path, spatial_dims, axes, single, lazy=True), metadata.with_axes(wanted))
     try:
         if path.suffix.lower() in SUFFIXES:
-            volume = arrange(path, open_array(path).reshape(shape), metadata, channel)
+            array = open_array(path, lazy=True)
+            array = array.reshape(shape) if isinstance(array, np.ndarray) else array
+            volume = arrange(path, array, metadata, channel)
         else:
-            volume = open_volume(path, channel=channel if _has_channels(path) else None)
+            several = "C" in open_volume(path, axes=axes).metadata.axes
+            volume = open_volume(path, channel=channel if several else None, axes=axes)
     except ValueError as error:
         raise FolderError(f"StackPairs: {str(error).removeprefix('open_volume: ')}") from error
     named = volume.metadata.axes
@@ -71,7 +69,3 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
         fix = f"fix: --data.channel, for a file of several channels; or a file of one stack with the axes {wanted}."
         raise FolderError(f'StackPairs: {path} has the axes "{named}" {volume.shape}.\n  {fix}')
     return volume
-
-
-def _has_channels(path: Path) -> bool:
-    return "C" in open_volume(path).metadata.axes
