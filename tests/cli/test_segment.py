@@ -115,7 +115,7 @@ def test_fit_validate_test_predict(tmp_path: Path, capsys: pytest.CaptureFixture
     assert written == [*(f"masks/{name}.png" for name in names), *(f"overlays/{name}.jpg" for name in names)]
     with Image.open(folder / "masks" / "test_1.png") as mask:
         assert (mask.mode, mask.size) == ("P", (64, 49))
-        assert mask.getpalette()[:9] == PALETTE[:9] == [0, 0, 0, 128, 0, 0, 0, 128, 0]
+        assert mask.getpalette()[:12] == PALETTE[:12] == [0, 0, 0, 128, 0, 0, 0, 128, 0, 128, 128, 0]
         labels = np.array(mask)
         colours = np.array(mask.convert("RGB"), dtype=float)
     assert labels.max() < 4

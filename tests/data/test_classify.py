@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def files(part: Any) -> set[str]:
-    return {part.dataset.samples[index][0] for index in part.indices}
+    return {path for path, _ in part.entries}
 
 
 def opened(root: Path, stage: str = "fit", **options: Any) -> ImageFolders:

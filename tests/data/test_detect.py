@@ -349,7 +349,9 @@ def test_values_of_a_wrong_kind_are_named(tmp_path: Path, section: str, key: str
         read_annotated(root, "train")
 
 
-@pytest.mark.parametrize("box", [["1", "2", "3", "4"], "1234", {"x": 1}, None, 5, [True] * 4, [10**400, 1, 2, 3], [[]]])
+@pytest.mark.parametrize(
+    "box", [["1", "2", "3", "4"], "1234", {"x": 1}, None, 5, [True] * 4, [10**400, 1, 2, 3], [np.nan] * 4, [[]]]
+)
 def test_boxes_of_a_wrong_kind_are_named(tmp_path: Path, box: Any) -> None:
     root = change(make_coco(tmp_path / "made"), lambda content: first(content, bbox=box))
     with pytest.raises(FolderError, match=r"instances_train\.json: 1 boxes are not x, y, .*\n  annotation 1: "):

@@ -29,6 +29,7 @@ from farfield.tasks.checkpoints import (
     read,
 )
 from farfield.tasks.classify import Classify
+from farfield.tasks.logs import newest_run, next_run
 from helpers.made_images import full_disk
 
 files = AtomicCheckpoints()
@@ -240,3 +241,13 @@ def test_the_weights_of_a_network_that_was_changed_are_kept_without_a_configurat
     assert [path.name for path in (tmp_path / "exported").iterdir()] == ["model.safetensors"]
     kept, expected = load_file(tmp_path / "exported" / "model.safetensors"), network.state_dict()
     assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items())
+
+
+def test_runs_are_numbered(tmp_path: Path) -> None:
+    assert (newest_run(tmp_path, "last.ckpt"), next_run(tmp_path).name) == (None, "version_0")
+    for name in ("version_9", "version_10", "version_11", "version_x", "other"):
+        (tmp_path / name).mkdir()
+    for name in ("version_9", "version_10"):
+        (tmp_path / name / "last.ckpt").touch()
+    assert newest_run(tmp_path, "last.ckpt") == tmp_path / "version_10"
+    assert next_run(tmp_path).name == "version_12"

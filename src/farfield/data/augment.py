@@ -23,17 +23,11 @@ _GREY = (124, 116, 104)
 
 
 class Lighting(torch.nn.Module):
-    """Add a random colour along the principal axes of ImageNet's colours ("PCA lighting").
-
-    Args:
-        strength: Standard deviation of the three random numbers, as a multiple of the eigenvalues.
-
-    Reference:
-        Krizhevsky et al. 2012, section 4.1
-    """
+    """Add a random colour along the principal axes of ImageNet's colours: "PCA lighting" (Krizhevsky et al. 2012)."""
 
     def __init__(self, strength: float = 0.1) -> None:
         super().__init__()
+        # Standard deviation of the three random numbers, as a multiple of the eigenvalues.
         self.strength = strength
 
     def forward(self, image: Tensor) -> Tensor:
@@ -44,47 +38,38 @@ class Lighting(torch.nn.Module):
 
 
 def build_training_transform(augmentation: Augmentation, side: int) -> v2.Compose:
-    """Build the random transform of the training images, from a PIL image or a `uint8` tensor to `(3, side, side)`.
+    """Build the random transform of training images, from PIL images or `uint8` tensors to `(3, side, side)`.
 
-    `"paper"`: resize to a square of side * 256/224, random crop, flip (KAN 4.1, SAN 4.1; the flip is from He et al.).
-    `"author"`: crop of 8-100 % of the area with aspect 3/4 to 4/3, flip, brightness, contrast and saturation by 0.4,
-    PCA lighting 0.1 (the authors' earlier code). `"crop"`: crop of 35-100 % of the area and flip, for a few thousand
-    images. `"shift"`: resize the shorter side and cut the centre as in evaluation, pad by an eighth of the side, random
-    crop, flip, for small images. `"cutout"`: as `"shift"`, then a square of half the side is painted over with
-    ImageNet's mean colour (DeVries and Taylor 2017). `"none"`: as in evaluation.
-
-    Example:
-        >>> build_training_transform("shift", 32)(torch.zeros(3, 40, 32, dtype=torch.uint8)).shape
-        torch.Size([3, 32, 32])
+    `"paper"`: a square of side * 256/224, random crop, flip. `"author"`: crop of 8-100 % of the area, aspect 3/4 to
+    4/3, flip, brightness, contrast and saturation by 0.4, PCA lighting 0.1. `"crop"`: crop of 35-100 % and flip, for
+    a few thousand images. `"shift"`: as in evaluation, padded by an eighth of the side, random crop, flip, for
+    small images. `"cutout"`: as `"shift"`, then a square of half the side is painted over with ImageNet's mean colour.
+    `"none"`: as in evaluation.
     """
     flip = v2.RandomHorizontalFlip()
     match augmentation:
         case "none":
             return build_evaluation_transform(augmentation, side)
         case "paper":
+            # KAN 4.1, SAN 4.1; the flip is from He et al.
             return _chain(v2.Resize((_before_crop(side),) * 2, antialias=True), v2.RandomCrop(side), flip)
         case "shift" | "cutout":
+            # The square of cutout is from DeVries and Taylor 2017.
             whole = (v2.Resize(side, antialias=True), v2.CenterCrop(side))
             hole = [v2.RandomErasing(1.0, (1 / 4, 1 / 4), (1, 1), list(_GREY))] if augmentation == "cutout" else []
             return _chain(*whole, v2.RandomCrop(side, padding=side // 8), flip, *hole)
         case "crop":
             return _chain(v2.RandomResizedCrop(side, scale=(0.35, 1.0), antialias=True), flip)
         case "author":
+            # The authors' earlier code.
             crop = v2.RandomResizedCrop(side, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), antialias=True)
             return _chain(crop, flip, v2.ColorJitter(0.4, 0.4, 0.4), Lighting(0.1))
     raise unknown("data.classify", "augmentation", augmentation, get_args(Augmentation))
 
 
 def build_evaluation_transform(augmentation: Augmentation, side: int) -> v2.Compose:
-    """Build the transform of validation, test and prediction images: the same for an image every time.
-
-    With the augmentations `"paper"` and `"author"` the shorter side becomes side * 256/224 before the centre is cut
-    (256 and 224 on ImageNet); with the others it becomes `side`, so that nothing of a square image is lost.
-
-    Example:
-        >>> build_evaluation_transform("paper", 32)(torch.zeros(3, 40, 60, dtype=torch.uint8)).shape
-        torch.Size([3, 32, 32])
-    """
+    """Build the transform of validation, test and prediction images, which has nothing random."""
+    # The others lose nothing of a square image.
     shorter = _before_crop(side) if augmentation in ("paper", "author") else side
     return _chain(v2.Resize(shorter, antialias=True), v2.CenterCrop(side))
 
@@ -95,5 +80,5 @@ def _chain(*transforms: torch.nn.Module) -> v2.Compose:
 
 
 def _before_crop(side: int) -> int:
-    """Return the side to which an image is resized before it is cropped to `side`: 256 for 224."""
+    # 256 for 224, as on ImageNet.
     return round(side * 256 / 224)

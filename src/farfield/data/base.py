@@ -48,7 +48,6 @@ def check_root(root: Path | None, caller: str, entry: str = "") -> Path:
 
 
 def _advise_folder(path: Path, entry: str) -> str:
-    """Return the advice for a root that is no folder: one around it or of a similar name, or what there is."""
     around = [folder for folder in path.absolute().parents if folder.is_dir()]
     if path.is_file():
         root = next((folder for folder in around[:3] if entry and (folder / entry).is_dir()), None)
@@ -94,17 +93,9 @@ class Listed(Dataset[Any]):
 
 
 class Loading(LightningDataModule):
-    """Build the loaders of the datasets in `parts`, which `setup` fills: "train", "val", "test" and "predict".
+    """Build the loaders of the datasets in `parts`, which `setup` fills: "train", "val", "test" and "predict"."""
 
-    Args:
-        batch_size: Samples per batch, on each device.
-        workers: Loader processes; 0 loads in the main process.
-        seed: Seed of the order and the augmentation of epochs, used if `seed_everything` set none.
-
-    Attributes:
-        one_by_one: Whether evaluation and prediction have batches of one sample, as sizes may differ.
-    """
-
+    # Whether evaluation and prediction have batches of one sample, as sizes may differ.
     one_by_one = False
 
     def __init__(self, batch_size: int, workers: int, seed: int = 0) -> None:
@@ -170,7 +161,6 @@ class Loading(LightningDataModule):
         return int(os.environ.get("PL_GLOBAL_SEED", self.seed)) if self._run_seed is None else self._run_seed
 
     def _set_folders(self, root: str | None, predict: str | None, layout: str, images: str) -> None:
-        """Set `root` and `predict`, of which one must be given; `layout` and `images` describe them in the error."""
         if root is None and predict is None:
             raise FolderError(f"{type(self).__name__}: give root, {layout}, or predict, {images}.")
         self.root, self.predict = (None if path is None else Path(path) for path in (root, predict))

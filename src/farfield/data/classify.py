@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from sklearn.datasets import load_digits
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
 from farfield.data.base import Loading, check_root, list_folders, refuse_level
 from farfield.data.readers.images import Check, FolderError, check_classes, check_images, list_classes, list_images
-from farfield.data.splits import ClassFolders, Images, draw_subset, name_images, split_by_class
+from farfield.data.splits import Images, draw_subset, list_labelled_images, read_images, split_by_class
 
 Colours = tuple[float, float, float]
 
@@ -28,17 +28,14 @@ _HELD_OUT = 0.2
 
 
 class _Classification(Loading):
-    """Base class of both data modules: the loaders return `uint8` images, which are normalised on the device.
-
-    A batch is `(images, labels)`; a batch to predict is `(images, names)`.
-    """
+    """Base class of both data modules: the loaders return `uint8` images and their labels, or names to predict."""
 
     def __init__(self, batch_size: int, workers: int, seed: int, colours: tuple[Colours, Colours]) -> None:
         super().__init__(batch_size, workers, seed)
         self.normalize = v2.Normalize(*colours)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Turn `uint8` images into normalised floating point, on the device."""
+        """Normalise `uint8` images, on the device."""
         images, labels = batch
         return self.normalize(functional.to_dtype(images, torch.float32, scale=True)), labels
 
@@ -113,9 +110,11 @@ class ImageFolders(_Classification):
             self.parts |= self._training_parts(folders["train"])
         for name in ("val", "test"):
             if name in folders:
-                self.parts[name] = ClassFolders(folders[name], self.evaluation_transform)
+                self.parts[name] = read_images(list_labelled_images(folders[name]), self.evaluation_transform)
         if stage == "predict":
-            self.parts["predict"] = name_images(self._paths_to_predict(), self.evaluation_transform)
+            paths = self._paths_to_predict()
+            named = [(path, str(path)) for path in paths]
+            self.parts["predict"] = read_images(named, self.evaluation_transform, paths)
         if stage == "test" and "test" not in folders and "val" in self.parts:
             rank_zero_info(f"ImageFolders: {self.root} has no folder test: using val.")
             self.parts["test"] = self.parts["val"]
@@ -138,23 +137,23 @@ class ImageFolders(_Classification):
 
     def _training_parts(self, folder: Path) -> dict[str, Dataset[Any]]:
         """Return the training images, reduced to `subset`, and the held-out fifth if there is no folder val."""
-        train = ClassFolders(folder, self.training_transform)
-        kept, held = np.arange(len(train)), np.arange(0)
+        entries = list_labelled_images(folder)
+        labels = [label for _, label in entries]
+        kept, held = np.arange(len(entries)), np.arange(0)
         if "val" not in self.folders:
-            kept, held = split_by_class(train.targets, _HELD_OUT, self.seed)
+            kept, held = split_by_class(labels, _HELD_OUT, self.seed)
         if self.subset is not None:
-            kept = kept[draw_subset([train.targets[index] for index in kept], self.subset, self.seed)]
-        still = ClassFolders(folder, self.evaluation_transform)
-        return {"train": Subset(train, kept.tolist()), "val": Subset(still, held.tolist())}
+            kept = kept[draw_subset([labels[index] for index in kept], self.subset, self.seed)]
+        return {
+            "train": read_images([entries[index] for index in kept], self.training_transform),
+            "val": read_images([entries[index] for index in held], self.evaluation_transform),
+        }
 
     def _paths_to_predict(self) -> list[Path]:
         if self.predict:
             return list_images(self.predict)
         held: Any = self.parts["test"] if "test" in self.parts else self.parts["val"]
-        if not isinstance(held, Subset):
-            return [Path(path) for path, _ in held.samples]
-        files: Any = held.dataset
-        return [Path(files.samples[index][0]) for index in held.indices]
+        return [Path(path) for path, _ in held.entries]
 
 
 class Digits(_Classification):

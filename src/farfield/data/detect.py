@@ -150,7 +150,6 @@ class CocoFolders(Loading):
         self.category_ids = list(read_entry(state_dict, "category_ids", list, "CocoFolders"))
 
     def _read(self) -> dict[str, Annotated]:
-        """Read train, val and, if there is such a split, test; refuse splits of different categories."""
         root = check_root(self.root, "CocoFolders", "annotations")
         train, val, test = self.splits
         named = {"train": train, "val": val}
@@ -184,15 +183,7 @@ class CocoFolders(Loading):
 
 
 class GroupedSampler(EpochSampler):
-    """Shuffle samples so that each batch, except for the last ones, has samples of one group.
-
-    What is left of all groups comes at the end of an epoch, in mixed batches. `groups` has the group of each sample.
-
-    Example:
-        >>> sampler = GroupedSampler(range(8), [0, 1] * 4, 2, seed=0)
-        >>> [(one.place - other.place) % 2 for one, other in zip(*[iter(sampler)] * 2)]
-        [0, 0, 0, 0]
-    """
+    """Shuffle samples so that each batch has samples of one of `groups`; what is left comes last, in mixed batches."""
 
     def __init__(
         self, samples: Any, groups: Sequence[int], batch_size: int, *, seed: int, ranks: int = 1, rank: int = 0
@@ -201,7 +192,6 @@ class GroupedSampler(EpochSampler):
         self.groups, self.batch_size = groups, batch_size
 
     def __iter__(self) -> Iterator[Draw]:
-        """Yield the draws of this process for the epoch that `set_epoch` set last."""
         waiting: dict[int, list[Draw]] = defaultdict(list)
         for draw in super().__iter__():
             group = waiting[self.groups[draw.place]]
@@ -213,5 +203,4 @@ class GroupedSampler(EpochSampler):
 
 
 def _collate_lists(samples: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Batch samples of different sizes: return one list for each part of a sample."""
     return [list(part) for part in zip(*samples, strict=True)]

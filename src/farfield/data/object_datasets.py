@@ -24,10 +24,7 @@ LeftOut = Literal["images_without_objects", "faulty_boxes"]
 
 
 class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
-    """Images with their objects; in training without crowds, and mirrored with probability 1/2.
-
-    A sample is `(image, target)`, see `CocoFolders`.
-    """
+    """Images and their targets, see `CocoFolders`; in training without crowds, mirrored with probability 1/2."""
 
     def __init__(self, part: Annotated, training: bool, masks: bool) -> None:
         self.part, self.masks, self.training = part, masks, training
@@ -121,5 +118,5 @@ def read_image_tensor(path: Path) -> tv_tensors.Image:
 
 
 def _find_labels(sample: Any) -> Tensor:
-    """Return the labels of a sample, for `SanitizeBoundingBoxes`, which removes labels with their boxes."""
+    # With the boxes, SanitizeBoundingBoxes removes their labels.
     return sample[1]["labels"]

@@ -133,7 +133,6 @@ class StackPairs(Loading):
         return next((self.root / name for name in names if (self.root / name).is_dir()), None)
 
     def _read_training(self) -> None:
-        """Read the patches of train and val; without val the last tenth is held out."""
         train, val = self._folder("train", "train_data"), self._folder("val")
         if self.root.is_file() or (train is None and list(self.root.glob("*.npz"))):
             train = self.root
@@ -159,7 +158,6 @@ class StackPairs(Loading):
         self.parts["val"] = Subset(whole, range(total - held, total))
 
     def _patches(self, folder: Path) -> Dataset[Any]:
-        """Read the npz file of a folder, or draw patches from its TIFF files, shuffled over all of them."""
         files = [folder] if folder.is_file() else sorted(folder.glob("*.npz"))
         if len(files) > 1:
             raise FolderError(
@@ -177,7 +175,6 @@ class StackPairs(Loading):
         return Subset(whole, order.tolist())
 
     def _pair(self, name: str, source: Path, target: Path) -> tuple[Any, Any]:
-        """Read and check a stack and its clean counterpart, which has the same size, or one plane."""
         spatial_dims, channel = len(self.patch), self.channel
         if isinstance(channel, list):
             fix = f"fix: --data.channel {channel[0] if channel else 0}; predict takes several."
@@ -187,7 +184,6 @@ class StackPairs(Loading):
         return stack, check_stack_values(target, _fit_target(name, stack, truth))
 
     def _tests(self) -> Dataset[Any]:
-        """Return the pairs of the test folder, read on access as source, target, name and condition."""
         folder = self._folder("test", "test_data")
         if folder is None:
             raise FolderError(f"StackPairs: there is no folder {self.root / 'test'} or {self.root / 'test_data'}.")
@@ -209,7 +205,6 @@ class StackPairs(Loading):
         return *self._pair(f"{condition}/{name}", place.source, place.target), name, condition
 
     def _predictions(self) -> Dataset[Any]:
-        """Return the stacks to restore, read on access, each with its path and its name."""
         place = self.predict or self.root
         single = place.is_file() or is_zarr(place)
         files = [place] if single else list_volumes(place)
@@ -242,7 +237,7 @@ def _open_target(path: Path, spatial_dims: int, axes: str | None, channel: int |
 
 
 def _fit_target(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[Any]:
-    """Return a clean stack, or its only plane as an image, after checking that it has the size of its source."""
+    """Return a clean stack of its source's size, or its only plane as an image."""
     if truth.ndim == 3 and len(truth) == 1 < len(stack):
         truth = truth[0]
     if stack.shape[stack.ndim - truth.ndim :] != truth.shape:

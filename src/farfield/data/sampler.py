@@ -21,25 +21,22 @@ class Draw(NamedTuple):
     seed: int
 
 
+# Lightning does not wrap a DistributedSampler when a run has several processes, and calls its set_epoch before every
+# epoch.
 class EpochSampler(DistributedSampler[Draw]):
-    """Shuffle the samples by seed and epoch, and give each a seed of its own.
-
-    Because this class is a `DistributedSampler`, Lightning does not wrap it when a run has several processes, and calls
-    its `set_epoch` before every epoch. With one process it gives the ordinary shuffled order. `draws` are the samples
-    per epoch and process, from repeated shuffles of all samples; None for every sample once.
-    """
+    """Shuffle the samples by seed and epoch, and give each a seed of its own."""
 
     def __init__(
         self, samples: Dataset[Any], *, seed: int, ranks: int = 1, rank: int = 0, draws: int | None = None
     ) -> None:
         # The base class adds seed and epoch: with the plain seed, the second epoch of seed 1 would be the first of 2.
         super().__init__(samples, num_replicas=ranks, rank=rank, seed=_mix_seed(seed))
+        # Samples per epoch and process, from repeated shuffles of all samples; None for every sample once.
         self.draws = draws
         if draws is not None:
             self.num_samples = draws
 
     def __iter__(self) -> Iterator[Draw]:
-        """Yield the draws of this process for the epoch that `set_epoch` set last."""
         if self.draws is None:
             order: Iterator[Any] = super().__iter__()
             for place in order:
@@ -63,7 +60,6 @@ class DrawnSamples(Dataset[Any]):
         return len(self.samples)  # type: ignore[arg-type]
 
     def __getitem__(self, draw: Draw) -> Any:
-        """Read one sample; the state of torch's random generator is restored afterwards."""
         # With no loader workers this runs between two training steps, where dropout uses the same generator.
         state = torch.get_rng_state()
         try:

@@ -120,11 +120,9 @@ class VOCFolders(Loading):
             self.parts["predict"] = _list_images_to_predict(folder, paths, self.shorter_side)
 
     def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a whole normalised image, with `shorter_side`, and its labels at their original size."""
         return normalize_image(_shorten_side(image, self.shorter_side)), labels.long()
 
     def _pairs(self) -> dict[str, list[Pair]]:
-        """List the pairs of train, val and, if there is such a list, test."""
         root = self.folder
         named, given = root / LISTS / f"{self.train}.txt", Path(self.train)
         if given.is_dir() and not named.is_file():
@@ -138,30 +136,14 @@ class VOCFolders(Loading):
 
 
 class RandomView:
-    """Resize an image and its labels by a random factor, crop at random, mirror with probability 1/2.
-
-    An image smaller than the crop is padded at the bottom and on the right, with the mean colour, which is 0 after
-    normalising, and its labels with void.
-
-    Args:
-        crop: Height and width of the result, in pixels.
-        scales: Range of the factor, from which it is drawn uniformly.
-        jitter: Largest relative change of brightness, contrast and saturation.
-        shorter_side: Length to which the shorter side is resized first, in pixels; None for no resizing.
-
-    Reference:
-        KAN §4.1; Chen et al. 2017
-
-    Example:
-        >>> image, labels = torch.zeros(3, 60, 90, dtype=torch.uint8), torch.zeros(60, 90, dtype=torch.uint8)
-        >>> [tuple(part.shape) for part in RandomView(64, (0.5, 1.5))(image, labels)]
-        [(3, 64, 64), (64, 64)]
-    """
+    """Resize an image and its labels by a random factor, crop at random, mirror with probability 1/2 (KAN §4.1)."""
 
     def __init__(
         self, crop: int, scales: tuple[float, float], jitter: float = 0.0, shorter_side: int | None = None
     ) -> None:
+        # Height and width of the result, and the length to which the shorter side is resized first, in pixels.
         self.crop, self.scales, self.shorter_side = crop, scales, shorter_side
+        # Largest relative change of brightness, contrast and saturation.
         self.jitter = ColorJitter(jitter, jitter, jitter)
 
     def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,6 +157,7 @@ class RandomView:
         top, left = (int(torch.randint(max(0, side - self.crop) + 1, ())) for side in size)
         image = normalize_image(self.jitter(image[:, top : top + self.crop, left : left + self.crop]))
         labels = labels[top : top + self.crop, left : left + self.crop].long()
+        # The mean colour is 0 after normalising.
         missing = (0, self.crop - labels.shape[1], 0, self.crop - labels.shape[0])
         image, labels = functional.pad(image, missing), functional.pad(labels, missing, value=VOID)
         return (image.flip(-1), labels.flip(-1)) if mirrored else (image, labels)
@@ -185,7 +168,7 @@ def _read_pair(view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], pair: Pa
 
 
 def _list_images_to_predict(folder: Path, paths: Sequence[Path], shorter_side: int | None) -> Listed:
-    """List images to predict: the normalised image, its path, its name below the folder, and its original size."""
+    """List images to predict: the normalised image, its path, its name below the folder, its original size."""
     names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
     check_names(names, f"VOCFolders: {folder} has several images of", "masks")
     return Listed(list(zip(paths, names, strict=True)), partial(_read_to_predict, shorter_side), paths)
@@ -203,7 +186,6 @@ def read_pixels(path: Path, caller: str = "VOCFolders") -> Tensor:
 
 
 def _shorten_side(image: Tensor, side: int | None) -> Tensor:
-    """Resize an image so that its shorter side has the length `side`; None returns it unchanged."""
     return image if side is None else images.resize(image, [side], antialias=True)
 
 

@@ -11,22 +11,13 @@ import numpy as np
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets import ImageFolder
 
 from farfield.data.base import Listed
 from farfield.data.readers.images import FolderError, list_classes, list_images, read_image
 
 
 def split_by_class(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split samples into two parts with the same share of each class; return the indices of both, sorted.
-
-    `fraction` is the share of the samples in the second part, or, as an int, their number.
-
-    Example:
-        >>> first, second = split_by_class([0] * 10 + [1] * 20, 0.2, seed=0)
-        >>> len(first), len(second)
-        (24, 6)
-    """
+    """Split samples by class, `fraction` of each (an int: so many in all) into the second part; return the indices."""
     try:
         parts = train_test_split(np.arange(len(labels)), test_size=fraction, stratify=labels, random_state=seed)
     except ValueError as error:
@@ -62,38 +53,23 @@ class Images(Dataset[Any]):
         return (image if self.transform is None else self.transform(image)), self.labels[index]
 
 
-class ClassFolders(ImageFolder):
-    """torchvision's `ImageFolder` without hidden folders and files."""
-
-    def __init__(self, folder: Path, transform: Callable[[Any], Tensor]) -> None:
-        super().__init__(str(folder), transform, loader=read_image)
-
-    @staticmethod
-    def make_dataset(
-        directory: str | Path,
-        class_to_idx: dict[str, int],
-        extensions: Any = None,
-        is_valid_file: Any = None,
-        allow_empty: bool = False,
-    ) -> list[tuple[str, int]]:
-        """List images and labels of all classes; torchvision's own version does not end where links form a circle."""
-        return [
-            (str(path), place)
-            for name, place in sorted(class_to_idx.items())
-            # In torchvision's order, a folder's files before the folders in it, as splits depend on the order.
-            for path in sorted(list_images(Path(directory, name)), key=lambda path: (str(path.parent), path.name))
-        ]
-
-    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """Return the class folders, without hidden ones, and their labels."""
-        names = list_classes(Path(directory))
-        return names, {name: place for place, name in enumerate(names)}
+def list_labelled_images(folder: Path) -> list[tuple[str, int]]:
+    """List the images of class folders, each with its label."""
+    return [
+        (str(path), label)
+        for label, name in enumerate(list_classes(folder))
+        # In torchvision's order, a folder's files before the folders in it, as splits depend on the order.
+        for path in sorted(list_images(folder / name), key=lambda path: (str(path.parent), path.name))
+    ]
 
 
-def name_images(paths: Sequence[Path], transform: Callable[[Any], Tensor]) -> Listed:
-    """List images that are read from files and transformed on access, each with its path."""
-    return Listed(paths, partial(_read_named, transform), paths)
+def read_images(
+    entries: Sequence[tuple[str | Path, Any]], transform: Callable[[Any], Tensor], paths: Sequence[Path] = ()
+) -> Listed:
+    """List images that are read from files and transformed on access, each with its label or name."""
+    return Listed(entries, partial(_read_labelled, transform), paths)
 
 
-def _read_named(transform: Callable[[Any], Tensor], path: Path) -> tuple[Tensor, str]:
-    return transform(read_image(path)), str(path)
+def _read_labelled(transform: Callable[[Any], Tensor], entry: tuple[str | Path, Any]) -> tuple[Tensor, Any]:
+    path, label = entry
+    return transform(read_image(path)), label

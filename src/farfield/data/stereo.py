@@ -96,7 +96,6 @@ class StereoFrames(Loading):
         self.parts["predict"] = _list_frames_to_predict(frames["test"])
 
     def _frames(self) -> dict[str, list[Frame]]:
-        """List the pairs of train, val and test, each with its disparities."""
         root = check_root(self.root, CALLER)
         frames = list_frames(root)
         known = {name for frame in frames for name in frame.names}
@@ -153,7 +152,6 @@ def _read_cropped_frame(frame: Frame, zero_is_unknown: bool, crop: RandomCrop) -
 
 
 def _list_frames_to_predict(frames: Sequence[Frame]) -> Listed:
-    """List pairs to predict: the normalised images, the left one's path, and its name below the folder."""
     check_names((frame.name for frame in frames), f"{CALLER}: several pairs have", "disparities")
     return Listed(frames, _read_images, [path for frame in frames for path in (frame.left, frame.right)])
 
@@ -164,22 +162,13 @@ def _read_images(frame: Frame) -> tuple[Tensor, Tensor, str, str]:
 
 
 class RandomCrop:
-    """Crop a pair and its disparities at one random place, and normalise the images.
-
-    Images smaller than the crop are padded at the top and on the right, as pairs are in evaluation: with the mean
-    colour, which is 0 after normalising, and with unknown disparities. Height and width are in pixels.
-
-    Example:
-        >>> image, disparity = torch.zeros(3, 60, 90, dtype=torch.uint8), torch.ones(60, 90)
-        >>> [tuple(part.shape) for part in RandomCrop(48, 96)(image, image, disparity)]
-        [(3, 48, 96), (3, 48, 96), (48, 96)]
-    """
+    """Crop a pair and its disparities at one random place, and normalise the images; height and width in pixels."""
 
     def __init__(self, height: int, width: int) -> None:
         self.size = (height, width)
 
     def __call__(self, left: Tensor, right: Tensor, disparity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return one random crop of left image, right image and disparities."""
+        """Return one random crop of `uint8` images and disparities."""
         height, width = self.size
         top, start = (
             int(torch.randint(max(0, own - side) + 1, ())) for own, side in zip(disparity.shape, self.size, strict=True)
@@ -187,6 +176,7 @@ class RandomCrop:
         left, right, disparity = (
             part[..., top : top + height, start : start + width] for part in (left, right, disparity)
         )
+        # At the top and on the right, as pairs are padded in evaluation; the mean colour is 0 after normalising.
         lacking = (0, width - disparity.shape[1], height - disparity.shape[0], 0)
         images = [functional.pad(normalize_image(image), lacking) for image in (left, right)]
         return images[0], images[1], functional.pad(disparity, lacking, value=_UNKNOWN)

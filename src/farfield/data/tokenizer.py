@@ -29,10 +29,7 @@ _MANY = 8192
 
 
 def train_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
-    """Train BERT's kind of tokenizer, WordPiece in lower case, on lines of text; without random numbers.
-
-    The vocabulary has at most this number of words, the five special ones included.
-    """
+    """Train BERT's kind of tokenizer, WordPiece in lower case, of at most `vocabulary` words, special ones too."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     def tokenizer_of(words: dict[str, int] | None) -> Any:
@@ -61,16 +58,14 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int) -> Any:
 
 
 def build_tokenizer(text: str, special: dict[str, str]) -> Any:
-    """Build a tokenizer of transformers from the JSON text of `tokenizers`, and its special words.
-
-    If the text has no post-processor, the tokenizer gets one that puts the first and the last word around each text.
-    """
+    """Build a tokenizer of transformers from the JSON text of `tokenizers`, and its special words."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer.from_str(text)
     first, last = special["cls_token"], special["sep_token"]
     if tokenizer.post_processor is None:
+        # It puts the first and the last word around each text.
         from tokenizers.processors import TemplateProcessing
 
         ends = [(word, tokenizer.token_to_id(word)) for word in (first, last)]
@@ -140,20 +135,17 @@ class Collate:
 
 
 class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):
-    """Spans of a long sequence of tokens, each between a first and a last word, masked anew on each access.
-
-    `DataCollatorForLanguageModeling` of transformers chooses `share` of the tokens for prediction: 80 % of them become
-    the mask, 10 % a random word, and 10 % stay. A sample is `(words, labels, name)`. `tokens` are all ids,
-    `int32`; `bounds` are the start and end of each sample, the end exclusive.
-    """
+    """Spans of a sequence of tokens, `(words, labels, name)`, each between a first and a last word, masked anew."""
 
     def __init__(
         self, tokens: Tensor, bounds: Sequence[tuple[int, int]], names: Sequence[str], tokenizer: Any, share: float
     ) -> None:
         from transformers import DataCollatorForLanguageModeling
 
+        # All ids, int32; the start and the end of each sample, the end exclusive.
         self.tokens, self.bounds, self.names = tokens, bounds, names
         self.first, self.last = tokenizer.cls_token_id, tokenizer.sep_token_id
+        # Of the share that is to be predicted 80 % become the mask, 10 % a random word, and 10 % stay.
         self.masking = DataCollatorForLanguageModeling(
             tokenizer, mlm_probability=share, mask_replace_prob=0.8, random_replace_prob=0.1
         )
@@ -202,14 +194,7 @@ def read_blanks(lines: Sequence[TextPiece], tokenizer: Any, length: int) -> list
 def tokenise(
     pieces: Iterator[TextPiece], tokenizer: Any, *, length: int, unit: str, too_long: str
 ) -> tuple[Tensor, list[tuple[int, int]], list[str]]:
-    """Tokenise pieces of text and cut them into samples of at most `length` tokens, first and last word included.
-
-    With the unit `"blocks"` the pieces of a file are joined and cut; otherwise a piece is a sample, and one that is
-    longer is cut, or refused if `too_long` is `"refuse"`.
-
-    Returns:
-        The ids of all tokens, the start and the end of each sample, and the names of the samples.
-    """
+    """Return the ids of all tokens, and start, end and name of each sample of at most `length`, both ends included."""
     room, tokens = length - 2, array("i")
     bounds: list[tuple[int, int]] = []
     names: list[str] = []
@@ -223,6 +208,7 @@ def tokenise(
                 continue
             start, end = len(tokens), len(tokens) + len(encoding.ids)
             tokens.extend(encoding.ids)
+            # Blocks go across the pieces of a file.
             if unit == "blocks" and stretches and stretches[-1][0].file == piece.file:
                 first, begin, _ = stretches[-1]
                 stretches[-1] = (first, begin, end)
@@ -239,7 +225,7 @@ def tokenise(
 def _check_lengths(
     pieces: Sequence[TextPiece], lengths: Sequence[int], length: int, otherwise: str = "or too_long=split"
 ) -> None:
-    """Refuse pieces of more than `length` tokens; `lengths` do not count the first and the last word."""
+    # Lengths do not count the first and the last word.
     longer = [(piece, number + 2) for piece, number in zip(pieces, lengths, strict=True) if number + 2 > length]
     shown = [f"{piece.file}: line {piece.line:,}: {number:,} tokens" for piece, number in longer]
     fix = f"a larger length, as far as the network has positions, {otherwise}."

@@ -119,10 +119,7 @@ def _name_source(name: str) -> str:
 
 
 def fill_from_file(net: _Network, path: Path) -> _Network:
-    """Copy a file's weights, Hugging Face's or those of a saved `Bert`, into a `Bert`, and return it.
-
-    The config.json beside the file must have the same number of heads, which no weight shows.
-    """
+    """Copy a file's weights, Hugging Face's or those of a saved `Bert`, into a `Bert`, and return it."""
     tensors = read_weights(cast(str, net.name), path)
     _check_number_of_heads(net, path.parent / "config.json")
     if set(tensors) == set(net.state_dict()):
@@ -131,7 +128,7 @@ def fill_from_file(net: _Network, path: Path) -> _Network:
 
 
 def _check_number_of_heads(net: nn.Module, config: Path) -> None:
-    """Raise ValueError if a configuration of Hugging Face has another number of heads, which no weight shows."""
+    # No weight shows the number of heads.
     try:
         theirs = json.loads(config.read_text(encoding="utf-8")).get("num_attention_heads")
     except (OSError, ValueError, AttributeError):  # no such file, or not theirs

@@ -26,10 +26,7 @@ def write_card(
     training_data: str | None,
     metrics: Mapping[str, float] | None,
 ) -> str:
-    """Return the model card of a network; `header` is its metadata, as YAML, and `image_size` that of the counted MACs.
-
-    The text has a check sum at its end, by which `is_edited` detects changes.
-    """
+    """Return the model card of a network; `header` is its metadata, as YAML, `image_size` that of the counted MACs."""
     shape: tuple[int, ...] = net.card_shape(image_size)  # type: ignore[operator]
     part: nn.Module = net.card_part()  # type: ignore[operator]
     images: int = getattr(net, "images", 1)
@@ -66,14 +63,14 @@ def list_operators(net: nn.Module) -> list[str]:
 
 
 def _seal(text: str) -> str:
-    """Append the check sum of a text, by which `is_edited` distinguishes edited cards from those to be overwritten."""
+    # The check sum at the end distinguishes edited cards from those to be overwritten.
     return (
         f"{text}<!-- save_pretrained rewrites this page until somebody edits it: {zlib.crc32(text.encode()):08x} -->\n"
     )
 
 
 def is_edited(path: Path) -> bool:
-    """Return whether there is a card that was changed after `_seal`; a file without a check sum counts as changed."""
+    """Return whether there is a card that was edited since it was written; one without a check sum counts as edited."""
     if not path.exists():
         return False
     content = path.read_bytes()

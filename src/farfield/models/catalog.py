@@ -22,7 +22,7 @@ from farfield.ops.table import OPERATORS, Operator
 
 
 class _Builder(Protocol):
-    """The signature that the functions in `CLASSIFIERS` share; the arguments are those of `CompactNet`."""
+    """The signature that the functions in `CLASSIFIERS` share."""
 
     __name__: str
 

@@ -19,14 +19,10 @@ def split_deviation(grid: Float[Tensor, "b c *n"]) -> tuple[Float[Tensor, "b c *
     return (centred / deviation).to(grid.dtype), deviation.to(grid.dtype)
 
 
-def _normalize_channels(grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
-    """Give the channels of each position mean 0 and variance 1."""
-    return split_deviation(grid)[0]
-
-
+# Responses, up to cubic in their input, stay finite however that grows.
 class ChannelNorm(nn.Module):
-    """`_normalize_channels` as a module: responses, up to cubic in their input, stay finite however that grows."""
+    """Give the channels of each position mean 0 and variance 1."""
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
         """Return the grid, the channels of each position with mean 0 and variance 1."""
-        return _normalize_channels(grid)
+        return split_deviation(grid)[0]

@@ -10,11 +10,9 @@ from farfield.ops.table import OPERATORS, Operator, find_name
 
 
 def bind_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor, which are its `locals()` at the start, as the configuration to be saved.
-
-    An argument that is None has no entry; the entry None stands for an operator without a name. `weights` is left out.
-    """
+    """Return the arguments of a constructor, its `locals()` at the start, as the configuration to be saved."""
     given = {name: value for name, value in arguments.items() if name not in ("self", "__class__", "weights")}
+    # The entry None stands for an operator without a name.
     return {name: _plain(value) for name, value in given.items() if value is not None}
 
 

@@ -22,7 +22,7 @@ from farfield.nn.block_fusion import in_slices
 from farfield.nn.blocks import SAMPLE_WISE, AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.conv_norm_act import convolved
-from farfield.nn.initialization import DrawnByItself
+from farfield.nn.initialization import DrawnByItself, draw
 from farfield.ops.table import OPERATORS, Operator
 
 
@@ -276,7 +276,6 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
 
 def _find_variant(model: str, operator: str | Operator | None) -> Variant:
-    """Return an entry of `VARIANTS`; refuse an operator if the entry has no attention."""
     if model not in VARIANTS:
         raise unknown("models.CompactNet", "model", model, VARIANTS)
     variant = VARIANTS[model]
@@ -291,7 +290,6 @@ def _find_variant(model: str, operator: str | Operator | None) -> Variant:
 def _build_row(
     stage: Stage, kind: str, path: str | Operator | None, channels: int, out: int, stride: int, reduction: int
 ) -> nn.Sequential:
-    """Build the n blocks of one stage; the first has the stride and changes the channels."""
     blocks: list[nn.Module] = []
     for index in range(stage.n):
         first = stride if index == 0 else 1
@@ -305,10 +303,10 @@ def _build_row(
     return nn.Sequential(*blocks)
 
 
-def _round_channels(channels: float, divisor: int = 8) -> int:
-    """Round channels to a multiple of the divisor, up if rounding would lose more than a tenth (MobileNetV2)."""
-    rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
-    return rounded + divisor if rounded < 0.9 * channels else rounded
+def _round_channels(channels: float) -> int:
+    """Round channels to a multiple of 8, up if rounding would lose more than a tenth (MobileNetV2)."""
+    rounded = max(8, int(channels + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * channels else rounded
 
 
 def draw_weights(net: nn.Module) -> nn.Module:
@@ -317,9 +315,7 @@ def draw_weights(net: nn.Module) -> nn.Module:
         if isinstance(module, GridAttention):
             module.reset_parameters()  # w is one projection from c/heads to 1 per head
         elif isinstance(module, nn.Conv2d | nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+            draw(module)
     return net
 
 
@@ -335,7 +331,6 @@ def _check_sizes(model: str, num_classes: int, in_channels: int, width: float, d
 def _check_strides(
     model: str, strides: Sequence[int] | None, output_stride: int | None
 ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Return the five strides, by default the papers', and the result of `limit_strides` for them."""
     strides = STRIDES if strides is None else strides
     if len(strides) != len(STRIDES) or not all(isinstance(stride, int) and stride >= 1 for stride in strides):
         raise ValueError(
@@ -348,10 +343,7 @@ def _check_strides(
 
 
 def check_image(model: str, image: Tensor, channels: int, other: str = "") -> None:
-    """Refuse an image that is not a floating-point tensor `(batch, channels, height, width)`, or is empty.
-
-    `other` is the text of another fix, for a network that can be built for other channels.
-    """
+    """Refuse an image that is not `(batch, channels, height, width)` of floats; `other` is the text of another fix."""
     if image.dim() != 4 or image.shape[1] != channels:
         fix = f"give it (batch, {channels}, height, width){other}."
         if image.dim() == 3:

@@ -34,19 +34,7 @@ _LATE_ROWS = (4, 7)
 
 
 class ASPP(nn.ModuleList):
-    """Sum of four 3x3 convolutions, dilated by 6, 12, 18 and 24: "atrous spatial pyramid pooling" as in DeepLabV2.
-
-    Args:
-        channels: Channels of the grid.
-        num_classes: Number of classes.
-
-    Reference: Chen et al. 2017.
-
-    Example:
-        >>> import torch
-        >>> ASPP(8, 3)(torch.randn(1, 8, 41, 41)).shape
-        torch.Size([1, 3, 41, 41])
-    """
+    """Sum of four dilated 3x3 convolutions: "atrous spatial pyramid pooling" as in DeepLabV2 (Chen et al. 2017)."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__(nn.Conv2d(channels, num_classes, 3, padding=rate, dilation=rate) for rate in _ATROUS)
@@ -243,7 +231,7 @@ def _build_backbone(model: str, backbone: str, width: float, output_stride: int)
 
 
 def _dilate(stage: nn.Module, dilation: int) -> None:
-    """Remove the strides of a stage and dilate every 3x3 convolution in it, including the first one."""
+    # The first 3x3 convolution too.
     for module in stage.modules():
         if isinstance(module, nn.Conv2d):
             module.stride = (1, 1)
@@ -276,32 +264,28 @@ def build_head(
 
 
 def _draw_head(head: nn.Module) -> None:
-    """Draw the convolutions of an output layer, Glorot uniform before attention; attention draws itself."""
     for name, convolution in head.named_modules():
         if isinstance(convolution, nn.Conv2d):
+            # Attention draws itself.
             draw(convolution) if name == "reduce" else _draw_classifier(convolution)
 
 
 def _draw_classifier(convolution: nn.Conv2d) -> None:
-    """Draw a convolution that returns logits: normal weights of deviation 0.01, bias 0."""
     nn.init.normal_(convolution.weight, std=0.01)
     if convolution.bias is not None:
         nn.init.zeros_(convolution.bias)
 
 
 def _fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
-    """Copy a file's weights into a backbone; the file may have weights of other parts too."""
+    # The file may have weights of other parts too.
     # The backbone has this name in torchvision's segmentation networks and in `DeepLab`.
     tensors = {name.removeprefix("backbone."): tensor for name, tensor in read_weights(model, path).items()}
     fill(model, path, backbone, tensors)
 
 
 def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy a file's state dict, which may have other entries too, into a part of a network; insertions are unchanged.
-
-    Raises:
-        ValueError: If a weight is missing or of another shape; nothing is copied then.
-    """
+    """Copy a file's weights, which may have other entries too, into a part of a network, or nothing if one is wrong."""
+    # What was inserted is unchanged.
     own = {name: tensor for name, tensor in part.state_dict().items() if CHILD not in name.split(".")}
     wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
     if wrong:

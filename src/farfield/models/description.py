@@ -37,11 +37,9 @@ _DEFAULTS_IN_1: dict[str, dict[str, Any]] = {
 
 
 def translate_format_1(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a configuration of version 0.1 to the current names and defaults.
-
-    Then kronecker_qkv was the operator as printed in the paper, the default scale of products was 1.0, and U-Nets,
-    SAGAN and DeepLab did not normalize before or in their attention.
-    """
+    """Translate a configuration of version 0.1 to the current names and defaults."""
+    # Then kronecker_qkv was the operator as printed in the paper, the default scale of products was 1.0, and U-Nets,
+    # SAGAN and DeepLab did not normalize before or in their attention.
     translated = {
         _CALLED_IN_1.get(name, name): _MEANT_IN_1.get(name, {}).get(value, value) if isinstance(value, str) else value
         for name, value in config.items()
@@ -99,10 +97,7 @@ def read_config(caller: str, path: Path) -> dict[str, Any]:
 
 
 def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments from a file that are not plain values, that name a class, or that are out of bounds.
-
-    The text of the `ValueError` has the file, the argument and, for one out of bounds, how to build the network anyway.
-    """
+    """Refuse arguments from a file that are not plain values, that name a class, or that are out of bounds."""
     check_values(file, dict(arguments))
     for name, value in arguments.items():
         for nested in _walk_mappings(value):
@@ -126,7 +121,6 @@ def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def _walk_mappings(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield a mapping itself, and the mappings in a list and in the lists within it."""
     if isinstance(value, dict):
         yield value
     elif isinstance(value, list):
@@ -135,7 +129,6 @@ def _walk_mappings(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _walk_numbers(value: Any) -> Iterator[float]:
-    """Yield a number itself, and the numbers in a list and in the lists within it."""
     if isinstance(value, int | float):
         yield value
     elif isinstance(value, list):

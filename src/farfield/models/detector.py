@@ -216,7 +216,6 @@ def faster_rcnn(
 
 
 def _build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
-    """Build a ResNet and its pyramid; paths in it are those of `detector_places` without the prefix "backbone."."""
     if backbone not in _RESNETS:
         raise unknown(model, "backbone", backbone, _RESNETS)
     from torchvision.models import resnet
@@ -224,6 +223,7 @@ def _build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
     from torchvision.ops import FrozenBatchNorm2d
     from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
+    # Paths in it are those of detector_places without the prefix "backbone.".
     norm = FrozenBatchNorm2d if setup.frozen else partial(nn.GroupNorm, 32)
     body = getattr(resnet, backbone)(norm_layer=norm)
     if setup.frozen:
@@ -235,12 +235,12 @@ def _build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
 
 
 def _build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) -> nn.Module:
-    """Build torchvision's R-CNN on a pyramid; at 256 channels its state dict has torchvision's names and shapes."""
     from torchvision.models.detection import FasterRCNN, MaskRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
     from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 
+    # At 256 channels the state dict has torchvision's names and shapes.
     channels, outputs = setup.channels, num_classes + 1
     sizes = tuple((setup.anchors * 2**level,) for level in range(5))
     options: dict[str, Any] = {
@@ -262,16 +262,12 @@ def _build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) 
 
 
 def _fill_rcnn(model: str, rcnn: Any, path: Path, setup: Setup) -> None:
-    """Copy weights from a file into a detector; attention is unchanged.
-
-    The weights of a ResNet fill the backbone. Those of a detector fill all of it, except the predictors if the number
-    of classes is another one.
-    """
     tensors = read_weights(model, path)
     if not setup.frozen:
         raise ValueError(
             f"{model}: weights need a frozen backbone; with frozen=False it has group norms; fix: frozen=True."
         )
+    # The weights of a ResNet fill the backbone, those of a detector all but predictors of other classes.
     if not any(name.startswith("backbone.body.") for name in tensors):
         fill(model, path, rcnn.backbone.body, tensors)
         return

@@ -67,22 +67,12 @@ class Encoder(nn.Module):
     grad_checkpointing = False
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Enable or disable gradient checkpointing: blocks keep only their inputs and run again in the backward pass.
-
-        Outputs, gradients and running statistics stay the same; a training step takes about a third longer.
-        """
+        """Enable gradient checkpointing, or disable it: the same results for less memory and a third more time."""
+        # Blocks keep only their inputs and run again in the backward pass.
         self.grad_checkpointing = enable
 
     def set_drop_path(self, drop_path_rate: float) -> None:
-        """Set stochastic depth: training skips residual blocks for some samples, later blocks more often.
-
-        Args:
-            drop_path_rate: From 0 to below 1; block i of n, i from 0, is skipped with probability
-                `drop_path_rate · i / n`.
-
-        Raises:
-            ValueError: If the rate is out of range.
-        """
+        """Set stochastic depth: training skips block i of n, from 0, with probability `drop_path_rate · i / n`."""
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f"{self.name}: drop_path_rate must be a probability below 1, got {drop_path_rate!r}.")
         blocks = [block for row in self.rows for block in cast(nn.Sequential, row)]
@@ -90,11 +80,7 @@ class Encoder(nn.Module):
             cast(Any, block).drop_path = drop_path_rate * index / len(blocks)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return patterns of parameter names, for the layer-wise learning rate decay of timm's optimizers.
-
-        Args:
-            coarse: Whether a group is a row of blocks instead of a block.
-        """
+        """Return patterns of parameter names, for timm's learning rate decay by layer: by block, or row if `coarse`."""
         blocks = r"^rows\.(\d+)" if coarse else r"^rows\.(\d+)\.(\d+)"
         return {"stem": r"^stem", "blocks": [(blocks, None), (r"^head", (_BEFORE,))]}
 
@@ -107,7 +93,7 @@ class Encoder(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return the last grid, as `forward_features` does, and chosen grids of the pyramid.
+        """Return the last grid, as `forward_features` does, and a list of chosen grids of the pyramid in its order.
 
         Args:
             image: `(b, c, h, w)`.
@@ -116,13 +102,6 @@ class Encoder(nn.Module):
             stop_early: Whether to stop after the last chosen grid; needs `intermediates_only`.
             output_fmt: Only "NCHW".
             intermediates_only: Whether to return the chosen grids alone, without the grid of the head.
-
-        Returns:
-            The grid of the head and the list of the chosen grids, in the order of the rows; or that list alone.
-
-        Raises:
-            ValueError: If there is no such grid, for another output format, or for `stop_early` without
-                `intermediates_only`.
         """
         if output_fmt != "NCHW" or (stop_early and not intermediates_only):
             raise ValueError(
@@ -145,18 +124,9 @@ class Encoder(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the rows and the head that the chosen grids of the pyramid do not need, in place.
+        """Remove what `forward_intermediates` with these indices does not need, in place; return them from 0.
 
-        Args:
-            indices: As in `forward_intermediates`.
-            prune_norm: An argument of timm; no effect here.
-            prune_head: Whether to remove the head's convolution and classifier also if no row is removed.
-
-        Returns:
-            The indices of the chosen grids, counted from 0.
-
-        Raises:
-            ValueError: If there is no such grid.
+        `prune_head` removes the head's convolution and classifier even if no row is removed; `prune_norm` does nothing.
         """
         taken = self.take(indices)
         end = self.feature_rows[max(taken)] + 1
@@ -201,7 +171,7 @@ class Encoder(nn.Module):
 
 
 def _make_contexts(block: nn.Module) -> tuple[Any, Any]:
-    """Return the contexts of the forward run and of the second run in the backward pass, for `checkpoint`."""
+    # Of the forward run, and of the second one in the backward pass.
     return contextlib.nullcontext(), _restore_statistics(block)
 
 
@@ -218,12 +188,10 @@ def _restore_statistics(block: nn.Module) -> Iterator[None]:
 
 
 def limit_strides(strides: Sequence[int], output_stride: int | None) -> list[tuple[int, int]]:
-    """Return strides whose product is at most the output stride, each with the dilation of the layers after it.
-
-    Strides beyond the output stride become 1 and multiply the dilation. None keeps all strides, with dilation 1.
-    """
+    """Return strides whose product is at most the output stride, each with the dilation of the layers after it."""
     total, dilation, limited = 1, 1, []
     for stride in strides:
+        # Strides beyond the output stride become 1 and multiply the dilation.
         if output_stride is not None and total * stride > output_stride:
             stride, dilation = 1, dilation * stride
         total *= stride
@@ -232,11 +200,9 @@ def limit_strides(strides: Sequence[int], output_stride: int | None) -> list[tup
 
 
 def dilate_blocks(row: Iterable[nn.Module], first: int, others: int) -> None:
-    """Dilate the 3x3 convolutions of a row of blocks whose first block may have lost its stride, which has `first`.
-
-    With the same weights, the grid of the row with its stride is then a part of the positions of its grid without it,
-    as in timm and torchvision.
-    """
+    """Dilate the 3x3 convolutions of a row of blocks whose first block may have lost its stride, which has `first`."""
+    # With the same weights, the grid of the row with its stride is a part of the positions of its grid without it, as
+    # in timm and torchvision.
     for index, block in enumerate(row):
         convolution, dilation = cast(Any, block).depthwise.convolution, others if index else first
         convolution.dilation = convolution.padding = (dilation, dilation)

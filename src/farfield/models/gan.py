@@ -25,25 +25,9 @@ _SMALLEST = 4
 
 
 class GatedAttention(nn.Module):
-    """Attention with a learned gate that is 0 at first: `grid + gate · attention(grid)`.
+    """Attention with a learned gate that is 0 at first, `grid + gate · attention(grid)` (Zhang et al. 2019).
 
     Queries and keys have an eighth of the channels, values half; all projections have spectral norm and no biases.
-    `softmax_pooled` pools positions before their projection; the published network projects first. Spectral norm bounds
-    the projections, which makes products of several of them small: without a `CoefficientNorm` the response of some
-    operators, before the gate, begins at less than a hundredth of the grid.
-
-    Args:
-        channels: Channels of the grid.
-        operator: A name of `ops.OPERATORS` or an `Operator`.
-        normalized: Whether the attention has the `CoefficientNorm` of `nn.norm.norm_of`, if its operator needs one: the
-            Kronecker operators for their products, `factorized_gaussian` for its responses.
-
-    Reference: Zhang et al. 2019.
-
-    Example:
-        >>> grid = torch.randn(2, 64, 8, 8)
-        >>> torch.equal(GatedAttention(64, "softmax_pooled")(grid), grid)
-        True
     """
 
     _is_hf_initialized = DrawnByItself()
@@ -51,8 +35,11 @@ class GatedAttention(nn.Module):
     def __init__(self, channels: int, operator: str | Operator, normalized: bool = True) -> None:
         super().__init__()
         entry = find_operator("sagan", operator)
+        # softmax_pooled pools positions before their projection; the published network projects first.
         options: dict[str, Any] = {"inner_channels": max(1, channels // 8), "value_channels": max(1, channels // 2)}
         options |= {"project": entry.projections("qkvo"), "bias": False, "scale": 1.0}
+        # Spectral norm makes products of several projections small: without this norm the response of some operators
+        # begins at less than a hundredth of the grid.
         options |= {"coefficient_norm": norm_of(entry) if normalized else False}
         self.attention = GridAttention(channels, operator, **options)
         for linear in list(self.attention.children()):
@@ -71,10 +58,7 @@ class GatedAttention(nn.Module):
 
 
 class Generator(nn.Module):
-    """Generate images from noise: a linear layer to 4x4 positions, then blocks that double the size.
-
-    The arguments are those of `SAGAN`; `channels` are those of the last block.
-    """
+    """Generate images from noise: a linear layer to 4x4 positions, then blocks that double the size."""
 
     def __init__(
         self,
@@ -119,12 +103,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Score images, high for real ones: blocks that halve the size and double the channels, then a sum over positions.
-
-    With classes the score has a second term: the dot product of the features and an embedding of the class (the
-    projection discriminator), so labels are needed. The arguments are those of `SAGAN`; `channels` are those of the
-    first block.
-    """
+    """Score images, high for real ones: blocks that halve the size and double the channels, then a sum of positions."""
 
     def __init__(
         self,
@@ -144,6 +123,7 @@ class Discriminator(nn.Module):
         self.attending = _count_halvings(side) - _count_halvings(attention_at) - 1
         self.attention = _build_attention(widths[self.attending], operator, normalized)
         self.score = bound_weight(nn.Linear(widths[-1], 1))
+        # The projection discriminator: the score has the dot product of the features and an embedding of the class too.
         self.classes = bound_weight(nn.Embedding(num_classes, widths[-1])) if num_classes else None
 
     def reset_parameters(self) -> None:
@@ -271,7 +251,6 @@ def sagan(
 
 
 def _check_sides(model: str, operator: str | Operator | None, side: int, attention_at: int) -> None:
-    """Refuse unknown models and operators, and sizes of images or grids that the networks cannot have."""
     if model != "sagan":
         raise unknown("models.SAGAN", "model", model, ["sagan"])
     if operator is not None:
@@ -292,5 +271,5 @@ def _build_attention(channels: int, operator: str | Operator | None, normalized:
 
 
 def _count_halvings(side: int) -> int:
-    """Return how often a height or width is halved until it is `_SMALLEST`: 5 times for 128."""
+    # Until a side is the smallest: 5 times for 128.
     return (side // _SMALLEST).bit_length() - 1

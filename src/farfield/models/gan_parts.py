@@ -42,11 +42,7 @@ class ConditionalNorm(nn.Module):
 
 
 class GeneratorBlock(nn.Module):
-    """Residual block that doubles height and width: `up(conv1(x)) + conv3(relu(norm(conv3(up(relu(norm(x)))))))`.
-
-    `conv1` and `conv3` are 1x1 and 3x3 convolutions with spectral norm, each with its own weights; `norm` is a
-    `ConditionalNorm`, and `up` repeats each position twice along both axes.
-    """
+    """Residual block that doubles height and width: `up(conv1(x)) + conv3(relu(norm(conv3(up(relu(norm(x)))))))`."""
 
     def __init__(self, channels: int, out_channels: int, num_classes: int) -> None:
         super().__init__()
@@ -65,14 +61,11 @@ class GeneratorBlock(nn.Module):
 
 
 class DiscriminatorBlock(nn.Module):
-    """Residual block: two 3x3 convolutions, each after ReLU, plus a shortcut; half the size if `halve`.
-
-    The shortcut is a 1x1 convolution of the input, or the input itself if size and channels are kept. The block whose
-    input is an image does not activate it.
-    """
+    """Residual block: two 3x3 convolutions, each after ReLU, plus a shortcut; half the size if `halve`."""
 
     def __init__(self, channels: int, out_channels: int, *, activate: bool = True, halve: bool = True) -> None:
         super().__init__()
+        # The block whose input is an image does not activate it.
         self.activate, self.halve = activate, halve
         self.first = bound_weight(nn.Conv2d(channels, out_channels, 3, padding=1))
         self.second = bound_weight(nn.Conv2d(out_channels, out_channels, 3, padding=1))
@@ -110,5 +103,4 @@ def draw_bound_weights(net: nn.Module) -> None:
 
 
 def _double_size(grid: Tensor) -> Tensor:
-    """Double height and width: repeat each position twice along both."""
     return F.interpolate(grid, scale_factor=2, mode="nearest")

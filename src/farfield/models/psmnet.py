@@ -190,10 +190,7 @@ def psmnet_basic(
 
 
 class Features(nn.Module):
-    """Features of an image at a quarter of its height and width: four stages, optional attention, pyramid pooling.
-
-    `channels` are those of the first stage and of the features.
-    """
+    """Features of an image at a quarter of its height and width: four stages, optional attention, pyramid pooling."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -281,21 +278,9 @@ class ResidualBlocks(nn.Module):
 def cost_volume(
     left: Float[Tensor, "b c h w"], right: Float[Tensor, "b c h w"], disparities: int
 ) -> Float[Tensor, "b e i h w"]:
-    """Concatenate, for every disparity i, the left features and the right features i positions further left.
-
-    The volume has 2 c channels. Positions that the right image does not show at disparity i, x < i, are 0 in all
-    channels.
-
-    Example:
-        >>> left, right = torch.tensor([[[[1.0, 2, 3]]]]), torch.tensor([[[[4.0, 5, 6]]]])
-        >>> cost_volume(left, right, 2)[0, :, :, 0]
-        tensor([[[1., 2., 3.],
-                 [0., 2., 3.]],
-        <BLANKLINE>
-                [[4., 5., 6.],
-                 [0., 4., 5.]]])
-    """
+    """Concatenate, for every disparity i, the left features and the right features i positions further left."""
     batch, channels, height, width = left.shape
+    # Positions that the right image does not show at disparity i, x < i, stay 0 in all channels.
     volume = left.new_zeros(batch, 2 * channels, disparities, height, width)
     for shift in range(min(disparities, width)):
         volume[:, :channels, shift, :, shift:] = left[..., shift:]

@@ -13,13 +13,11 @@ from farfield.nn.spatial_dims import layers
 
 
 class BasicBlock(nn.Module):
-    """`shortcut(x) + norm(convolve(relu(norm(convolve(x)))))`: a residual block without a ReLU after the sum.
-
-    The first convolution has the stride, both have the dilation.
-    """
+    """`shortcut(x) + norm(convolve(relu(norm(convolve(x)))))`: a residual block without a ReLU after the sum."""
 
     def __init__(self, before: int, after: int, stride: int, dilation: int) -> None:
         super().__init__()
+        # The first convolution has the stride, both have the dilation.
         self.first = nn.Sequential(*conv_norm_relu(before, after, stride=stride, dilation=dilation))
         self.second = nn.Sequential(*_conv_norm(after, after, dilation=dilation))
         same = before == after and stride == 1
@@ -74,7 +72,7 @@ def conv_norm_relu(
 
 
 def _transposed_norm(before: int, after: int) -> list[nn.Module]:
-    """Build a transposed 3-D convolution that doubles the size, and its batch norm."""
+    # It doubles the size.
     transposed = nn.ConvTranspose3d(before, after, 3, stride=2, padding=1, output_padding=1, bias=False)
     return [transposed, nn.BatchNorm3d(after)]
 

@@ -31,12 +31,7 @@ _IDENTITY = ("model", "operator", "output")
 
 
 class Stored(PyTorchModelHubMixin):
-    """Save and load a model whose `config` holds its name, under the key "model", and its arguments.
-
-    Files and methods are those of `huggingface_hub.PyTorchModelHubMixin`. Files are written to a temporary folder in
-    the target folder and then moved: a full disk leaves the previous files unchanged, and after a killed process each
-    file is the old or the new one.
-    """
+    """Save and load a model whose `config` holds its name, under the key "model", and its arguments."""
 
     config: dict[str, Any]
 
@@ -53,23 +48,16 @@ class Stored(PyTorchModelHubMixin):
         push_to_hub: bool = False,
         model_card_kwargs: dict[str, Any] | None = None,
     ) -> str | None:
-        """Write model.safetensors, config.json and the model card, README.md, into a folder.
+        """Write model.safetensors, config.json and the model card, README.md, into a folder; return an upload's URL.
+
+        A model saved there before is replaced, its card only if it has not been edited.
 
         Args:
-            save_directory: The folder, created if missing. A model saved there before is replaced, its card only if it
-                has not been edited.
+            save_directory: The folder, created if missing.
             config: Must be left out, as the model has its own.
             repo_id: Repository on the Hub, with `push_to_hub`; the folder's name by default.
             push_to_hub: Whether to upload the model too; `model.push_to_hub(repo_id)` has more options.
             model_card_kwargs: Arguments of `generate_model_card`: training_data, metrics, image_size, license.
-
-        Returns:
-            The address of the commit on the Hub, None without an upload.
-
-        Raises:
-            OSError: If the folder cannot be written to; the previous files are unchanged.
-            ValueError: If the model cannot be rebuilt from its configuration, or `config` is given.
-            LookupError: For an unknown key of `model_card_kwargs`.
         """
         caller, folder = f"{self.config['model']}.save_pretrained", Path(save_directory)
         if config is not None:
@@ -78,6 +66,7 @@ class Stored(PyTorchModelHubMixin):
         try:
             if is_edited(folder / _CARD):
                 del contents[_CARD]
+            # A full disk leaves the previous files unchanged; after a killed process a file is the old or the new one.
             with stage_files(folder) as staging:
                 for name, content in contents.items():
                     (staging / name).write_bytes(content)
@@ -89,16 +78,16 @@ class Stored(PyTorchModelHubMixin):
         return self.push_to_hub(repo_id or folder.name, model_card_kwargs=model_card_kwargs) if push_to_hub else None
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload the files that `save_pretrained` writes; a model that cannot be saved creates no repository.
+        """Upload the files that `save_pretrained` writes; the options are those of `PyTorchModelHubMixin.push_to_hub`.
 
-        See `huggingface_hub.PyTorchModelHubMixin.push_to_hub` for the options. The card replaces the README.md of the
-        repository, also an edited one; with `ignore_patterns="README.md"` it is not uploaded.
+        The card replaces the README.md of the repository, also an edited one, unless `ignore_patterns="README.md"`.
         """
         if options.get("config") is not None:
             raise ValueError(
                 f"{self.config['model']}.push_to_hub: config.json holds the model's own arguments; "
                 "fix: leave config out."
             )
+        # A model that cannot be saved creates no repository.
         self.contents(options.get("model_card_kwargs") or {})
         return super().push_to_hub(repo_id, **options)
 
@@ -112,19 +101,8 @@ class Stored(PyTorchModelHubMixin):
     ) -> ModelCard:
         """Return the model's card: operator, weights, MACs and arguments, and the information passed here.
 
-        Args:
-            training_data: Description of the training data.
-            metrics: Name -> measured value.
-            image_size: Size of the input whose MACs are counted: height and width of an image or a clip's frames, each
-                axis of a volume, or number of tokens of a text. A network whose input must have certain multiples
-                rounds it down to them; SAGAN does not use it. 224 is the image size of the papers' classifiers.
-            license: License of the weights, by its identifier on the Hub, e.g. "cc-by-4.0".
-
-        Returns:
-            The card; `print(card)` shows it.
-
-        Raises:
-            ValueError: If the model cannot be rebuilt from its configuration.
+        `image_size` is that of the input whose MACs are counted: height and width of an image or a clip's frames, each
+        axis of a volume, or tokens of a text, rounded down to multiples that the network needs; SAGAN does not use it.
         """
         net = self.rebuilt()
         data = ModelCardData(**self._hub_mixin_info.model_card_data.to_dict() | {"license": license})
@@ -241,11 +219,8 @@ def _find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[P
 
 
 def _is_path(source: str) -> bool:
-    """Return whether a source that does not exist on this machine is a path, and not the name of a repository.
-
-    A repository is an owner, a slash and a name; no owner is a local folder or begins with "." or "~", and no name ends
-    like a file of weights or a configuration.
-    """
+    # A repository is an owner, a slash and a name; no owner is a local folder or begins with "." or "~", and no name
+    # ends like a file of weights or a configuration.
     owner, slash, name = source.partition("/")
     if not (owner and slash and name) or "/" in name or "\\" in source or owner.startswith((".", "~")):
         return True
@@ -298,10 +273,7 @@ def read_weights(caller: str, path: Path) -> dict[str, Tensor]:
 
 
 def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
-    """Read a file of `torch.save` that holds only tensors and plain values; no other content is executed.
-
-    The text of the `ValueError` for any other file lacks the path, which the caller adds.
-    """
+    """Read a file of `torch.save` that holds only tensors and plain values; no other content is executed."""
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
     # Reading a damaged pickle can raise any error.
@@ -318,7 +290,6 @@ def is_entry(entry: tuple[Any, Any]) -> bool:
 
 
 def _describe_differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
-    """Describe the first three differences in names and shapes of two state dicts, of which "it" is the given one."""
     problems = [f"it lacks {name}" for name in expected if name not in given]
     problems += [f"{name} is unknown" for name in given if name not in expected]
     problems += [

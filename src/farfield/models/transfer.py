@@ -117,7 +117,6 @@ def _is_replaceable(net: CompactNet, name: str) -> bool:
 
 
 def _check_mobilenet(net: CompactNet, expected: set[str], given: set[str]) -> None:
-    """Refuse a state dict that lacks entries of MobileNetV2 or has others."""
     classifier = {"classifier.1.weight", "classifier.1.bias"}  # unused by a net without classes
     lacking, strange = sorted(expected - given), sorted(given - expected - classifier)
     if lacking or strange:
@@ -129,7 +128,6 @@ def _check_mobilenet(net: CompactNet, expected: set[str], given: set[str]) -> No
 
 
 def _check_shape(net: CompactNet, name: str, source: _Counterpart, mine: Tensor, other: Tensor) -> None:
-    """Refuse an entry of torchvision's, `other`, whose shape does not fit the network's entry, `mine`."""
     fits = mine.dim() == other.dim() and (
         not source.shared or mine.dim() == 0 or other.shape[source.dimension or 0] >= source.shared
     )

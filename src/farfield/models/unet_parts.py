@@ -17,7 +17,7 @@ from farfield._checks import shape_error
 from farfield.models.channel_norm import split_deviation
 from farfield.models.choices import check_whole, find_operator
 from farfield.nn.attention import GridAttention
-from farfield.nn.initialization import DrawnByItself
+from farfield.nn.initialization import DrawnByItself, draw
 from farfield.nn.norm import norm_of
 from farfield.nn.spatial_dims import layers
 from farfield.ops.table import Operator
@@ -50,15 +50,9 @@ class PreActivated(nn.Module):
 class PreNormalized(PreActivated):
     """Attention for networks without norms: `grid + deviation * attention(normalize(relu(grid)))`.
 
-    `normalize` subtracts the mean of the channels of each position, and divides them by their standard deviation, the
-    `deviation`. For some operators the attention has a norm of its own (`nn.norm.norm_of`). After convolutions without
-    norms the features are about 0.03 at first: the response of attention, which is up to cubic in them, would be too
-    small to have an effect, and that to normalized features, if it is not multiplied by the deviation, so large that
-    training does not recover from it.
-
-    Args:
-        attention: The attention.
-        scaled: Whether the response is multiplied by the deviation; it was not in version 0.2.0.
+    After convolutions without norms the features are about 0.03 at first: the response of attention, up to cubic in
+    them, would be too small to have an effect, and that to normalized features, not multiplied by their deviation, so
+    large that training does not recover from it. It was not multiplied, `scaled=False`, in version 0.2.0.
     """
 
     _version = 3  # of the state dict; version 1 had no norm, version 2 did not multiply by the deviation
@@ -124,10 +118,7 @@ class UNetParts(NamedTuple):
 
 
 def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> UNetParts:
-    """Build the parts of CARE's U-Net; a block on the way up ends with the channels of the level above.
-
-    `channels` are those of the input, `widths` those of each level, from the top to the bottom.
-    """
+    """Build the parts of CARE's U-Net, from `channels` of the input and `widths` of each level, from the top."""
     convolution, pool = layers("unet_care", spatial_dims).convolution, layers("unet_care", spatial_dims).max_pool
 
     def block(*sizes: int) -> nn.Module:
@@ -137,6 +128,7 @@ def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int])
         return nn.Sequential(*parts)
 
     levels = range(len(widths) - 1)
+    # A block on the way up ends with the channels of the level above.
     above = [widths[max(0, level - 1)] for level in range(len(widths))]
     encoder = [block(widths[level - 1] if level else channels, widths[level], widths[level]) for level in levels]
     attending = [(block(widths[-2], widths[-1], above[-1]), above[-1])]
@@ -191,10 +183,7 @@ def append_attention(
     activated: bool,
     normalized: Normalized,
 ) -> nn.Module:
-    """Append attention, which starts as the identity, to a block; it projects queries, keys, values and responses.
-
-    `activated` is whether the block ends with a ReLU; "unscaled" is a `PreNormalized` that does not multiply.
-    """
+    """Append attention, which starts as the identity, to a block, which is `activated` if it ends with a ReLU."""
     if normalized not in (True, False, "unscaled"):
         raise ValueError(f'UNet: normalized must be True, False or "unscaled", got {normalized!r}; fix: leave it out.')
     if operator is None:
@@ -215,18 +204,14 @@ def draw_convolutions(net: nn.Module) -> nn.Module:
     """Initialize convolutions as in the papers: Glorot uniform, biases 0; attention keeps its own initialization."""
     for module in net.modules():
         if isinstance(module, _ConvNd):
-            nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+            draw(module)
     return net
 
 
 def find_reach(low: int, high: int, levels: int, block: int, radius: int | None) -> tuple[int, int]:
-    """Return the first and the last input position on which outputs `low` to `high` depend, without attention.
-
-    The positions may lie outside the grid. `block` is the sum of the radii of a block's convolutions, `radius` that of
-    strided and transposed convolutions, None for pooling and nearest-neighbour upsampling.
-    """
+    """Return the first and the last input position on which outputs `low` to `high` depend, without attention."""
+    # Positions may lie outside the grid. `block` is the sum of the radii of a block's convolutions, `radius` that of
+    # strided and transposed convolutions, None for pooling and nearest-neighbour upsampling.
     low, high = low - block, high + block
     if not levels:
         return low, high

@@ -46,24 +46,10 @@ _STAGES = (
 
 
 class NonLocalBlock(nn.Module):
-    """Residual attention in half the channels, with a batch norm that starts at zero: at first the identity.
+    """Residual attention in half the channels, with a norm that is 0 at first (FA §3.4, Wang et al. 2018).
 
-    `grid + norm(output(attention(query(grid), key(pool(grid)), value(pool(grid)))))`
-
-    Products under a softmax are divided by the square root of the inner channels. With `softmax_pooled`, the published
-    block, and any other operator from `ops.POOLED`, keys and values are pooled over windows of (1, 2, 2) positions of
-    (time, height, width); the other operators are those of `ops.OPERATORS`.
-
-    Args:
-        channels: Channels of the grid.
-        operator: A name of `ops.OPERATORS` or an `Operator`.
-
-    Reference: FA §3.4, Wang et al. 2018.
-
-    Example:
-        >>> grid = torch.randn(2, 16, 4, 7, 7)
-        >>> torch.equal(NonLocalBlock(16, "softmax_pooled")(grid), grid)
-        True
+    `grid + norm(output(attention(query(grid), key(pool(grid)), value(pool(grid)))))`; operators of `ops.POOLED`, of
+    which `softmax_pooled` is the published block, pool over (1, 2, 2) positions of (time, height, width).
     """
 
     _is_hf_initialized = DrawnByItself()
@@ -76,6 +62,7 @@ class NonLocalBlock(nn.Module):
         inner = channels // 2
         sizes: dict[str, Any] = {"inner_channels": inner, "value_channels": inner}
         if entry.has_scale:
+            # Products under a softmax are divided by the square root of the inner channels.
             sizes["scale"] = inner**-0.5
         self.attention = GridAttention(channels, entry, project=entry.projections("qkvo"), **sizes)
         self.norm = nn.BatchNorm3d(channels)
@@ -91,15 +78,13 @@ class NonLocalBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Residual block of three convolutions, over time, over height and width, and 1x1x1, each with its batch norm.
-
-    The module names are those of torchvision's ResNet, whose weights `inflate` loads; `attention`, if any, comes last.
-    """
+    """Residual block of convolutions over time, over height and width, and 1x1x1, each with its batch norm."""
 
     def __init__(self, channels: int, inner: int, temporal: int, stride: int, operator: str | Operator | None) -> None:
         super().__init__()
         out, strides = _EXPANSION * inner, (1, stride, stride)
         padding = (temporal // 2, 0, 0)
+        # The names are those of torchvision's ResNet, whose weights `inflate` loads.
         self.conv1 = nn.Conv3d(channels, inner, (temporal, 1, 1), padding=padding, bias=False)
         self.bn1 = nn.BatchNorm3d(inner)
         self.conv2 = nn.Conv3d(inner, inner, (1, 3, 3), stride=strides, padding=(0, 1, 1), bias=False)
@@ -282,7 +267,6 @@ def video_resnet(
 
 
 def _build_stage(stage: _VideoStage, channels: int, operator: str | Operator | None) -> nn.Sequential:
-    """Build the blocks of a stage: the first has the stride, and attention follows some of them."""
     blocks = []
     for index, temporal in enumerate(stage.temporal):
         stride, attention = stage.stride if index == 0 else 1, operator if index in stage.attending else None
@@ -295,12 +279,6 @@ def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
     """Fill I3D with the state dict of a ResNet-50: each kernel is repeated over time and divided by its length in time.
 
     Attention and classifier are unchanged. If a weight is missing or of another shape, nothing is copied.
-
-    Reference: Wang et al. 2018.
-
-    Example:
-        >>> from torchvision.models import resnet50
-        >>> inflate(i3d_resnet50(), resnet50().state_dict())
     """
     own = {name: tensor for name, tensor in net.state_dict().items() if ".attention." not in name}
     own = {name: tensor for name, tensor in own.items() if not name.startswith("fc.")}

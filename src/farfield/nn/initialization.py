@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 
 class Initialized(Protocol):
@@ -32,7 +33,7 @@ class DrawnByItself:
         return True
 
 
-def draw(layer: nn.Linear | nn.Conv2d) -> None:
+def draw(layer: nn.Linear | _ConvNd) -> None:
     """Draw a projection's weight as Glorot uniform, so that it keeps the scale of its input; set the bias to 0."""
     nn.init.xavier_uniform_(layer.weight)
     if layer.bias is not None:

@@ -25,15 +25,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used, or a file that cannot be written; the text has the reason."""
 
 
+# Lightning's own writer puts its temporary file into the system's temporary folder, often on another disk, and
+# copies it: a full disk or a kill would leave a part of it.
 class AtomicCheckpoints(CheckpointIO):
-    """Write each checkpoint to a temporary file beside its target, flush it, then rename it; read only plain data.
-
-    Renaming replaces the previous file at once: a full disk or a kill leaves the previous file unchanged. (Lightning's
-    own writer puts its temporary file into the system's temporary folder, often on another disk, and copies it.)
-
-    Example:
-        >>> trainer = Trainer(plugins=[AtomicCheckpoints()], logger=False, enable_checkpointing=False)
-    """
+    """Write each checkpoint to a temporary file beside its target, flush it, then rename it; read only plain data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,21 +47,15 @@ class AtomicCheckpoints(CheckpointIO):
         return read(Path(path), map_location)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a `.ckpt` file, if it exists, from a folder into which this run has written; leave any other file.
-
-        A resumed run reads from its checkpoint which files to remove, and a checkpoint could name any file.
-        """
+        """Remove a `.ckpt` file, if it exists, from a folder into which this run has written; leave any other file."""
+        # A resumed run reads from its checkpoint which files to remove, and a checkpoint could name any file.
         if Path(path).parent.resolve() in self.folders and Path(path).suffix == ".ckpt":
             Path(path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that replaces `path` when the block ends without an error.
-
-    Raises:
-        CheckpointError: If the file cannot be written; the text has the reason, and whether a previous file is there.
-    """
+    """Open a temporary file that replaces `path` when the block ends without an error."""
     try:
         with open_replacement(path) as file:
             yield file
@@ -96,11 +85,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
-    """Read a checkpoint as tensors and plain values, without executing anything in it.
-
-    Raises:
-        CheckpointError: If there is no such file, or it is damaged, or no checkpoint of a training run.
-    """
+    """Read a checkpoint as tensors and plain values, without executing anything in it."""
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}; fix: the path of a .ckpt file of a run.")
     try:
@@ -145,21 +130,14 @@ def check_same_network(expected: Mapping[str, Tensor], given: Mapping[str, Tenso
 
 
 def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path | None:
-    """Write the network with the best weights of a fit to `folder/model.safetensors`; return the folder.
-
-    A network with `save_pretrained` writes its files itself, also its configuration, for `from_pretrained`; of any
-    other network, and of one that was changed after it was built, only the weights are written. If the module has a
-    method `exported`, the network that it returns is written. Afterwards `module` has the best weights.
-
-    Returns:
-        The folder; None in all processes except the first, or if the fit wrote no checkpoint.
-    """
+    """Write the network with the best weights of a fit, which `module` then has; None if there is nothing to write."""
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
     if not (trainer.is_global_zero and best):
         return None
     module.load_state_dict(read(Path(best))["state_dict"])
     exported: Callable[[], Any] | None = getattr(module, "exported", None)
     network: Any = module.network if exported is None else exported()
+    # It writes the configuration too, for from_pretrained.
     save: Callable[[Path], Any] | None = getattr(network, "save_pretrained", None)
     with stage_files(folder) as staging:
         if isinstance(network, Stored):
@@ -176,7 +154,6 @@ def export_best(trainer: Trainer, module: LightningModule, folder: Path) -> Path
 
 
 def _describe_fit(trainer: Trainer) -> dict[str, Any]:
-    """Return what the model card records of a fit: the best value of the metric, the data, the image size if known."""
     best, data = trainer.checkpoint_callback, getattr(trainer, "datamodule", None)
     score, monitor = getattr(best, "best_model_score", None), getattr(best, "monitor", None)
     card: dict[str, Any] = {}

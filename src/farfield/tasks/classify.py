@@ -145,7 +145,6 @@ class Classify(TrainingTask):
         return {"optimizer": optimizer, "lr_scheduler": self._scheduler(optimizer)}
 
     def _evaluation_scores(self, images: Tensor) -> Tensor:
-        """Return the scores; with `mirrors`, means over each image and its mirror image."""
         scores: Tensor = self(images)
         return (scores + self(images.flip(-1))) / 2 if self.mirrors else scores
 
@@ -173,7 +172,6 @@ class Classify(TrainingTask):
         self.log_dict(logged, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(labels))
 
     def _scheduler(self, optimizer: Optimizer) -> LRScheduler | LRSchedulerConfigType:
-        """Return the schedule with its warm-up; one-cycle changes per step, the others per epoch."""
         schedule, warmup, rate = (self.hparams[name] for name in ("schedule", "warmup_epochs", "learning_rate"))
         epochs = self.trainer.max_epochs or 1
         main: LRScheduler
@@ -195,19 +193,10 @@ class Classify(TrainingTask):
         return SequentialLR(optimizer, [rising, main], milestones=[warmup])
 
 
+# A callback of the trainer and not an argument of `Classify`, as training does not depend on it:
+# --trainer.callbacks+ farfield.tasks.classify.MirroredScores
 class MirroredScores(Callback):
-    """Evaluate and predict with the mean of the scores of an image and of its mirror image; needs `Classify`.
-
-    This is a callback of the trainer and not an argument of `Classify`, because training does not depend on it:
-    `--trainer.callbacks+ farfield.tasks.classify.MirroredScores`. Evaluation takes twice as long.
-
-    Raises:
-        TypeError: At the start, if the task is not `Classify`.
-
-    Example:
-        >>> from lightning.pytorch import Trainer
-        >>> trainer = Trainer(logger=False, accelerator="cpu", callbacks=[MirroredScores()])
-    """
+    """Evaluate and predict with the mean of the scores of an image and of its mirror image; needs `Classify`."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set `mirrors` of the task."""
@@ -218,14 +207,7 @@ class MirroredScores(Callback):
 
 
 def decayed_parameters(network: nn.Module, decay: Decay) -> list[nn.Parameter]:
-    """List the parameters with weight decay, see `Classify`, in the order of the network's modules.
-
-    Example:
-        >>> [tuple(weight.shape) for weight in decayed_parameters(nn.Conv2d(4, 8, 1), "weights")]
-        [(8, 4, 1, 1)]
-        >>> decayed_parameters(nn.Conv2d(4, 4, 3, groups=4), "weights")
-        []
-    """
+    """List the parameters with weight decay, see `Classify`, in the order of the network's modules."""
     if decay == "all":
         return list(network.parameters())
     decayed: list[nn.Parameter] = []

@@ -28,17 +28,12 @@ _Batch = tuple[list[Tensor], list[dict[str, Tensor]]]
 
 
 class Detected(NamedTuple):
-    """Result of `predict_step` for a batch: path, name, number and detections of each image.
-
-    The number is the image's id in COCO's annotations, or its place in a folder without annotations, from 1. `found`
-    holds the detections as entries of COCO's results: `bbox` as x, y, width and height, `score`, `segmentation` as RLE
-    if the network predicts masks, and `label`: the place of the category in the order of the ids, from 1, not its id.
-    """
+    """Result of `predict_step` for a batch: path, name, number and detections of each image."""
 
     paths: list[str]
     names: list[str]
-    numbers: list[int]
-    found: list[list[dict[str, Any]]]
+    numbers: list[int]  # ids of COCO's annotations, or places in a folder without annotations, from 1
+    found: list[list[dict[str, Any]]]  # as from `list_entries`
 
 
 class Detect(TrainingTask):
@@ -192,12 +187,10 @@ class Detect(TrainingTask):
 
 
 def _gives_masks(network: nn.Module) -> bool:
-    """Return whether a network has the mask head of torchvision's detectors."""
     return any(getattr(module, "mask_head", None) is not None for module in network.modules())
 
 
 def _build_measures(masks: bool, max_detections: int) -> MeanAveragePrecision:
-    """Build the metric of COCO's average precision of boxes and, with `masks`, of masks."""
     # torchmetrics' own mean is -1 for limits other than 100 detections, so `_compute_precisions` takes the means.
     measures = MeanAveragePrecision(
         iou_type=("bbox", "segm") if masks else "bbox",
@@ -210,15 +203,13 @@ def _build_measures(masks: bool, max_detections: int) -> MeanAveragePrecision:
 
 
 def _compute_precisions(computed: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, float]:
-    """Compute name -> mean precision as COCO reports it, and for each of `classes`, from what `_build_measures` found.
-
-    Precisions are tensors (thresholds of the IoU, recalls, classes, areas, limits of detections).
-    """
+    # Name -> mean precision as COCO reports it, and for each class.
     result: dict[str, float] = {}
     for key, name in _KINDS.items():
         if key not in computed:
             continue
-        # Index 0 of areas is all sizes; index 0 of thresholds is 0.50 and index 5 is 0.75.
+        # Axes: thresholds of the IoU (index 0 is 0.50, index 5 is 0.75), recalls, classes, areas (index 0: all sizes),
+        # limits of detections.
         values = computed[key][..., -1]
         parts = {"": values[..., 0], "50": values[0, ..., 0], "75": values[5, ..., 0]}
         parts |= {f"_{area}": values[..., place] for place, area in enumerate(_AREAS) if place}
@@ -235,18 +226,15 @@ def average_defined(values: Tensor) -> float:
 
 
 def _threshold_masks(masks: Float[Tensor, "objects 1 h w"]) -> Tensor:
-    """Return binary masks: 1 where the probability of the object is above one half."""
     return (masks[:, 0] > 0.5).to(torch.uint8)
 
 
 def list_entries(detections: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Convert the detections in one image to a list of COCO's results, without `image_id` and `category_id`.
-
-    Each has `bbox` as x, y, width and height, `score`, `label` (the network's) and, if there are masks, `segmentation`.
-    """
+    """Convert the detections in one image to a list of COCO's results, without `image_id` and `category_id`."""
     corners = detections["boxes"].double().cpu()
     boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
     labels, scores = detections["labels"].tolist(), detections["scores"].double().tolist()
+    # `bbox` is x, y, width and height; `label` the place of the category in the order of the ids, from 1, not its id.
     entries: list[dict[str, Any]] = [
         {"bbox": box, "score": score, "label": label} for box, score, label in zip(boxes, scores, labels, strict=True)
     ]

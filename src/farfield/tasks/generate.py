@@ -182,7 +182,6 @@ class Generate(TrainingTask):
         self._log(f"{stage}/discriminator", self._discriminator_loss(batch), len(batch[0]))
 
     def _discriminator_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the hinge loss on real images and as many generated ones, scored together."""
         images, labels = batch
         with torch.no_grad():
             drawn, generated = self._generated(len(images))
@@ -190,10 +189,10 @@ class Generate(TrainingTask):
         if self.hparams["channels_last"]:
             images = images.contiguous(memory_format=torch.channels_last)
         real, false = self.network.discriminator(images, torch.cat([labels, drawn])).chunk(2)
+        # The hinge loss; real and generated images are scored together.
         return F.relu(1 - real).mean() + F.relu(1 + false).mean()
 
     def _generated(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return random labels, and images with these labels from the generator that is trained."""
         labels = torch.randint(max(1, self.num_classes), (number,), device=self.device)
         return labels, self.network.generator(self._noise(number), labels)
 
@@ -218,12 +217,7 @@ class Generate(TrainingTask):
 
 
 def arrange_images(images: UInt8[Tensor, "b 3 h w"], columns: int, gap: int = 2) -> UInt8[Tensor, "y x 3"]:
-    """Arrange images of one size in rows of `columns`, with a black gap of some pixels between them.
-
-    Example:
-        >>> arrange_images(torch.zeros(7, 3, 10, 10, dtype=torch.uint8), 3).shape
-        torch.Size([34, 34, 3])
-    """
+    """Arrange images of one size in rows of `columns`, with a black gap of some pixels between them."""
     padded = F.pad(images, (0, gap, 0, gap, 0, 0, 0, -len(images) % columns))
     rows = padded.unflatten(0, (-1, columns)).permute(0, 3, 1, 4, 2)  # (rows, h, columns, w, 3)
     whole = rows.flatten(2, 3).flatten(0, 1)

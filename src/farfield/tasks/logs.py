@@ -13,18 +13,13 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 
 
 class RunLog(CSVLogger):
-    """Lightning's CSV logger with a fixed folder; it keeps the rows of a resumed run up to its checkpoint.
-
-    Args:
-        folder: The folder of `metrics.csv`, with a name such as `version_3`.
-        resumed_at: Number of optimiser steps in the checkpoint that the run resumes; rows of later steps are removed,
-            because their epoch runs again. None starts a new file.
-    """
+    """Lightning's CSV logger with a fixed folder; it keeps the rows of a resumed run up to its checkpoint."""
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         super().__init__(str(folder.parent), name="", version=number(folder))
         self.kept: list[dict[str, Any]] = []
         table = folder / ExperimentWriter.NAME_METRICS_FILE
+        # Steps of the optimiser in the checkpoint; the epoch of later ones runs again.
         if resumed_at is not None and table.is_file():
             with table.open(newline="") as file:
                 self.kept = [row for row in csv.DictReader(file) if int(row["step"]) < resumed_at]
@@ -44,12 +39,7 @@ class RunLog(CSVLogger):
 
 
 def number(folder: Path) -> int:
-    """Return the number of a run's folder, 3 for `version_3`; -1 for other names.
-
-    Example:
-        >>> number(Path("runs/digits/version_3"))
-        3
-    """
+    """Return the number of a run's folder, 3 for `version_3`; -1 for other names."""
     digits = folder.name.removeprefix("version_")
     return int(digits) if digits.isdigit() else -1
 

@@ -25,19 +25,12 @@ _Batch = tuple[Tensor, Tensor, Tensor, list[str]]
 
 
 class Filled(NamedTuple):
-    """Result of `predict_step` for a batch.
-
-    Attributes:
-        names: Names of the samples.
-        words: Ids of the words of each sample, as they were read, without padding.
-        found: For each sample `(blanks, top)`: the ids of the likeliest words of each blank, the likeliest first.
-        probabilities: Probabilities of the words in `found`.
-    """
+    """Result of `predict_step` for a batch."""
 
     names: list[str]
-    words: list[Tensor]
-    found: list[Tensor]
-    probabilities: list[Tensor]
+    words: list[Tensor]  # ids, as they were read, without padding
+    found: list[Tensor]  # `(blanks, top)`, ids of the likeliest words of each blank, the likeliest first
+    probabilities: list[Tensor]  # of the words in `found`
 
 
 class MaskedLM(TrainingTask):
@@ -189,7 +182,7 @@ class MaskedLM(TrainingTask):
             measure.reset()
 
     def _check_vocabulary(self, words: Tensor) -> None:
-        """Raise `ShapeError` for a network with fewer words than the tokenizer, before an index is out of range."""
+        # Before an index is out of range.
         has = getattr(self.network, "vocabulary", None)
         tokenizer = getattr(getattr(self._trainer, "datamodule", None), "tokenizer", None)
         needs = int(words.max()) + 1 if tokenizer is None else len(tokenizer)
@@ -208,11 +201,6 @@ def compute_word_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def compute_rate(step: int, warmup: int, steps: int) -> float:
-    """Return the factor of the highest learning rate: it rises over the warm-up, then falls to 0 after the last step.
-
-    Example:
-        >>> [round(compute_rate(step, 2, 6), 2) for step in range(6)]
-        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    """
+    """Return the factor of the highest learning rate: it rises over the warm-up and is 0 after the last step."""
     rising = (step + 1) / warmup if step < warmup else 1.0
     return max(0.0, min(rising, (steps - step) / max(1, steps - warmup), 1.0))

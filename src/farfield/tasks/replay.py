@@ -10,15 +10,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 
+# A run killed in the middle of an epoch resumes at the start of that epoch and draws the same dropout masks again.
+# From a checkpoint written in the middle of an epoch (every_n_train_steps) it does not, as its loader starts the epoch
+# again.
 class Replay(Callback):
-    """Seed torch's random generators by (seed, epoch, process) before the first batch of every epoch.
-
-    A run killed in the middle of an epoch resumes from the last checkpoint, at the start of that epoch, and draws the
-    same dropout masks again: on one CPU it ends with the weights of an uninterrupted run. The seed is that of
-    `seed_everything`, or torch's initial seed without it; a resumed run takes it from its checkpoint. A run that
-    resumes from a checkpoint written in the middle of an epoch (`every_n_train_steps`) is not reproducible: its loader
-    starts the epoch again. The generators of NumPy and of Python's `random` are not seeded.
-    """
+    """Seed torch's random generators by (seed, epoch, process) before the first batch of every epoch."""
 
     def __init__(self) -> None:
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))

@@ -114,12 +114,7 @@ class Restore(TrainingTask):
             self.log_dict(logged, on_epoch=True, sync_dist=True, batch_size=1)
 
     def predict_step(self, batch: tuple[Any, str, str], batch_idx: int) -> str:
-        """Restore a whole stack, write it, and return the path as a text, which states if the stack was skipped.
-
-        Raises:
-            FileExistsError: If the path exists and `overwrite` is False; with any `overwrite` but "skip", if the path
-                is that of an input stack.
-        """
+        """Restore a whole stack, write it, and return the path as a text, which states if the stack was skipped."""
         stack, path, name = batch
         output = self.place(Path(path), name)
         if output.exists() and self.overwrite == "skip":
@@ -160,7 +155,6 @@ class Restore(TrainingTask):
         }
 
     def _loss(self, grid: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, the restored grids and their targets."""
         output = self(grid).float()
         channels, laplace = target.shape[1], self.hparams["loss"] == "laplace"
         if output.shape[2:] != target.shape[2:] or output.shape[1] not in (channels, 2 * channels):
@@ -178,22 +172,13 @@ class Restore(TrainingTask):
 
 
 def laplace_loss(mean: Tensor, scale: Tensor, target: Tensor) -> Tensor:
-    """Return the negative log-likelihood of a Laplace distribution: `mean(|μ - y| / σ + log σ + log 2)`.
-
-    Reference: Weigert et al. 2018.
-
-    Example:
-        >>> float(laplace_loss(torch.zeros(4), torch.ones(4), torch.ones(4)))
-        1.693147...
-    """
+    """Return the negative log-likelihood of a Laplace distribution, `mean(|μ - y| / σ + log σ + log 2)`."""
     return ((mean - target).abs() / scale + scale.log() + math.log(2)).mean()
 
 
 def scaled_psnr(restored: Float[Tensor, "b c *n"], target: Float[Tensor, "b c *n"]) -> Tensor:
-    """Return the mean PSNR, in dB, of a batch with targets from 0 to 1, each grid shifted and scaled to its target.
-
-    Unlike `care_metrics`, it takes no percentiles of the truth: patches are already normalised by those of their stack.
-    """
+    """Return the mean PSNR, in dB, of a batch with targets from 0 to 1, each grid shifted and scaled to its target."""
+    # Without percentiles of the truth: patches are already normalised by those of their stack.
     restored, target = (grid.detach().flatten(1).double() for grid in (restored, target))
     restored, target = (grid - grid.mean(1, keepdim=True) for grid in (restored, target))
     factor = (restored * target).sum(1, keepdim=True) / (restored.square().sum(1, keepdim=True) + EPSILON)

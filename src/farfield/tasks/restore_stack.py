@@ -30,10 +30,7 @@ _COUNTED = 2**25
 
 
 class ScaledNetwork(nn.Module):
-    """A network on the grey levels of each channel: `network((x - low) / (high - low)) · (high - low) + low`.
-
-    `levels` are those that become 0 and 1, of each channel. The scales of a probabilistic network are dropped.
-    """
+    """A network on the grey levels of each channel: `network((x - low) / (high - low)) · (high - low) + low`."""
 
     low: Tensor
     range: Tensor
@@ -49,6 +46,7 @@ class ScaledNetwork(nn.Module):
         """Return the restored grid; its channels pass through the network as samples."""
         batch, channels = grid.shape[:2]
         low, length = (each.repeat(batch) for each in (self.low, self.range))
+        # Without the scales of a probabilistic network.
         restored = self.network(
             (grid.flatten(0, 1)[:, None] - _expand_levels(low, grid)) / _expand_levels(length, grid)
         )[:, :1]
@@ -59,7 +57,7 @@ class ScaledNetwork(nn.Module):
 
 
 def _expand_levels(levels: Tensor, grid: Tensor) -> Tensor:
-    """Return one number for each sample, with as many axes as a grid and its dtype."""
+    # One number for each sample.
     return levels.to(grid.dtype).reshape(-1, *(1,) * (grid.dim() - 1))
 
 
@@ -141,7 +139,6 @@ def restore(
 
 
 def _project_stack(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
-    """Project a whole stack to a restored image; the stack is padded to multiples of the strides, the image cropped."""
     # Half of the padding on each side; NumPy reflects repeatedly if the padding is longer than the axis.
     size = stack.shape[-len(multiples) :]
     lacking = [-length % multiple for length, multiple in zip(size, multiples, strict=True)]
@@ -158,18 +155,7 @@ def _project_stack(network: nn.Module, stack: Any, multiples: Sequence[int]) -> 
 
 
 def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> tuple[float, float]:
-    """Return the grey levels of two percentiles, from 0 to 100, of a stack that need not fit in memory.
-
-    They are exact for unsigned integers up to 16 bits, which are counted, and for other stacks up to 33 million
-    positions; of larger ones only evenly spaced planes are read.
-
-    Raises:
-        ValueError: If the two levels are equal, or values in the planes that are read are NaN, infinite or masked.
-
-    Example:
-        >>> find_grey_levels(np.arange(101, dtype=np.uint8), (2, 98.5))
-        (2.0, 98.5)
-    """
+    """Return the grey levels of two percentiles, from 0 to 100, of a stack that need not fit in memory."""
     dtype = np.dtype(stack.dtype)
     if dtype.kind == "u" and dtype.itemsize <= 2:
         low, high = _count_levels(stack, percentiles)
@@ -192,11 +178,11 @@ def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES
 
 
 def _count_levels(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
-    """Return percentiles of unsigned integers from counts per plane, interpolated as in `numpy.percentile`."""
     counts = np.zeros(256 ** np.dtype(stack.dtype).itemsize, np.int64)
     for index in range(stack.shape[0]):
         counts += np.bincount(without_mask("restore", stack[index]).ravel(), minlength=len(counts))
     up_to = np.cumsum(counts)
+    # Interpolated as in numpy.percentile.
     levels = []
     for percentile in percentiles:
         place = percentile / 100 * (up_to[-1] - 1)

@@ -205,7 +205,7 @@ def build_pixel_measures(classes: int) -> MetricCollection:
 
 
 def _list_norms(network: nn.Module) -> list[nn.Module]:
-    """List the modules of a network with running statistics: batch norms, including those of attention."""
+    # Those of attention too.
     return [module for module in network.modules() if getattr(module, "running_mean", None) is not None]
 
 
@@ -216,12 +216,7 @@ def compute_pixel_loss(logits: Float[Tensor, "b classes h w"], labels: Int[Tenso
 
 
 def reduce_labels(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes y x"]) -> Int[Tensor, "b y x"]:
-    """Reduce labels to the size of logits, by nearest neighbour: each position has the label at its centre.
-
-    Example:
-        >>> reduce_labels(torch.arange(9).expand(1, 9, 9), torch.zeros(1, 2, 3, 3))[0, 0]
-        tensor([1, 4, 7])
-    """
+    """Reduce labels to the size of logits, by nearest neighbour: each position has the label at its centre."""
     small = functional.interpolate(labels[:, None].float(), logits.shape[2:], mode="nearest-exact")
     return small[:, 0].to(labels.dtype)
 

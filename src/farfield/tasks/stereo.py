@@ -122,25 +122,11 @@ class Stereo(TrainingTask):
 
 
 class DisparityErrors(Metric):
-    """Errors of disparities, over the pixels whose true disparity is known and below the largest.
+    """Errors of disparities, over the pixels whose true disparity is known and below `max_disparity`; 0 without any.
 
-    - `epe`, the end-point error: the mean of `|d - d*|` over all such pixels of all frames, in pixels;
-    - `epe_batches_of_8`, as in PSMNet's code: the mean over the pixels of each eight frames, then over these groups;
-    - `error_3px`: the share of pixels with `|d - d*| > 3`;
-    - `d1`, KITTI's: the share of pixels with `|d - d*| > 3` and `|d - d*| > 0.05 d*`.
-
-    Groups of eight are consecutive frames; a group without such pixels counts as 0. Without any such pixel all errors
-    are 0. With several processes, all frames of the first come before those of the second and so on, and then they are
-    grouped.
-
-    Args:
-        max_disparity: True disparities below it count.
-
-    Example:
-        >>> errors = DisparityErrors(192)
-        >>> errors.update(torch.tensor([[[1.0, 9.0, 50.0]]]), torch.tensor([[[2.0, 4.0, float("inf")]]]))
-        >>> {name: float(value) for name, value in errors.compute().items()}
-        {'epe': 3.0, 'epe_batches_of_8': 3.0, 'error_3px': 0.5, 'd1': 0.5}
+    `epe` is the mean of `|d - d*|` over all such pixels of all frames, in pixels, `error_3px` the share of pixels with
+    `|d - d*| > 3`, and `d1`, KITTI's, that of pixels with `|d - d*| > 3` and `|d - d*| > 0.05 d*`. `epe_batches_of_8`,
+    as in PSMNet's code, is the mean over the pixels of each eight consecutive frames, then over these groups.
     """
 
     full_state_update = False
@@ -149,14 +135,12 @@ class DisparityErrors(Metric):
     def __init__(self, max_disparity: float) -> None:
         super().__init__()
         self.max_disparity, self.measured = max_disparity, False
+        # Four numbers a frame: sum of errors, pixels wrong by `error_3px` and by `d1`, pixels that count. Frames of the
+        # first of several processes come first.
         self.add_state("sums", [], dist_reduce_fx="cat")
 
     def update(self, disparity: Float[Tensor, "b h w"], truth: Float[Tensor, "b h w"]) -> None:
-        """Add frames.
-
-        Each frame gives four numbers to `sums`: the sum of its errors, the numbers of wrong pixels by `error_3px` and
-        by `d1`, and the number of pixels that count.
-        """
+        """Add frames."""
         known = _find_known(truth, self.max_disparity)
         error = torch.where(known, (disparity.double() - truth.double()).abs(), 0.0)
         wrong = error > 3
@@ -179,10 +163,7 @@ class DisparityErrors(Metric):
 def compute_disparity_loss(
     disparities: Float[Tensor, "b k h w"], truth: Float[Tensor, "b h w"], max_disparity: float
 ) -> Float[Tensor, ""]:
-    """Return the weighted sum of the outputs' smooth L1 losses, each the mean over the pixels with a valid disparity.
-
-    The weights are the last k of `_WEIGHTS`. If a batch has no valid disparity, the loss is 0.
-    """
+    """Return the weighted sum of the outputs' smooth L1 losses, each the mean over pixels with a valid disparity."""
     known = _find_known(truth, max_disparity)
     # Indexed instead of multiplied by 0, because unknown disparities are infinite.
     target, pixels = truth[known], known.sum().clamp(min=1)
@@ -194,16 +175,11 @@ def compute_disparity_loss(
 
 
 def _find_known(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Tensor, "b h w"]:
-    """Return the mask of the pixels with a valid disparity: known, so finite, and below `max_disparity`."""
+    # Unknown disparities are infinite.
     return truth < max_disparity
 
 
 def pad_to_multiples(image: Float[Tensor, "b c h w"], multiples: tuple[int, int]) -> Float[Tensor, "b c y x"]:
-    """Pad an image at the top and on the right, to multiples of two numbers in y and x, with 0, the mean colour.
-
-    Example:
-        >>> pad_to_multiples(torch.zeros(1, 3, 540, 960), (16, 16)).shape
-        torch.Size([1, 3, 544, 960])
-    """
+    """Pad an image at the top and on the right, to multiples of two numbers in y and x, with 0, the mean colour."""
     top, right = (-side % multiple for side, multiple in zip(image.shape[2:], multiples, strict=True))
     return functional.pad(image, (0, right, top, 0))

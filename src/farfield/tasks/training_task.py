@@ -12,14 +12,9 @@ from farfield.tasks.replay import Replay
 
 
 class TrainingTask(LightningModule):
-    """Train and evaluate a network; `_evaluate` gets validation and test batches, `_measure` logs after the last one.
+    """Train and evaluate a network; `_evaluate` gets validation and test batches, `_measure` logs after them."""
 
-    A checkpoint holds the network's weights and the arguments of the task, never the network's code.
-
-    Attributes:
-        not_saved: Names of arguments that a checkpoint does not hold.
-    """
-
+    # Names of arguments that a checkpoint does not hold.
     not_saved: tuple[str, ...] = ()
 
     def __init__(self, network: nn.Module) -> None:
@@ -42,12 +37,10 @@ class TrainingTask(LightningModule):
         self._evaluate("test", batch, batch_idx)
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the measures."""
+        """Reset the measures; tests begin alike."""
         self._reset()
 
-    def on_test_epoch_start(self) -> None:
-        """Reset the measures."""
-        self._reset()
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         """Log the measures of all validation batches."""
@@ -79,7 +72,6 @@ class TrainingTask(LightningModule):
         return grid.to(next(self.network.parameters()).dtype)
 
     def _log_loss(self, loss: Tensor, size: int) -> None:
-        """Log the loss of a training batch with this number of samples."""
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=size)
 
     def _log_rate(self) -> None:

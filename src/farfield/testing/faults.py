@@ -112,10 +112,8 @@ def at(index: int, action: Action) -> Decide:
 
 
 def from_call(index: int, code: int) -> Decide:
-    """Fail from one call on, as a disk does that is full, has become read-only, or is broken.
-
-    A full disk fails calls that need room alone, a quota is a full disk, and a broken or a read-only one fails all.
-    """
+    """Fail from one call on, as a disk does that is full, has become read-only, or is broken."""
+    # A quota is a full disk, which fails calls that need room alone; a broken or a read-only one fails all.
     spared = _ROOMLESS if code in (errno.ENOSPC, errno.EDQUOT) else ()
     return lambda position, call: code if position >= index and call.name not in spared else None
 
@@ -131,13 +129,7 @@ _NUMBER, _ARCHITECTURE = 0, 4
 
 @cache
 def _libc() -> Any:
-    """The C library."""
     return ctypes.CDLL(None, use_errno=True)
-
-
-def _argument(index: int) -> int:
-    """Offset of the lower half of an argument in what a filter reads."""
-    return 16 + 8 * index
 
 
 def _filter_program() -> bytes:
@@ -150,7 +142,8 @@ def _filter_program() -> bytes:
         block = [(_EQUAL, 0, len(tests) + 1 + bool(tests), number)]
         for place, (kind, value) in enumerate(tests):
             last = len(tests) - place  # from the step after this one to the step that allows
-            block.append((_LOAD, 0, 0, _argument(value)) if kind == _LOAD else (_ANY_BIT, 0, last, value))
+            # An argument's lower half is 16 + 8 i bytes from the start of what a filter reads.
+            block.append((_LOAD, 0, 0, 16 + 8 * value) if kind == _LOAD else (_ANY_BIT, 0, last, value))
         block.append((_RETURN, 0, 0, _NOTIFY))
         if tests:
             block.append((_RETURN, 0, 0, _ALLOW))
@@ -192,12 +185,8 @@ def run(function: Callable[[], Any], folder: Path, decide: Decide, *, seconds: f
         function: What is called; what it returns is pickled.
         folder: Calls that name a path inside it are counted, and those alone fail.
         decide: What is done at the call with an index.
-        seconds: Time after which the process is ended and an error raised.
+        seconds: Time after which the process is ended and a `TimeoutError` raised.
         threads: Threads of torch in the process.
-
-    Raises:
-        TimeoutError: If the process takes longer.
-        OSError: If this machine lets no process filter its system calls.
     """
     ours, theirs = socket.socketpair()
     with warnings.catch_warnings():
@@ -219,7 +208,6 @@ def run(function: Callable[[], Any], folder: Path, decide: Decide, *, seconds: f
 
 
 def _call_and_exit(function: Callable[[], Any], channel: socket.socket, threads: int) -> None:
-    """Call the function behind the filter, send what it did, and end the process without cleaning up."""
     import torch
 
     torch.set_num_threads(threads)
@@ -242,7 +230,6 @@ def _call_and_exit(function: Callable[[], Any], channel: socket.socket, threads:
 
 
 def _supervise(process: int, channel: socket.socket, folder: Path, decide: Decide, seconds: float) -> Outcome:
-    """Answer the calls of a process until it ends."""
     message, files, _, _ = socket.recv_fds(channel, 4096, 1)
     if not files:
         raise OSError(errno.EPERM, message[1:].decode() or "the process ended before it was watched")
@@ -282,7 +269,6 @@ def _supervise(process: int, channel: socket.socket, folder: Path, decide: Decid
 def _answer_call(
     listener: int, process: int, folder: str, decide: Decide, calls: list[Call], outside: list[str]
 ) -> None:
-    """Answer one call: let it happen, fail it, or kill its process."""
     notice = bytearray(80)
     try:
         fcntl.ioctl(listener, _RECEIVE, notice)
@@ -316,7 +302,6 @@ def _answer_call(
 
 
 def _write_half(process: int, thread: int, arguments: Sequence[int]) -> int:
-    """Write half of what a process wanted to write, in its place; return the number of bytes."""
     handle = os.pidfd_open(process)
     try:
         file = _libc().syscall(_PIDFD_GETFD, handle, ctypes.c_int(arguments[0] & 0xFFFFFFFF), 0)
@@ -332,13 +317,11 @@ def _write_half(process: int, thread: int, arguments: Sequence[int]) -> int:
 
 # ---- the paths of a call ---------------------------------------------------------------------------------------------
 def _describe(thread: int, number: int, arguments: Sequence[int]) -> Call:
-    """Name a call and its paths."""
     name, places = _CALLS[number]
     return Call(name, tuple(path for place in places if (path := _named_path(thread, place, arguments)) is not None))
 
 
 def _named_path(thread: int, place: str, arguments: Sequence[int]) -> str | None:
-    """Return the path that an argument names, absolute; None if there is none."""
     if place == "map":
         return _mapped_file(thread, arguments[0])
     if place.startswith("fd"):
@@ -352,12 +335,10 @@ def _named_path(thread: int, place: str, arguments: Sequence[int]) -> str | None
 
 
 def _signed(number: int) -> int:
-    """An argument as the 32-bit number that it is read as."""
     return ctypes.c_int(number & 0xFFFFFFFF).value
 
 
 def _link_of(path: str) -> str | None:
-    """Target of a link of the process; None if there is none."""
     try:
         return re.sub(r" \(deleted\)$", "", os.readlink(path))
     except OSError:
@@ -365,7 +346,6 @@ def _link_of(path: str) -> str | None:
 
 
 def _memory(thread: int, address: int, length: int) -> bytes:
-    """Bytes of a process; fewer if its memory ends before."""
     with open(f"/proc/{thread}/mem", "rb", 0) as file:
         file.seek(address)
         try:
@@ -376,7 +356,6 @@ def _memory(thread: int, address: int, length: int) -> bytes:
 
 
 def _mapped_file(thread: int, address: int) -> str | None:
-    """Path of the file that is mapped to an address."""
     with open(f"/proc/{thread}/maps", encoding="utf-8") as file:
         for line in file:
             fields = line.rstrip("\n").split(maxsplit=5)
@@ -387,5 +366,5 @@ def _mapped_file(thread: int, address: int) -> str | None:
 
 
 def _is_a_file(path: str) -> bool:
-    """Whether a path is one on a disk: no pipe, socket, device or entry of the kernel."""
+    # No pipe, socket, device or entry of the kernel.
     return path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/sys/"))

@@ -68,13 +68,12 @@ def check_operator(
 
 
 def _draw(size: tuple[int, ...]) -> Tensor:
-    """Random grids of two samples and four channels."""
     return torch.randn(2, 4, *size, dtype=torch.float64, device="cpu")
 
 
 def _draw_mask(size: tuple[int, ...]) -> Tensor:
-    """Some positions of each sample, and at least one."""
     mask = torch.rand(2, *size, device="cpu") > 0.35
+    # One at least.
     mask.flatten(1)[:, -1] = True
     return mask
 
@@ -82,16 +81,15 @@ def _draw_mask(size: tuple[int, ...]) -> Tensor:
 def _run_loops(
     attention: GridAttention, loops: Callable[..., NDArray], query: Tensor, key: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """The response by the loops; the values are the keys."""
     weight = attention.state_dict().get("weight")
     options = {} if weight is None else {"weight": weight.numpy()}
+    # The values are the keys.
     arrays = (each.numpy() for each in (query, key, key))
     result = loops(*arrays, heads=attention.heads, mask=None if mask is None else mask.numpy(), **options)
     return torch.as_tensor(result)
 
 
 def _summarize_tiles(attention: GridAttention, key: Tensor, mask: Tensor | None) -> Summary:
-    """Merge the summaries of tiles, the last tile first."""
     size = tuple(key.shape[2:])
     summaries = [
         attention.summarize(
@@ -99,11 +97,11 @@ def _summarize_tiles(attention: GridAttention, key: Tensor, mask: Tensor | None)
         )
         for origin, slices in _cut(size)
     ]
+    # The last tile first.
     return functools.reduce(Summary.merge, reversed(summaries))
 
 
 def _cut(size: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """(origin, slices) of each tile."""
     for origin in itertools.product(*(range(0, length, _TILE) for length in size)):
         yield origin, tuple(slice(start, start + _TILE) for start in origin)
 
@@ -124,16 +122,15 @@ def _check_masked(attention: GridAttention, query: Tensor, key: Tensor, mask: Te
 
 
 def _check_gradients(attention: GridAttention) -> None:
-    """Gradients are finite differences."""
     query, key = (_draw((3,)).requires_grad_() for _ in range(2))
     if not torch.autograd.gradcheck(lambda *grids: attention(*grids), (query, key), raise_exception=False):
         raise AssertionError("gradients of queries and keys are not those of finite differences")
 
 
 def _compare(message: str, got: Tensor, want: Tensor, tolerance: float) -> None:
-    """Refuse another shape, and a relative L2 error above the tolerance; NaN is above it."""
     if got.shape != want.shape:
         raise AssertionError(f"{message}: shape {tuple(got.shape)}, not {tuple(want.shape)}")
     error = float((got - want).detach().norm() / want.norm().clamp(min=torch.finfo(torch.float64).tiny))
+    # NaN is above it.
     if not error <= tolerance:
         raise AssertionError(f"{message}: relative error {error:.1e}, at most {tolerance:.1e}")

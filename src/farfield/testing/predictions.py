@@ -74,15 +74,13 @@ class Ending(NamedTuple):
 
 @contextmanager
 def plans_made_once() -> Iterator[None]:
-    """Make the plan of each network and tile once, which takes most of the time.
-
-    A network is known by its numbers: `predict_whole` looks at a copy, and the next copy may have the address of this.
-    """
+    """Make the plan of each network and tile once, which takes most of the time."""
     make = planning.Planner.plan
     plans: dict[tuple[Any, ...], StreamingPlan] = {}
 
     def cached(planner: planning.Planner) -> StreamingPlan:
         own, saved = planner, planner.saved
+        # A network is known by its numbers: `predict_whole` looks at a copy, and the next copy may have its address.
         for kept in (None, saved):  # what is saved is most often what would be planned
             key = (fingerprint(own.model), tuple(map(tuple, own.shapes)), own.tiles, own.pad, own.reduce, kept)
             found = plans.get(key)
@@ -120,7 +118,6 @@ class SoftmaxBetween(nn.Module):
 
 
 def _norms() -> nn.Module:
-    """A network with norms over all positions."""
     layers = [nn.Conv2d(1, 2, 3, padding=1), nn.InstanceNorm2d(2), nn.Conv2d(2, 2, 3, padding=1), nn.InstanceNorm2d(2)]
     return nn.Sequential(*layers, nn.Conv2d(2, 1, 1))
 
@@ -160,7 +157,6 @@ def undisturbed(key: Key, file: str) -> dict[str, bytes]:
 
 
 def _attempt(key: Key, out: Path, overwrite: bool = False) -> Ending:
-    """Predict in this process, and return how that ended."""
     try:
         predict(key, out, overwrite)
     except Exception as error:  # noqa: BLE001
@@ -169,7 +165,6 @@ def _attempt(key: Key, out: Path, overwrite: bool = False) -> Ending:
 
 
 def _flip(file: Path, share: float, bit: int) -> bool:
-    """Flip the bit at a share of a file's bytes, and return whether there was one."""
     numbers = bytearray(file.read_bytes() if file.exists() else b"")
     if numbers:
         numbers[int(share * len(numbers))] ^= 1 << bit
@@ -295,10 +290,8 @@ class Predictions(RuleBasedStateMachine):
         self.call(key=key, overwrite=overwrite)
 
     def choose(self, which: float) -> list[Path]:
-        """Return one file of the unfinished prediction, which is at a share of all; nothing if there is none.
-
-        No precondition of a rule asks for files: how many a kill leaves is not the same each time.
-        """
+        """Return one file of the unfinished prediction, which is at a share of all; nothing if there is none."""
+        # No precondition of a rule asks for files: how many a kill leaves is not the same each time.
         parts = self.parts()
         return parts[int(which * len(parts)) :][:1]
 

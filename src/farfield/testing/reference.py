@@ -19,12 +19,10 @@ Head = Callable[[Array, Array, Array, Mask, Mask, Array], Array]
 
 
 def _valid(mask: Mask) -> list[Position]:
-    """The indices of one sample's valid positions, in grid order."""
     return [position for position in np.ndindex(mask.shape) if mask[position]]
 
 
 def _softmax(scores: Sequence[float]) -> Array:
-    """Exponentials divided by their sum; an empty array for no scores."""
     if not len(scores):
         return np.zeros(0)
     exponentials = np.exp(np.asarray(scores) - max(scores))
@@ -32,7 +30,6 @@ def _softmax(scores: Sequence[float]) -> Array:
 
 
 def _weighted(weights: Iterable[float], vectors: Iterable[Array], channels: int) -> Array:
-    """Σ_j weight_j · vector_j; zeros for no vectors."""
     total = np.zeros(channels)
     for weight, vector in zip(weights, vectors, strict=True):
         total += weight * vector
@@ -71,10 +68,36 @@ def _each_head(
     return out
 
 
-def _attend(query: Array, keys: list[Array], values: list[Array], scale: float, channels: int) -> Array:
-    """The response of one query: Σ_j softmax_j(scale · k_jᵀ q) v_j (KAN Eq. 1)."""
-    weights = _softmax([scale * float(key @ query) for key in keys])
-    return _weighted(weights, values, channels)
+def _attend(q: Array, keys: list[Array], values: list[Array], scale: float, channels: int) -> Array:
+    """response_i = Σ_j softmax_j(scale · k_jᵀ q_i) v_j (KAN Eq. 1)."""
+    out = np.zeros((channels, *q.shape[1:]))
+    for i in np.ndindex(q.shape[1:]):
+        weights = _softmax([scale * float(key @ q[:, *i]) for key in keys])
+        out[:, *i] = _weighted(weights, values, channels)
+    return out
+
+
+def _sum_over_keys(
+    similarity: Callable[[Array, Array, Array, int], float],
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    heads: int,
+    mask: Mask | None,
+    weight: Array | None = None,
+) -> Array:
+    """response_i = Σ_j similarity(q_i, k_j, w, N) v_j, a pair of positions at a time; N is the number of valid keys."""
+
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, w: Array) -> Array:
+        positions = _valid(valid)
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]):
+            for j in positions:
+                out[:, *i] += similarity(q[:, *i], k[:, *j], w, len(positions)) * v[:, *j]
+        return out
+
+    return _each_head(head, query, key, value, heads=heads, mask=mask, weight=weight)
 
 
 def softmax(
@@ -83,13 +106,8 @@ def softmax(
     """KAN Eq. 1, SAN Eq. 1, FA Eq. 9: response_i = Σ_j softmax_j(k_jᵀ q_i) v_j."""
 
     def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
-        positions = _valid(valid)
-        out = np.zeros((v.shape[0], *q.shape[1:]))
-        for i in np.ndindex(q.shape[1:]):
-            out[:, *i] = _attend(
-                q[:, *i], [k[:, *j] for j in positions], [v[:, *j] for j in positions], scale, v.shape[0]
-            )
-        return out
+        keys, values = ([grid[:, *j] for j in _valid(valid)] for grid in (k, v))
+        return _attend(q, keys, values, scale, v.shape[0])
 
     return _each_head(head, query, key, value, heads=heads, mask=mask)
 
@@ -124,39 +142,19 @@ def softmax_pooled(
     def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
         windows = _windows(valid, (size,) * valid.ndim if isinstance(size, int) else size)
         keys, values = [pooled(k, members) for members in windows], [pooled(v, members) for members in windows]
-        out = np.zeros((v.shape[0], *q.shape[1:]))
-        for i in np.ndindex(q.shape[1:]):
-            out[:, *i] = _attend(q[:, *i], keys, values, scale, v.shape[0])
-        return out
+        return _attend(q, keys, values, scale, v.shape[0])
 
     return _each_head(head, query, key, value, heads=heads, mask=mask)
 
 
 def dot(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
     """FA Eq. 6: response_i = (1/d) Σ_j (k_jᵀ q_i) v_j, a pair of positions at a time."""
-
-    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
-        out = np.zeros((v.shape[0], *q.shape[1:]))
-        for i in np.ndindex(q.shape[1:]):
-            for j in _valid(valid):
-                out[:, *i] += float(k[:, *j] @ q[:, *i]) / k.shape[0] * v[:, *j]
-        return out
-
-    return _each_head(head, query, key, value, heads=heads, mask=mask)
+    return _sum_over_keys(lambda q, k, w, n: float(k @ q) / len(k), query, key, value, heads=heads, mask=mask)
 
 
 def averaged(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
     """SAN Eq. 2: response_i = (1/N) Σ_j v_j (k_jᵀ q_i), N the number of valid keys."""
-
-    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
-        positions = _valid(valid)
-        out = np.zeros((v.shape[0], *q.shape[1:]))
-        for i in np.ndindex(q.shape[1:]):
-            for j in positions:
-                out[:, *i] += float(k[:, *j] @ q[:, *i]) / len(positions) * v[:, *j]
-        return out
-
-    return _each_head(head, query, key, value, heads=heads, mask=mask)
+    return _sum_over_keys(lambda q, k, w, n: float(k @ q) / n, query, key, value, heads=heads, mask=mask)
 
 
 def factorized(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
@@ -223,7 +221,6 @@ def outer_sum(vectors: Array, size: tuple[int, ...]) -> Array:
 
 
 def _axis_keys_and_values(k: Array, v: Array, valid: Mask) -> tuple[list[Array], list[Array]]:
-    """Keys and values of the axes' indices that have a valid position."""
     pairs = zip(_axis_vectors(k, valid), _axis_vectors(v, valid), strict=True)
     present = [(key, value) for key, value in pairs if key is not None and value is not None]
     return [key for key, _ in present], [value for _, value in present]
@@ -235,11 +232,7 @@ def kronecker_kv(
     """KAN Eq. 16: attn(X, C, C): queries from every position, keys and values from the axes' means."""
 
     def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
-        keys, values = _axis_keys_and_values(k, v, valid)
-        out = np.zeros((v.shape[0], *q.shape[1:]))
-        for i in np.ndindex(q.shape[1:]):
-            out[:, *i] = _attend(q[:, *i], keys, values, scale, v.shape[0])
-        return out
+        return _attend(q, *_axis_keys_and_values(k, v, valid), scale, v.shape[0])
 
     return _each_head(head, query, key, value, heads=heads, mask=mask)
 
@@ -259,7 +252,7 @@ def kronecker_qkv_literal(
     def head(q: Array, k: Array, v: Array, valid: Mask, query_valid: Mask, _w: Array) -> Array:
         keys, values = _axis_keys_and_values(k, v, valid)
         queries = [np.zeros(q.shape[0]) if vector is None else vector for vector in _axis_vectors(q, query_valid)]
-        responses = np.stack([_attend(vector, keys, values, scale, v.shape[0]) for vector in queries], axis=1)
+        responses = _attend(np.stack(queries, axis=1), keys, values, scale, v.shape[0])
         return outer_sum(responses[None], q.shape[1:])[0]
 
     return _each_head(head, query, key, value, heads=heads, mask=mask, query_mask=query_mask)
@@ -275,14 +268,12 @@ def kronecker_qkv(
     query_mask: Mask | None = None,
     scale: float = 1.0,
 ) -> Array:
-    """KAN Eq. 17–18 with Eq. 13: the outer sum of n axes contains its mean n times; it is counted once.
-
-    That mean is taken over the valid queries, one by one.
-    """
+    """KAN Eq. 17–18 with Eq. 13: the outer sum of n axes contains its mean n times; it is counted once."""
     options = {"heads": heads, "mask": mask, "query_mask": query_mask, "scale": scale}
     literal, spatial_dims = kronecker_qkv_literal(query, key, value, **options), query.ndim - 2
     out = literal.copy()
     for sample in range(len(query)):
+        # The mean over the valid queries, one by one.
         positions = _valid(np.ones(query.shape[2:], bool) if query_mask is None else query_mask[sample])
         for channel in range(value.shape[1]):
             total = sum(literal[sample, channel, *position] for position in positions)
@@ -306,15 +297,10 @@ def siamese(
 ) -> Array:
     """SAN Eq. 5, its first line: response_i = (1/N) Σ_j v_j (q_i + k_j)ᵀ w."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, w: Array) -> Array:
-        positions = _valid(valid)
-        out = np.zeros((v.shape[0], *q.shape[1:]))
-        for i in np.ndindex(q.shape[1:]):
-            for j in positions:
-                out[:, *i] += v[:, *j] * siamese_similarity(q[:, *i], k[:, *j], w) / len(positions)
-        return out
+    def similarity(q: Array, k: Array, w: Array, n: int) -> float:
+        return siamese_similarity(q, k, w) / n
 
-    return _each_head(head, query, key, value, heads=heads, mask=mask, weight=weight)
+    return _sum_over_keys(similarity, query, key, value, heads=heads, mask=mask, weight=weight)
 
 
 def siamese_local(
@@ -322,15 +308,10 @@ def siamese_local(
 ) -> Array:
     """SAN Eq. 5's local term alone (SAN Table 6): response_i = v̄ (wᵀ q_i)."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, w: Array) -> Array:
-        positions = _valid(valid)
-        out = np.zeros((v.shape[0], *q.shape[1:]))
-        for i in np.ndindex(q.shape[1:]):
-            for j in positions:
-                out[:, *i] += v[:, *j] * float(w @ q[:, *i]) / len(positions)
-        return out
+    def similarity(q: Array, k: Array, w: Array, n: int) -> float:
+        return float(w @ q) / n
 
-    return _each_head(head, query, key, value, heads=heads, mask=mask, weight=weight)
+    return _sum_over_keys(similarity, query, key, value, heads=heads, mask=mask, weight=weight)
 
 
 def siamese_ones(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:

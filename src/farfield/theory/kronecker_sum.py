@@ -95,10 +95,7 @@ class _LogDeterminant(Function):
 
 
 class _PartialTraces(Function):
-    """Σ_j (Ω + b_j·I)⁻¹ and Σ_i (Ψ + a_i·I)⁻¹: the partial traces of Σ⁻¹ over columns and over rows.
-
-    Their derivative along (A, B) is the partial traces of −Σ⁻¹(A⊕B)Σ⁻¹, a linear map equal to its own transpose.
-    """
+    """Σ_j (Ω + b_j·I)⁻¹ and Σ_i (Ψ + a_i·I)⁻¹: the partial traces of Σ⁻¹ over columns and over rows."""
 
     generate_vmap_rule = True
 
@@ -116,6 +113,7 @@ class _PartialTraces(Function):
 
     @staticmethod
     def backward(ctx, grad_row, grad_column):  # type: ignore[no-untyped-def]
+        # Their derivative along (A, B): the partial traces of −Σ⁻¹(A⊕B)Σ⁻¹, a linear map equal to its own transpose.
         row, column, values, row_vectors, column_vectors = ctx.saved_tensors
         inverse = values.reciprocal()
         a = row_vectors.mT @ symmetric(grad_row) @ row_vectors

@@ -74,7 +74,6 @@ def read_annotated(root: Path, name: str) -> Annotated:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Read a file that has all sections of COCO's format; the content of the sections is not checked."""
     try:
         content = json.loads(read_utf8(file, "CocoFolders"))
     except FolderError:
@@ -95,7 +94,6 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
-    """Refuse a file without images or categories, and entries with missing keys, wrong types or unknown references."""
     refuse_here = partial(refuse, f"CocoFolders: {file}")
     refuse_here("parts are not in COCO's format", list(find_section_faults(content)), "use lists of objects with keys.")
     if not content["images"] or not content["categories"]:
@@ -151,12 +149,7 @@ def find_box_faults(part: Annotated) -> Iterator[str]:
 
 
 def find_box_fault(box: Sequence[float], width: int, height: int) -> str | None:
-    """Return what is wrong with a box `(x, y, width, height)`, None if nothing.
-
-    Example:
-        >>> find_box_fault([90, 10, 20, 5], 100, 50)
-        'box [90, 10, 20, 5] lies outside the image of 100x50 pixels'
-    """
+    """Return what is wrong with a box `(x, y, width, height)`, None if nothing."""
     x, y, wide, high = box
     if wide <= 0 or high <= 0:
         return f"box {box} has no size"
@@ -209,14 +202,7 @@ def is_rectangle(each: Mapping[str, Any]) -> bool:
 
 
 def decode_masks(objects: Sequence[Mapping[str, Any]], height: int, width: int) -> UInt8[Tensor, "objects h w"]:
-    """Turn the segmentations of objects, polygons or RLE (compressed or not), into masks: 1 on the object, else 0.
-
-    Example:
-        >>> square = [1, 1, 3, 1, 3, 3, 1, 3]
-        >>> column = {"size": [4, 5], "counts": [8, 4, 8]}
-        >>> decode_masks([{"segmentation": [square]}, {"segmentation": column}], 4, 5).sum((1, 2))
-        tensor([4, 4])
-    """
+    """Turn the segmentations of objects, polygons or RLE (compressed or not), into masks: 1 on the object, else 0."""
     masks = np.zeros((len(objects), height, width), np.uint8)
     for place, each in enumerate(objects):
         segmentation = each["segmentation"]

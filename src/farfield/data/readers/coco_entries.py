@@ -22,17 +22,12 @@ class _Field(NamedTuple):
 
 
 def _is_whole(value: Any, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
-    """Return whether a value is a whole number from `least` to `most`, and not a bool."""
+    # A bool is an int too.
     return type(value) is int and least <= value <= most
 
 
 def are_numbers(values: Iterable[Any], most: float = _LARGEST) -> bool:
-    """Return whether all values are finite numbers of magnitude `most` or less.
-
-    Example:
-        >>> are_numbers([1, 2.5]), are_numbers([1, float("nan")]), are_numbers([True]), are_numbers([10**400])
-        (True, False, False, False)
-    """
+    """Return whether all values are finite numbers of magnitude `most` or less, and none a bool."""
     return all(type(value) in (int, float) and abs(value) <= most for value in values)
 
 
@@ -42,7 +37,7 @@ def is_box(box: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is text that is not empty, has no byte 0, and can be the name of a file."""
+    # It must be possible as the name of a file.
     try:
         return isinstance(value, str) and bool(value.strip()) and "\0" not in value and bool(os.fsencode(value))
     except UnicodeEncodeError:

@@ -79,10 +79,7 @@ def _is_image_file(path: str | Path) -> bool:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """List all files below a folder in sorted order, without hidden files and file managers' clutter.
-
-    Links to folders are followed; one that leads back to one of its parent folders is skipped with a warning.
-    """
+    """List all files below a folder in sorted order, without hidden files and file managers' clutter."""
     paths = (Path(place) / name for place, names in _walk(folder) for name in names)
     return sorted(path for path in paths if not path.name.startswith(".") and path.name.lower() not in CLUTTER)
 
@@ -248,9 +245,9 @@ def _cache_folder() -> Path:
 
 
 def _leave_note(note: Path) -> None:
-    """Write an empty file as a note; where that is not permitted, the folder is checked again next time."""
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
     except OSError:
+        # The folder is checked again next time.
         return

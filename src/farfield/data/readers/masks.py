@@ -47,15 +47,12 @@ class Pair(NamedTuple):
 
 
 def read_mask_classes(root: Path) -> list[str]:
-    """Read the names of the classes from `root/classes.txt`, one per line in the order of their labels; else VOC's 21.
-
-    All lines may begin with the label itself; void, 255, is then skipped.
-    """
+    """Read the classes, one per line in the order of their labels, from `root/classes.txt`; without it VOC's 21."""
     path = root / "classes.txt"
     if not path.is_file():
         return list(VOC_CLASSES)
     lines = [line.split(maxsplit=1) for line in read_utf8(path, "VOCFolders").splitlines() if line.strip()]
-    # Longer strings of digits are names: int() limits their length.
+    # All lines may begin with the label itself. Longer strings of digits are names: int() limits their length.
     if lines and all(line[0].isdecimal() and len(line[0]) < 10 and len(line) == 2 for line in lines):
         numbered = [(int(label), name.strip()) for label, name in lines if int(label) != VOID]
         labels, names = [label for label, _ in numbered], [name for _, name in numbered]
@@ -95,10 +92,8 @@ def list_mask_pairs(root: Path, path: Path) -> list[Pair]:
 
 
 def list_train_aug(root: Path, sbd: Path) -> list[Pair]:
-    """List VOC's 10,582 training images with SBD's masks: (SBD train and val, and VOC train) without VOC val.
-
-    VOC's own masks take precedence. `sbd` has `cls`, `train.txt` and `val.txt`, or is the folder around `dataset`.
-    """
+    """List VOC's 10,582 training images, (SBD train and val, and VOC train) without VOC val, with SBD's masks."""
+    # The folder of cls, train.txt and val.txt, or the one around it.
     sbd = sbd / "dataset" if (sbd / "dataset").is_dir() else sbd
     ids = {
         place: {words[0] for words in read_list(path)}
@@ -109,6 +104,7 @@ def list_train_aug(root: Path, sbd: Path) -> list[Pair]:
             "val": root / LISTS / "val.txt",
         }.items()
     }
+    # VOC's own masks take precedence.
     pairs = [
         Pair(_find_image(root / _IMAGES, name), root / _MASKS / f"{name}.png")
         if name in ids["train"]
@@ -121,12 +117,7 @@ def list_train_aug(root: Path, sbd: Path) -> list[Pair]:
 def list_augmented(
     sbd_train: Iterable[str], sbd_val: Iterable[str], voc_train: Iterable[str], voc_val: Iterable[str]
 ) -> list[str]:
-    """List the names of train_aug in sorted order.
-
-    Example:
-        >>> list_augmented(["a", "b"], ["c", "v"], ["a", "t"], ["b", "v"])
-        ['a', 'c', 't']
-    """
+    """List the names of train_aug in sorted order."""
     return sorted({*sbd_train, *sbd_val, *voc_train} - {*voc_val})
 
 

@@ -13,15 +13,8 @@ _DIGITS = 7
 
 
 def find_rle_fault(segmentation: Mapping[str, Any], width: int, height: int) -> str | None:
-    """Return what is wrong with the RLE of a mask, None if nothing.
-
-    pycocotools decodes into memory of the given size without checking the runs, so they are checked here.
-
-    Example:
-        >>> find_rle_fault({"size": [4, 5], "counts": [8, 4, 8]}, 5, 4)
-        >>> find_rle_fault({"size": [4, 5], "counts": [8, 400, 8]}, 5, 4)
-        'its RLE has runs of 416 pixels in all, and the image has 20'
-    """
+    """Return what is wrong with the RLE of a mask, None if nothing."""
+    # pycocotools decodes into memory of the given size without checking the runs.
     size = segmentation.get("size")
     if "counts" not in segmentation:
         return "its RLE has no counts"
@@ -39,20 +32,13 @@ def find_rle_fault(segmentation: Mapping[str, Any], width: int, height: int) -> 
 
 
 def read_runs(counts: Any) -> list[int]:
-    """Return the runs of background and object in turn, from a list or from COCO's string; `ValueError` if damaged.
-
-    In COCO's string a number is written in digits of 5 bits, the lowest first, each a character from "0" on. The bit of
-    value 32 means that another digit follows, the bit of value 16 in the last digit that the number is negative. The
-    first three numbers are runs; from the fourth on, a number is the difference between its run and the run two before.
-
-    Example:
-        >>> read_runs("848"), read_runs([8, 4, 8])
-        ([8, 4, 8], [8, 4, 8])
-    """
+    """Return the runs of background and object in turn, from a list or from COCO's string; `ValueError` if damaged."""
     if isinstance(counts, list) and all(type(run) is int for run in counts):
         return counts
     if not isinstance(counts, str) or not counts.isascii():
         raise ValueError(f"has the counts {reprlib.repr(counts)}, neither a list of whole numbers nor COCO's string")
+    # A number of COCO's string is written in digits of 5 bits, the lowest first, each a character from "0" on. The bit
+    # of value 32 means that another digit follows, the bit of value 16 in the last digit that the number is negative.
     digits = np.frombuffer(counts.encode(), np.uint8).astype(np.int64) - ord("0")
     ends = np.flatnonzero(digits < 32)
     if not ((digits >= 0) & (digits < 64)).all() or (len(digits) and (not len(ends) or ends[-1] != len(digits) - 1)):
@@ -66,6 +52,7 @@ def read_runs(counts: Any) -> list[int]:
     shifts = 5 * (np.arange(len(digits)) - np.repeat(starts, lengths))
     runs = np.add.reduceat((digits & 31) << shifts, starts)
     runs -= (digits[ends] >> 4 & 1) << 5 * lengths
+    # From the fourth on, a number is the difference between its run and the run two before.
     for turn in (1, 2):
         runs[turn::2] = np.cumsum(runs[turn::2])
     return runs.tolist()

@@ -119,7 +119,6 @@ def list_frames(folder: Path) -> list[Frame]:
 
 
 def _match_layout(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
-    """Return the layout of the path of a left image, with the match; None for other files."""
     matches = ((layout, layout.left.fullmatch(path)) for layout in LAYOUTS.values())
     return next(((layout, match) for layout, match in matches if match), None)
 
@@ -139,10 +138,8 @@ def read_disparity(path: Path) -> NDArray[np.float32]:
 
 
 def read_pfm(path: Path) -> NDArray[np.float32]:
-    """Read a PFM file of one channel, which stores the last row first; the sign of its scale gives the byte order.
-
-    Pillow reads such files too, but not those whose scale has more than ten digits.
-    """
+    """Read a PFM file of one channel, which stores the last row first; the sign of its scale gives the byte order."""
+    # Pillow does not read files whose scale has more than ten digits.
     try:
         with path.open("rb") as file:
             start = file.read(_LONGEST_HEADER)

@@ -55,7 +55,6 @@ class Text(NamedTuple):
 
 
 def _read_texts(folder: Path) -> list[Text]:
-    """Read all `.txt` files below a folder, in sorted order; an error names those that are not UTF-8."""
     if not folder.is_dir():
         raise FolderError(f"{CALLER}: there is no folder {folder}.")
     paths = [path for path in list_files(folder) if path.suffix.lower() == ".txt"]
@@ -80,15 +79,13 @@ def read_text_file(path: Path) -> Text:
 
 
 def read_parts(root: Path, share: float) -> dict[str, list[Text]]:
-    """Read the texts of train and val, and of test if there is such a folder.
-
-    Without a folder `train`, the last `share` of the characters of each file is val.
-    """
+    """Read the texts of train and val, and of test if there is such a folder."""
     if (root / "train").is_dir():
         parts = {name: _read_texts(root / name) for name in ("train", "val")}
         if (root / "test").is_dir():
             parts["test"] = _read_texts(root / "test")
     else:
+        # Val is the last share of the characters of each file.
         both = [text.cut(share) for text in _read_texts(root)]
         parts = {"train": [first for first, _ in both], "val": [last for _, last in both]}
     for name, texts in parts.items():
@@ -97,7 +94,6 @@ def read_parts(root: Path, share: float) -> dict[str, list[Text]]:
 
 
 def _check_not_blank(root: Path, name: str, texts: Sequence[Text]) -> None:
-    """Raise `FolderError` for a part whose texts have only blank lines."""
     if not any(line.strip() for text in texts for line in text.lines):
         raise FolderError(
             f"{CALLER}: the {name} part of {root} has no text in its {len(texts)} files; "

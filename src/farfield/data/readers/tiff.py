@@ -33,16 +33,14 @@ class PairOfFiles(NamedTuple):
 
 
 def list_stacks(folder: Path) -> list[Path]:
-    """List the TIFF files of a folder in sorted order, without hidden ones; none if the folder does not exist.
-
-    Two that differ in the suffix alone are refused: pairs and outputs go by the name without suffix.
-    """
+    """List the TIFF files of a folder in sorted order, without hidden ones; none if the folder does not exist."""
     entries = folder.iterdir() if folder.is_dir() else ()
     stacks = sorted(
         path
         for path in entries
         if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.name.lower() not in CLUTTER
     )
+    # Pairs and outputs go by the name without suffix.
     check_names((path.stem for path in stacks), f"StackPairs: {folder} has several stacks of", "restored stacks")
     return stacks
 
@@ -96,14 +94,9 @@ def open_tiff_file(path: Path) -> tifffile.TiffFile:
 def open_stack(
     path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None, *, lazy: bool = False
 ) -> Any:
-    """Open a stack `(z, y, x)` or an image `(y, x)` without loading it, where the file allows that.
+    """Open a stack `(z, y, x)` or an image `(y, x)`, unloaded if the file allows that; `axes` None takes the file's.
 
-    Args:
-        path: A TIFF file: OME, ImageJ, or plain; one that is compressed is read, or, if `lazy`, read as it is sliced.
-        spatial_dims: 3 for stacks, 2 for images.
-        axes: The axes, e.g. "ZYX"; None takes those that the file gives.
-        channel: Index of the channel to read, for files of several; ignored for others.
-        lazy: Whether a compressed file is opened as a view in place of an array.
+    One that is compressed is read, or, if `lazy`, read as it is sliced.
     """
     with open_tiff_file(path) as file:
         shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
@@ -130,12 +123,7 @@ def _keep_axes(array: Any, shape: Sequence[int], keep: Sequence[int], taken: dic
 
 
 def _find_channels_axis(shape: Sequence[int], letters: str) -> int | None:
-    """Return the axis of several channels, or of the samples of a colour image; None if there is none.
-
-    Example:
-        >>> _find_channels_axis((5, 2, 64, 64), "ZCYX"), _find_channels_axis((5, 1, 64, 64), "ZCYX")
-        (1, None)
-    """
+    """Return the axis of several channels, or of the samples of a colour image; None if there is none."""
     named = [axis for axis, letter in enumerate(letters[: len(shape)]) if letter in "CS" and shape[axis] > 1]
     return named[0] if len(named) == 1 else None
 
@@ -177,7 +165,6 @@ def open_array(path: Path, lazy: bool = False) -> Any:
 
 
 def _advise_axes(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None) -> str:
-    """Return the advice for axes that are not those of one stack or image; the arguments are those of `_find_axes`."""
     wanted = "ZYX"[-spatial_dims:]
     split, longer = f"one grey stack per file with the axes {wanted}.", [side for side in shape if side > 1]
     place = _find_channels_axis(shape, axes)
@@ -197,12 +184,7 @@ def _advise_axes(shape: Sequence[int], axes: str, spatial_dims: int, taken: int 
 
 
 def _suggest_letters(shape: Sequence[int], spatial_dims: int, channels: bool) -> str:
-    """Return letters of axes that can be read: Q for those of length 1, C for channels if there may be any.
-
-    Example:
-        >>> _suggest_letters((2, 5, 64, 64), 3, True), _suggest_letters((1, 5, 1, 64, 64), 3, True)
-        ('CZYX', 'QZQYX')
-    """
+    """Return letters of axes that can be read: Q for those of length 1, C for channels if there may be any."""
     names = "ZYX"[-spatial_dims:]
     places = [place for place, side in enumerate(shape) if side > 1]
     if channels and (len(places) > spatial_dims or len(shape) == spatial_dims + 1):
@@ -214,10 +196,7 @@ def _suggest_letters(shape: Sequence[int], spatial_dims: int, channels: bool) ->
 
 
 def _find_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None = None) -> list[int]:
-    """Return which axes of an array are z, y and x; the others must have length 1.
-
-    `axes` has a letter for each; `taken` is where an axis of channels stood, of which one was taken, or None.
-    """
+    """Return which axes of an array are z, y and x; `taken` is where the axis of channels was, if one was taken."""
     wanted = "ZYX"[-spatial_dims:]
     fix = f"fix: {_advise_axes(shape, axes, spatial_dims, taken)}"
     if len(axes) != len(shape) or len(set(axes) - set(_UNNAMED)) != len(
@@ -260,14 +239,7 @@ def check_stack_values(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
 
 
 def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Read CARE's training data: `X` and `Y` with samples first, and `axes`, as in "SCZYX".
-
-    Floating-point patches are left unchanged, as CARE normalises before it saves; those of whole numbers are scaled so
-    that the percentiles 2 and 99.8 over all patches of `X`, and of `Y`, become 0 and 1.
-
-    Returns:
-        Sources `(samples, 1, z, y, x)` and targets of the same size, or `(samples, 1, y, x)` if they have one plane.
-    """
+    """Read CARE's training data, sources `(samples, 1, z, y, x)` and targets, of one plane `(samples, 1, y, x)`."""
     with name_file("StackPairs", path), np.load(path, allow_pickle=False) as file:
         missing = [name for name in ("X", "Y", "axes") if name not in file]
         if missing:
@@ -298,6 +270,7 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
 def _normalise_patches(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
     """Check patches, and scale those of whole numbers so that percentiles 2 and 99.8 of them all become 0 and 1."""
     check_stack_values(name, patches)
+    # CARE normalises floating-point patches before it saves them.
     if patches.dtype.kind == "f":
         return np.asarray(patches, np.float32)
     low, high = np.percentile(patches, (2, 99.8))

@@ -34,15 +34,7 @@ def list_stack_files(path: Path) -> list[Path]:
 
 
 def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: int | Sequence[int] | None) -> Volume:
-    """Open a stack `(z, y, x)` or an image `(y, x)` with its voxel size, without loading it.
-
-    Args:
-        path: Anything that `open_volume` opens: a TIFF file, a folder of zarr, a NIfTI file.
-        spatial_dims: 3 for stacks, 2 for images.
-        axes: The axes of the file, e.g. "ZYX"; None takes those that the file gives.
-        channel: Index of the channel to read; several give a volume with an axis of channels first. Files of one
-            channel are read as they are.
-    """
+    """Open a stack of any format, unloaded; several channels give a volume with channels first."""
     wanted = "ZYX"[-spatial_dims:]
     if path.suffix.lower() in SUFFIXES:
         with open_tiff_file(path) as file:
@@ -59,8 +51,8 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
             array = array.reshape(shape) if isinstance(array, np.ndarray) else array
             volume = arrange(path, array, metadata, channel)
         else:
-            several = "C" in open_volume(path, axes=axes).metadata.axes
-            volume = open_volume(path, channel=channel if several else None, axes=axes)
+            has_channels = "C" in open_volume(path, axes=axes).metadata.axes
+            volume = open_volume(path, channel=channel if has_channels else None, axes=axes)
     except ValueError as error:
         raise FolderError(f"StackPairs: {str(error).removeprefix('open_volume: ')}") from error
     named = volume.metadata.axes

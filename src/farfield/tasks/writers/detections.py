@@ -22,12 +22,7 @@ from farfield.tasks.writers.predictions import PALETTE, PredictionFolder, gather
 
 
 class DetectionFolder(PredictionFolder):
-    """Write the predictions of `Detect` to a folder: `results.json` and `pictures/<name>.jpg`.
-
-    `results.json` has COCO's format of results, with the annotations' ids of images and categories and the `file_name`
-    of each image; images of a folder without annotations are numbered from 1 in the order of their names. It holds all
-    detections; pictures show those with a score above `draw_above`, each object in its own colour. If the annotations
-    name an image outside their folder, its picture is `<last part of its name>-<id>.jpg`.
+    """Write the predictions of `Detect` to a folder: `results.json` in COCO's format, and `pictures/<name>.jpg`.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
@@ -52,9 +47,11 @@ class DetectionFolder(PredictionFolder):
             for entry in entries:
                 kept = {key: value for key, value in entry.items() if key != "label"}
                 category = ids[entry["label"] - 1] if ids else entry["label"]
+                # Images of a folder without annotations are numbered from 1 in the order of their names.
                 self.results.append({"image_id": number, "category_id": category, **kept, "file_name": name})
             picture = Image.fromarray(draw_detections(path, entries, classes, self.draw_above).permute(1, 2, 0).numpy())
             stem = os.path.splitext(name)[0]
+            # An image outside the annotations' folder has a picture of its last name and id.
             with written(self.output(trainer, "pictures", path, stem, ".jpg", number)) as file:
                 picture.save(file, "JPEG", quality=90)
 

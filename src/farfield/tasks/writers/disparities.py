@@ -17,14 +17,7 @@ COLOURS = (*((48, 18, 59), (70, 134, 251), (27, 229, 181), (164, 252, 60), (251,
 
 
 class DisparityFolder(PredictionFolder):
-    """Write the predictions of `Stereo` to a folder: `disparity/<name>.pfm` and `colours/<name>.png`.
-
-    The PFM files hold disparities in pixels, little-endian, in the size of the left image. Colours range from blue, 0,
-    to red, the largest disparity of the pair. `PredictionFolder` describes when the folder appears or is refused.
-
-    Args:
-        path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
-    """
+    """Write the predictions of `Stereo`: `disparity/<name>.pfm`, in the left image's pixels, `colours/<name>.png`."""
 
     def write(self, trainer: Trainer, prediction: Any) -> None:
         """Write the disparities of each pair of a `Matched`."""
@@ -38,12 +31,7 @@ class DisparityFolder(PredictionFolder):
 
 
 def colour_disparities(disparity: NDArray[np.float32], largest: float | None = None) -> Image.Image:
-    """Draw disparities as a palette image: blue for 0, red for `largest`, black where they are not finite.
-
-    Example:
-        >>> colour_disparities(np.array([[0.0, 5.0, 10.0]], np.float32)).convert("RGB").getpixel((2, 0))
-        (122, 4, 3)
-    """
+    """Draw disparities as a palette image: blue for 0, red for `largest`, black where they are not finite."""
     finite = np.isfinite(disparity)
     if largest is None:
         largest = float(disparity[finite].max(initial=0))

@@ -40,17 +40,7 @@ class PredictionFile(BasePredictionWriter):
 
 
 class PredictionTable(PredictionFile):
-    """Write the predictions of `Classify` to a CSV file with the columns path, class and probability.
-
-    An existing file is replaced.
-
-    Args:
-        path: The file; None writes `predictions.csv` into the trainer's `default_root_dir`.
-
-    Raises:
-        FileExistsError: Before the first prediction, if the file is one of the images.
-        CheckpointError: If the file cannot be written.
-    """
+    """Write the predictions of `Classify` to a CSV file with the columns path, class and probability."""
 
     default = "predictions.csv"
 
@@ -77,20 +67,10 @@ def _list_rows(predicted: Predicted, classes: Sequence[str]) -> list[tuple[str, 
 
 
 class PredictionFolder(BasePredictionWriter):
-    """Write predictions to a folder, batch by batch.
-
-    The folder appears when all images are predicted. Until then it has a hidden name beside the final one, so that an
-    interrupted prediction is never taken for a finished one. Run an interrupted prediction again.
+    """Write predictions to a folder, which appears when all are written, batch by batch.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
-
-    Raises:
-        FileExistsError: Before the first prediction, if the path exists and is not an empty folder, or if the hidden
-            name is taken by something that no interrupted prediction left; later, if the outputs of two images would be
-            one file.
-        BlockingIOError: Before the first prediction, if another process is writing to the folder.
-        CheckpointError: If a file cannot be written.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -111,6 +91,7 @@ class PredictionFolder(BasePredictionWriter):
             )
         if trainer.is_global_zero:
             place.parent.mkdir(parents=True, exist_ok=True)
+            # It has a hidden name until then, so that an interrupted prediction is never taken for a finished one.
             self.growing = OwnedFolder("farfield predict", hide_path(place), place)
             self.growing.hold()
             self.growing.empty()
@@ -168,11 +149,7 @@ class PredictionFolder(BasePredictionWriter):
 
 
 class MaskFolder(PredictionFolder):
-    """Write the predictions of `Segment` to a folder: `masks/<name>.png` and `overlays/<name>.jpg`.
-
-    Masks are index images with PASCAL VOC's palette, in the size of each image; overlays are the mean of the image and
-    these colours.
-    """
+    """Write the predictions of `Segment`: `masks/<name>.png` with VOC's palette, and `overlays/<name>.jpg`."""
 
     def write(self, trainer: Trainer, prediction: Segmented) -> None:
         """Write the mask and the overlay of each image."""
@@ -208,14 +185,7 @@ def hide_path(place: Path) -> Path:
 
 
 def _voc_palette() -> list[int]:
-    """Return PASCAL VOC's colours: red, green and blue of label 0, then of label 1, up to 255.
-
-    Bits 0, 3 and 6 of a label are the highest of red; bits 1, 4 and 7 those of green, bits 2, 5 and 8 those of blue.
-
-    Example:
-        >>> _voc_palette()[3:12]
-        [128, 0, 0, 0, 128, 0, 128, 128, 0]
-    """
+    # Bits 0, 3 and 6 of a label are the highest of red; bits 1, 4 and 7 those of green, bits 2, 5 and 8 those of blue.
     return [
         sum(((label >> (3 * bit + channel)) & 1) << (7 - bit) for bit in range(3))
         for label in range(256)

@@ -16,9 +16,6 @@ from farfield.tasks.writers.predictions import PredictionFolder, hide_path
 class SampleFolder(PredictionFolder):
     """Write the samples of `Generate` to a folder: `<number>.png`, and `samples.png`, a picture of all of them.
 
-    The folder appears when all samples are written, and an existing one is not overwritten, as with `PredictionFolder`.
-    With several processes the picture shows the samples of the first one only.
-
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
     """
@@ -43,6 +40,7 @@ class SampleFolder(PredictionFolder):
         """Write the picture of the samples, and move the folder to its final name."""
         columns: Any = pl_module.columns
         if trainer.is_global_zero:
+            # Those of the first process alone.
             pixels = arrange_images(torch.stack([self.drawn[place] for place in sorted(self.drawn)]), columns)
             with written(hide_path(self.place(trainer)) / "samples.png") as file:
                 Image.fromarray(pixels.numpy()).save(file, "PNG")
