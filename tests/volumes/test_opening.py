@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+import torch
 import zarr
 from torch import nn
 
@@ -309,6 +310,37 @@ def test_a_georeference_goes_with_the_image(tmp_path: Path) -> None:
         assert found[34737].value.rstrip("\0") == tags[3][3]
     predict_whole(half, volume, out=tmp_path / "out.zarr", quiet=True)
     assert open_volume(tmp_path / "out.zarr").metadata == open_volume(tmp_path / "out.tif").metadata
+
+
+def test_a_matrix_of_monai_goes_with_the_tensor(tmp_path: Path) -> None:
+    data = pytest.importorskip("monai.data")
+    matrix = torch.tensor([[0.0, -2.0, 0.0, 7.0], [1.0, 0.0, 0.0, 5.0], [0.0, 0.0, 3.0, 9.0], [0.0, 0.0, 0.0, 1.0]])
+    tensor = data.MetaTensor(torch.from_numpy(STACK[None]).float(), affine=matrix.double())
+    half = settled(nn.Sequential(nn.Conv3d(1, 1, 2, stride=2, padding=(1, 0, 0))))
+    found = predict_whole(half, tensor, quiet=True)
+    expected = predict_whole(half, STACK[None], quiet=True)
+    np.testing.assert_array_equal(found.as_tensor().numpy(), expected)
+    torch.testing.assert_close(found.affine[:, 3], matrix[:, 3].double())
+    torch.testing.assert_close(found.affine[:3, 1], 2 * matrix[:3, 1].double())
+    predict_whole(half, tensor, out=tmp_path / "out.zarr", quiet=True)
+    metadata = open_volume(tmp_path / "out.zarr").metadata
+    np.testing.assert_allclose(metadata.matrix("ZYX"), found.affine.numpy())
+    assert metadata.spacing["Y"] == 4.0
+    assert metadata.units["Y"] == "millimeter"
+
+
+def test_names_of_xarray_go_with_the_array(tmp_path: Path) -> None:
+    xarray = pytest.importorskip("xarray")
+    coords = {"y": 10 + 0.5 * np.arange(20), "x": ("x", 0.25 * np.arange(18), {"units": "um"}), "band": ["r", "g", "b"]}
+    array = xarray.DataArray(STACK[:3].transpose(1, 2, 0), dims=["y", "x", "band"], coords=coords)
+    found = predict_whole(network(2, 3), array, tile=8, quiet=True)
+    np.testing.assert_array_equal(found, predict_whole(network(2, 3), STACK[:3], tile=8, quiet=True))
+    assert found.dims == ("band", "y", "x")
+    np.testing.assert_array_equal(found.coords["y"], coords["y"])
+    predict_whole(network(2, 3), array, tile=8, out=tmp_path / "out.ome.zarr", quiet=True)
+    metadata = open_volume(tmp_path / "out.ome.zarr").metadata
+    assert (metadata.spacing, metadata.origin) == ({"Y": 0.5, "X": 0.25}, {"Y": 10.0})
+    assert metadata.units == {"X": "micrometer"}
 
 
 # ---- letters that predict_whole obeys --------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.labelled_arrays import label_result
 from farfield.volumes.sink import FileOutput, numpy_dtype, output_for
 from farfield.volumes.source import AxisLayout, VolumeSource, parse_layout
 from farfield.volumes.volume import describe_output
@@ -61,7 +62,9 @@ def predict_whole(
         volume: Anything with `shape` and slicing (arrays of NumPy, zarr and h5py, tensors of torch): `(*size)` of one
             channel, `(channels, *size)` or `(batch, channels, *size)`, depending on the number of spatial dims. That
             is the length of `tile` if it is a sequence, or else that of the model's first convolution. For a model of
-            several inputs a tuple of these, in the order of its arguments and of one size.
+            several inputs a tuple of these, in the order of its arguments and of one size. Letters of a
+            `farfield.volumes.Volume`, whatever their order, tell its axes: those of T, Z, Y, X that the network does
+            not have are samples, such as the planes of a stack for a 2-D network.
         tile: Size of the tiles that are written, without halo: one number, or one per spatial dim, None for those that
             are not cut; rounded up to multiples of the strides; by default the largest that memory allows. `Tiles`
             also has the memory of a tile, the disk space of values that are stored between passes, the halo of
@@ -83,9 +86,10 @@ def predict_whole(
 
     Returns:
         The result, with the volume's axes (several channels always have an axis). Without `out` a tensor on the
-        volume's device if the volume is a tensor, else an array of NumPy, or a dict or tuple of these as the model
-        returns several; otherwise the user's array, or the file at the path, opened for reading. An array or file has
-        several outputs as channels, one after the other; `open_volume` reads their names in a file.
+        volume's device if the volume is a tensor, else an array of NumPy (with the matrix of a tensor of MONAI, the
+        names and coordinates of an array of xarray), or a dict or tuple of these as the model returns several;
+        otherwise the user's array, or the file at the path, opened for reading. An array or file has several outputs
+        as channels, one after the other; `open_volume` reads their names in a file.
 
     Raises:
         ValueError: If the model is in training mode or does not take the volume's size; if an operation does not run in
@@ -177,8 +181,10 @@ def predict_whole(
             for number, each in enumerate(planned.passes * planned.samples)
         ]
         result = stream.run(passes, run, quiet)
-    split = planned.outputs.split
-    return result if out is not None else split(result, planned.layout.batch, planned.layout.channels)
+    if out is not None:
+        return result
+    result = planned.outputs.split(result, planned.layout.batch, planned.layout.channels)
+    return result if isinstance(volume, tuple) else label_result(volume, result, spec.metadata)
 
 
 def _read_volumes(

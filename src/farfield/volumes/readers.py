@@ -101,14 +101,14 @@ def _ratio(positions: int, whole: int) -> float:
 
 
 # ---- zarr ------------------------------------------------------------------------------------------------------------
-def _open_zarr(file: FileName, store: Any = None) -> Opened:
+def _open_zarr(file: FileName, store: Any = None, inside: str = "") -> Opened:
     """Open a zarr array, or a level of an image of OME-Zarr."""
     import zarr
 
     from farfield.volumes.bounded_zarr import bound_chunks
 
     try:
-        opened: Any = zarr.open(str(file.path) if store is None else store, mode="r")
+        opened: Any = zarr.open(str(file.path) if store is None else store, path=inside or None, mode="r")
         images = read_images(opened.attrs) if isinstance(opened, zarr.Group) else []
     # zarr raises all kinds of errors for folders that are none of its own.
     except Exception as error:
@@ -130,7 +130,9 @@ def _open_zarr(file: FileName, store: Any = None) -> Opened:
     ]
     # One level is a pyramid too.
     level = file.choose_level(len(levels)) if len(levels) != 1 or file.level else 0
-    array = opened.get(levels[level].path)
+    # A path that leads out of the group is none of its own.
+    name = str(levels[level].path)
+    array = None if ".." in name.split("/") else opened.get(name)
     if not isinstance(array, zarr.Array):
         raise ValueError(
             f'open_volume: "{file.path}" names "{levels[level].path}" as its level {level}, which is no array in it; '
@@ -168,10 +170,7 @@ def _open_zip(file: FileName) -> Opened:
     # A folder that was zipped as such is the only one in its file.
     first = sorted({entry.filename.split("/")[0] for entry in entries if "/" in entry.filename})
     is_root = any(entry.filename in _ZARR for entry in entries)
-    from zarr.storage import StorePath
-
-    store = ZipStore(file.path, mode="r")
-    return _open_zarr(file, store if is_root or len(first) != 1 else StorePath(store, first[0]))
+    return _open_zarr(file, ZipStore(file.path, mode="r"), "" if is_root or len(first) != 1 else first[0])
 
 
 def _open_remote(file: FileName) -> Opened:

@@ -16,6 +16,7 @@ from torch import Tensor
 from farfield._checks import ShapeError
 from farfield.volumes.axes_view import AxesView, basic_index, crop_array
 from farfield.volumes.image_metadata import SPACE, ImageMetadata, sorted_axes
+from farfield.volumes.labelled_arrays import read_labels
 from farfield.volumes.readers import open_file
 from farfield.volumes.source import AxisLayout
 
@@ -135,8 +136,11 @@ class Volume:
 
 
 def split_volume(volume: Any) -> tuple[ImageMetadata | None, Any]:
-    """Return the metadata of a `Volume` and its array; None and the array for any other."""
-    return (volume.metadata, volume.array) if isinstance(volume, Volume) else (None, volume)
+    """Return the metadata of a `Volume`, or of an array of xarray or MONAI, and its array; else None and the array."""
+    if isinstance(volume, Volume):
+        return volume.metadata, volume.array
+    array, metadata = read_labels(volume)
+    return metadata, array
 
 
 def describe_output(
@@ -243,7 +247,8 @@ def open_volume(
         metadata = replace(metadata, axes=letters).with_axes(letters)
     volume = arrange(file, array, metadata, channel)
     options = {"channel": channel, "level": level, "series": series, "axes": axes}
-    volume._opened = ({"path": file if isinstance(file, str) else os.path.abspath(file), **options},)
+    given = os.fspath(file)
+    volume._opened = ({"path": given if "://" in given else os.path.abspath(given), **options},)
     return volume if region is None else volume.crop(region)
 
 
