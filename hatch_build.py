@@ -92,6 +92,8 @@ def build(target: Path) -> None:
             for name, file in files
         ]
         headers = ["-isystem", str(torch / "include"), f"-DTORCH_TARGET_VERSION={TARGET}", "-Wno-unused-parameter"]
+        # Errors of the checks name files: without the folders of this machine, and the same file wherever it is built.
+        headers += [f"-ffile-prefix-map={each}/=" for each in (SOURCES, torch / "include")]
         steps.append([*SHARED, *headers, "-c", str(SOURCES / "library.cpp")])
         with ThreadPoolExecutor() as pool:
             list(pool.map(run, [[*command, *step, "-o", str(out)] for step, out in zip(steps, objects, strict=True)]))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ def test_from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     assert install_command("train") == 'pip install "farfield[train]"'
 
 
-@pytest.mark.parametrize("name", ["farfield-0.2.0-py3-none-any.whl", "a folder"])
+@pytest.mark.parametrize("name", ["farfield-0.3.0-py3-none-any.whl", "a folder"])
 def test_from_a_file_or_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     recorded(monkeypatch, {"url": path.as_uri()})
@@ -54,3 +57,9 @@ def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(_checks, "distribution", missing)
     assert install_command("train") == 'pip install "farfield[train]"'
+
+
+def test_streaming_without_its_extra_names_it() -> None:
+    program = "import sys; sys.modules['xxhash'] = None; import farfield; farfield.streaming"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert re.search(r"ModuleNotFoundError: farfield\.streaming: .*xxhash.*fix: pip install .*\[stream\]", done.stderr)

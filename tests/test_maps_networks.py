@@ -157,6 +157,7 @@ def test_overlays_of_one_scale_are_comparable() -> None:
     # Half the weight of full colour on both scales; twice the scale takes twice the weights.
     assert torch.equal(maps.overlay(image, weights, full=2.0), maps.overlay(image, 2 * weights, full=4.0))
     assert not torch.equal(maps.overlay(image, weights, full=2.0), maps.overlay(image, 4 * weights, full=2.0))
+    assert full_weight(torch.tensor([[0.1, -0.2], [0.4, 8.0]])) == 8.0
     own = maps.overlay(image, weights)
     assert torch.equal(own, maps.overlay(image, weights, full=full_weight(weights)))
 

@@ -2,7 +2,7 @@
 
 The names below load on first use, so that ``import farfield`` itself is fast:
 
-- ``ops``: the twelve operators, ``OPERATORS``, ``summarize`` and ``respond``
+- ``ops``: the operators, ``OPERATORS``, ``summarize`` and ``respond``
 - ``nn``: ``GridAttention`` and the blocks of the papers
 - ``models``: the compact networks, ``MODELS``, ``from_pretrained``
 - ``cost``: ``predict`` (by formula), ``count`` (the MACs that execute), ``measure`` (seconds and bytes)
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from farfield.insertion import insert, remove, replace_attention
     from farfield.ops import pad_grids
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "ShapeError",

@@ -45,13 +45,8 @@ def unknown(caller: str, what: str, name: object, names: Iterable[str]) -> Looku
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that adds an extra, from the checkout, wheel, repository or index of the installation.
-
-    pip records the first three in `direct_url.json` (PEP 610). A checkout or a wheel that is gone counts as the index.
-
-    Args:
-        extra: The extra, e.g. `"train"`.
-    """
+    """Return the pip command that adds an extra, from the checkout, wheel, repository or index of the installation."""
+    # pip records the first three in `direct_url.json` (PEP 610); one that is gone counts as the index.
     try:
         text = distribution("farfield").read_text("direct_url.json")
     except PackageNotFoundError:
@@ -90,12 +85,7 @@ def check_grid(caller: str, name: str, grid: Tensor) -> None:
 
 
 def _tensor_fix(name: str, value: object) -> str:
-    """Return the fix for a value that must be a grid: an expression that makes a tensor of it.
-
-    Example:
-        >>> _tensor_fix("grid", [torch.zeros(64, 8, 8), torch.zeros(64, 8, 8)])
-        'torch.stack(grid)'
-    """
+    """Return the fix for a value that must be a grid: an expression that makes a tensor of it."""
     if not (isinstance(value, list | tuple) and value and all(isinstance(each, Tensor) for each in value)):
         return f"torch.as_tensor({name})"
     if len({each.shape for each in value}) == 1:
@@ -144,12 +134,7 @@ def check_mask(caller: str, name: str, mask: Tensor | None, owner: str, grid: Te
 
 
 def _mask_fix(name: str, mask: Tensor, grid: Tensor) -> str:
-    """Return the fix for a mask that must be `(batch, *size)`: an expression, if its shape shows which dims it has.
-
-    Example:
-        >>> _mask_fix("mask", torch.zeros(2, 1, 8, 8), torch.zeros(2, 64, 8, 8))
-        'one value per position, without channels, (2, 8, 8): mask[:, 0].'
-    """
+    """Return the fix for a mask that must be `(batch, *size)`: an expression, if its shape shows which dims it has."""
     batch, size = grid.shape[0], tuple(grid.shape[2:])
     right = (batch, *size)
     made = {
@@ -208,12 +193,7 @@ def _check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> 
 
 
 def channels_fix(name: str, grid: Tensor, channels: int) -> str:
-    """Return the fix for a grid that must have `channels` channels: its dims in order, if one of them is as long.
-
-    Example:
-        >>> channels_fix("grid", torch.zeros(64, 14, 14), 64)
-        'add the batch, grid[None], if it is one grid (channels, *size).'
-    """
+    """Return the fix for a grid that must have `channels` channels: its dims in order, if one of them is as long."""
     if grid.shape[-1] == channels:
         return (
             f"the last dim has {channels}: {name}.movedim(-1, 1) if it is (batch, *size, channels), "

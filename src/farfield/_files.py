@@ -51,13 +51,7 @@ class OwnedFolder:
             )
 
     def hold(self) -> None:
-        """Make the folder and lock it against other processes until `let_go`, or until this process ends.
-
-        Raises:
-            FileExistsError: If the path exists and was not made by farfield.
-            BlockingIOError: If another process has locked the folder.
-            OSError: If the folder, its lock or its marker cannot be written; a folder that is new is removed again.
-        """
+        """Make the folder and lock it against other processes until `let_go`, or until this process ends."""
         self.check()
         self.path.mkdir(exist_ok=True)
         try:
@@ -79,12 +73,7 @@ class OwnedFolder:
                 self.remove()
 
     def acquire_lock(self) -> FileLock | None:
-        """Lock the folder; return None where the file system has no locks, as on some network drives.
-
-        Raises:
-            BlockingIOError: If another process has locked it.
-            OSError: If the file of the lock cannot be written.
-        """
+        """Lock the folder; return None where the file system has no locks, as on some network drives."""
         lock = FileLock(self.path / LOCK, timeout=0)
         try:
             lock.acquire()
@@ -183,14 +172,12 @@ def open_replacement(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def stage_files(folder: Path) -> Iterator[Path]:
-    """Make a temporary folder; its files replace those in `folder` when the block ends without an error.
-
-    All files are written to the disk before the first is renamed: after a crash each file is the old or the new one.
-    """
+    """Make a temporary folder; its files replace those in `folder` when the block ends without an error."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".farfield-") as staging:
         yield Path(staging)
         files = sorted(Path(staging).iterdir())
+        # All are on the disk before the first is renamed: after a crash each file is the old or the new one.
         for file in files:
             with file.open("r+b") as opened:
                 os.fsync(opened.fileno())

@@ -31,12 +31,7 @@ ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def fingerprint(value: Any) -> str:
-    """Return a checksum of a network, a function, an array, or a container of these and of plain values.
-
-    Example:
-        >>> fingerprint(nn.ReLU()) == fingerprint(nn.ReLU()), fingerprint(nn.ReLU()) == fingerprint(nn.ReLU6())
-        (True, False)
-    """
+    """Return a checksum of a network, a function, an array, or a container of these and of plain values."""
     return _hash_text(_Describer().part(value))
 
 

@@ -11,21 +11,13 @@ from typing import NamedTuple
 
 
 class OperatorFacts(NamedTuple):
-    """Facts about an operator; N positions, S the sum of the size, c channels, h heads.
+    """Facts about an operator; N positions, S the sum of the size, c channels, h heads."""
 
-    Attributes:
-        source: The equations or tables of the papers that define it; a number alone is that of an equation.
-        slots: How many slots its summary has per head.
-        merging: What becomes of the summaries of two tiles.
-        macs: The MACs of self-attention without projections, as the papers count them.
-        linear: The operator that computes the same function at linear cost; empty if there is none.
-    """
-
-    source: str
-    slots: str
-    merging: str
-    macs: str
-    linear: str = ""
+    source: str  # equations or tables of the papers that define it; a number alone is that of an equation
+    slots: str  # of its summary, per head
+    merging: str  # what becomes of the summaries of two tiles
+    macs: str  # of self-attention without projections, as the papers count them
+    linear: str = ""  # the operator that computes the same function at linear cost
 
     @property
     def growth(self) -> str:

@@ -7,33 +7,12 @@ from pathlib import Path, PureWindowsPath
 
 
 def output_path(folder: Path, name: str, suffix: str = "", number: int | None = None) -> Path:
-    """Return the path of the output for an input: `folder/<name><suffix>`, which is always inside the folder.
-
-    Names may come from untrusted files. A name that is absolute or has a part `..` could lead outside the folder: only
-    its last part is kept, followed by the number of the input if one is given.
-
-    Args:
-        folder: The folder of the outputs.
-        name: The name of the input, without suffix; it may contain folders, with either kind of slash.
-        suffix: The suffix of the output, such as ".png".
-        number: A number that no other input has.
-
-    Returns:
-        The path.
-
-    Raises:
-        ValueError: If the name has no last part, if its last part is `..`, or if it contains a NUL character.
-
-    Example:
-        >>> output_path(Path("masks"), "day/1", ".png").as_posix()
-        'masks/day/1.png'
-        >>> output_path(Path("masks"), "../../photographs/1", ".png", number=7).as_posix()
-        'masks/1-7.png'
-    """
+    """Return the path of the output for an input of a name, `folder/<name><suffix>`, which is inside the folder."""
     # A Windows path splits at both slashes and at drives, so a name is equally safe on all systems.
     path = PureWindowsPath(name)
     if path.name in ("", "..") or "\0" in name:
         raise ValueError(f"farfield predict: {name!r} cannot be the name of a file; fix: rename the input.")
+    # Names may come from untrusted files: of one that could lead outside only the last part is kept, with the number.
     if path.anchor or ".." in path.parts:
         path = PureWindowsPath(path.name if number is None else f"{path.name}-{number}")
     return folder.joinpath(*path.parts[:-1], path.name + suffix)

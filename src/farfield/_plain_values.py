@@ -23,10 +23,8 @@ def read_text(path: Path) -> str:
 
 
 def check_values(file: Path, values: Any) -> None:
-    """Refuse everything but numbers, strings, booleans, null, and lists and mappings of them; refuse too many of them.
-
-    A list that is referenced twice counts twice: a few lines can contain 9 ** 9 values, or a list that contains itself.
-    """
+    """Refuse all but numbers, strings, booleans, null, and lists and mappings of them; refuse too many of them."""
+    # A list that is referenced twice counts twice: a few lines can contain 9 ** 9 values, or a list in itself.
     left, seen = [("", values, 0)], 0
     while left:
         place, value, depth = left.pop()

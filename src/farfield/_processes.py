@@ -91,10 +91,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """`(processes, *shape)` of each process → `(*shape)`: the sum over processes of the entry at this process's rank.
-
-    It is the adjoint of the all-gather.
-    """
+    """The adjoint of the all-gather: `(processes, *shape)` of each → `(*shape)`, the sum of the entries at its rank."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -108,15 +108,10 @@ def sharded_attention(
 
 
 class Whole(NamedTuple):
-    """The merged summaries of all processes.
-
-    Attributes:
-        summary: The summary of the whole grid.
-        query_sums: The query sums of the whole grid, for operators whose queries are sums; otherwise None.
-    """
+    """The merged summaries of all processes."""
 
     summary: Summary
-    query_sums: Gathered | None
+    query_sums: Gathered | None  # for operators whose queries are sums
 
 
 def all_gather_summary(
@@ -217,20 +212,12 @@ def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = No
 
 
 class Part(NamedTuple):
-    """The facts about a process's part that the processes compare.
+    """The facts about a process's part that the processes compare."""
 
-    Attributes:
-        shape: `(batch, channels, *size)`.
-        dim: The spatial dim that is split; None if `place` is given.
-        place: Origin of the part and size of the whole; None if they are not given.
-        layer: The `repr` of the layer in one line.
-        dtype: The dtype of the part.
-    """
-
-    shape: tuple[int, ...]
-    dim: int | None
-    place: Place | None = None
-    layer: str = ""
+    shape: tuple[int, ...]  # `(batch, channels, *size)`
+    dim: int | None  # the spatial dim that is split; None if `place` is given
+    place: Place | None = None  # origin of the part and size of the whole
+    layer: str = ""  # its `repr` in one line
     dtype: torch.dtype | None = None
 
 
@@ -243,11 +230,7 @@ def agree(
     size: Sequence[int] | None,
     group: ProcessGroup | None,
 ) -> Place:
-    """Check that the processes have the same layer and dtype and that their parts form a grid.
-
-    Returns:
-        The place of this process's part.
-    """
+    """Return this part's place; check that all processes have the same layer and dtype and their parts form a grid."""
     caller = "sharded_attention"
 
     def describe() -> Part:

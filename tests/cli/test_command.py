@@ -50,6 +50,11 @@ def test_a_missing_package_is_named_as_pip_names_it(
     assert text == f"farfield maps: {name} is not installed; fix: {install_command(extra)}"
 
 
+def test_a_message_of_predict_names_options() -> None:
+    text = "fix: remove that folder, or overwrite=True; or tile=Tiles(…, disk=1000)."
+    assert cli._spell_options(text) == "fix: remove that folder, or --overwrite true; or --tile.disk 1000B."
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_warning_is_its_text(
     debug: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

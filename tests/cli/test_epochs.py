@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from farfield.cli.epochs import EpochLines, Related, metrics_of_epoch
+from farfield.cli.epochs import EpochLines, Related, duration, metrics_of_epoch
 from helpers.quiet import QUIET
 
 
@@ -69,6 +69,11 @@ def test_metrics_of_the_last_step_are_left_out() -> None:
         "val/loss",
         "learning_rate",
     ]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(8.31, "8.3 s"), (754.0, "12:34 min"), (7384.0, "2:03:04 h")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,8 @@ def matrix(
         return q.transpose(2, 3) @ k / count * keep
     if operator == "factorized_gaussian":
         return q.softmax(dim=2).transpose(2, 3) @ _softmax(k, key_valid[:, None, None, :])
+    if operator not in ("siamese", "siamese_local", "siamese_ones"):
+        raise LookupError(f"tests/helpers/explicit.py: matrix has no form of {operator}.")
     w = (torch.ones(query.shape[1]).to(query) if weight is None else weight).view(heads, -1)
     local = torch.einsum("bhdm,hd->bhm", q, w)[..., None]
     if operator == "siamese_local":

@@ -52,6 +52,24 @@ def test_a_list_of_grids(grids: list[torch.Tensor], fix: str) -> None:
     assert module(batch, mask=mask).shape == batch.shape
 
 
+@pytest.mark.parametrize(
+    ("shape", "fix"),
+    [
+        ((2, 1, 5, 6), "mask[:, 0]"),
+        ((2, 5, 6, 1), "mask[..., 0]"),
+        ((2, 30), "mask.reshape(2, 5, 6)"),
+        ((5, 6), "mask.expand(2, 5, 6)"),
+        ((1, 5, 6), "mask.expand(2, 5, 6)"),
+    ],
+)
+def test_the_fix_gives_a_mask_of_the_grid(shape: tuple[int, ...], fix: str) -> None:
+    mask = torch.ones(shape, dtype=torch.bool)
+    with pytest.raises(ShapeError) as raised:
+        GridAttention(64, "averaged")(torch.randn(2, 64, 5, 6), mask=mask)
+    assert f": {fix}." in str(raised.value)
+    assert eval(fix, {"mask": mask}).shape == (2, 5, 6)
+
+
 def test_other_channels_are_projected() -> None:
     module, grid = GridAttention(64, "averaged", project="qkvo"), torch.randn(2, 48, 5, 6)
     with pytest.raises(ShapeError, match=r"fix: project grid first, e.g. by torch.nn.Conv2d") as raised:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from farfield import ShapeError, ops
+from farfield._operators import FACTS
 from farfield.nn import GridAttention
 from helpers.grids import ROWS, WEIGHT_ROWS, Case, assert_close, draw, tiles, to_numpy
 from helpers.partly import pairwise
@@ -176,23 +177,15 @@ def test_mapping_the_values_of_a_summary_is_projecting_before(row: str, masked: 
 def test_a_summary_does_not_grow_with_the_grid(row: str) -> None:
     """Only rows without compression keep a slot for each answering position."""
     slots = [_whole(draw(row, (3,), (side, side), heads=2)).values.shape[2] for side in (4, 8)]
-    grows = {
-        "softmax": (16, 64),
-        "dot": (16, 64),
-        "softmax_pooled": (4, 16),
-        "kronecker_kv": (8, 16),
-        "kronecker_qkv": (8, 16),
-        "kronecker_qkv_literal": (8, 16),
+    expected = {
+        "one per position": (16, 64),
+        "one per pooled position": (4, 16),
+        "one per index of each axis": (8, 16),
+        "one per key channel": (2, 2),
+        "two": (2, 2),
+        "one": (1, 1),
     }
-    fixed = {
-        "averaged": 2,
-        "factorized": 2,
-        "factorized_gaussian": 2,
-        "siamese": 2,
-        "siamese_ones": 2,
-        "siamese_local": 1,
-    }
-    assert tuple(slots) == grows.get(row, (fixed.get(row),) * 2)
+    assert tuple(slots) == expected[FACTS[row].slots]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from farfield.streaming import Tiles, predict_whole
+from farfield.volumes.file_formats import FORMATS
 from helpers.partly import partly
 from helpers.stopping import recording_tasks, stopping
 from helpers.streamed_nets import Hourglass, relative, settled
@@ -113,7 +114,7 @@ def test_arrays_of_the_callers(volume: np.ndarray, net: torch.nn.Module, tmp_pat
 @pytest.mark.parametrize(
     ("path", "error", "text"),
     [
-        ("out.png", ValueError, r'must end in one of .npy, .zarr, .tif, .tiff; fix: ".*out.png.zarr"'),
+        ("out.png", ValueError, rf'must end in one of {", ".join(FORMATS)}; fix: ".*out.png.zarr"'),
         ("nowhere/out.npy", FileNotFoundError, 'no folder ".*nowhere" for "out.npy"; fix: make that folder first'),
     ],
 )

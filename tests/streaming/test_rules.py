@@ -137,6 +137,7 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
     "transposed": (nn.ConvTranspose3d(2, 3, 3, 2, padding=1, output_padding=1), SPACE),
     "vectors of positions": (lambda grid, own: own(grid.flatten(2)).unflatten(2, grid.shape[2:]), AREA),
     "unfold": (lambda grid: F.fold(F.unfold(grid, 3, 2, 1, 2), grid.shape[2:], 3, 2, 1, 2), AREA),
+    "bins": (lambda grid: torch.bucketize(grid, torch.tensor([-1.0, 0.0, 1.0]).to(grid)).to(grid), AREA),
     "windows": (lambda grid: grid.unfold(2, 4, 3).amax(-1), AREA),
     "unpool": (unpool, AREA),
     "max pool": (nn.MaxPool3d(3, 2, 1, ceil_mode=True), SPACE),
@@ -207,6 +208,7 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
     "nonzero of all": (lambda grid: grid + (grid > 0).count_nonzero() / 100, AREA),
     "moments": (of_vector(lambda x: x.std(2) + x.var(2, correction=0) + sum(torch.var_mean(x, 2))), SPACE),
     "deviation and mean": (of_vector(lambda x: sum(torch.std_mean(x, 2))), AREA),
+    "distances of vectors": (rows(lambda x: F.pairwise_distance(x, 2 * x + 1, keepdim=True)), AREA),
     "norms": (
         of_vector(lambda x: sum(torch.linalg.vector_norm(x / 9, p, 2) for p in (0, 1, 2, 3, math.inf, -math.inf))),
         AREA,

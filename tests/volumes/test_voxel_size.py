@@ -119,15 +119,17 @@ def test_damaged_ome_is_an_image_without_voxel_size(tmp_path: Path) -> None:
 def test_units_have_one_name_for_each_spelling(unit: str) -> None:
     spellings = (unit, f"{unit}s", UNITS[unit].symbol, *UNITS[unit].others)
     assert {parse_unit(spelling) for spelling in spellings} == {unit}
+    assert parse_unit("pixel") is None
 
 
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
         ("none.tif", {}, r'open_volume: there is no ".*none.tif"; fix: the path of a file'),
-        ("a.png", {}, r"is neither a .tif, .tiff or .npy file nor a folder of zarr; fix: open it by its own library"),
+        ("a.png", {}, r"is neither a .tif, .* file nor a folder of zarr; fix: open it by its own library"),
         ("a.tif", {"channel": 3}, r'".*a.tif" has 2 channels, got channel=3; fix: a number from 0 to 1'),
         ("a.tif", {"channel": []}, r"has 2 channels, got channel=\[\]; fix: a number from 0 to 1"),
+        ("a.npy", {"channel": 1}, r"has 1 channels, got channel=1"),
         ("a.tif", {"level": 1}, r'".*a.tif" has no levels, got level=1; fix: level=0'),
         ("damaged.tif", {}, r'cannot read ".*damaged.tif": '),
         (
@@ -142,6 +144,7 @@ def test_units_have_one_name_for_each_spelling(unit: str) -> None:
 def test_files_that_cannot_be_opened(name: str, options: dict[str, Any], text: str, tmp_path: Path) -> None:
     write_imagej(tmp_path / "a.tif", stack_of(5, 2, 8, 9), "ZCYX")
     (tmp_path / "a.png").touch()
+    np.save(tmp_path / "a.npy", stack_of(2, 8, 9))
     (tmp_path / "damaged.tif").write_bytes(b"II*\0 and no more")
     zarr.create_group(str(tmp_path / "group.zarr")).create_array("inner", shape=(4, 4), dtype="uint8")
     (tmp_path / "empty").mkdir()

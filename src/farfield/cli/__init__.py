@@ -155,12 +155,7 @@ def _call(command: Command, *arguments: Any, **options: Any) -> Any:
 
 
 def _spell_options(text: str) -> str:
-    """Return a message of `predict_whole` with options in place of arguments of Python.
-
-    Example:
-        >>> _spell_options("fix: remove that folder, or overwrite=True; or tile=Tiles(…, disk=1000).")
-        'fix: remove that folder, or --overwrite true; or --tile.disk 1000B.'
-    """
+    """Return a message of `predict_whole` with options in place of arguments of Python."""
     text = re.sub(r"(?:tile=)?Tiles\(…, (\w+)=([^()]*)\)", r"--tile.\1 \2", text)
     return re.sub(r"(--tile\.(?:disk|memory) \d+)\b", r"\1B", text).replace("overwrite=True", "--overwrite true")
 

@@ -109,12 +109,7 @@ def announce(name: str) -> None:
 
 
 def explain_word(word: str, command: str, options: Iterable[str]) -> str:
-    """Return the text of an error about a word that is no option, and not the value of one.
-
-    Example:
-        >>> explain_word("photo.jpg", "farfield explore", ["--image", "--model"])
-        '"photo.jpg" is not the value of an option; fix: the option before it (--image, --model), or leave it out.'
-    """
+    """Return the text of an error about a word that is no option, and not the value of one."""
     names = list(options)
     if word.startswith("-"):
         return no_such("option", word.partition("=")[0], names, command)

@@ -28,11 +28,7 @@ _UNRELATED = (
 
 
 class EpochLines(TQDMProgressBar):
-    """Print one line at the start of a training and one line an epoch, and on a terminal a bar within the epoch.
-
-    An epoch's line has every metric that was logged for the epoch, by its whole name, with four digits, and how long
-    the epoch took. In a file or a pipe there are only these lines. In a distributed run the first process prints.
-    """
+    """Print a line at the start of a training and one an epoch, and on a terminal a bar within the epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,12 +77,7 @@ def metrics_text(trainer: Trainer) -> str:
 
 
 def metrics_of_epoch(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Return the metrics of an epoch, training first, other than tasks' metrics last, without those of its last step.
-
-    Example:
-        >>> metrics_of_epoch({"learning_rate": torch.tensor(0.5), "val/loss": torch.tensor(1.0), "train/loss_step": 2})
-        {'val/loss': 1.0, 'learning_rate': 0.5}
-    """
+    """Return the metrics of an epoch without those of its last step: training first, other than tasks' metrics last."""
     own = {name: value for name, value in metrics.items() if not name.endswith(("_step", "_epoch"))}
     ordered = sorted(own, key=lambda name: ("/" not in name, not name.startswith("train/"), name))
     return {name: float(own[name]) for name in ordered}
@@ -112,12 +103,7 @@ def _describe_device(trainer: Trainer) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text.
-
-    Example:
-        >>> duration(8.31), duration(754.0), duration(7384.0)
-        ('8.3 s', '12:34 min', '2:03:04 h')
-    """
+    """Return a duration as text."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

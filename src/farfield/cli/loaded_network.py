@@ -34,19 +34,12 @@ class _ClassEntry(NamedTuple):
 
 
 class LoadedNetwork(NamedTuple):
-    """A network and how its training images were prepared.
+    """A network and how its training images were prepared."""
 
-    Attributes:
-        network: In eval mode; an untrained network in training mode.
-        normalize: Maps pixels in 0..1 to the input of the network.
-        side: The shorter side of an image in pixels.
-        source: Where `normalize` and `side` come from, as text.
-    """
-
-    network: nn.Module
-    normalize: Callable[[Tensor], Tensor]
-    side: int
-    source: str
+    network: nn.Module  # in eval mode; an untrained network in training mode
+    normalize: Callable[[Tensor], Tensor]  # maps pixels in 0..1 to the input of the network
+    side: int  # the shorter side of an image in pixels
+    source: str  # where `normalize` and `side` come from, as text
 
     def prepare(self, image: Tensor, side: int | None) -> Tensor:
         """Resize a `uint8` image `(3, height, width)` without cropping, normalise it, and return a batch of one."""

@@ -35,7 +35,6 @@ def machine_rows() -> list[Row]:
 
 
 def _devices() -> str:
-    """Return the accelerators that PyTorch can use, as text."""
     if torch.cuda.is_available():
         return ", ".join(
             f"cuda:{index} {torch.cuda.get_device_name(index)} "
@@ -68,22 +67,12 @@ def install_fix(module: str, extra: str) -> str:
 
 
 def distribution_name(module: str) -> str:
-    """Return the name of the package to install for a module.
-
-    Example:
-        >>> distribution_name("PIL"), distribution_name("torchvision")
-        ('Pillow', 'torchvision')
-    """
+    """Return the name of the package to install for a module, such as Pillow for PIL."""
     return DISTRIBUTIONS.get(module, module)
 
 
 def find_extra(module: str, preferred: str = "") -> str | None:
-    """Return the extra with the package of a module: the preferred one, or else the smallest; None if no extra has it.
-
-    Example:
-        >>> find_extra("timm"), find_extra("torchvision", "demo"), find_extra("my_networks", "demo")
-        ('timm', 'demo', None)
-    """
+    """Return the extra with the package of a module: the preferred one, else the smallest; None if no extra has it."""
     try:
         metadata = importlib.metadata.metadata("farfield")
     except importlib.metadata.PackageNotFoundError:

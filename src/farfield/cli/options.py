@@ -23,16 +23,13 @@ from farfield.cli.values import CommandLineError, no_such, parse_bytes
 
 
 class Task(NamedTuple):
-    """A task: its class, the data that it usually reads, the metric of its best epoch, and what writes predictions.
-
-    The writer is a callback, None if the task itself writes.
-    """
+    """A task: its class, the data that it usually reads, the metric of its best epoch, and what writes predictions."""
 
     module: str
     data: str
     monitor: str
     mode: str
-    writer: str | None
+    writer: str | None  # a callback; None if the task itself writes
 
 
 def _task(name: str, data: str, monitor: str, mode: str, writer: str | None = None) -> Task:

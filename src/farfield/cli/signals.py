@@ -17,20 +17,10 @@ from farfield.tasks.logs import newest_run
 
 
 class Stop(Callback):
-    """Exit a command of Lightning at once on a signal, with status 128 + its number and a message.
+    """Exit a command of Lightning at once on a signal, with status 128 + its number and a message."""
 
-    On SIGTERM, Lightning itself stops at the end of a batch (in `predict` never) and exits with status 0, which a
-    scheduler takes for success; on Ctrl-C it exits with 1. Files are written under another name and then renamed, so
-    they are never incomplete, wherever the process exits.
-
-    Example:
-        >>> import os, signal
-        >>> with Stop("fit"):
-        ...     os.kill(os.getpid(), signal.SIGTERM)
-        Traceback (most recent call last):
-        SystemExit: 143
-    """
-
+    # On SIGTERM, Lightning stops at the end of a batch (in `predict` never) with status 0, which a scheduler takes for
+    # success; on Ctrl-C it exits with 1.
     def __init__(self, command: str) -> None:
         self.command = command
         self.number: int | None = None

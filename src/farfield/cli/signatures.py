@@ -41,12 +41,7 @@ class Signature(NamedTuple):
 
 
 def read_signature(path: str) -> Signature | None:
-    """Read the signature of a function or class; None if there is no source of it.
-
-    Example:
-        >>> read_signature("farfield.models.kanet").parameters["width"].default
-        '1.0'
-    """
+    """Read the signature of a function or class; None if there is no source of it."""
     module, _, name = path.rpartition(".")
     file = _find_source(module)
     return None if file is None else _read_name(file, name)

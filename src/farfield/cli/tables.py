@@ -189,10 +189,7 @@ _COST_KEYS_HERE = ("macs_executed", "activation_bytes", "gathered_bytes", "coeff
 def _cost_row(
     name: str, operator: str | Operator, options: AttentionOptions, size: Size, table: PaperTable | None
 ) -> Row:
-    """Return the cost of one operator: by the papers' formulas, as printed, and as executed.
-
-    A user's own operator has no formula: its MACs are counted, and the rest is None.
-    """
+    """Return the cost of one operator: by the papers' formulas, as printed, and as executed."""
     import torch
 
     from farfield import cost, nn
@@ -206,6 +203,7 @@ def _cost_row(
     counted = cost.count(attention, (1, channels, *size))
     row: Row = dict.fromkeys((*_COST_KEYS, *_COST_KEYS_HERE)) | {"operator": name}
     row |= {"macs_executed": counted.macs, "weights": counted.weights, "parameters": counted.parameters}
+    # A user's own operator has no formula.
     if name in OPERATORS:
         papers = [table.paper] if table else []
         paper = next(paper for paper in (*papers, *PAPERS) if name in PAPERS[paper].rows)

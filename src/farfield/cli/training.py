@@ -67,10 +67,7 @@ class _Parser(LightningArgumentParser):
 
 
 class Training(LightningCLI):
-    """The command line of `farfield fit`, `validate`, `test` and `predict`; creating an instance runs the command.
-
-    To Lightning's command line it adds the folder of a run and its files, which the docstring of `train` lists.
-    """
+    """The command line of `farfield fit`, `validate`, `test` and `predict`; creating an instance runs the command."""
 
     def __init__(self, args: ArgsType = None, task: str = "classify", *, callbacks: Sequence[Callback] = ()) -> None:
         self.task = task

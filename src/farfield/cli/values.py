@@ -45,12 +45,7 @@ class AttentionOptions(NamedTuple):
 
 
 def no_such(what: str, name: str, names: Iterable[str], command: str = "farfield fit") -> str:
-    """Return the text of an error about an unknown name, with the nearest of `names`.
-
-    Example:
-        >>> no_such("option", "--siz", ["--size", "--channels"], "farfield cost")
-        'no option "--siz"; nearest: --size.'
-    """
+    """Return the text of an error about an unknown name, with the nearest of `names`."""
     names = list(names)
     nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"; nearest: {', '.join(nearest)}." if nearest else f"; {command} --help lists them."
@@ -91,12 +86,7 @@ def parse_pixel(text: str) -> Pixel:
 
 
 def parse_bytes(text: str) -> Bytes:
-    """Convert a word to bytes, such as 8GiB or 24G.
-
-    Example:
-        >>> parse_bytes("24G"), parse_bytes("1.5 KiB")
-        (24000000000, 1536)
-    """
+    """Convert a word to bytes, such as 8GiB or 24G."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE]\d+)?) ?([A-Za-z]*)", text.strip())
     unit = next((each for each in _UNITS if match and each.lower() == match[2].lower()), None)
     size = int(float(match[1]) * _UNITS[unit]) if match and unit is not None else 0

@@ -107,16 +107,7 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
 
 
 def execute(module: nn.Module, inputs: Inputs, prepare: Callable[[nn.Module, MacCounter], None]) -> MacCounter:
-    """Run a forward pass of a copy of a module on fake tensors, and return what counted its operations.
-
-    Args:
-        module: The module, which is not touched.
-        inputs: Its inputs, or their shapes.
-        prepare: Is called with the copy and the counter before the pass.
-
-    Raises:
-        RuntimeError: If the module depends on values, or does not accept such inputs.
-    """
+    """Run a forward pass of a copy on fake tensors; return its counter, which `prepare` gets with the copy before."""
     tensors = [*module.parameters(), *module.buffers()]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
     try:
@@ -137,11 +128,7 @@ def execute(module: nn.Module, inputs: Inputs, prepare: Callable[[nn.Module, Mac
 
 
 def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[CountedCall]]]:
-    """Count a forward pass layer by layer.
-
-    Returns:
-        The cost, and path -> calls of each `GridAttention` and `SqueezeExcite`, see `record_calls`.
-    """
+    """Count a forward pass layer by layer: its cost, and path -> calls of each `GridAttention` and `SqueezeExcite`."""
     sizes: list[int] = []
     calls: dict[str, list[CountedCall]] = {}
 

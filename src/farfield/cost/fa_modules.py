@@ -18,19 +18,12 @@ WIDENING = 4
 
 
 class Architecture(NamedTuple):
-    """A column of FA Table 8.
+    """A column of FA Table 8."""
 
-    Attributes:
-        operator: The operator, `"factorized"` or `"dot"`; None for convolutions.
-        bottleneck: Whether values have fewer channels than the grid, and an output projection restores them.
-        multi_head: Whether there is more than one head.
-        feedforward: Whether a feed-forward layer follows, as in a Transformer.
-    """
-
-    operator: str | None
-    bottleneck: bool = False
+    operator: str | None  # `"factorized"` or `"dot"`; None for convolutions
+    bottleneck: bool = False  # whether values have fewer channels than the grid, and an output projection restores them
     multi_head: bool = False
-    feedforward: bool = False
+    feedforward: bool = False  # whether a feed-forward layer follows, as in a Transformer
 
 
 MODULES = {

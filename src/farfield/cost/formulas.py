@@ -16,27 +16,16 @@ from farfield.ops.work import Work, is_quadratic_cheaper
 
 
 class Sizes(NamedTuple):
-    """The sizes of self-attention, which the formulas are functions of.
-
-    Attributes:
-        size: Size of the grid, which queries, keys and values come from.
-        channels: Channels of the grid, c.
-        inner: Channels of queries and keys, d.
-        width: Channels of values, p.
-        heads: Number of heads, h.
-        project: Which projections there are: letters of "qkvo".
-        biased: Whether a bias or a norm's shift is added to the responses.
-        score_biased: Whether projections of queries and keys have biases.
-    """
+    """The sizes of self-attention, which the formulas are functions of."""
 
     size: tuple[int, ...]
-    channels: int
-    inner: int
-    width: int
-    heads: int
-    project: str
-    biased: bool = False
-    score_biased: bool = True
+    channels: int  # of the grid, c
+    inner: int  # channels of queries and keys, d
+    width: int  # channels of values, p
+    heads: int  # h
+    project: str  # letters of "qkvo"
+    biased: bool = False  # whether a bias or a norm's shift is added to the responses
+    score_biased: bool = True  # whether projections of queries and keys have biases
 
     @property
     def positions(self) -> int:
@@ -70,36 +59,22 @@ class Sizes(NamedTuple):
 
 
 class OperatorSteps(NamedTuple):
-    """The steps of one operator.
+    """The steps of one operator."""
 
-    Attributes:
-        printed: MACs as the papers count them.
-        queries: The number of queries.
-        keys: The number of keys, after pooling or averaging.
-        slots: Slots of the summary, per head.
-        formed: How many numbers of the basis or the coefficients (for a softmax of products: of queries and keys, the
-            inputs of its kernel) are in memory at once.
-        basis: Whether a basis weighs keys into the slots; otherwise each key is its own slot.
-        scored: Whether queries and keys are reduced to scores by one vector per head.
-        reads_keys: Whether the operator uses its keys at all.
-    """
-
-    printed: int
+    printed: int  # MACs as the papers count them
     queries: int
-    keys: int
-    slots: int
+    keys: int  # after pooling or averaging
+    slots: int  # of the summary, per head
+    # Numbers of the basis or the coefficients in memory at once; for a softmax of products, of queries and keys.
     formed: int
-    basis: bool = True
-    scored: bool = False
-    reads_keys: bool = True
+    basis: bool = True  # whether a basis weighs keys into the slots; otherwise each key is its own slot
+    scored: bool = False  # whether queries and keys are reduced to scores by one vector per head
+    reads_keys: bool = True  # whether the operator uses its keys at all
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
 def dense(s: Sizes, queries: int, keys: int) -> OperatorSteps:
-    """Return the steps of a softmax of products, whose coefficients are never formed.
-
-    KᵀQ takes queries·keys·d MACs, V times its softmax queries·keys·p.
-    """
+    """Return the steps of a softmax of products, KᵀQ and V times it, whose coefficients are never formed."""
     printed = s.projections(queries, keys) + queries * keys * (s.inner + s.width)
     return OperatorSteps(printed, queries, keys, keys, (queries + keys) * s.inner, basis=False)
 
@@ -212,11 +187,7 @@ def batch_independent_macs(s: Sizes, steps: OperatorSteps) -> int:
 
 
 def activation_numbers(s: Sizes, steps: OperatorSteps) -> int:
-    """Count the numbers that a forward pass forms on one sample.
-
-    They are those of queries and keys if projected, `formed`, slots and the response; with an output projection also
-    its input, or the projected slots.
-    """
+    """Count the numbers that a forward pass forms on one sample."""
     projected = 0 if steps.scored else s.inner * (steps.queries * ("q" in s.project) + steps.keys * ("k" in s.project))
     slots = steps.slots * s.width
     response = s.positions * s.out
@@ -268,15 +239,12 @@ def kan_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int) -> int:
 
 
 def san_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int) -> int:
-    """SAN Table 2: each buffer rounded up to a power of two; twice the grid, and twice the intermediate (SAN Table 1).
-
-    The intermediate is the coefficients (Attn), the c² numbers of V Kᵀ (Attn1/N), or the N scores (SAO, with four
-    vectors).
-    """
+    """SAN Table 2: each buffer rounded up to a power of two; twice the grid and the intermediate (SAN Table 1)."""
     total = 2 * power_of_two(NUMBER * batch * s.positions * s.channels)
     if steps.scored:
         vectors = 4 * (NUMBER * batch * s.channels)
         return total + 2 * power_of_two(NUMBER * batch * s.positions) + vectors
+    # The c² numbers of V Kᵀ (Attn1/N), or the coefficients (Attn).
     intermediate = s.inner * s.width if steps.basis else coefficients(s, steps)
     return total + 2 * power_of_two(NUMBER * batch * intermediate)
 

@@ -16,17 +16,11 @@ COPIED, SIDE = {"memory": 2**26, "cache": 2**15}, 1024
 
 
 class Rates(NamedTuple):
-    """What a machine can do.
+    """What a machine can do."""
 
-    Attributes:
-        from_memory: Bytes per second that a copy of a grid larger than any cache reads and writes.
-        from_cache: The same of a grid that stays in a level-2 cache.
-        products: MACs per second of a matrix product.
-    """
-
-    from_memory: float
-    from_cache: float
-    products: float
+    from_memory: float  # bytes per second that a copy of a grid larger than any cache reads and writes
+    from_cache: float  # the same of a grid that stays in a level-2 cache
+    products: float  # MACs per second of a matrix product
 
 
 @dataclass(frozen=True)
@@ -114,11 +108,12 @@ def roofline(module: nn.Module, grid: Tensor, *, backward: bool = False, repeats
     )
 
 
-def machine_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> Rates:
+def machine_rates(device: torch.device) -> Rates:
     """Measure what a machine can do: copies from memory and within a cache, and a matrix product."""
-    matrix = torch.randn(SIDE, SIDE, dtype=dtype, device=device)
+    matrix = torch.randn(SIDE, SIDE, dtype=torch.float32, device=device)
     grids = {
-        name: [torch.ones(numbers, dtype=dtype, device=device) for _ in range(2)] for name, numbers in COPIED.items()
+        name: [torch.ones(numbers, dtype=torch.float32, device=device) for _ in range(2)]
+        for name, numbers in COPIED.items()
     }
     runs = {name: step(Tensor.copy_, pair, False) for name, pair in grids.items()}
     times = take_turns(runs | {"product": step(torch.mm, [matrix, matrix], False)}, device, 3)

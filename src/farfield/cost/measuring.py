@@ -147,12 +147,9 @@ def take_turns(
     device: torch.device,
     repeats: int,
     turn_seconds: float = TURN,
-    unseen: Collection[str] = (),
+    unseen: Collection[str] = (),  # their memory is 0: some compiled code does not run where allocations are followed
 ) -> dict[str, Measurement]:
-    """Measure functions without arguments in turns, as `compare` does; return name -> measurement.
-
-    The memory of the `unseen` is not measured, and 0: some compiled code does not run where allocations are followed.
-    """
+    """Measure functions without arguments in turns, as `compare` does; return name -> measurement."""
     # The first run may compile, the second may still fill caches or allocate.
     counts = {name: math.ceil(turn_seconds / min(timed(run, device) for _ in range(2))) for name, run in runs.items()}
     turns: dict[str, list[float]] = {name: [] for name in runs}
@@ -172,11 +169,7 @@ def take_turns(
 
 
 def step(module: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> Callable[[], None]:
-    """Return a function without arguments that runs a forward pass; with `backward` it also computes gradients.
-
-    Raises:
-        ValueError: If no output has a gradient, with `backward`.
-    """
+    """Return a function without arguments that runs a forward pass; with `backward` it also computes gradients."""
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
     leaves = [tensor for tensor in tensors([list(inputs), parameters]) if tensor.requires_grad]
 

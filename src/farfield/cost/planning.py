@@ -257,25 +257,15 @@ def formed_of(setting: Setting) -> int:
 
 
 def crossover(setting: Setting, regular: Setting, number: Callable[[Setting], int]) -> int | None:
-    """Return the number of positions from which a setting's `number` is smaller than that of softmax attention.
-
-    Both are taken on one sample with the same length on all axes. The order of steps depends on the size, so there can
-    be several crossovers: the search starts at MOST_POSITIONS and returns the largest.
-
-    Args:
-        setting: The operator; its batch and its lengths are not used.
-        regular: The same with softmax attention.
-        number: The MACs or the bytes of a setting.
-
-    Returns:
-        The number of positions; None if `number` is not smaller at MOST_POSITIONS.
-    """
+    """Return from how many positions on `number` is smaller than for softmax; None if it is not at MOST_POSITIONS."""
     spatial_dims = len(setting.size)
 
     def cheaper(length: int) -> bool:
         ours, theirs = (replace(each, batch=1, size=(length,) * spatial_dims) for each in (setting, regular))
         return number(ours) < number(theirs)
 
+    # One sample with all axes as long. The order of steps depends on the size, so there can be several crossovers: the
+    # largest is searched from MOST_POSITIONS down.
     length = math.floor(MOST_POSITIONS ** (1 / spatial_dims))
     if not cheaper(length):
         return None

@@ -179,11 +179,9 @@ def runs_in_order(host: nn.Module) -> bool:
 
 
 def host_of(model: nn.Module, place: Place) -> Place:
-    """Return the place that has the addition: the given one, or the last child of a sequence that others look into.
-
-    One more element would be one more block to a model that runs or counts the blocks of a sequence in some of its
-    methods, as `forward_intermediates` of timm does.
-    """
+    """Return the place that has the addition: the given one, or the last child of a sequence that others look into."""
+    # One more element would be one more block to a model that runs or counts the blocks of a sequence in some of its
+    # methods, as `forward_intermediates` of timm does.
     path, host = place.path, model.get_submodule(place.path)
     while runs_in_order(host) and host._modules and CHILD not in host._modules and _is_opened(model, path):
         path = join(path, list(host._modules)[-1])
@@ -207,15 +205,12 @@ def _is_opened(model: nn.Module, path: str) -> bool:
 
 @cache
 def _opened_names(kind: type) -> frozenset[str]:
-    """Return the names of the attributes that the methods of a class count, index or iterate over.
-
-    Constructors run before there is an addition. A class without source code is taken for one that does nothing so.
-    """
+    """Return the names of the attributes that the methods of a class count, index or iterate over."""
     if kind.__module__.partition(".")[0] in ("torch", "builtins"):
         return frozenset()
     nodes: list[ast.AST] = []
     for name, method in vars(kind).items():
-        if inspect.isfunction(method) and name != "__init__":
+        if inspect.isfunction(method) and name != "__init__":  # which runs before there is an addition
             with suppress(OSError, SyntaxError, TypeError):
                 source = inspect.getsource(method)
                 nodes += ast.walk(ast.parse("if True:\n" * source[0].isspace() + source))

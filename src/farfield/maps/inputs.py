@@ -20,17 +20,13 @@ from farfield.ops.slots import Summary
 
 
 class Grids(NamedTuple):
-    """The query grid and the key grid of one attention, in float32 at least, and their valid positions.
-
-    A map of 2^20 positions has weights of about 2^-20, which float16 does not resolve. `dtype` is that of the query
-    grid as it was given.
-    """
+    """The query grid and the key grid of one attention, in float32 at least, and their valid positions."""
 
     query: Tensor
     query_mask: Tensor | None
     key: Tensor
     key_mask: Tensor | None
-    dtype: torch.dtype
+    dtype: torch.dtype  # that of the query grid as it was given
 
 
 def read_grids(
@@ -57,6 +53,7 @@ def read_grids(
     if len(grid) != len(context):
         raise batch_error(caller, grid, context)
     dtype = grid.dtype
+    # A map of 2^20 positions has weights of about 2^-20, which float16 does not resolve.
     grid, context = (normal(tensor).detach().to(accumulation(tensor.dtype)) for tensor in (grid, context))
     mask, context_mask = (None if tensor is None else normal(tensor) for tensor in (mask, context_mask))
     return Grids(grid, mask, context, context_mask, dtype)
@@ -90,16 +87,14 @@ def read_position(caller: str, position: Sequence[int], grid: Tensor) -> tuple[i
 
 
 def read_call(attention: GridAttention, grid: Tensor, dtype: torch.dtype) -> Call:
-    """Return the operator with detached projections of queries and keys, and the norm only if it is one of products.
-
-    Projections that run on positions do so in the dtype that the module takes.
-    """
+    """Return the operator with detached projections of queries and keys, and the norm only if it is one of products."""
     call, norm = attention.call_for(grid), attention.coefficient_norm
     query, key = (
         Projection(*(None if part is None else part.detach() for part in each)) for each in (call.query, call.key)
     )
     of_products = norm if norm is not None and norm.of_products else None
     key = query if call.key is call.query else key
+    # Projections that run on positions do so in the dtype that the module takes.
     of_queries_and_keys = attention.call_for(grid.to(dtype)).runs[:2] if call.runs_projections else ()
     runs = (None if run is None else partial(run_detached, run) for run in of_queries_and_keys)
     return Call(call.operator, call.heads, call.scale, query, key, norm=of_products, runs=ProjectionRuns(*runs))

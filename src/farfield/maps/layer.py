@@ -77,12 +77,7 @@ def layer_row(layer: Layer, position: Sequence[int] | int) -> Float[Tensor, "b h
 
 
 def token_of(layer: Layer, position: Sequence[int]) -> int:
-    """Return the index of the token of a patch.
-
-    Raises:
-        ShapeError: If there is no such patch, or the patches are not those of the layer.
-        TypeError: If the position is not made of integers.
-    """
+    """Return the index of the token of a patch."""
     size = layer.patches or ()
     middle = tuple(length // 2 for length in size)
     fix = f"one index from 0 on each axis, the middle is {middle}; or a number, the index of a token."

@@ -67,12 +67,7 @@ def overlay(
 
 
 def full_weight(weights: Tensor) -> float:
-    """Return the weight of full colour: the largest but for a hundredth of all, and at least a quarter of the largest.
-
-    Example:
-        >>> full_weight(torch.tensor([[0.1, -0.2], [0.4, 8.0]]))
-        8.0
-    """
+    """Return the weight of full colour: the largest but for a hundredth of all, at least a quarter of the largest."""
     sizes = weights.abs().flatten()
     return float(torch.maximum(sizes.kthvalue(math.ceil(0.99 * len(sizes))).values, sizes.amax() / 4))
 

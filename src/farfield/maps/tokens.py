@@ -64,13 +64,7 @@ def record_tokens(network: nn.Module, recorded: dict[str, Layer]) -> Iterator[No
 
 
 class LastPatches:
-    """The size of the output of the last convolution, if this made patches.
-
-    Attributes:
-        size: The size; None if there is none.
-        stack: The path of the first attention after the convolution, with `*` for its numbers: another stack of layers
-            may be that of a text, with as many tokens by chance.
-    """
+    """The size of the output of the last convolution, if this made patches."""
 
     def __init__(self) -> None:
         self.size: tuple[int, ...] | None = None
@@ -83,6 +77,7 @@ class LastPatches:
 
     def of(self, path: str, call: TokenCall) -> tuple[int, ...] | None:
         """Return the size of the patches that the tokens of an attention are; None if they are none."""
+        # Another stack of layers may be that of a text, with as many tokens by chance.
         stack = re.sub(r"\d+", "*", path)
         self.stack = self.stack or stack
         queries, keys = call.query.shape[2], call.key.shape[2]

@@ -67,23 +67,16 @@ def _has_methods_of_class(module: nn.Module) -> bool:
 
 
 def read_projection(module: nn.Module | None, like: Tensor) -> tuple[Projection, Run | None]:
-    """Return a projection as a matrix and bias, which can act on a summary, or a function that runs it on positions.
-
-    The matrix and bias are the weight and bias of a bare `nn.Linear`, and the identity for None. Any other affine
-    module m (LoRA, parametrized) runs once on unit vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ. That m is affine is
-    not checked. Where m has hooks, patched methods, weights of a tensor subclass or active dropout, it runs on the
-    positions: hooks then see those and their gradients, and dropout is drawn for each of them.
-
-    Args:
-        module: An affine module with `in_features`, or None.
-        like: A grid; the matrix and bias of a module that is run have its dtype and device.
-    """
+    """Return an affine module, or None, as a matrix and bias that can act on a summary, or a function that runs it."""
     if module is None:
         return IDENTITY, None
     if is_bare(module, nn.Linear):
         return Projection(module.weight, module.bias), None
+    # Hooks see the positions and their gradients, and dropout is drawn for each of them.
     if not all(is_unchanged(part) and not _drops(part) for part in module.modules()):
         return IDENTITY, partial(_run_on_positions, module, like.dtype)
+    # Any other affine module m (LoRA, parametrized) runs once on unit vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ.
+    # That m is affine is not checked.
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
     width = cast(int, module.in_features)

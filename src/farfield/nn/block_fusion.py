@@ -77,18 +77,11 @@ def in_slices(
     layers: Sequence[nn.Module],
     compute: Callable[[Tensor], Tensor],
     grid: Tensor,
-    wide_channels: int,
+    wide_channels: int,  # of the widest grid of the layers, if it had as many positions as `grid`
+    # Classes whose modules compute each sample by itself in eval mode, if their children do.
     kinds: Sequence[type[nn.Module]],
 ) -> Tensor:
-    """Compute layers for a few samples at a time in inference, where nothing is recorded and each is what it was built.
-
-    Args:
-        layers: The layers.
-        compute: Computes their output of a grid.
-        grid: Their input.
-        wide_channels: Channels of their widest grid, if it had as many positions as their input.
-        kinds: Classes whose modules compute each sample by itself in eval mode, if their children do.
-    """
+    """Compute layers for a few samples at a time in inference, where nothing is recorded and no layer was changed."""
     if type(grid) is not Tensor or not grid.is_cpu or is_recorded():
         return compute(grid)
     few = max(1, SLICE_BYTES // max(1, wide_channels * math.prod(grid.shape[2:]) * grid.element_size()))
@@ -155,10 +148,7 @@ def enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
 def with_response(
     block: BlockWithAttention, attention: GridAttention, near: Tensor, grid: Tensor, residual: bool
 ) -> Tensor:
-    """Run the block's last layers on [near | grid + attention(grid)], or [near | attention(grid)] without the skip.
-
-    With `residual`, add the grid.
-    """
+    """Run the block's last layers on [near | attention(grid)], with the skip on [near | grid + attention(grid)]."""
     project = block.project
     near_weight, far_weight = project.convolution.weight.split([near.shape[1], grid.shape[1]], 1)
 
@@ -170,6 +160,7 @@ def with_response(
         )
         if not block.skip:
             return out
+        # The residual adds the grid.
         return add_convolved(out, grid, plus_identity(far_weight) if residual else far_weight)
 
     last = Projection(far_weight.flatten(1), project.convolution.bias)

@@ -115,11 +115,8 @@ def check_version(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Report an error for a state of farfield 0.1 if its operator has changed; warn if its default scale has changed.
-
-    The version is in the metadata of a state dict, which `torch.save` keeps. A saved model has none: its config.json
-    has a format number.
-    """
+    """Report an error for a state of farfield 0.1 if its operator has changed; warn if its default scale has."""
+    # `torch.save` keeps the version of a state dict; a saved model has a format number in its config.json instead.
     if metadata.get("version") != 1:
         return
     name = prefix.rstrip(".") or "GridAttention"

@@ -34,29 +34,21 @@ BOUNDS = (0.0, 6.0)  # of ReLU6
 
 
 class ConvNormParameters(NamedTuple):
-    """The parameters that convolve and norm some of the channels of a `Convolved`.
+    """The parameters that convolve and norm some of the channels of a `Convolved`."""
 
-    Attributes:
-        weight: Weight of the convolution.
-        bias: Bias of the convolution.
-        statistics: Running mean and variance, weight and bias of the norm; None if it is folded away.
-        momentum: Weight of a batch in the running statistics.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # of the convolution
+    bias: Tensor | None  # of the convolution
+    # Running mean and variance, weight and bias of the norm; None if it is folded away.
     statistics: tuple[Tensor, ...] | None
-    momentum: float
+    momentum: float  # weight of a batch in the running statistics
 
 
 class Convolved(Fusable, nn.Sequential):
-    """A convolution, its batch norm and an optional ReLU6: `convolution`, `norm` and `activation` in state dicts.
+    """A convolution, its batch norm and an optional ReLU6: `convolution`, `norm` and `activation` in state dicts."""
 
-    `beside` and `across` run the same layers on several grids as if their channels were concatenated, without the
-    concatenation: a depthwise convolution and batch norm treat each channel separately, and a 1x1 convolution of a
-    concatenation is the sum of the convolutions of its parts.
-    """
-
+    # `beside` and `across` run these on several grids as if their channels were concatenated, without the
+    # concatenation: a depthwise convolution and batch norm treat each channel separately, and a 1x1 convolution of a
+    # concatenation is the sum of the convolutions of its parts.
     convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d
 
     @property
@@ -66,10 +58,7 @@ class Convolved(Fusable, nn.Sequential):
 
     @property
     def has_bare_layers(self) -> bool:
-        """Whether its layers are a bare convolution with zeros around the grid and a bare norm with all its numbers.
-
-        An activation may be any module, which is called.
-        """
+        """Whether its layers are a bare convolution with zeros around the grid and a bare norm with all its numbers."""
         convolution, norm = self._modules.get("convolution"), self.norm_or_none
         if tuple(self._modules) not in ORDERS or not is_bare(convolution, *CONVOLUTIONS):
             return False
@@ -203,10 +192,7 @@ def convolved(
 
 
 class ReLU6(nn.ReLU6):
-    """min(max(x, 0), 6) in place, saving its output for the backward pass and not a copy of its input.
-
-    The output also shows where the input was clamped, and the next layer saves it anyway.
-    """
+    """min(max(x, 0), 6) in place; keeps its output for the backward pass, which the next layer keeps anyway."""
 
     def forward(self, grid: Tensor) -> Tensor:
         """Clamp."""

@@ -16,15 +16,12 @@ class Initialized(Protocol):
 
 
 class DrawnByItself:
-    """The attribute `_is_hf_initialized` of a module whose parameters transformers must not draw in its own way.
+    """The attribute `_is_hf_initialized` of a module whose parameters transformers must not draw in its own way."""
 
-    A model of transformers initializes each module that it consists of, children first, unless the module has this
-    attribute set: linear layers by its own distribution, modules that it does not know not at all, although memory of
-    parameters that were in no file is not even zero. Read in such an initialization the attribute calls the module's
-    `reset_parameters`, whose functions of `torch.nn.init` skip what was loaded as transformers has replaced them
-    meanwhile; otherwise it is only false. Not a property, so that transformers can set it.
-    """
-
+    # A model of transformers initializes each module in it, children first, that has this attribute not set: linear
+    # layers by its own distribution, modules that it does not know not at all, although the memory of parameters that
+    # were in no file is not even zero. Then its functions stand in `torch.nn.init`, which skip what was loaded, so that
+    # `reset_parameters` draws the rest. Not a property, so that transformers can set it.
     def __get__(self, module: Initialized | None, _: object) -> bool:
         if module is None or nn.init.zeros_.__module__ != "transformers.initialization":
             return False

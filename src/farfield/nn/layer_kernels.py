@@ -89,18 +89,10 @@ def _find_operation(name: str, overload: str, arguments: str) -> Any:
     operation = getattr(packet, overload, None)
     if operation is None or [each.name for each in operation._schema.arguments] != arguments.split():
         return None
-    register_flop_formula(packet)(_count_addition if arguments is _ADD else _count_convolution)
+    # Those of the convolution: a clamp and an addition have none.
+    grid = arguments.split().index("X")
+    register_flop_formula(packet)(lambda *shapes, out_shape: conv_flop_count(shapes[grid], shapes[grid + 1], out_shape))
     return operation
-
-
-def _count_convolution(grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
-    """Count FLOPs for torch's flop counter; the clamp has none."""
-    return conv_flop_count(grid, weight, out_shape)
-
-
-def _count_addition(out: Any, grid: Any, weight: Any, *others: Any, out_shape: Any) -> int:
-    """Count FLOPs for torch's flop counter; the addition has none."""
-    return conv_flop_count(grid, weight, out_shape)
 
 
 # Now, and not at the first call: a counter of FLOPs knows the formulas that were registered before it began.
@@ -111,16 +103,8 @@ _private_operations()
 def norm_and_clamp(
     grid: Tensor, statistics: Sequence[Tensor], momentum: float, eps: float, bounds: tuple[float, float]
 ) -> Tensor | None:
-    """Norm a grid by the mean and variance of its batch, and clamp it; None if no kernel computes the gradients.
-
-    Args:
-        grid: `(b, c, *n)`.
-        statistics: Running mean and variance, which are updated, weight and bias of the norm, `(c)` each.
-        momentum: Weight of this batch in the running statistics.
-        eps: Added to the variance.
-        bounds: The least and the largest number of the output.
-    """
-    mean, variance, weight, bias = statistics
+    """Norm a grid `(b, c, *n)` by its batch, and clamp it to bounds; None if no kernel computes the gradients."""
+    mean, variance, weight, bias = statistics  # (c) each; the running mean and variance are updated
     if is_recorded() or not is_on() or not is_recorded_by_autograd(grid) or not are_themselves(grid, *statistics):
         return None
     one_each = grid.numel() <= grid.shape[1]  # which torch refuses

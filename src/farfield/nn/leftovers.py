@@ -30,11 +30,7 @@ PASSING = (types.FrameType, types.TracebackType, weakref.ref)
 
 
 class LiveTensors:
-    """The tensors without numbers of a run, and the names of what kept some of them.
-
-    Args:
-        network: The network that runs.
-    """
+    """The tensors without numbers of a run of a network, and the names of what kept some of them."""
 
     def __init__(self, network: nn.Module) -> None:
         self.before = attributes_before(network)
@@ -56,7 +52,6 @@ class FakeTensors(FakeTensorMode):
     """Make tensors fake, and note them where somebody looks for what is left."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on shapes."""
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
         note_outputs(outputs)
         return outputs
@@ -187,10 +182,7 @@ def name_of(holder: Any, held: Any) -> str | None:
 
 # ---- clearing --------------------------------------------------------------------------------------------------------
 def clear(chain: Chain, before: dict[int, dict[str, Any]]) -> str:
-    """Take a tensor out of what leads to it, and return the name of that.
-
-    A cache is emptied; a dict or a list loses what leads to the tensor; an attribute gets its earlier value.
-    """
+    """Take a tensor out of the attribute, dict, list or cache that leads to it, and return the name of that."""
     holder, objects = chain.objects[0], chain.objects
     if isinstance(holder, functools._lru_cache_wrapper):
         holder.cache_clear()

@@ -62,11 +62,6 @@ def product_with_vector(*operands: Any, out_val: Any, **_: Any) -> int:
     return 2 * next(operand.numel() for operand in operands[-2:])
 
 
-def summed_products(added: Tensor, one: Tensor, other: Tensor, *_: Any, out_val: Any, **__: Any) -> int:
-    """Count the FLOPs of the sum of products of matrices."""
-    return 2 * one.numel() * other.shape[-1]
-
-
 def product(one: Tensor, other: Tensor, *_: Any, out_val: Any, **__: Any) -> int:
     """Count the FLOPs of a product of two matrices."""
     return 2 * one.numel() * other.shape[-1]
@@ -96,7 +91,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     aten.addmv: product_with_vector,
     aten.dot: product_with_vector,
     aten.vdot: product_with_vector,
-    aten.addbmm: summed_products,
+    aten.addbmm: lambda added, *operands, **named: product(*operands, **named),
     aten._int_mm: product,
     aten._scaled_dot_product_flash_attention_for_cpu: like(aten._scaled_dot_product_flash_attention),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: like(aten._scaled_dot_product_flash_attention_backward),
@@ -144,18 +139,10 @@ def raw(formula: Any) -> Callable[..., int]:
 
 # ---- counting --------------------------------------------------------------------------------------------------------
 class Running(ModuleTracker):
-    """The modules of a network that run, by path; modules of other networks, which other threads run, do not count.
+    """The modules of a network that run, by path; modules of other networks, which other threads run, do not count."""
 
-    Its hooks are not those of the modules: a block with hooks on its layers runs them one by one. Those of torch's
-    `ModuleTracker` are known to change nothing, see `nn.bare`.
-
-    Args:
-        network: The network; None follows no module.
-
-    Attributes:
-        parents: What `FlopCounterMode` reads: names of the modules that run, and `TOTAL`.
-    """
-
+    # Not hooks of the modules: a block with hooks on its layers runs them one by one. Those of torch's `ModuleTracker`
+    # are known to change nothing, see `nn.bare`. `FlopCounterMode` reads `parents`.
     def __init__(self, network: nn.Module | None) -> None:
         super().__init__()
         self.names = {} if network is None else {module: f".{path}" for path, module in network.named_modules()}
@@ -163,7 +150,6 @@ class Running(ModuleTracker):
         self.handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
-        """Follow the modules."""
         if self.names:
             with HOOKS:
                 self.handles = [
@@ -172,7 +158,6 @@ class Running(ModuleTracker):
                 ]
 
     def __exit__(self, *error: object) -> None:
-        """Follow them no longer."""
         for handle in self.handles:
             handle.remove()
 
@@ -194,7 +179,6 @@ class UncountedOperations(TorchDispatchMode):
         self.counted, self.names = set(counted), set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
         packet = getattr(func, "overloadpacket", None)
         if packet is not None and packet not in self.counted and is_uncounted(func):
             self.names.add(str(packet))
@@ -210,11 +194,7 @@ def is_uncounted(operation: Any) -> bool:
 
 
 class MacCounter:
-    """Count the MACs of the operations in a context.
-
-    Args:
-        network: The network whose modules are counted one by one.
-    """
+    """Count the MACs of the operations in a context, those of the modules of a network one by one."""
 
     def __init__(self, network: nn.Module | None = None) -> None:
         self.counter = FlopCounterMode(display=False, custom_mapping=formulas())
@@ -222,13 +202,11 @@ class MacCounter:
         self.operations = UncountedOperations(list(self.counter.flop_registry))
 
     def __enter__(self) -> MacCounter:
-        """Count from here."""
         self.counter.__enter__()
         self.operations.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Stop counting."""
         self.operations.__exit__(*error)
         self.counter.__exit__(*error)
 

@@ -39,32 +39,18 @@ class CannotCopyError(ValueError):
 def copied(
     network: nn.Module, make: MakeTensor, *, reports: bool = False, discard: bool = False
 ) -> Iterator[nn.Module]:
-    """Copy a network, to look at the copy inside the context.
-
-    Args:
-        network: The network; whatever is done with the copy, it stays as it is.
-        make: What becomes of each tensor: `make_empty`, `share_parameters`, `clone` or `keep`.
-        reports: Whether hooks still append to the user's own lists, and fill the user's own dicts.
-        discard: Whether the copy is emptied at the end, so that nothing in it is kept alive by a cycle.
-
-    Raises:
-        CannotCopyError: If a part of the network is scripted, or has no shapes yet and gets empty tensors.
-    """
-    copier = Copier(make, reports=reports)
+    """Copy a network, which stays as it is, to look at the copy inside the context."""
+    copier = Copier(make, reports=reports)  # with `reports`, hooks still fill the user's own lists and dicts
     try:
         yield copier.copy(network)
     finally:
-        if discard:
+        if discard:  # so that nothing in it is kept alive by a cycle
             copier.discard()
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 def make_empty(tensor: Tensor) -> Tensor:
-    """Return an uninitialized tensor of the same kind, shape and dtype on the CPU; call it where tensors are fake.
-
-    Raises:
-        CannotCopyError: If the tensor has no shape yet.
-    """
+    """Return an uninitialized tensor of the same kind, shape and dtype on the CPU; call it where tensors are fake."""
     if is_lazy(tensor):
         raise CannotCopyError("a lazy layer in it has no weights yet; fix: run it once on numbers, model(example).")
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -90,21 +76,14 @@ def keep(tensor: Tensor) -> Tensor:
 
 # ---- structure -------------------------------------------------------------------------------------------------------
 class Copier:
-    """Copies an object and all that it leads to, each object once; what has no structure in Python is shared.
+    """Copies an object and all that it leads to, each object once; what has no structure in Python is shared."""
 
-    `copy.deepcopy` does not serve: it shares functions, also closures over a module, clones all tensors, and fails for
-    locks, for tensors with a history, and for objects that refuse it.
-
-    Args:
-        make: What becomes of each tensor.
-        reports: Whether a list, dict or set that a function encloses is shared where nothing in it is copied.
-
-    Attributes:
-        copies: Address -> an object, kept so that no other gets its address, and its copy.
-    """
-
+    # `copy.deepcopy` does not serve: it shares functions, also closures over a module, clones all tensors, and fails
+    # for locks, for tensors with a history, and for objects that refuse it. With `reports`, a list, dict or set that a
+    # function encloses is shared where nothing in it is copied.
     def __init__(self, make: MakeTensor, *, reports: bool = False) -> None:
         self.make, self.reports = make, reports
+        # Address -> an object, kept so that no other gets its address, and its copy.
         self.copies: dict[int, tuple[Any, Any]] = {}
         self.methods: dict[type, Callable[[Copier, Any], Any]] = dict.fromkeys(ATOMS, Copier.share)
 

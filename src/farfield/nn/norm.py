@@ -170,13 +170,11 @@ class CoefficientNorm(nn.Module):
 
 
 def norm_of(operator: Operator) -> bool | Literal["columns"]:
-    """Return the `coefficient_norm` that an operator needs if its response is added to a grid; False if none.
-
-    Averages of averages differ so little between positions that their responses would be too small beside the grid.
-    Axis means are such averages: with a norm within columns the products before their softmax have a standard deviation
-    of 1. The basis of `factorized_gaussian` weighs positions nearly equally at first, so its responses are normed. A
-    softmax over single positions needs no norm, and neither do operators without a softmax.
-    """
+    """Return the `coefficient_norm` that an operator needs if its response is added to a grid; False if none."""
+    # Averages of averages differ so little between positions that their responses would be too small beside the grid.
+    # Axis means are such averages: with a norm within columns the products before their softmax have a standard
+    # deviation of 1. The basis of `factorized_gaussian` weighs positions nearly equally at first, so its responses are
+    # normed. A softmax over single positions needs no norm, and neither do operators without a softmax.
     if not operator.has_scale:
         return operator.averages
     return False if operator.keys_from.side_by_side else "columns"

@@ -19,21 +19,13 @@ from farfield.ops.table import Operator
 
 
 class TokenCall(NamedTuple):
-    """What determines the implied attention matrix of one call of `attend_tokens`, apart from dropout.
-
-    Attributes:
-        operator: The operator.
-        query: `(b, h, m, d)`.
-        key: `(b, h, n, d)`, 0 where a key is not valid.
-        valid: `(b, 1, 1, n)`, True where a key is valid; None if all are.
-        scale: Factor of the products before a softmax; ignored for other operators.
-    """
+    """What determines the implied attention matrix of one call of `attend_tokens`, apart from dropout."""
 
     operator: Operator
-    query: Tensor
-    key: Tensor
-    valid: Tensor | None
-    scale: float
+    query: Tensor  # `(b, h, m, d)`
+    key: Tensor  # `(b, h, n, d)`, 0 where a key is not valid
+    valid: Tensor | None  # `(b, 1, 1, n)`, True where a key is valid; None if all are
+    scale: float  # of the products before a softmax; ignored for other operators
 
 
 # A list and no context variable: compiled code reads it.
@@ -51,33 +43,17 @@ def record_token_calls(record: Callable[[TokenCall], None]) -> Iterator[None]:
 
 
 def attend_tokens(
-    operator: Operator,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    valid: Tensor | None,
+    operator: Operator,  # `keys_from` and `queries_from` are not applied
+    query: Tensor,  # `(b, h, m, d)`
+    key: Tensor,  # `(b, g, n, d)`; g divides h where groups of heads share keys and values
+    value: Tensor,  # `(b, g, n, c)`
+    valid: Tensor | None,  # `(b, 1, 1, n)`, True where a key is valid; other positions may hold anything
     *,
-    scale: float,
-    dropout: float = 0.0,
+    scale: float,  # of the products before a softmax; ignored for other operators
+    dropout: float = 0.0,  # of a weight of the basis, or of a coefficient without a basis, in any training mode
     weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend by any operator, from each query to all keys and values: `keys_from` and `queries_from` are not applied.
-
-    Args:
-        operator: The operator. Its coefficients come from the queries, its basis from the keys. If it has scores, they
-            are the sums of the channels of a head: a learned vector has to be multiplied into queries and keys before.
-        query: `(b, h, m, d)`.
-        key: `(b, g, n, d)`; g divides h where groups of heads share keys and values.
-        value: `(b, g, n, c)`.
-        valid: `(b, 1, 1, n)`, True where a key is valid; None if all are. Other positions may hold anything.
-        scale: Factor of the products before a softmax; ignored for other operators.
-        dropout: Probability of dropping a weight of the basis, or a coefficient if the operator has no basis. It does
-            not depend on any training mode.
-        weights: Whether to return the implied attention matrix too, which takes m·n numbers per head.
-
-    Returns:
-        The responses `(b, m, h, c)`, contiguous, and the matrix `(b, h, m, n)` or None.
-    """
+    """Attend by any operator: responses `(b, m, h, c)`, contiguous, and with `weights` the matrix `(b, h, m, n)`."""
     if valid is not None:
         key, value = torch.where(valid.mT, key, 0), torch.where(valid.mT, value, 0)
     groups = query.shape[1] // key.shape[1]
@@ -86,7 +62,7 @@ def attend_tokens(
     for record in RECORDERS:
         record(TokenCall(operator, query, key, valid, scale))
     q, k, v = query.mT, key.mT, value.mT  # (b, h, d, m), (b, h, d, n), (b, h, c, n)
-    if operator.score is not None:
+    if operator.score is not None:  # a learned vector is multiplied into queries and keys before
         q, k = q.sum(2, keepdim=True), k.sum(2, keepdim=True)
     if operator.has_scale:
         q = q * scale

@@ -83,15 +83,11 @@ def copied_empty(model: nn.Module, *kept: Any) -> Iterator[nn.Module]:
 
 
 def looks_at_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a function, in place of a network, a copy with the same parameters and clones of all other tensors.
-
-    What it leaves of tensors without numbers in caches outside of the network is cleared. Anything else in place of a
-    network reaches the function, which refuses it.
-    """
+    """Give a function, in place of a network, a copy with the same parameters and clones of all other tensors."""
 
     @functools.wraps(function)
     def on_copy(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(model, nn.Module):
+        if not isinstance(model, nn.Module):  # the function refuses it
             return function(model, *args, **kwargs)
         with leftovers_cleared(function.__name__, model) as kept:
             try:
@@ -108,12 +104,7 @@ def looks_at_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of all storages that operations allocate in this context, each until it is freed.
-
-    Attributes:
-        live: Bytes allocated now.
-        peak: Largest value of `live` so far.
-    """
+    """Count the bytes of all storages that operations allocate in this context, each until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()

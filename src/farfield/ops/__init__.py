@@ -1,4 +1,4 @@
-"""Pure functions on grids `(batch, channels, *size)`: twelve operators of global attention by summary."""
+"""Pure functions on grids `(batch, channels, *size)`: the operators of global attention by summary."""
 
 from farfield.ops.axes import axis_means, outer_sum
 from farfield.ops.dot import dot_attention

@@ -29,10 +29,7 @@ SWITCH = "FARFIELD_FAST"
 
 
 def is_fast() -> bool:
-    """Whether `fast` is used: not with FARFIELD_FAST=0, nor while torch compiles, exports or traces.
-
-    Such a graph is for all sizes and must contain torch's own operations only.
-    """
+    """Whether `fast` is used: not if switched off, nor in graphs, which are for all sizes and of torch's operations."""
     return os.environ.get(SWITCH) != "0" and not is_recorded()
 
 

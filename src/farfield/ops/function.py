@@ -19,21 +19,6 @@ from farfield.ops.modes import are_themselves, autocast_dtype, is_recorded_by_au
 _Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def _restore_all(arguments: Sequence[Any], precision: _Precision) -> Sequence[Any]:
-    """Return the arguments: all of them were saved."""
-    return arguments
-
-
-def _never() -> bool:
-    """False: `forward` runs torch's operations only."""
-    return False
-
-
-def always() -> bool:
-    """True: `forward` runs a kernel that has no derivative in forward mode."""
-    return True
-
-
 class _Shape(NamedTuple):
     """The shape, dtype and device of an argument: all that the derivatives of a linear function need."""
 
@@ -57,39 +42,25 @@ def _of_shapes(arguments: Sequence[Any]) -> Sequence[Any]:
 
 def accelerate(
     plain: Callable[..., Any],
+    # The arguments of `plain` to its outputs, followed by those that are kept for the backward pass.
     forward: Callable[..., Any],
+    # `(arguments, kept, grad_outputs, wanted, precision)` to the gradients of the arguments: `kept` are the constants
+    # and the kept outputs, `wanted` is True for each argument that needs a gradient, `precision()` is a context with
+    # the autocast of the forward pass.
     backward: Callable[..., Iterable[Tensor | None]],
     *,
-    constants: int = 0,
-    kept: int = 0,
+    constants: int = 0,  # the last outputs of `plain` that have no gradient
+    kept: int = 0,  # further outputs of `forward`; None under vmap
+    # With `shapes_alone`, `backward` gets a `_Shape` for each tensor.
     save: Callable[[Sequence[Any]], Sequence[Any]] = tuple,
-    restore: Callable[[Sequence[Any], _Precision], Sequence[Any]] = _restore_all,
+    restore: Callable[[Sequence[Any], _Precision], Sequence[Any]] = lambda saved, precision: saved,
+    # `(arguments, grad_outputs)` to gradients that are differentiable again; by default those of `plain`.
     again: Callable[..., Sequence[Tensor | None]] | None = None,
-    vmapped: Callable[..., Any] | None = None,
-    kernels_run: Callable[[], bool] = _never,
+    vmapped: Callable[..., Any] | None = None,  # by default `plain`
+    # Whether `forward` may run a kernel now; kernels, unlike torch's operations, carry no tangents.
+    kernels_run: Callable[[], bool] = lambda: False,
 ) -> Callable[..., Any]:
-    """Return a function that computes `plain` by `forward`, and its gradients by `backward`.
-
-    Args:
-        plain: Takes tensors and other arguments; returns a tensor, or a tuple of tensors and None. It consists of
-            torch's operations.
-        forward: Takes the same arguments; returns the same outputs, followed by those that are kept for the backward
-            pass beside the arguments.
-        backward: `(arguments, kept, grad_outputs, wanted, precision)` to the gradients of the arguments: `kept` are the
-            constants and the kept outputs, `grad_outputs` the gradients of the other outputs, `wanted` is True for each
-            argument that needs a gradient, and `precision()` is a context with the autocast of the forward pass.
-        constants: Number of outputs of `plain`, the last ones, that have no gradient.
-        kept: Number of further outputs of `forward`.
-        save: From the arguments to those that are saved for the backward pass; by default all, unchanged. With
-            `shapes_alone`, `backward` gets a `_Shape` for each tensor.
-        restore: From the saved arguments, and `_precision`, to the arguments.
-        again: `(arguments, grad_outputs)` to gradients that are differentiable again; by default those of `plain`.
-        vmapped: The function that `torch.vmap` maps; by default `plain`.
-        kernels_run: Whether `forward` may run a kernel now; kernels, unlike torch's operations, carry no tangents.
-
-    Returns:
-        A function of the same arguments that returns the outputs of `forward`; under vmap, None for the `kept` ones.
-    """
+    """Return a function that computes `plain`, of torch's operations, by `forward`, and its gradients by `backward`."""
 
     class Accelerated(torch.autograd.Function):
         @staticmethod
@@ -170,7 +141,6 @@ class _TensorFunction:
         self.is_tensor: list[bool] = []
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call `plain` with these tensors at `places`."""
         given = list(self.arguments)
         for place, tensor in zip(self.places, tensors, strict=True):
             given[place] = tensor

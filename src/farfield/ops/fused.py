@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.ops.function import accelerate, always
+from farfield.ops.function import accelerate
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import is_itself, is_recorded
 
@@ -29,12 +29,10 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Compute the attention by torch's kernel."""
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Compute the attention by its equation."""
     return (_weigh(query, key, mask, scale) @ value.to(accumulation(value.dtype))).to(value.dtype)
 
 
@@ -86,12 +84,11 @@ def _pull_gradients(
 def _differentiate(
     arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the attention."""
     return *_gradients(grad_outputs[0], *arguments), None, None
 
 
 _gradients = accelerate(
-    _plain_gradients, _gradients_by_kernel, _pull_gradients, vmapped=_gradients_by_kernel, kernels_run=always
+    _plain_gradients, _gradients_by_kernel, _pull_gradients, vmapped=_gradients_by_kernel, kernels_run=lambda: True
 )
 # The attention for transforms of torch.func and for tangents.
 _transformed = accelerate(
@@ -100,7 +97,7 @@ _transformed = accelerate(
     _differentiate,
     again=lambda arguments, grad_outputs: _differentiate(arguments, None, grad_outputs),
     vmapped=_scaled_dot_product,
-    kernels_run=always,
+    kernels_run=lambda: True,
 )
 
 

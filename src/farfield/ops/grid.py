@@ -112,30 +112,24 @@ class Pool:
 
     def __call__(self, grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
         """Pool a grid; the windows of a tile must be windows of the whole, so tiles start at multiples of `size`."""
-        return _pool(grid, mask, place, self.size, self.kind)
-
-
-def _pool(grid: Tensor, mask: Tensor | None, place: Place | None, size: int | tuple[int, ...], kind: str) -> Gathered:
-    """See `Pool`."""
-    spatial_dims = grid.dim() - 2
-    sizes = (size,) * spatial_dims if isinstance(size, int) else tuple(size)
-    if len(sizes) != spatial_dims:
-        raise ShapeError(
-            f"pooled: a window of {sizes} does not fit a grid of {spatial_dims} spatial dims; "
-            f"fix: pooled({max(sizes)}), or a size of {spatial_dims} numbers."
-        )
-    if place is not None and any(start % step for start, step in zip(place[0], sizes, strict=True)):
-        name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
-        raise ShapeError(f"pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
-    valid = _valid_positions(grid, mask)
-    if kind == "mean":
-        positions, valid = windows(hide(grid, mask).to(valid.dtype), sizes, 0).sum(-1), windows(valid, sizes, 0).sum(-1)
-        return Gathered(
-            (positions / valid.clamp_min(1)).to(grid.dtype).flatten(2), (valid > 0).to(valid.dtype).flatten(2)
-        )
-    positions = grid if mask is None else grid.masked_fill(~mask[:, None], -torch.inf)
-    positions, valid = windows(positions, sizes, -torch.inf).amax(-1), windows(valid, sizes, 0).amax(-1)
-    return Gathered(torch.where(valid > 0, positions, 0).flatten(2), valid.flatten(2))
+        spatial_dims = grid.dim() - 2
+        sizes = self.windows(spatial_dims)
+        if len(sizes) != spatial_dims:
+            raise ShapeError(
+                f"pooled: a window of {sizes} does not fit a grid of {spatial_dims} spatial dims; "
+                f"fix: pooled({max(sizes)}), or a size of {spatial_dims} numbers."
+            )
+        if place is not None and any(start % step for start, step in zip(place[0], sizes, strict=True)):
+            name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
+            raise ShapeError(f"pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
+        valid = _valid_positions(grid, mask)
+        if self.kind == "mean":
+            shown = hide(grid, mask).to(valid.dtype)
+            sums, counts = (windows(each, sizes, 0).sum(-1).flatten(2) for each in (shown, valid))
+            return Gathered((sums / counts.clamp_min(1)).to(grid.dtype), (counts > 0).to(valid.dtype))
+        positions = grid if mask is None else grid.masked_fill(~mask[:, None], -torch.inf)
+        positions, valid = windows(positions, sizes, -torch.inf).amax(-1), windows(valid, sizes, 0).amax(-1)
+        return Gathered(torch.where(valid > 0, positions, 0).flatten(2), valid.flatten(2))
 
 
 def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
@@ -203,19 +197,12 @@ def _add_parts(parts: list[Tensor]) -> Tensor:
 
 
 def count_mean_once(responses: Tensor, valid: Tensor, spatial_dims: int) -> Tensor:
-    """Shift the axes' vectors so that their outer sum contains the mean once and not once per axis (KAN 13).
-
-    Let m be the mean of the vectors of all n axes, weighted by their counts of positions. The outer sum has the mean
-    n·m over positions. After (n - 1)/n · m is subtracted from each vector, its mean is m, and the implied attention
-    rows sum to 1.
-
-    Args:
-        responses: `(b, c, Σ size)`.
-        valid: `(b, 1, Σ size)`, the number of valid positions at each index.
-        spatial_dims: Number of axes.
-    """
+    """Shift the axes' vectors `(b, c, Σ size)`: their outer sum then has the mean once, not once per axis (KAN 13)."""
     if spatial_dims == 1:
         return responses
+    # With m the mean of the vectors of all n axes, weighted by their valid positions `(b, 1, Σ size)`, the outer sum
+    # has the mean n·m. After (n - 1)/n · m is subtracted from each vector, it is m, and the implied attention rows sum
+    # to 1.
     dtype = valid.dtype
     mean = (responses.to(dtype) * valid).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp_min(1)
     return responses - ((spatial_dims - 1) / spatial_dims * mean).to(responses.dtype)

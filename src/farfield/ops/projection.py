@@ -14,15 +14,10 @@ from farfield.ops.table import Operator
 
 
 class Projection(NamedTuple):
-    """A linear map of channels; the identity if it has no matrix.
+    """A linear map of channels; the identity if it has no matrix."""
 
-    Attributes:
-        matrix: `(out, in)`; `out` holds the channels of all heads in order.
-        bias: `(out,)`.
-    """
-
-    matrix: Tensor | None = None
-    bias: Tensor | None = None
+    matrix: Tensor | None = None  # `(out, in)`; `out` holds the channels of all heads in order
+    bias: Tensor | None = None  # `(out,)`
 
     def by_head(self, heads: int) -> Tensor:
         """Split the matrix by the output channels of each head: `(h, out/h, in)`."""
@@ -106,29 +101,17 @@ class _FoldedNorm(Protocol):
 
 
 class Call(NamedTuple):
-    """An operator with the projections around it.
-
-    Attributes:
-        operator: The operator.
-        heads: Number of heads; channels of queries, keys and values are split into them in order.
-        scale: Factor of the products of queries and keys, for operators with a softmax of them.
-        query: Projection of the query grid to queries, or to scores for operators with a score.
-        key: Projection of the key grid to keys, or to scores.
-        value: Projection of the value grid, which acts on the summary.
-        output: Projection of the responses, which acts on the summary where that is cheaper.
-        norm: Batch norm of coefficients or responses.
-        runs: Projections that run on positions, before the matrices above; that of the output on the responses.
-    """
+    """An operator with the projections around it."""
 
     operator: Operator
-    heads: int = 1
-    scale: float = 1.0
-    query: Projection = IDENTITY
-    key: Projection = IDENTITY
-    value: Projection = IDENTITY
-    output: Projection = IDENTITY
-    norm: _FoldedNorm | None = None
-    runs: ProjectionRuns = _NO_RUNS
+    heads: int = 1  # channels of queries, keys and values are split into them in order
+    scale: float = 1.0  # of the products of queries and keys, for operators with a softmax of them
+    query: Projection = IDENTITY  # to queries, or to scores for operators with a score
+    key: Projection = IDENTITY  # to keys, or to scores
+    value: Projection = IDENTITY  # acts on the summary
+    output: Projection = IDENTITY  # acts on the summary where that is cheaper
+    norm: _FoldedNorm | None = None  # of coefficients or responses
+    runs: ProjectionRuns = _NO_RUNS  # on positions, before the matrices above; that of the output on the responses
 
     @property
     def is_operator_alone(self) -> bool:

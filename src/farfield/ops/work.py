@@ -7,27 +7,16 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """The sizes of the products of one sample, except for the projections of queries and keys.
-
-    Attributes:
-        queries: Number of queries.
-        keys: Number of keys.
-        inner: Channels of queries and keys.
-        width: Channels of values.
-        heads: Number of heads.
-        channels: Channels of the grid if values are a projection of them, else 0.
-        out: Channels after the output projection if there is one, else 0.
-        biased: Whether a bias or a norm's shift is added to the responses.
-    """
+    """The sizes of the products of one sample, except for the projections of queries and keys."""
 
     queries: int
     keys: int
-    inner: int
-    width: int
+    inner: int  # channels of queries and keys
+    width: int  # channels of values
     heads: int
-    channels: int = 0
-    out: int = 0
-    biased: bool = False
+    channels: int = 0  # of the grid if values are a projection of them, else 0
+    out: int = 0  # channels after the output projection if there is one, else 0
+    biased: bool = False  # whether a bias or a norm's shift is added to the responses
 
     def folds_output(self, slots: int, *, basis: bool) -> bool:
         """Whether the output projection acts on the slots and not on the responses: an estimate of which is cheaper."""

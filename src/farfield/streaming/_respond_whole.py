@@ -173,10 +173,7 @@ def _open_grid(
     layout: AxisLayout,
     tile: int | Sequence[int | None] | None,
 ) -> dict[str, tuple[VolumeSource, list[Region]]]:
-    """Return a grid and its mask, by name, with their tiles, which are rounded up to the windows of pooled keys.
-
-    By default they are slabs of the first axis; if a slab of one index is larger than `_TILE`, the next is cut too.
-    """
+    """Return a grid and its mask, by name, with their tiles, which are rounded up to the windows of pooled keys."""
     device = device_of(layer)
     source = VolumeSource(array, layout, device, dtype_of(layer), caller="respond_whole")
     if source.channels != layer.channels:
@@ -186,7 +183,7 @@ def _open_grid(
             f"spatial dim of the grid, or a {name} of {layer.channels} channels."
         )
     size, pool = source.size, layer.operator.keys_from.gather
-    if tile is None:
+    if tile is None:  # slabs of the first axis; if one of one index is larger than `_TILE`, the next is cut too
         slab, room = list(size), _TILE // (source.batch * source.channels * source.dtype.itemsize)
         for axis, length in enumerate(size):
             slab[axis] = min(length, max(1, room // math.prod(slab[:axis] + slab[axis + 1 :])))

@@ -94,12 +94,7 @@ def _refuse_outputs(
 
 
 def label_dtype(classes: int) -> torch.dtype:
-    """Return the smallest dtype that holds the labels of this many classes.
-
-    Example:
-        >>> label_dtype(256), label_dtype(257)
-        (torch.uint8, torch.int16)
-    """
+    """Return the smallest dtype that holds the labels of this many classes."""
     return next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if torch.iinfo(dtype).max >= classes - 1)
 
 

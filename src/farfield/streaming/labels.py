@@ -40,30 +40,20 @@ class GraphError(ValueError):
 
 @dataclass
 class LabelledGraph:
-    """A graph whose values have labels, for a volume that is cut along some axes.
-
-    Attributes:
-        graph: The graph.
-        size: The volume's size.
-        cut: The axes along which it is cut.
-        halo: How far operations without a rule reach, in positions of the volume; None if they are refused.
-        layouts: Value -> its pieces, in the order of nodes.
-        calls: Node -> its call.
-        rules: Node -> its rule.
-        reductions: Node -> how it sums over the whole, of nodes that do.
-        levels: Node -> the number of reductions before it in series, itself included.
-        gathered: Values of which one position needs all along a cut axis: they are stored before.
-    """
+    """A graph whose values have labels, for a volume of a size that is cut along some axes."""
 
     graph: Graph
     size: tuple[int, ...]
     cut: tuple[int, ...]
+    # How far operations without a rule reach, in positions of the volume; None if they are refused.
     halo: Sequence[int] | None = None
-    layouts: dict[Value, Layout] = field(default_factory=dict)
+    layouts: dict[Value, Layout] = field(default_factory=dict)  # in the order of nodes
     calls: dict[int, OperationCall] = field(default_factory=dict)
     rules: dict[int, Rule] = field(default_factory=dict)
-    reductions: dict[int, Reduction] = field(default_factory=dict)
+    reductions: dict[int, Reduction] = field(default_factory=dict)  # of nodes that sum over the whole
+    # The number of reductions before a node in series, itself included.
     levels: dict[int, int] = field(default_factory=dict)
+    # One position needs all of these along a cut axis: they are stored before.
     gathered: set[Value] = field(default_factory=set)
 
     @cached_property
@@ -98,13 +88,12 @@ class LabelledGraph:
         return tuple(tuple(self._core_of(piece, tile) for piece in dim) for dim in layout)
 
     def _core_of(self, piece: Piece, tile: Sequence[Span]) -> Span:
-        """Return a tile's own span of a piece: the spans of all tiles are all its positions, each once.
-
-        Tiles begin at multiples of the strides, and so do their spans, also where a piece ends earlier than the volume.
-        """
+        """Return a tile's own span of a piece: the spans of all tiles are all its positions, each once."""
         if piece.axis is None:
             return 0, piece.length
         (start, stop), length = tile[piece.axis], self.size[piece.axis]
+        # Tiles begin at multiples of the strides, and so do their spans, also where a piece ends earlier than the
+        # volume.
         many, few = _nearest_ratio(piece.length, length)
         first, last = (min(piece.length, place * many // few) for place in (start, stop))
         return first, piece.length if stop == length else last
@@ -121,10 +110,7 @@ def _nearest_ratio(length: int, whole: int) -> tuple[int, int]:
 def label_graph(
     graph: Graph, size: Sequence[int], cut: Sequence[int], *, halo: Sequence[int] | None = None, first: int = 2
 ) -> LabelledGraph:
-    """Find the labels of all values, and the operations that sum over the whole; dimensions from `first` on are axes.
-
-    It raises GraphError if an operation has no rule, or cannot run on parts.
-    """
+    """Find the labels of all values, and what sums over the whole; axes are dimensions from `first` on."""
     labelled = LabelledGraph(graph, tuple(size), tuple(cut), halo)
     for index in labelled.order:
         node = graph.nodes[index]

@@ -26,14 +26,11 @@ SUMMARY_SHARE = 1 / 2
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 def make_streamable(attention: GridAttention) -> GridAttention:
-    """Return an attention with the same responses, and with a small summary if `attention` is `dot`.
-
-    `dot` is V (KᵀQ), and its summary is the grid; its copy computes (V Kᵀ) Q, which is equal. Any other attention is
-    returned itself.
-    """
+    """Return an attention with the same responses, and with a small summary if `attention` is `dot`."""
     operator = attention.operator
     if operator.basis is not None or operator.coefficients is not products:
         return attention
+    # `dot` is V (KᵀQ), and its summary is the grid; the copy computes (V Kᵀ) Q, which is equal.
     twin = copy.copy(attention)
     twin.operator = dataclasses.replace(operator, basis=keys, coefficients=queries)
     return twin
@@ -52,11 +49,7 @@ def summary_bytes(summary: Summary) -> int:
 def summarize_attention(
     attention: GridAttention, grid: Tensor, *, of_keys: bool = True, of_queries: bool = True, **place: Any
 ) -> Parts:
-    """Return the summary of a tile's keys and values, and the sums that queries come from, if they do.
-
-    `of_keys` and `of_queries`: whether they come from this grid, which is the tile's own positions; `place` has its
-    mask, its origin, and the size of the whole. The attention is made streamable.
-    """
+    """Return the summary of a tile's keys and values, and the sums that queries come from, if these are of the grid."""
     summary, sums = None, None
     dtypes: tuple[torch.dtype, ...] = ()
     if of_keys:

@@ -33,10 +33,8 @@ WriteOutput = Callable[[int, Box, Tensor], None]
 
 
 def add_parts(runs: Runs, parts: Parts, merge: Merge) -> None:
-    """Add the parts of the next tile to those of the tiles before.
-
-    They merge in a binary tree over the number of the tile, so that the result follows from the tiles alone.
-    """
+    """Add the parts of the next tile to those of the tiles before."""
+    # In a binary tree over the number of the tile, so that the result follows from the tiles alone.
     height = 0
     while runs and runs[-1][0] == height:
         parts, height = merge(runs.pop()[1], parts), height + 1
@@ -73,10 +71,7 @@ class Sums(dict[int, Parts]):
 
 
 class Store(dict[Value, StoredInMemory | StoredInFile]):
-    """The values that are stored between the passes of a plan, each from its own pass to the last that reads it.
-
-    They are in memory, in files of a folder, or in temporary files; and are read to the device.
-    """
+    """The values that are stored between the passes of a plan, each from its own pass to the last that reads it."""
 
     def __init__(self, caller: str, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device) -> None:
         self.plan = plan
@@ -91,10 +86,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
             self[value] = StoredInFile(caller, path, name, info, boxes, device)
 
     def begin(self, stage: int) -> None:
-        """Let go of what no pass from this one on reads; what this one stores takes over files of that.
-
-        Files that are left stay for what later passes store, as far as the planned disk space has room.
-        """
+        """Let go of what no pass from this one on reads; what this one stores takes over files of that."""
         stored, made, info = self.plan.stored, self.plan.stages[stage].writes, self.plan.labelled.graph.info
         sizes = {value: info(value).bytes for value in stored}
         # Pass 0 is of another sample, which reads nothing of the sample before.
@@ -103,6 +95,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
         for value in sorted(made, key=sizes.__getitem__, reverse=True):
             before = value if self[value].is_reusable or not free else free.pop()
             self[value].take_over(self[before])
+        # Files that are left stay for what later passes store, as far as the planned disk space has room.
         later = any(each.writes for each in self.plan.stages[stage + 1 :])
         live = (value for value, last in stored.items() if self.plan.level_of(value) <= stage <= last)
         room = self.plan.bytes_stored - sum(sizes[value] for value in live)
@@ -134,10 +127,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
         }
 
     def holds(self, state: Mapping[str, Mapping[str, int]], stage: int, index: int) -> bool:
-        """Whether all is there that a pass needs to go on with a tile, by the `state` that was saved.
-
-        It needs what it reads, and what it stored of the tiles before.
-        """
+        """Whether all is there that a pass needs to go on with a tile, by the `state` that was saved."""
         for value, each in self.items():
             level, needed = self.plan.level_of(value), 0
             if level < stage <= self.plan.stored[value]:
@@ -151,15 +141,12 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
 
 
 class TiledRun:
-    """Runs the tasks of a plan; samples that no layer mixes run one after the other, each through all passes.
-
-    `run_patch` is how a pass runs on a tile if norms and pooling see what the tile reads.
-    """
+    """Runs the tasks of a plan; samples that no layer mixes run one after the other, each through all passes."""
 
     def __init__(
         self,
         plan: GraphPlan,
-        run_patch: RunPatch | None,
+        run_patch: RunPatch | None,  # if norms and pooling see what a tile reads
         store: Store,
         read_volume: ReadVolume,
         write_output: WriteOutput,
@@ -227,11 +214,7 @@ class TiledRun:
         return {"sample": self.sample, "sums": sums, "stored": self.store.state()}
 
     def load(self, state: Mapping[str, Any], number: int, index: int) -> bool:
-        """Go on from a saved state with a pass and a tile.
-
-        Returns:
-            False if that cannot be done: the state has no sums of the sample, or files not what was stored.
-        """
+        """Go on from a saved state with a pass and a tile; False if it has no sums of the sample, or files changed."""
         sample, stage = divmod(number, len(self.plan.stages))
         if state["sample"] == sample:
             holds = self.store.holds(state["stored"], stage, index)

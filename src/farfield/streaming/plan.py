@@ -48,21 +48,13 @@ def _halo_of(region: Region, tile: Sequence[Span]) -> Halo:
 
 
 class PlannedPass(NamedTuple):
-    """A pass over all tiles.
+    """A pass over all tiles."""
 
-    Attributes:
-        summarizes: Paths of the layers that need the whole grid and are summarized.
-        stores: Paths of the layers whose results are stored for later passes.
-        halo: Positions of the volume that a tile reads before and after its own.
-        macs: MACs for one sample, or for all of them where a layer mixes samples.
-        bytes: The most bytes that the values of a tile take at once.
-    """
-
-    summarizes: tuple[str, ...]
-    stores: tuple[str, ...]
-    halo: Halo
-    macs: float
-    bytes: int
+    summarizes: tuple[str, ...]  # paths of the layers that need the whole grid and are summarized
+    stores: tuple[str, ...]  # paths of the layers whose results are stored for later passes
+    halo: Halo  # positions of the volume that a tile reads before and after its own
+    macs: float  # for one sample, or for all of them where a layer mixes samples
+    bytes: int  # the most that the values of a tile take at once
 
 
 class _GraphPass(NamedTuple):

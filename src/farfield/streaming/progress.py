@@ -78,16 +78,12 @@ class _Written(NamedTuple):
 
 
 class Stream:
-    """Runs passes over the tiles of volumes; beside a file, saves how far they came, and goes on from there.
-
-    `identity` has a fingerprint of all that the result depends on, by name, which must be the same to resume; `volumes`
-    has what reads each volume, and the own positions of its tiles.
-    """
+    """Runs passes over the tiles of volumes; beside a file, saves how far they came, and goes on from there."""
 
     def __init__(
         self,
         output: FileOutput | ArrayOutput,
-        identity: dict[str, str],
+        identity: dict[str, str],  # fingerprints of all that the result depends on: the same to resume
         planned: Saved,
         volumes: Mapping[str, tuple[VolumeSource, Sequence[Region]]],
     ) -> None:
@@ -107,11 +103,7 @@ class Stream:
                 self._open(output)
 
     def run(self, passes: Sequence[Pass], summaries: Any, quiet: bool) -> Any:
-        """Run what remains of passes; return the finished output.
-
-        `summaries` has `state()`, what is saved of the passes, and `load(state, pass, tile)`, which goes on from that,
-        or returns False if it cannot.
-        """
+        """Run what remains of passes; return the finished output. What is saved is `summaries.state()`."""
         self._resume(summaries)
         # Of one tile of each pass; one without products reads and writes nevertheless. Whole numbers add up exactly.
         work = [max(1, round(each.work / each.tiles)) for each in passes]
@@ -243,16 +235,13 @@ class Stream:
             raise
 
     def _reopen(self, output: FileOutput) -> None:
-        """Open an unfinished output; if it does not hold all that was written, make it anew and rewind the progress.
-
-        A crash of the machine, or a user, can truncate files and remove chunks. The progress has the summaries, so only
-        the last pass, which writes, runs again.
-        """
+        """Open an unfinished output; if it does not hold all that was written, make it anew and rewind the progress."""
         boxes = [(tuple(slice(*span) for span in each.box), each.checksum) for each in self.written]
         covered = sum(math.prod(stop - start for start, stop in each.box) for each in self.written)
         complete = covered == math.prod(output.spec.shape) or not was_moved(output.path)
         if complete and output.open() and all(output.holds(*each) for each in boxes):
             return
+        # The progress has the summaries, so only the last pass, which writes, runs again.
         if self.written:
             _warn(
                 f'{self.caller}: "{output.growing}" does not hold any more what was written to it; it is made anew, '

@@ -122,11 +122,9 @@ class _Recorder(TorchDispatchMode):
         return still
 
     def without_writing(self, function: Any, tensor: Tensor) -> Any:
-        """Return the operation that returns what this one writes to its first argument.
-
-        Functionalization has replaced the writes of the network; what still writes is inside of torch, to a tensor that
-        it made, or a write to a tensor of the network itself.
-        """
+        """Return the operation that returns what this one writes to its first argument."""
+        # Functionalization has replaced the writes of the network; what still writes is inside of torch, to a tensor
+        # that it made, or a write to a tensor of the network itself.
         storage = tensor.untyped_storage()._cdata
         others = [each for _, each in self.known.values() if each is not tensor]
         if id(tensor) in self.constants or id(tensor) not in self.known:
@@ -176,17 +174,14 @@ def _read_arguments(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 class _NetworkFunctions(TorchFunctionMode):
-    """Notes the tensors that a network gets, which functionalization wraps, and pads circularly by concatenations.
-
-    Circular padding of torch writes to views below what can be recorded.
-    """
+    """Notes the tensors that a network gets, which functionalization wraps, and pads circularly by concatenations."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in (F.pad, torch._C._nn.pad):
             given = (*args, *(kwargs[name] for name in ("input", "pad", "mode") if name in kwargs), "constant")
             grid, pads, mode = given[:3]
-            if mode == "circular":
+            if mode == "circular":  # torch writes to views below what can be recorded
                 return _pad_circularly(grid, pads)
         outputs = function(*args, **kwargs)
         note_outputs(outputs)
@@ -207,12 +202,7 @@ def _pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
 def record_network(
     network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any] = lambda output: output
 ) -> Graph:
-    """Record a network in eval mode on volumes; `finish` makes one grid of what it returns.
-
-    Raises:
-        RecordingError: If it runs an operation that cannot be recorded.
-        CannotCopyError: If a part of it is scripted, or has no shapes yet.
-    """
+    """Record a network in eval mode on volumes; `finish` makes one grid of what it returns."""
     known = {id(tensor): name for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
     constants: dict[int, tuple[str, Tensor]] = {}
 
@@ -254,10 +244,7 @@ def _record(
 
 
 def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
-    """Let the recorder know the path of each module while it runs, and let layers run as one operation.
-
-    A block that folds its attention into its other layers calls it where it has hooks, and all have.
-    """
+    """Let the recorder know the path of each module while it runs, and let layers run as one operation."""
 
     def end(*_: Any) -> None:
         recorder.running.pop()
@@ -268,6 +255,7 @@ def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
         if path and path.startswith(within):
             continue
         writer = Writer(recorder.graph, path or type(fake).__name__)
+        # A block that folds its attention into its other layers calls it where it has hooks.
         module.register_forward_pre_hook(lambda *_, writer=writer: recorder.running.append(writer))
         module.register_forward_hook(end)
         if _is_layer(module):

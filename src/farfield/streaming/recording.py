@@ -196,11 +196,7 @@ def make_patch_plan(
 def run_patch(
     plan: PatchPlan, stage: int, tile: Sequence[Span], read_volume: ReadVolume, parts: Mapping[int, Parts]
 ) -> tuple[dict[int, Parts], tuple[Box, Tensor] | None]:
-    """Run a pass on the patch of a tile, with what passes before summarized.
-
-    Returns:
-        The tile's parts of each attention; in the last pass also its own box of the output, with its numbers.
-    """
+    """Run a pass on a tile's patch: the parts of each attention, and in the last pass its box of the output."""
     labelled, region, graph = plan.labelled, plan.region(tile), plan.patch.graph
     summarized, wanted = plan.wanted(stage, tile)
 
@@ -277,10 +273,8 @@ def plan_check(
 def region_sizes(
     size: Sequence[int], cut: Sequence[int], strides: Sequence[int], reach: Sequence[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Iterate over sizes of regions, the smallest first, up to those in whose middle a halo ends within them.
-
-    Along axes that are cut a region has so many strides and what the volume has beyond those; at least two along one.
-    """
+    """Iterate over sizes of regions, the smallest first, up to those in whose middle a halo ends within them."""
+    # Along axes that are cut a region has so many strides and what the volume has beyond those; at least two along one.
     most = {}
     for axis in cut:
         halo, enough = -(-reach[axis] // strides[axis]), -(-_ENOUGH // strides[axis])

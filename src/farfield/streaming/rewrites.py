@@ -206,11 +206,7 @@ def _fold(write: Writer, output: Info, value: Value, result: Sequence[int], *win
 
 
 def _max_unpool(write: Writer, output: Info, value: Value, index: Value, size: Sequence[int], *_: Any) -> Value:
-    """Numbers written to where maxima came from: the windows are those of the pooling.
-
-    Raises:
-        RecordingError: If the indices are not those of a pooling of a grid of that size.
-    """
+    """Numbers written to where maxima came from: the windows are those of the pooling."""
     graph, origin = write.graph, index
     while graph.nodes[origin.node].op == "view":
         origin = graph.nodes[origin.node].inputs[0]

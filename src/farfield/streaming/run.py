@@ -24,12 +24,9 @@ def compute(
     wanted: Mapping[Value, Box],
     given: Collection[Value],
     read: Read,
-    parts: Mapping[int, Parts],
+    parts: Mapping[int, Parts],  # merged, of the reductions that results depend on
 ) -> dict[Value, Tensor]:
-    """Compute a box of each wanted value; `given` ones are read, and each is freed after its last use.
-
-    `parts` are the merged parts of the reductions that results depend on.
-    """
+    """Compute a box of each wanted value; `given` ones are read, and each is freed after its last use."""
     regions, needs = trace(labelled, wanted, given)
     freed = last_uses(labelled.graph, regions, given, wanted)
     known: dict[Value, Tensor] = {}

@@ -25,15 +25,10 @@ SPANS = 2
 
 
 class Piece(NamedTuple):
-    """A factor of the length of a dimension.
+    """A factor of the length of a dimension."""
 
-    Attributes:
-        length: Its number of positions in the whole.
-        axis: The axis of the volume that it runs along, if that is cut; None for any other.
-    """
-
-    length: int
-    axis: int | None = None
+    length: int  # its number of positions in the whole
+    axis: int | None = None  # of the volume that it runs along, if that is cut; None for any other
 
 
 Dim = tuple[Piece, ...]
@@ -133,10 +128,7 @@ def flat_index(lengths: Sequence[int], places: Sequence[Tensor]) -> Tensor:
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
 class Window(NamedTuple):
-    """The window of a dimension: position i reads from `i * stride - padding` on, `kernel` positions.
-
-    Where it is transposed, position i of the operand is written there.
-    """
+    """The window of a dimension: position i reads from `i * stride - padding` on, `kernel` positions."""
 
     kernel: int
     stride: int
@@ -144,7 +136,7 @@ class Window(NamedTuple):
     dilation: int = 1
     # Positions that are added behind.
     extra: int = 0
-    transposed: bool = False
+    transposed: bool = False  # position i of the operand is written there
 
     @property
     def moves(self) -> bool:

@@ -14,12 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_intdigest as checksum
 
+from farfield._checks import install_command
 from farfield.streaming.graph import Info
 from farfield.streaming.spans import Box, Layout, Span, box_shape, read_box, region_of, whole_box, write_box
 from farfield.volumes.source import release
 from farfield.volumes.unfinished import FULL_DISK, REASONS
+
+try:
+    from xxhash import xxh3_64_intdigest as checksum
+except ModuleNotFoundError as error:
+    # The first import of streaming that the core does not bring.
+    text = f"farfield.streaming: it needs {error.name}, which is not installed; fix: {install_command('stream')}"
+    raise ModuleNotFoundError(text, name=error.name) from None
 
 # Names of the files, in the folder of the unfinished output, end with this.
 SUFFIX = ".value"
@@ -64,10 +71,7 @@ class StoredInMemory:
 
 
 class StoredInFile:
-    """A value that is stored in a file; each tile's own part, if it has one, is a contiguous block, in their order.
-
-    Without a path it is a temporary file that ends with the process. Errors name the caller, and call the value `name`.
-    """
+    """A value that is stored in a file; each tile's own part, if it has one, is a contiguous block, in their order."""
 
     def __init__(
         self, caller: str, path: Path | None, name: str, info: Info, boxes: Sequence[Box | None], device: torch.device

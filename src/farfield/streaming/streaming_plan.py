@@ -192,9 +192,8 @@ class StreamingPlan:
         return text
 
 
-def _list_names(names: Sequence[str], most: int = 4) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+def _list_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def describe_structure(network: nn.Module) -> str:

@@ -99,9 +99,7 @@ class Detect(TrainingTask):
         self, images: Sequence[Float[Tensor, "3 h w"]], targets: Sequence[Mapping[str, Tensor]] | None = None
     ) -> Any:
         """Return a dictionary of losses in training, and otherwise a list of the detections in each image."""
-        # Under bf16-true and 64-true the weights are not float32; under autocast they are.
-        dtype = next((weight.dtype for weight in self.network.parameters()), torch.float32)
-        images = [image.to(dtype) for image in images]
+        images = [self._as_weights(image) for image in images]
         return self.network(images) if targets is None else self.network(images, targets)
 
     def on_fit_start(self) -> None:

@@ -155,7 +155,7 @@ class Generate(TrainingTask):
         labels = torch.tensor([place % max(1, self.num_classes) for place in places], device=self.device)
         training = self.training
         self.eval()
-        images = self(noise.to(next(self.network.parameters()).dtype), labels)
+        images = self(self._as_weights(noise), labels)
         self.train(training)
         return (images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 

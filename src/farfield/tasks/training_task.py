@@ -69,7 +69,7 @@ class TrainingTask(LightningModule):
 
     def _as_weights(self, grid: Tensor) -> Tensor:
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.
-        return grid.to(next(self.network.parameters()).dtype)
+        return grid.to(next((weight.dtype for weight in self.network.parameters()), grid.dtype))
 
     def _log_loss(self, loss: Tensor, size: int) -> None:
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=size)

@@ -26,18 +26,12 @@ TRIALS = 10**5
 
 
 class StorageLocation(NamedTuple):
-    """Where the numbers of an array are stored.
+    """Where the numbers of an array are stored."""
 
-    Attributes:
-        space: Key of the memory, file or store.
-        part: Which part of the space: bytes, as an array at their addresses that is never read; or the name or number
-            of an object in it; None for all.
-        file: Path of the file, if there is one.
-    """
-
-    space: Hashable
+    space: Hashable  # key of the memory, file or store
+    # Of the space: bytes, as an array at their addresses that is never read; or an object in it; None for all.
     part: Any = None
-    file: Path | None = None
+    file: Path | None = None  # path of the file, if there is one
 
 
 def refuse_aliasing(caller: str, out: Any, inputs: Mapping[str, Any]) -> None:
@@ -153,11 +147,7 @@ def find_mapped_file(array: np.ndarray | Tensor, address: int) -> tuple[Path, in
 
 
 def hdf5_places(dataset: Any, h5py: ModuleType) -> Iterator[StorageLocation]:
-    """Yield where an HDF5 dataset is stored.
-
-    Its place is the address of its header in its file, the same for every name and handle. A virtual dataset is also in
-    the files of its sources; a contiguous one is also in the bytes of its file, which can be mapped into memory.
-    """
+    """Yield where an HDF5 dataset is stored: the address of its header, the same for every name and handle of it."""
     file, header = Path(str(dataset.file.filename)), h5py.h5o.get_info(dataset.id)
     key = ("hdf5", file_key(file) if file.exists() else header.fileno)
     if dataset.is_virtual:
@@ -166,7 +156,7 @@ def hdf5_places(dataset: Any, h5py: ModuleType) -> Iterator[StorageLocation]:
             yield StorageLocation(("hdf5", file_key(own)), None, own)
     yield StorageLocation(key, header.addr, file)
     offset = dataset.id.get_offset()
-    if offset is not None:  # contiguous
+    if offset is not None:  # contiguous: also in the bytes of its file, which can be mapped into memory
         yield StorageLocation(file_key(file), ByteAddresses.view(BASE + offset, (dataset.nbytes,), (1,), 1), file)
 
 

@@ -48,15 +48,10 @@ def as_slice(indices: range) -> slice:
 
 
 class AxesView:
-    """A view of an array on disk with other axes: in another order, of a part, at some indices, or of length 1.
+    """A view of an array on disk with other axes: in another order, of a part, at some indices, or of length 1."""
 
-    Args:
-        array: Anything with `shape`, `dtype` and slicing.
-        axes: For each axis of the view the axis of the array; None for a new one.
-        taken: Axis of the array -> the indices there that the view has, a range where they are in one; an axis with one
-            index may be left out of the view.
-    """
-
+    # `axes`: of each axis of the view that of the array, None for a new one. `taken`: axis of the array -> the indices
+    # that the view has; an axis with one index may be left out of it.
     def __init__(self, array: Any, axes: Sequence[int | None], taken: Mapping[int, Sequence[int]]) -> None:
         self.array, self.axes, self.taken = array, tuple(axes), taken
         lengths = [len(taken[axis]) if axis in taken else length for axis, length in enumerate(array.shape)]

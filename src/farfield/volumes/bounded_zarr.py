@@ -85,15 +85,10 @@ def expand(codec: Any, data: bytes, chunk_bytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class BoundedCodec(BytesBytesCodec):
-    """A codec of zarr 3 that stops.
-
-    Attributes:
-        inner: The codec.
-        numcodec: The codec of numcodecs that it uses.
-    """
+    """A codec of zarr 3 that stops."""
 
     inner: BytesBytesCodec
-    numcodec: Any
+    numcodec: Any  # the codec of numcodecs that `inner` uses
     is_fixed_size = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,19 +100,13 @@ class BoundedCodec(BytesBytesCodec):
         raise NotImplementedError
 
     async def _decode_single(self, chunk_data: Any, chunk_spec: Any) -> Any:
-        """Decompress a chunk."""
         length = math.prod((chunk_spec.dtype.item_size, *chunk_spec.shape))
         content = await asyncio.to_thread(expand, self.numcodec, chunk_data.to_bytes(), length)
         return chunk_spec.prototype.buffer.from_bytes(content)
 
 
 class BoundedNumcodec(Numcodec):
-    """A compressor of zarr 2 that stops.
-
-    Args:
-        inner: The compressor.
-        chunk_bytes: Bytes of a chunk.
-    """
+    """A compressor of zarr 2 that stops after the bytes of a chunk."""
 
     def __init__(self, inner: Any, chunk_bytes: int) -> None:
         self.inner, self.chunk_bytes, self.codec_id = inner, chunk_bytes, inner.codec_id
@@ -156,14 +145,10 @@ def is_known(name: str) -> bool:
 
 
 def bound_chunks(array: Any) -> None:
-    """Let a zarr array that was just opened decompress its chunks no further than they may hold.
-
-    Args:
-        array: A `zarr.Array`; one whose codecs are run by something else than zarr itself stays as it is.
-    """
+    """Let a `zarr.Array` that was just opened decompress its chunks no further than they may hold."""
     opened, chunk_bytes = array.async_array, math.prod((array.dtype.itemsize, *array.chunks))
     codecs: Iterable[Codec] = opened.codec_pipeline
-    if isinstance(codecs, BatchedCodecPipeline):
+    if isinstance(codecs, BatchedCodecPipeline):  # else something other than zarr runs the codecs
         bounded = BatchedCodecPipeline.from_codecs([bound(each, chunk_bytes) for each in codecs])
         object.__setattr__(opened, "codec_pipeline", bounded)
 

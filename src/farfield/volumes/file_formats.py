@@ -29,19 +29,12 @@ CHUNK = 2**24
 
 
 class OutputSpec(NamedTuple):
-    """Description of an output.
-
-    Attributes:
-        shape: Shape of the array.
-        dtype: Its dtype.
-        tile: Size of the tiles that are written, one number per spatial dim.
-        metadata: Its axes and voxel size.
-    """
+    """Description of an output."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    tile: tuple[int, ...]
-    metadata: ImageMetadata
+    tile: tuple[int, ...]  # size of the tiles that are written, one number per spatial dim
+    metadata: ImageMetadata  # its axes and voxel size
 
     @property
     def nbytes(self) -> int:
@@ -227,22 +220,14 @@ def leave(path: Path, spec: OutputSpec) -> None:
 
 
 class Format(NamedTuple):
-    """How files of a format are made and opened.
-
-    Attributes:
-        make: `(path, spec) -> array`.
-        open: `(path, spec, mode) -> array`.
-        mapped: Whether the file is one memory map. Its disk space is then reserved at once, because writing to a
-            memory map on a full disk kills the process.
-        refuse: `(path, spec) -> why the format cannot hold the array`; None if it can.
-        complete: `(path, spec)`, called when all tiles are written.
-    """
+    """How files of a format are made and opened."""
 
     make: Callable[[Path, OutputSpec], Any]
     open: Callable[[Path, OutputSpec, Mode], Any]
+    # One memory map: its disk space is reserved at once, as writing to one on a full disk kills the process.
     mapped: bool
-    refuse: Callable[[Path, OutputSpec], str | None] = hold_all
-    complete: Callable[[Path, OutputSpec], None] = leave
+    refuse: Callable[[Path, OutputSpec], str | None] = hold_all  # why the format cannot hold the array; None if it can
+    complete: Callable[[Path, OutputSpec], None] = leave  # called when all tiles are written
 
 
 FORMATS = {

@@ -15,19 +15,12 @@ ORDER = "ITQCZYX"
 
 
 class Unit(NamedTuple):
-    """A unit of length or time.
+    """A unit of length or time."""
 
-    Attributes:
-        symbol: As OME-TIFF writes it.
-        amount: In meters, or in seconds.
-        kind: "length" or "time".
-        others: Other spellings, as ImageJ and its users write them.
-    """
-
-    symbol: str
-    amount: float
-    kind: str
-    others: tuple[str, ...] = ()
+    symbol: str  # as OME-TIFF writes it
+    amount: float  # in meters, or in seconds
+    kind: str  # "length" or "time"
+    others: tuple[str, ...] = ()  # other spellings, as ImageJ and its users write them
 
 
 # By the names that OME-Zarr gives them.
@@ -166,12 +159,7 @@ def is_length(unit: str) -> bool:
 
 
 def parse_unit(text: object) -> str | None:
-    """Return OME-Zarr's name of a unit, from one of its spellings; None for others, such as "pixel".
-
-    Example:
-        >>> parse_unit("micron"), parse_unit("µm"), parse_unit("pixel")
-        ('micrometer', 'micrometer', None)
-    """
+    """Return OME-Zarr's name of a unit, from one of its spellings; None for others, such as "pixel"."""
     spelling = str(text).strip()
     return SPELLINGS.get(spelling) or SPELLINGS.get(spelling.lower())
 
@@ -186,12 +174,7 @@ def parse_length(value: object) -> float | None:
 
 
 def sorted_axes(axes: str) -> list[int]:
-    """Return the order of axes in which time comes first, then channels, then space.
-
-    Example:
-        >>> sorted_axes("ZCYX"), sorted_axes("YXC")
-        ([1, 0, 2, 3], [2, 0, 1])
-    """
+    """Return the order of axes in which time comes first, then channels, then space."""
     return sorted(range(len(axes)), key=lambda place: ORDER.find(axes[place]))
 
 

@@ -18,15 +18,10 @@ COLORS = ("00FF00", "FF00FF", "00FFFF", "FFFF00", "FF0000", "0000FF")
 
 
 class Level(NamedTuple):
-    """One level of an image on disk.
+    """One level of an image on disk."""
 
-    Attributes:
-        path: Name of its array in the group.
-        metadata: Its axes and voxel size.
-    """
-
-    path: str
-    metadata: ImageMetadata
+    path: str  # name of its array in the group
+    metadata: ImageMetadata  # its axes and voxel size
 
     def metadata_for(self, dims: int) -> ImageMetadata:
         """Return the metadata of an array of so many axes; without their letters if these are others."""
@@ -35,11 +30,7 @@ class Level(NamedTuple):
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 def read_images(attributes: Mapping[str, Any]) -> list[tuple[str, list[Level]]]:
-    """Read the name and the levels of each image from the attributes of its group; none if the group is no image.
-
-    Raises:
-        KeyError, TypeError, ValueError, IndexError: If the attributes are not those of images.
-    """
+    """Read the name and the levels of each image from the attributes of its group; none if the group is no image."""
     described = attributes.get("ome", attributes)
     channels = [str(channel.get("label", "")) for channel in described.get("omero", {}).get("channels", [])]
     return [(str(image.get("name", "")), read_levels(image, channels)) for image in described.get("multiscales") or []]
@@ -102,15 +93,7 @@ def _has_length(numbers: object, dims: int) -> bool:
 
 # ---- the levels of a pyramid -----------------------------------------------------------------------------------------
 def pyramid_factors(shape: Sequence[int], metadata: ImageMetadata) -> list[tuple[int, ...]]:
-    """Return for each level after the first by which factor, 1 or 2, each axis is halved from the one before.
-
-    Axes of space are halved while one of them is longer than `SMALLEST`; one whose positions are at least twice as far
-    apart as those of the finest is not, so that voxels become cubes.
-
-    Example:
-        >>> pyramid_factors((60, 1000, 300), ImageMetadata("ZYX", {"Z": 0.9, "Y": 0.3, "X": 0.3}))
-        [(1, 2, 2), (2, 2, 2)]
-    """
+    """Return for each level after the first by which factor, 1 or 2, each axis is halved from the one before."""
     axes, sizes, factors = metadata.axes, list(shape), []
     spacing = {letter: metadata.spacing.get(letter, 1.0) for letter in axes if letter in SPACE}
     if set(spacing) - set(metadata.spacing):
@@ -118,6 +101,8 @@ def pyramid_factors(shape: Sequence[int], metadata: ImageMetadata) -> list[tuple
     space = [place for place, letter in enumerate(axes) if letter in SPACE]
     while max((sizes[place] for place in space), default=0) > SMALLEST:
         finest = min(spacing[axes[place]] for place in space if sizes[place] > 1)
+        # Axes whose positions are at least twice as far apart as the finest are not halved, so that voxels become
+        # cubes.
         halved = [place for place in space if sizes[place] > 1 and spacing[axes[place]] < 2 * finest]
         factors.append(tuple(2 if place in halved else 1 for place in range(len(axes))))
         for place in halved:
@@ -126,10 +111,7 @@ def pyramid_factors(shape: Sequence[int], metadata: ImageMetadata) -> list[tuple
 
 
 def halve(box: np.ndarray, factors: Sequence[int], average: bool) -> np.ndarray:
-    """Return a box with each axis halved whose factor is 2: means of neighbours, or the first of them for labels.
-
-    The last position of an axis of odd length stands for itself alone. The order of the sums is fixed.
-    """
+    """Return a box with each axis halved whose factor is 2: means of neighbours, or the first of them for labels."""
     if not average:
         return box[tuple(slice(None, None, factor) for factor in factors)]
     total = box.astype(np.float64)
@@ -137,7 +119,7 @@ def halve(box: np.ndarray, factors: Sequence[int], average: bool) -> np.ndarray:
         if factor == 2:
             first, second = (total[(slice(None),) * axis + (slice(start, None, 2),)] for start in (0, 1))
             joined = first.copy()
-            # The first ones that have a second one after them.
+            # Those that have a second one after them; the last of an odd length stands for itself. The order is fixed.
             paired = (slice(None),) * axis + (slice(0, second.shape[axis]),)
             joined[paired] = (first[paired] + second) / 2
             total = joined
@@ -145,22 +127,13 @@ def halve(box: np.ndarray, factors: Sequence[int], average: bool) -> np.ndarray:
 
 
 class Pyramid:
-    """The levels of an image that is written box by box: each box goes to the first level, and from there to the rest.
-
-    Where a box ends within the neighbours of a position of the next level, that position is computed from what is on
-    disk; the box that is written last has all of them. Numbers of floating point are averaged; integers are labels.
-
-    Args:
-        levels: The arrays, from the finest to the coarsest.
-        factors: The result of `pyramid_factors`.
-    """
+    """The levels of an image that is written box by box, from the finest: numbers are averaged, integers are labels."""
 
     def __init__(self, levels: Sequence[Any], factors: Sequence[Sequence[int]]) -> None:
         self.levels, self.factors = levels, factors
         self.shape, self.dtype = levels[0].shape, levels[0].dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a box of the finest level."""
         return self.levels[0][index]
 
     def __setitem__(self, index: tuple[slice, ...], box: np.ndarray) -> None:
@@ -170,6 +143,8 @@ class Pyramid:
 
     def refresh(self, index: tuple[slice, ...]) -> None:
         """Write the coarser levels of a box from what is in the finest."""
+        # A box may end within the neighbours of a position of the next level, which is then computed from what is on
+        # disk; the box that is written last has all of them.
         spans = [each.indices(length)[:2] for each, length in zip(index, self.shape, strict=True)]
         for finer, coarser, factors in zip(self.levels, self.levels[1:], self.factors, strict=False):
             spans = [
@@ -214,14 +189,7 @@ def refuse_axes(metadata: ImageMetadata) -> str | None:
 def describe_image(
     name: str, metadata: ImageMetadata, factors: Sequence[Sequence[int]], average: bool
 ) -> dict[str, Any]:
-    """Return the attributes of the group of an image.
-
-    Args:
-        name: Name of the image.
-        metadata: Its axes and voxel size.
-        factors: The result of `pyramid_factors`.
-        average: Whether positions of a level are means, and so in the middle of those that they stand for.
-    """
+    """Return the attributes of the group of an image."""
     kinds = {"T": "time", "I": "time", "C": "channel"}
     axes = []
     for letter in metadata.axes:
@@ -231,6 +199,7 @@ def describe_image(
     origin = np.array([metadata.origin.get(letter, 0.0) for letter in metadata.axes])
     datasets = []
     for level, each in enumerate([np.ones(len(scale)), *np.cumprod(np.array(factors, float), 0)] if factors else [1.0]):
+        # Means lie in the middle of the positions that they stand for.
         moved = origin + (scale * (each - 1) / 2 if average else 0.0)
         steps: list[dict[str, Any]] = [{"type": "scale", "scale": [float(step) for step in scale * each]}]
         if moved.any():

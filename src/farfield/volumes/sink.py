@@ -125,11 +125,7 @@ class FileOutput:
         self.owned.let_go()
 
     def make(self) -> None:
-        """Make the unfinished file anew; reserve its disk space if it is a memory map.
-
-        Raises:
-            OSError: If the disk has no room for it.
-        """
+        """Make the unfinished file anew; reserve its disk space if it is a memory map."""
         self.array = None
         if self.growing.exists() or self.growing.is_symlink():
             remove(self.growing)
@@ -149,11 +145,7 @@ class FileOutput:
                 os.posix_fallocate(file.fileno(), 0, self.growing.stat().st_size)
 
     def open(self) -> bool:
-        """Open the unfinished file, or the one that was moved to its path but whose folder was not removed.
-
-        Returns:
-            False if it is missing, a link, damaged, or of another shape or dtype.
-        """
+        """Open the unfinished file, or the one moved to its path; False if it is missing, damaged or another."""
         if self.growing.is_symlink():
             return False
         try:
@@ -253,12 +245,7 @@ class ArrayOutput:
         self.caller, self.array, self.dtype = caller, array, dtype_of_array(array)
 
     def write(self, index: tuple[slice, ...], box: Tensor) -> None:
-        """Write a box.
-
-        Raises:
-            ValueError: If the box has numbers that the array's dtype does not hold: outside its range, or whole numbers
-                of which it rounds some.
-        """
+        """Write a box; refuse numbers that the dtype does not hold: outside its range, or whole ones that it rounds."""
         numbers = to_numpy(box)
         room = self.room(numbers.dtype)
         finite = numbers[np.isfinite(numbers)] if room is not None else numbers[:0]

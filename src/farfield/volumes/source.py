@@ -28,14 +28,7 @@ WHOLE = 2**24
 
 
 class AxisLayout(NamedTuple):
-    """The axes of an array: axes of samples, an optional channel axis, and the spatial axes.
-
-    Attributes:
-        batch: Number of axes of samples, which come first: the batch, or times and planes of a volume.
-        channels: Whether the axis before the spatial axes is that of the channels.
-        spatial_dims: Number of spatial dims.
-        samples: Length and letter of each axis of samples that has a letter: (("T", 5), ("Z", 20)).
-    """
+    """The axes of an array: those of samples, which may have letters, of channels, and the spatial axes."""
 
     batch: int
     channels: bool
@@ -121,12 +114,9 @@ class VolumeSource:
         return tuple(length + before + after for length, (before, after) in zip(own, self.padding, strict=True))
 
     def read(self, region: Region, sample: int | None = None, tile: int | None = None) -> Tensor:
-        """Read a region, given by indices of the padded volume, as a grid `(batch, channels, *size)`.
+        """Read a region, indices of the padded volume, of one sample or all: a grid `(batch, channels, *size)`.
 
-        Args:
-            region: The region.
-            sample: Index of the sample that is read; None for all.
-            tile: Index of the tile that it is read for, which errors name.
+        `tile` is the index of the tile that it is read for, which errors name.
         """
         own = self.shape[len(self.shape) - self.layout.spatial_dims :]
         indices = [
@@ -145,15 +135,7 @@ class VolumeSource:
         return grid
 
     def box(self, slices: Sequence[slice], sample: int | None = None, tile: int | None = None) -> Any:
-        """Return a box of the array, without padding: a view of a tensor, or else a copy in memory.
-
-        The copy is boolean, float64 or float32, by the dtype of the grids. Pages of a memory map are released again.
-
-        Raises:
-            TypeError: If the array holds something other than booleans, integers and floats.
-            ValueError: If some of them are masked.
-            OSError: If a memory-mapped file has become shorter, or a file cannot be read.
-        """
+        """Return a box of the array, without padding: a view of a tensor, or else a copy in memory."""
         leading = (slice(None),) * (len(self.shape) - self.layout.spatial_dims)
         if sample is not None and self.layout.batch:
             leading = (*self.layout.index_sample(sample), *leading[self.layout.batch :])
@@ -175,6 +157,7 @@ class VolumeSource:
             )
         if box.dtype.kind in "iu" and box.dtype.itemsize > 2 and self.dtype == torch.float32:
             self.warn_of_rounding(box)
+        # As the grids: boolean, float64 or float32.
         kind = np.bool_ if self.dtype == torch.bool else np.float64 if self.dtype == torch.float64 else np.float32
         box = np.array(box, dtype=kind, order="C")
         release(self.array)
@@ -204,11 +187,7 @@ class VolumeSource:
             )
 
     def to_grid(self, box: Any) -> Tensor:
-        """Return a box as a grid `(batch, channels, *size)` on the device.
-
-        Raises:
-            ValueError: If numbers of the box are too large for the grid's dtype.
-        """
+        """Return a box as a grid `(batch, channels, *size)` on the device."""
         grid = torch.as_tensor(box)
         grid = grid.reshape(-1, self.channels, *grid.shape[grid.dim() - self.layout.spatial_dims :])
         return narrowed(self.caller, grid, self.dtype).to(self.device)

@@ -25,17 +25,7 @@ OME_DTYPES = ("int8", "int16", "int32", "uint8", "uint16", "uint32", "float32", 
 
 
 def read_tiff_metadata(file: Any, index: int = 0, axes: str | None = None) -> ImageMetadata:
-    """Read what a TIFF file has of a series of images.
-
-    Args:
-        file: A `tifffile.TiffFile`.
-        index: Index of the series.
-        axes: Its axes, with those of length 1 that tifffile leaves out; those of tifffile by default.
-
-    Returns:
-        The metadata, with the axes that tifffile names; only these for a file that is neither OME-TIFF nor ImageJ's:
-        the resolution of other files is that of a printed page.
-    """
+    """Read the metadata of a series of images, by its index, of a `tifffile.TiffFile`, with its axes or others."""
     series = file.series[index]
     axes = axes or series.axes.upper()
     if file.is_ome:
@@ -45,6 +35,7 @@ def read_tiff_metadata(file: Any, index: int = 0, axes: str | None = None) -> Im
     sizes = _read_voxel_size(file, series.keyframe) if index == 0 else {}
     spacing = {letter: each for letter, each in sizes.items() if letter in axes}
     metadata = ImageMetadata(axes, spacing, dict.fromkeys(spacing, "micrometer"))
+    # The resolution of other files is that of a printed page.
     return metadata if spacing else read_georeference(series.keyframe, metadata)
 
 
@@ -110,10 +101,7 @@ def georeference_tags(metadata: ImageMetadata) -> list[tuple[int, str, int, Any,
 
 
 def find_ome_image(file: Any, index: int) -> dict[str, Any]:
-    """Return the entry in OME-XML of a series; an empty one where it is damaged, or not known which it is.
-
-    Images of which the file has no planes are entries too, but tifffile makes no series of them.
-    """
+    """Return the entry in OME-XML of a series; an empty one where it is damaged, or not known which it is."""
     import tifffile
 
     try:
@@ -123,6 +111,7 @@ def find_ome_image(file: Any, index: int) -> dict[str, Any]:
     images = [each for each in as_list(entries) if isinstance(each, dict)]
     if len(images) == len(file.series):
         return images[index]
+    # Images of which the file has no planes are entries too, but tifffile makes no series of them.
     named = [image for image in images if image.get("Name") == file.series[index].name]
     return named[0] if len(named) == 1 else {}
 

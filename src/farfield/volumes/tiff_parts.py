@@ -17,14 +17,7 @@ AGAIN = "write, copy or download it again"
 
 
 def check_parts(file: Any) -> None:
-    """Refuse a TIFF file that was cut, or names files outside its folder as its parts, which `file.series` opens.
-
-    Args:
-        file: A `tifffile.TiffFile` of which no series was read.
-
-    Raises:
-        ValueError: If it is one.
-    """
+    """Refuse a TIFF file that was cut, or names files outside its folder as its parts, which `file.series` opens."""
     outside = [name for name in names_of_parts(file) if leads_outside(name)]
     if outside:
         raise ValueError(
@@ -37,16 +30,7 @@ def check_parts(file: Any) -> None:
 
 
 def check_planes(file: Any, index: int = 0, level: int = 0) -> None:
-    """Refuse a series of a TIFF image of which planes are in no file, or in one that was cut.
-
-    Args:
-        file: A `tifffile.TiffFile`.
-        index: Index of the series.
-        level: Its level.
-
-    Raises:
-        ValueError: If it is one.
-    """
+    """Refuse a series of a TIFF image of which planes are in no file, or in one that was cut."""
     series = file.series[index].levels[level]
     fault = find_lost_planes(file, series) or find_cut(file, series)
     if fault is not None:
@@ -157,13 +141,7 @@ def end_of_directories(file: Any) -> int:
 
 
 def read_directory(opened: IO[bytes], layout: Any, offset: int) -> tuple[int, int]:
-    """Return the offset behind a page's directory, and that of the next page's, which is 0 for the last.
-
-    Args:
-        opened: The file.
-        layout: A `tifffile.TiffFormat`.
-        offset: Offset of the directory.
-    """
+    """Return the offset behind a page's directory, and that of the next page's directory, which is 0 for the last."""
     opened.seek(offset)
     count = opened.read(layout.tagnosize)
     if len(count) < layout.tagnosize:

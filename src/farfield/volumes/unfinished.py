@@ -33,11 +33,8 @@ def unfinished_folder(path: Path) -> Path:
 
 
 def was_moved(path: Path) -> bool:
-    """Whether a file was moved to its path by a process that was killed before it removed the unfinished folder.
-
-    The folder then has the progress, and no file. The progress has the checksums by which that file is known.
-    """
-    folder = unfinished_folder(path)
+    """Whether a file was moved to its path by a process that was killed before it removed the unfinished folder."""
+    folder = unfinished_folder(path)  # it then has the progress, with the checksums of the file, and no file
     return foreign(folder) is None and (folder / STATE).is_file() and not os.path.lexists(folder / path.name)
 
 

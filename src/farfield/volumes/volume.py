@@ -150,17 +150,9 @@ def describe_output(
     output_channels: int,
     axis_scales: Sequence[tuple[int, Fraction] | None] | None = None,
 ) -> ImageMetadata:
-    """Return the metadata of an output: the axes of the volume, with a voxel size that fits the output's positions.
-
-    Args:
-        metadata: That of the volume; None if it has none.
-        layout: Axes of the volume.
-        channels: Number of its channels.
-        output_channels: Number of channels of the output.
-        axis_scales: For each spatial axis of the volume: the axis of the output that it becomes, counted with batch and
-            channels before it, and the output's positions per position of the volume; None for one that the output has
-            not. By default the output has the volume's size.
-    """
+    """Return the metadata of an output: the axes of the volume, with a voxel size that fits the output's positions."""
+    # `axis_scales`: for each spatial axis of the volume the axis of the output that it becomes, counted with batch and
+    # channels, and the output's positions per position of the volume; None for one that the output has not.
     if axis_scales is None:
         axis_scales = [(axis + 2, Fraction(1)) for axis in range(layout.spatial_dims)]
     scales = [each for each in axis_scales if each is not None]
@@ -261,11 +253,7 @@ def _open_again(options: dict[str, Any], *indices: Any) -> Volume:
 
 
 def arrange(file: str | Path, array: Any, metadata: ImageMetadata, channel: int | Sequence[int] | None) -> Volume:
-    """Return a volume whose axes are in order, with some channels; see `open_volume`.
-
-    Raises:
-        ValueError: If there is no such channel.
-    """
+    """Return a volume whose axes are in order, with some channels; see `open_volume`."""
     array, metadata, channel = take_samples(f'open_volume: "{file}"', array, metadata, channel)
     axes = metadata.axes
     place = axes.find("C")

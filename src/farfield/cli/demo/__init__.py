@@ -184,12 +184,10 @@ class _Bar(Callback):
         self.network = network
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *rest: Any) -> None:
-        """Send the epoch and the loss."""
         state = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  loss {outputs['loss'].item():.3f}"
         self.updates.put(_Update(self.network, trainer.global_step, int(trainer.estimated_stepping_batches), state))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send the accuracy."""
         accuracy = float(trainer.callback_metrics["test/accuracy"])
         steps = trainer.global_step
         self.updates.put(_Update(self.network, steps, steps, f"held-out accuracy {percent(accuracy)}"))

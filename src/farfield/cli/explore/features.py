@@ -25,11 +25,7 @@ def set_vector(attention: GridAttention, grid: Tensor, position: Sequence[int]) 
 
 
 def features(photograph: NDArray[np.float64], size: Sequence[int]) -> Tensor:
-    """Compute features of the surroundings of each position: colour at two scales, edges and contrast; no coordinates.
-
-    The channels are the features and the negated features, so that a property and its opposite both have a channel with
-    large values. The channels of a position have length √SHARPNESS together: products are SHARPNESS · cosine.
-    """
+    """Compute features of the surroundings of each position: colour at two scales, edges, contrast; no coordinates."""
     lab = color.rgb2lab(photograph)
     blurred = [filters.gaussian(lab, width, channel_axis=-1) for width in (3, 12)]
     light = lab[..., 0]
@@ -38,5 +34,6 @@ def features(photograph: NDArray[np.float64], size: Sequence[int]) -> Tensor:
     stacked = np.concatenate([*blurred, edges[..., None], contrast[..., None]], -1)
     positions = transform.resize(stacked, (*size, stacked.shape[-1]), anti_aliasing=True)
     positions = (positions - positions.mean((0, 1))) / positions.std((0, 1))
+    # Products are SHARPNESS · cosine. Negated too: a property and its opposite each have a channel of large values.
     positions *= np.sqrt(SHARPNESS / 2) / np.linalg.norm(positions, axis=-1, keepdims=True)
     return torch.from_numpy(np.concatenate([positions, -positions], -1)).float().permute(2, 0, 1)[None]

@@ -31,48 +31,27 @@ _SOURCES = {ALL: "all", AXES: "axes", NORMALIZED_AXES: "axes", POOLED: "windows"
 
 
 class HeadPanel(NamedTuple):
-    """One head of one attention.
-
-    Attributes:
-        name: Shown above its text.
-        text: What it is, in a line.
-        arguments: The first arguments of the functions of `maps` that compute it, in Python.
-        head: Its index among the heads.
-        operator: Its operator.
-        channels: Channels of the grid, for the cost.
-        queries: `(d, positions)`, with the scale of the products in them.
-        keys: `(d, positions)`.
-        vector: `(d,)`, the vector of scores; empty for operators without.
-    """
+    """One head of one attention."""
 
     name: str
-    text: str
-    arguments: str
-    head: int
+    text: str  # what it is, in a line
+    arguments: str  # of the functions of `maps` that compute it, in Python
+    head: int  # its index among the heads
     operator: str
-    channels: int
-    queries: Tensor
-    keys: Tensor
-    vector: Tensor
+    channels: int  # of the grid, for the cost
+    queries: Tensor  # `(d, positions)`, with the scale of the products in them
+    keys: Tensor  # `(d, positions)`
+    vector: Tensor  # `(d,)`, the vector of scores; empty for operators without
 
 
 class PageContent(NamedTuple):
-    """What a page shows.
+    """What a page shows."""
 
-    Attributes:
-        photograph: `(height, width, 3)`, 8-bit.
-        credit: Whose it is.
-        intro: What the panels have in common.
-        note: What the names in the arguments of panels are.
-        size: Height and width of the grid.
-        panels: The panels in order.
-    """
-
-    photograph: NDArray[np.uint8]
-    credit: str
-    intro: str
-    note: str
-    size: tuple[int, int]
+    photograph: NDArray[np.uint8]  # `(height, width, 3)`, 8-bit
+    credit: str  # whose it is
+    intro: str  # what the panels have in common
+    note: str  # what the names in the arguments of panels are
+    size: tuple[int, int]  # height and width of the grid
     panels: list[HeadPanel]
 
 
@@ -147,12 +126,9 @@ def check_shown(name: str, module: GridAttention, grid: Tensor, longer: int) -> 
 
 
 def _heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return queries and keys `(d, positions)` and the vector of scores of each head, in float32.
-
-    Queries and keys of positions, also for operators whose keys or queries are sums: the projections are linear.
-    Operators with a score get scores as their one channel, and the vector 1. A norm of products multiplies the queries,
-    by its running statistics; norms of responses are left out, as in `maps.attention_row`.
-    """
+    """Return queries and keys `(d, positions)` and the vector of scores of each head, in float32."""
+    # Of positions also where keys or queries are sums, as the projections are linear. Norms of products multiply the
+    # queries by their running statistics; those of responses are left out, as in `maps.attention_row`.
     positions = replace(module.operator, keys_from=ALL, queries_from=ALL)
     with torch.no_grad(), with_running_statistics(module):
         call = read_call(module, grid, grid.dtype)._replace(operator=positions)

@@ -26,21 +26,13 @@ PANELS = 6
 
 
 class Photograph(NamedTuple):
-    """A photograph.
-
-    Attributes:
-        path: Its file.
-        height: The number of rows of pixels.
-        width: The number of columns of pixels.
-        pixels: `uint8` `(3, height, width)`.
-        shown: Its colours `(3, y, x)` in 0..1, reduced in size if it is large.
-    """
+    """A photograph."""
 
     path: Path
     height: int
     width: int
-    pixels: Tensor
-    shown: Tensor
+    pixels: Tensor  # `uint8` `(3, height, width)`
+    shown: Tensor  # its colours `(3, y, x)` in 0..1, reduced in size if it is large
 
 
 class Heat(NamedTuple):

@@ -150,11 +150,7 @@ def _hang(host: nn.Module) -> None:
 
 
 class Watch:
-    """Check, before a module runs, that the layers in it still call their additions.
-
-    `convert_sync_batchnorm` replaces a layer by another with its children but without its hooks: the new layer gets
-    the hook. `fuse_modules` and others drop the addition: this raises an error.
-    """
+    """Check, before a module runs, that the layers in it still call their additions."""
 
     def __init__(self) -> None:
         self.hosts: dict[str, nn.Module] = {}
@@ -172,6 +168,7 @@ class Watch:
                     f"insert: {path} in {type(module).__name__} has lost its addition: {kinds}.\n"
                     f"  fix: remove() the addition, fuse or replace the layer, then insert() again."
                 )
+            # `convert_sync_batchnorm` replaces a layer by another with its children but without its hooks.
             if CHILD not in _hooks(now):
                 _hang(now)
                 self.hosts[path] = now

@@ -279,10 +279,7 @@ def _check_kept(place: Place, grid: Tensor, output: Any) -> None:
 
 
 def _find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
-    """Return up to three places to insert at instead: entries of the place, or modules in it or around it.
-
-    Each returns a floating-point grid with the batch first, is called once, and affects the output of the model.
-    """
+    """Return up to three places to insert at instead: entries of the place, or modules in it or around it."""
     candidates: dict[Place, Shape] = {}
     for path in (place.path, *reversed(_list_children(model, place.path)), *parents(place.path)):
         if seen.calls[path] == seen.calls[seen.caller_of(path)]:

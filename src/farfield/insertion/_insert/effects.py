@@ -18,13 +18,7 @@ from farfield.nn.tracing import tensors
 
 
 class Effects:
-    """A model, an example, and the unmodified outputs of the model for it.
-
-    The output of a place is replaced by the same with noise and, if the model's output does not change, by NaN, which
-    no small factor and no saturation hides. A detector may still discard everything that depends on the place. So if
-    the model's output does not change, the test is repeated on the output of the first module that depends on the place
-    and does more than pass the grid on. If the model detects nothing at all, it is enough that there is such a module.
-    """
+    """A model, an example, and the unmodified outputs of the model for it."""
 
     def __init__(self, model: nn.Module, example: Any, outputs: Any) -> None:
         self.model, self.example, self.outputs = model, example, outputs
@@ -34,6 +28,9 @@ class Effects:
         path, entry = module or place
         if self.moves(path, partial(_disturb_entry, entry=entry)):
             return True
+        # A detector may discard everything that depends on the place: then the output of the first module that depends
+        # on it and does more than pass the grid on is changed. If the model detects nothing at all, such a module is
+        # enough.
         others = [other for other, _ in self.model.named_modules() if not _related(other, place.path)]
         before = probe(self.model, self.example, others).outputs
         disturbed: list[Tensor] = []
@@ -52,6 +49,7 @@ class Effects:
 
     def moves(self, path: str, change: Callable[..., Any]) -> bool:
         """Whether the model's output changes when that of a module does; an error of the model counts as a change."""
+        # Noise, and NaN, which no small factor and no saturation hides.
         for disturb in (add_noise, partial(torch.full_like, fill_value=torch.nan)):
             try:
                 after = probe(self.model, self.example, [""], change={path: partial(change, disturb=disturb)})
@@ -63,10 +61,7 @@ class Effects:
 
 
 def linked(model: nn.Module, example: Any, places: list[Place]) -> set[Place]:
-    """Return the places to which the output of a model passes a gradient that is not 0, in one run.
-
-    The output may also depend on others, behind operations without a gradient: `Effects` takes a run for each.
-    """
+    """Return the places to which the output of a model passes a gradient that is not 0, in one run."""
     marked: list[tuple[Place, Tensor]] = []
 
     def mark(grid: Tensor, place: Place) -> Tensor:

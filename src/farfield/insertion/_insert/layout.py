@@ -30,12 +30,10 @@ def channel_axis(dimensions: int, layout: Layout) -> int:
 
 
 def _resize(example: Any) -> Iterator[Any]:
-    """Yield the example at other sizes: once for each length among its spatial axes, with all axes of it changed.
-
-    In a floating-point tensor of three dimensions, the second or the third may hold the channels: both are tried.
-    """
+    """Yield the example at other sizes: once for each length among its spatial axes, with all axes of it changed."""
     tensors: list[tuple[Tensor, int]] = []
     map_tensors(example, lambda *pair: tensors.append(pair))
+    # In a floating-point tensor of three dimensions, the second or the third may hold the channels: both are tried.
     both = any(tensor.is_floating_point() and tensor.dim() - start == 2 for tensor, start in tensors)
     for channels in (0, 1) if both else (0,):
         axes = ((tensor, axis) for tensor, start in tensors for axis in _spatial_axes(tensor, start, channels))

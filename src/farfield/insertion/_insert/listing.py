@@ -109,10 +109,7 @@ def _find_grids(model: nn.Module, seen: Seen) -> Iterator[tuple[Place, Tensor]]:
 
 
 def _called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> list[Place]:
-    """Return the places whose additions would be called as often as their hosts, and leave the model able to run.
-
-    All places of a copy get an addition that does nothing, for one run. If it fails then, each half is tried alone.
-    """
+    """Return the places whose additions would be called as often as their hosts, and leave the model able to run."""
     paths = [path for place in tried for path in (place.path, child_of(place))]
     with copied(model, share_parameters) as own:
         for place in tried:
@@ -120,5 +117,6 @@ def _called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> li
         with suppress(Exception):  # a model may raise anything
             calls = probe(own, example, paths).calls
             return [place for place in tried if calls[child_of(place)] == calls[place.path] > 0]
+    # Of places with which the model fails each half is tried alone.
     halves = (tried[: len(tried) // 2], tried[len(tried) // 2 :])
     return [place for half in halves if len(tried) > 1 for place in _called_with_hosts(model, half, example)]

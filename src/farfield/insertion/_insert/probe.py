@@ -41,15 +41,11 @@ def probe(
     example: Any,
     paths: Iterable[str],
     *,
-    stop_early: bool = False,
-    change: Mapping[str, Callable[[Any], Any]] | None = None,
+    stop_early: bool = False,  # once each module has been called; errors of the model are ignored
+    change: Mapping[str, Callable[[Any], Any]] | None = None,  # path -> what replaces the output
     gradients: bool = False,
 ) -> Seen:
-    """Run a copy of a model once, without autocast, and record the calls and first outputs of some modules.
-
-    `stop_early` stops once each module has been called, and ignores errors of the model. `change` has functions that
-    replace the outputs of modules, by their paths.
-    """
+    """Run a copy of a model once, without autocast, and record the calls and first outputs of some modules."""
     seen, watched = Seen(Counter(), {}), dict.fromkeys(paths)
 
     def record(path: str, module: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -20,11 +20,8 @@ _CALLED, _CHILDREN = re.compile("Attention|Attn|^[A-Z]*SA$|^XCA$|MLA$"), {"qkv",
 
 
 def replaced_class(module: nn.Module) -> type[TorchAttention] | type[TimmAttention] | None:
-    """Return the new class for an attention of torch or timm; None for any other module.
-
-    Subclasses are not supported: they may compute anything in their own forward.
-    """
-    kind = type(module)
+    """Return the new class for an attention of torch or timm; None for any other module."""
+    kind = type(module)  # a subclass may compute anything in its own forward
     if kind in (nn.MultiheadAttention, TorchAttention):
         return TorchAttention
     if kind is TimmAttention or (kind.__module__ in _TIMM and kind.__qualname__ == "Attention"):

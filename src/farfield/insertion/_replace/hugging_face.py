@@ -144,14 +144,12 @@ def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module]) -> s
 
 
 def _is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
-    """Whether an attention is causal; `around` has the modules around it, from the nearest to the model.
-
-    The module's own `is_causal` does not settle it: some encoders have none, and some have True though their model
-    makes padding masks only. Transformers itself uses it only where there is no mask.
-    """
+    """Whether an attention is causal; `around` has the modules around it, from the nearest to the model."""
     if getattr(module.config, "model_type", None) in _CAUSAL_TOWERS:
         return True
     makers = next(filter(None, map(_find_mask_makers, around)), set[str]())
+    # The module's own flag does not settle it: some encoders have none, and some have True though their model makes
+    # padding masks only. Transformers itself uses it only where there is no mask.
     flag = getattr(module, "is_causal", None)
     if flag is None:
         return any("causal" in name for name in makers)

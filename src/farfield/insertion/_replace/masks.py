@@ -39,10 +39,7 @@ def resolve_operator(caller: str, operator: str | Operator) -> tuple[str, Operat
 
 
 def find_obstacle(operator: Operator) -> str | None:
-    """Return why an operator does not work on a host's tokens and weights, with a fix; None if it does.
-
-    It must have no weights of its own, which no host has, and attend to each position of a grid of one spatial dim.
-    """
+    """Return why an operator does not work on a host's tokens and weights, with a fix; None if it does."""
     if operator.score == "learned":
         return "has a learned vector, which no host has; fix: take siamese_ones, which has none"
     if not (operator.keys_from.side_by_side and operator.queries_from.side_by_side):

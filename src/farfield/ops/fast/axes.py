@@ -83,21 +83,17 @@ def _collect(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor]
     return _read_axes(grad_outputs[0]).to(arguments[0].dtype), None, None
 
 
-def _plain_sums(grid: Tensor, wide: bool) -> Tensor:
-    """Compute the sums by their equation."""
-    return along_axes(grid)
-
-
-def _plain_grid(responses: Tensor, size: tuple[int, ...], training: bool) -> Tensor:
-    """Compute the grid by its equation."""
-    return add_axes(responses, size)
-
-
 _sum_axes = accelerate(
-    _plain_sums,
+    lambda grid, wide: along_axes(grid),
     lambda grid, wide: _read_axes(grid),
     _spread,
     save=shapes_alone,
     kernels_run=kernels.run,
 )
-_outer_sum = accelerate(_plain_grid, write_sum, _collect, save=shapes_alone, kernels_run=kernels.run)
+_outer_sum = accelerate(
+    lambda responses, size, training: add_axes(responses, size),
+    write_sum,
+    _collect,
+    save=shapes_alone,
+    kernels_run=kernels.run,
+)

@@ -35,31 +35,18 @@ NOT_INSTALLED = "not built: farfield runs from files that were not installed; fi
 
 
 class Kernel(NamedTuple):
-    """A line of the kernel table: which kernels compute what, for which operators, and when.
+    """A line of the kernel table: which kernels compute what, for which operators, and when."""
 
-    Attributes:
-        step: What is computed: "attention", "sums", "responses", "sums along axes" or "outer sums".
-        names: The kernels.
-        operators: Kinds of operators: for fields of an `Operator`, the entries that the line is for.
-        why_not: From the arguments of the step to the reason why the line does not run, in words, or None.
-        run: Computes the step.
-        derive: Computes the gradients of the step.
-        gradient: The kernels of the gradient.
-        forms: For attention, the forms of a call: BARE, PROJECTED, WITH_TARGET.
-        when: "in inference", "in training" or "always".
-        needs: What else is needed, in words.
-    """
-
-    step: str
+    step: str  # "attention", "sums", "responses", "sums along axes" or "outer sums"
     names: tuple[str, ...]
-    operators: tuple[dict[str, tuple[Any, ...]], ...]
-    why_not: Callable[..., str | None]
-    run: Callable[..., Any]
-    derive: Callable[..., Any] | None = None
-    gradient: tuple[str, ...] = ()
-    forms: tuple[str, ...] = ()
-    when: str = "always"
-    needs: str = "nothing else"
+    operators: tuple[dict[str, tuple[Any, ...]], ...]  # for fields of an `Operator`, the entries that the line is for
+    why_not: Callable[..., str | None]  # from the arguments of the step to why it does not run, in words, or None
+    run: Callable[..., Any]  # computes the step
+    derive: Callable[..., Any] | None = None  # computes its gradients
+    gradient: tuple[str, ...] = ()  # the kernels of these
+    forms: tuple[str, ...] = ()  # for attention: BARE, PROJECTED, WITH_TARGET
+    when: str = "always"  # or "in inference", "in training"
+    needs: str = "nothing else"  # in words
 
     def is_for(self, operator: object) -> bool:
         """Whether the line is for an operator."""
@@ -78,106 +65,69 @@ def problem() -> str | None:
     try:
         torch.ops.load_library(LIBRARY)
         for name, flops in FLOPS.items():
-            register_flop_formula(getattr(torch.ops.farfield, name))(flops)
+            register_flop_formula(getattr(torch.ops.farfield, name))(_as_formula(flops))
     except (OSError, RuntimeError) as error:
         return f"{LIBRARY} does not load: {error}"
     return None
 
 
-# ---- FLOPs for torch's flop counter: the products of the equations ---------------------------------------------------
-def _count_nothing(*shapes: Any, out_shape: Any) -> int:
-    """Return 0: sums have no products."""
-    return 0
+def _as_formula(count: Callable[..., int]) -> Callable[..., int]:
+    return lambda *shapes, out_shape: count(*shapes)
 
 
-def _count_axes(grid: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Count the products of the axes' means with each other, and of these weights with the values."""
-    return 4 * grid[0] * grid[1] * sum(grid[2:]) ** 2
-
-
-def _count_means(means: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Count the products of the means with each other, and of these weights with the values."""
-    return 4 * means[0] * means[1] * means[2] ** 2
-
-
-def _count_values(means: Sequence[int], values: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Count the products of the means with each other, and of these weights with other values."""
-    return 2 * means[0] * (means[1] + values[1]) * means[2] ** 2
-
-
-def _count_means_backward(means: Sequence[int], weights: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Count four products, and a fifth for the matrix if it was not kept."""
-    return (8 if weights[0] else 10) * means[0] * means[1] * means[2] ** 2
-
-
-def _count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
+# ---- FLOPs for torch's flop counter: the products of the equations, from the shapes of a kernel's arguments ----------
+def _count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *_: Any) -> int:
     """Count scores, one or two slots, and the responses."""
     return 2 * math.prod(grid) * (matrix[0] + 2 * (1 + both))
 
 
-def _count_scores_backward(grid: Sequence[int], matrix: Sequence[int], both: bool, *others: Any, out_shape: Any) -> int:
-    """Count twice the products of `_count_scores`."""
-    return 2 * _count_scores(grid, matrix, both, out_shape=out_shape)
-
-
-def _count_rows(positions: Sequence[int], matrix: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Count the projection to rows, and the sums over positions of row ⊗ position."""
-    return 4 * math.prod(positions) * matrix[1]
-
-
-def _count_summary(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any) -> int:
+def _count_summary(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any) -> int:
     """Count the projection, and the sums over positions of weight ⊗ position."""
     _, _, keys, _, groups, _ = others
     return 2 * math.prod(positions) * ((matrix[0] if matrix else 0) + keys // groups)
 
 
-def _count_summary_backward(
-    positions: Sequence[int], matrix: Sequence[int] | None, *others: Any, out_shape: Any
-) -> int:
+def _count_summary_backward(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any) -> int:
     """Count the keys again, the gradients of their weights, and those of positions and matrix."""
     (_, keys, shared), each = others[3], 2 * positions[0] * positions[2]
     of_projection = 0 if matrix is None else positions[1] * (keys + 2 * matrix[0])
     return each * (2 * keys * shared + of_projection)
 
 
-def _count_combination(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
+def _count_combination(queries: Sequence[int], slots: Sequence[int], *_: Any) -> int:
     """Count the products of coefficients with slots."""
     return 2 * math.prod(queries) * slots[3]
 
 
-def _count_combination_backward(queries: Sequence[int], slots: Sequence[int], *others: Any, out_shape: Any) -> int:
-    """Count twice the products of `_count_combination`."""
-    return 2 * _count_combination(queries, slots, out_shape=out_shape)
-
-
-FLOPS: dict[str, Any] = {
-    "axis_sums": _count_nothing,
-    "axis_means": _count_nothing,
-    "outer_sum": _count_nothing,
-    "norm_and_clamp_backward": _count_nothing,
-    "axis_attention": _count_axes,
-    "attend_means": _count_values,
-    "axis_responses": _count_means,
-    "axis_responses_backward": _count_means_backward,
+FLOPS: dict[str, Callable[..., int]] = {
+    # Sums have no products.
+    "axis_sums": lambda *_: 0,
+    "axis_means": lambda *_: 0,
+    "outer_sum": lambda *_: 0,
+    "norm_and_clamp_backward": lambda *_: 0,
+    # The products of the means with each other, and of these weights with the values.
+    "axis_attention": lambda grid, *_: 4 * grid[0] * grid[1] * sum(grid[2:]) ** 2,
+    "attend_means": lambda means, values, *_: 2 * means[0] * (means[1] + values[1]) * means[2] ** 2,
+    "axis_responses": lambda means, *_: 4 * means[0] * means[1] * means[2] ** 2,
+    # Four products, and a fifth for the matrix if it was not kept.
+    "axis_responses_backward": lambda means, weights, *_: (
+        (8 if weights[0] else 10) * means[0] * means[1] * means[2] ** 2
+    ),
     "score_attention": _count_scores,
-    "score_attention_backward": _count_scores_backward,
-    "project_and_sum": _count_rows,
+    "score_attention_backward": lambda *shapes: 2 * _count_scores(*shapes),
+    # The projection to rows, and the sums over positions of row ⊗ position.
+    "project_and_sum": lambda positions, matrix, *_: 4 * math.prod(positions) * matrix[1],
     "project_and_summarize": _count_summary,
     "project_and_summarize_backward": _count_summary_backward,
     "combine_slots": _count_combination,
-    "combine_slots_backward": _count_combination_backward,
+    "combine_slots_backward": lambda *shapes: 2 * _count_combination(*shapes),
 }
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call a kernel: the only place that does.
-
-    Kernels have no derivatives and torch would take them as constants, so this refuses where any is wanted of its
-    arguments. Inside the `forward` and `backward` of a `torch.autograd.Function`, nothing is recorded.
-
-    Raises:
-        RuntimeError: If autograd would record the call, or an argument has a tangent or is wrapped by a transform.
-    """
+    """Call a kernel: the only place that does."""
+    # Kernels have no derivatives, and torch would take them as constants. Within a `torch.autograd.Function` nothing is
+    # recorded.
     if not are_free(*arguments):
         raise RuntimeError(
             f"farfield::{name}: a derivative through this kernel is wanted, and it has none, so that it would be lost "
@@ -187,12 +137,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def why_not(*tensors: Tensor | None, ordered: bool = True) -> str | None:
-    """Return the first reason against kernels on these tensors, in words; None if kernels may run.
-
-    Args:
-        *tensors: The tensors; None is none.
-        ordered: Whether they must be contiguous or channels-last.
-    """
+    """Return the first reason against kernels on these tensors, in words; None if kernels may run."""
     if os.environ.get(SWITCH) == "0":
         return f"switched off ({SWITCH}=0)"
     if is_recorded():

@@ -26,27 +26,16 @@ _ROWS = 4
 
 
 class RowPlan(NamedTuple):
-    """The rows (channels of keys and queries) that are projected from positions, and how they are summarized.
-
-    Attributes:
-        operator: The operator.
-        heads: Number of heads.
-        keys: Number of rows that are keys; they come first.
-        queries: Number of rows that are queries; they come last.
-        same: Whether the same rows are both keys and queries.
-        shared: Whether every head summarizes all channels.
-        complete: Whether all positions are valid.
-        kernel: The kernel that projects and sums; None if torch does.
-    """
+    """The rows (channels of keys and queries) that are projected from positions, and how they are summarized."""
 
     operator: Operator
     heads: int
-    keys: int
-    queries: int
-    same: bool
-    shared: bool
-    complete: bool
-    kernel: kernels.Kernel | None = None
+    keys: int  # rows that are keys; they come first
+    queries: int  # rows that are queries; they come last
+    same: bool  # whether the same rows are both
+    shared: bool  # whether every head summarizes all channels
+    complete: bool  # whether all positions are valid
+    kernel: kernels.Kernel | None = None  # projects and sums; None if torch does
 
 
 class ResponsePlan(NamedTuple):

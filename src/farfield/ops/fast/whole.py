@@ -91,25 +91,15 @@ def attend_projected_means(call: Call, grid: Tensor, target: Target | None) -> T
 
 
 class _MeansPlan(NamedTuple):
-    """How the means along the axes of a grid respond to each other, and become a grid again.
-
-    Attributes:
-        operator: The operator.
-        size: The grid's spatial size.
-        heads: Number of heads.
-        scale: Factor of the products.
-        dtype: The grid's dtype; the means are of float32.
-        wide: Whether the grid is in channels-last format.
-        most: Most numbers of a matrix of weights that is kept for the backward pass.
-    """
+    """How the means along the axes of a grid respond to each other, and become a grid again."""
 
     operator: Operator
     size: tuple[int, ...]
     heads: int
-    scale: float
-    dtype: torch.dtype
-    wide: bool
-    most: int
+    scale: float  # of the products
+    dtype: torch.dtype  # of the grid; the means are of float32
+    wide: bool  # whether the grid is in channels-last format
+    most: int  # numbers at most of a matrix of weights that is kept for the backward pass
 
 
 def _counts_once(operator: Operator) -> bool:
@@ -118,13 +108,11 @@ def _counts_once(operator: Operator) -> bool:
 
 
 def _plain_means(grid: Tensor, wide: bool) -> Tensor:
-    """Compute the means along each axis by their equation."""
     sums = along_axes(grid)
     return sums / torch.cat([sums.new_full((length,), grid[0, 0].numel() // length) for length in grid.shape[2:]])
 
 
 def _kernel_means(grid: Tensor, wide: bool) -> Tensor:
-    """Compute `_plain_means` by a kernel."""
     return cast(Tensor, kernels.call("axis_means", grid))
 
 
@@ -155,7 +143,6 @@ def _kernel_responses(plan: _MeansPlan, means: Tensor) -> tuple[Tensor, Tensor]:
 def _gradients_of_responses(
     arguments: Sequence[Any], kept: Sequence[Tensor], grad_outputs: Sequence[Tensor], *_: Any
 ) -> tuple[None, Tensor]:
-    """Return the gradient of the means."""
     (plan, means), (weights,), (grad,) = arguments, kept, grad_outputs
     grad, once = grad.contiguous() if kernels.why_not(grad) else grad, _counts_once(plan.operator)
     return None, kernels.call("axis_responses_backward", means, weights, plan.heads, plan.scale, once, grad)
@@ -218,11 +205,9 @@ def add_scores(call: Call, grid: Tensor, target: Target | None) -> Tensor:
 
 
 def slots_of_scores(call: Call, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return slots `(b, r, out)` of projected responses, and coefficients `(b, r, n)`, without the last bias.
-
-    The response to a position with the scores s is Σ_h s_h W_h x̄, plus, for some operators, Σ_h W_h mean(s_h x), with
-    W_h the product of head h's matrices of output and value.
-    """
+    """Return slots `(b, r, out)` of projected responses, and coefficients `(b, r, n)`, without the last bias."""
+    # The response to a position with the scores s is Σ_h s_h W_h x̄, plus, for some operators, Σ_h W_h mean(s_h x),
+    # with W_h the product of head h's matrices of output and value.
     with full_precision(grid):
         positions, score = grid.flatten(2), expand_batch(cast(Tensor, call.query.matrix).float(), len(grid))
         rows, sums = kernels.call("project_and_sum", positions, score, None, None)
@@ -241,7 +226,6 @@ def _weighs_keys(operator: Operator) -> bool:
 
 
 def _plain_scores(operator: Operator, grid: Tensor, matrix: Tensor) -> Tensor:
-    """Attend by scores, by the equation."""
     (positions, valid), scores = operator.keys_from.gather(grid), Projection(matrix)
     score = split_heads(project(positions, scores), len(matrix))
     responses = attend_heads(operator, score, score, split_heads(positions, len(matrix)), valid[:, None], True)

@@ -138,10 +138,7 @@ def _attend(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor
 
 
 def _multiplied(call: OperationCall) -> Dims:
-    """Rows of the first matrix, columns of the second, and all that is summed over.
-
-    Where each position is compared with each other one, a tile has its own rows and all columns.
-    """
+    """Rows of the first matrix, columns of the second, and all that is summed over."""
     *batch, rows, columns = range(len(call.shape))
     pair: Dims = [[*batch, rows, None], [*batch, None, columns]]
     return pair if len(call.operands) == 2 else [_at_end(call)[0], *pair]
@@ -236,6 +233,7 @@ ALIGNED_RULES: dict[str, Rule] = {
     **named(_trailing(0), "view_as_real"),
     **named(aligned(_off_diagonal), "diagonal"),
     **named(aligned(_looked_up), "embedding"),
+    **named(aligned(lambda call: [range(len(call.shape)), [None]]), "bucketize.Tensor"),
     **named(aligned(_indexed), "index.Tensor"),
     **named(aligned(_sampled), "grid_sampler_2d grid_sampler_3d"),
     **named(aligned(_recurrent), "mkldnn_rnn_layer"),

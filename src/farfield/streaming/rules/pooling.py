@@ -107,10 +107,7 @@ def _part_of(tensor: Tensor, dim: int, span: Span, first: int) -> Tensor:
 
 
 def _pool_bins(call: OperationCall, tensor: Tensor, bins: Sequence[Sequence[Span]], spans: Sequence[Span]) -> Parts:
-    """Return the sum of each window in the part of the whole that is there, or its maximum and its place in the whole.
-
-    Where nothing of a window is there, the maximum is -inf at a position behind all.
-    """
+    """Return the sum of each window in the part of the whole that is there, or its maximum and the place of that."""
     if "max" not in call.op:
         for dim in range(-len(bins), 0):
             sums = [_part_of(tensor, dim, each, spans[dim][0]).sum(dim) for each in bins[dim]]
@@ -125,7 +122,7 @@ def _pool_bins(call: OperationCall, tensor: Tensor, bins: Sequence[Sequence[Span
         for each in bins[dim]:
             values, own = (_part_of(part, dim, each, spans[dim][0]) for part in (tensor, index))
             if not values.shape[dim]:
-                # One position more stands for those that are not there.
+                # One position more, -inf at a place behind all, stands for those that are not there.
                 values, own = (part.narrow(dim, 0, 1) for part in (tensor, index))
                 values, own = torch.full_like(values, -math.inf), torch.full_like(own, math.prod(lengths))
             largest, at = values.max(dim, keepdim=True)

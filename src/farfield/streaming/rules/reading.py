@@ -43,11 +43,7 @@ from farfield.streaming.spans import (
 
 @functools.lru_cache(4096)
 def _find_atoms(layout: Layout, shape: tuple[int, ...]) -> list[Piece]:
-    """Split the pieces of a value so that each belongs to one dimension of the view too.
-
-    Raises:
-        RuleError: If a piece cannot be split there.
-    """
+    """Split the pieces of a value so that each belongs to one dimension of the view too."""
     targets, left = (length for length in shape if length != 1), 1
     atoms: list[Piece] = []
     for length, axis in itertools.chain(*layout):
@@ -149,7 +145,6 @@ class _Joined(NamedTuple):
     start: int
 
     def read(self, span: Span, length: int) -> Span:
-        """As of `Moved`."""
         first, last = (min(max(place - self.start, 0), length) for place in span)
         return first, last
 
@@ -178,7 +173,6 @@ class _Taps(NamedTuple):
     moves: bool = True
 
     def read(self, span: Span, length: int) -> Span:
-        """As of `Moved`."""
         part = self.places[:, span[0] : span[1]]
         return int(part.min()), int(part.max()) + 1
 

@@ -97,23 +97,14 @@ Core = Callable[[Layout], Box]
 
 
 class Reduction(NamedTuple):
-    """How an operation over the whole runs: each tile gives parts, which merge; the result follows from all.
+    """How an operation over the whole runs: each tile gives parts, which merge; the result follows from all."""
 
-    Attributes:
-        operands: The operands that are summarized, of a tile its own part.
-        summarize: `(core, tensors)` -> the parts of a tile.
-        merge: `(parts, parts)` -> the parts of both.
-        finish: `(call, output, box, tensors, parts)` -> the output on a box.
-        reads: `(call, box)` -> the box of each operand that `finish` needs; None if it needs the parts alone.
-        windows: Lengths of the windows of operands that tiles must not cut, along the last dimensions.
-    """
-
-    operands: tuple[int, ...]
+    operands: tuple[int, ...]  # that are summarized, of a tile its own part
     summarize: Callable[[Core, Sequence[Tensor]], Parts]
     merge: Callable[[Parts, Parts], Parts]
-    finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor]
-    reads: Callable[[OperationCall, Box], list[Box]] | None
-    windows: tuple[int, ...] = ()
+    finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor]  # the output on a box
+    reads: Callable[[OperationCall, Box], list[Box]] | None  # the box of each operand that `finish` needs; None if none
+    windows: tuple[int, ...] = ()  # of operands that tiles must not cut, along the last dimensions
 
     def whole_windows(self, layout: Layout, box: Box) -> Box:
         """Move the ends of an operand's box to ends of windows; boxes side by side stay side by side."""
@@ -158,17 +149,15 @@ def reduce_arrays(
     operands: tuple[int, ...],
     layout: Layout,
     merging: Merging,
-    summarize: Callable[[Core, Sequence[Tensor]], Parts],
+    summarize: Callable[[Core, Sequence[Tensor]], Parts],  # gives a tile's part along a cut axis
     finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor],
     *,
+    # The dimensions of the output that those of the parts run with, by default the same: `finish` gets the box of
+    # these, all of the others.
     places: Sequence[int | None] | None = None,
     reads: Callable[[OperationCall, Box], list[Box]] | None = None,
 ) -> Reduction:
-    """Return a reduction whose parts are arrays of one layout that merge number by number.
-
-    Where the layout runs along a cut axis, `summarize` gives a tile's own part of it. `places` are the dimensions of
-    the output that those of the parts run with, by default the same: `finish` gets the box of these, all of the others.
-    """
+    """Return a reduction whose parts are arrays of one layout that merge number by number."""
     whole = region_of(whole_box(layout))
 
     def place(core: Core, tensors: Sequence[Tensor]) -> Parts:
@@ -190,20 +179,14 @@ def reduce_arrays(
 
 
 class Rule(NamedTuple):
-    """How an operation runs on a box of its output.
+    """How an operation runs on a box of its output."""
 
-    Attributes:
-        label: `(call)` -> the layouts of its outputs; `call.layouts` are empty then.
-        needs: `(call, output, box)` -> the box of each operand.
-        run: `(call, output, box, tensors)` -> the output on the box, from the operands on the boxes that it needs.
-        reduce: `(call)` -> how the operation sums over the whole; None where it does not.
-        scratch: `(call, output, box)` -> how many numbers `run` makes beside its output.
-    """
-
-    label: Callable[[OperationCall], Sequence[Layout]]
-    needs: Callable[[OperationCall, int, Box], list[Box]]
-    run: Run
+    label: Callable[[OperationCall], Sequence[Layout]]  # the layouts of its outputs; `call.layouts` are empty then
+    needs: Callable[[OperationCall, int, Box], list[Box]]  # the box of each operand
+    run: Run  # the output on the box, from the operands on the boxes that it needs
+    # How it sums over the whole; None where it does not.
     reduce: Callable[[OperationCall], Reduction | None] | None = None
+    # How many numbers `run` makes beside its output.
     scratch: Callable[[OperationCall, int, Box], int] = lambda call, output, box: 0
 
 
@@ -248,13 +231,10 @@ def take_dims(tensor: Tensor, dims: Collection[int], layout: Layout, box: Box) -
 
 
 class Moved(NamedTuple):
-    """A dimension of an operand that is read elsewhere than at the position of the output.
-
-    `reader.read(span, length)` are the positions that a span of the output reads, of so many; perhaps none.
-    """
+    """A dimension of an operand that is read elsewhere than at the position of the output."""
 
     place: int
-    reader: Any
+    reader: Any  # `read(span, length)`: the positions, of so many, that a span of the output reads; perhaps none
 
 
 # For each operand, the dimension of the output that each of its own runs with; None: that is read whole. An operand
@@ -263,15 +243,12 @@ Dims = Sequence[Sequence[int | Moved | None]]
 
 
 def aligned(find: Callable[[OperationCall], Dims], compute: Run | None = None, *, gathers: bool = False) -> Rule:
-    """Return the rule of an operation of which each dimension of an operand runs with one of the output or is whole.
-
-    `find` tells which; `compute` runs the operation on what is read, by default as torch does. Dimensions of the first
-    operand that are cut are read whole where it `gathers`, and else refused.
-    """
+    """Return the rule of an operation of which each dimension of an operand runs with one of the output or is whole."""
 
     def label(call: OperationCall) -> list[Layout]:
         dims = find(call)
         first = zip(call.operands[0].layout, dims[0], strict=True) if dims else ()
+        # Cut dimensions of the first operand are read whole where it `gathers`.
         if not gathers and any(place is None and is_cut(dim) for dim, place in first):
             raise RuleError(f"it works along an axis that is cut; {FIX}")
         layouts = [label_output(call, dims, info.shape) for info in call.infos]
@@ -350,12 +327,10 @@ def take_along(call: OperationCall, dims: Dims, output: int, box: Box, tensors: 
 def reading(
     find: Callable[[OperationCall], Mapping[int, Any]], compute: Run | None = None, *, mixes: bool = False
 ) -> Rule:
-    """Return the rule of an operation whose result has the dimensions of its operands, read along some elsewhere.
+    """Return the rule of an operation whose result has the dimensions of its operands, read along some elsewhere."""
 
-    `find` returns their readers, as of `Moved`, and `moves`: whether they read another position. Where it `mixes`,
-    dimension 1 and all operands but the first are read whole.
-    """
-
+    # `find` gives readers, as of `Moved`, with `moves`: whether they read another position. Where it `mixes`, dimension
+    # 1 and all operands but the first are read whole.
     def along(call: OperationCall) -> Dims:
         layout = call.operands[0].layout
         dims: list[int | Moved | None] = [*range(len(layout))]

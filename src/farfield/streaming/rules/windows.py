@@ -138,11 +138,8 @@ def convolve(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Convolve.
-
-    On a CPU volumes go to oneDNN: torch leaves it for a loop of its own where they are small, as those of tiles are,
-    which takes up to 16 times as long.
-    """
+    """Convolve; on a CPU volumes by oneDNN."""
+    # Where they are small, as those of tiles are, torch takes a loop of its own, which takes up to 16 times as long.
     fits = grid.is_cpu and grid.dtype == weight.dtype == torch.float32 and grid.dim() == 5
     if fits and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
         return torch.ops.aten.mkldnn_convolution(grid, weight, bias, padding, stride, dilation, groups)
