@@ -200,8 +200,8 @@ def _arrange_letters(
         if convolution is None and planes > 1:
             raise ShapeError(
                 f'{caller}: the {name} has the axes "{axes}" {tuple(taken.shape)}, and {type(network).__name__} has no '
-                "convolution that tells whether its planes are samples or channels; fix: volume.crop("
-                f"np.s_[{':, ' * (axes.index('Z') + 1)}None]) for samples, or the letter C in place of Z for channels."
+                "convolution that tells whether its planes are samples or channels; fix: the letter C in place of Z "
+                "for channels, or numpy.asarray(volume)[:, None] for samples."
             )
         if convolution is not None and 1 < planes == convolution.in_channels and samples == ["Z"]:
             return array, given, None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from farfield._checks import install_command
-from farfield.volumes.axes_view import as_slice, basic_index
+from farfield.volumes.axes_view import SlicedArray, as_slice
 from farfield.volumes.image_metadata import ImageMetadata
 
 Opened = tuple[Any, ImageMetadata]
@@ -27,15 +27,10 @@ class FileName(NamedTuple):
     level: int
     series: int | None
 
-    def refuse_levels(self) -> None:
-        """Refuse a level other than the first of a file that has no others."""
-        if self.level:
-            raise ValueError(f'open_volume: "{self.path}" has no levels, got level={self.level}; fix: level=0.')
-
     def choose_level(self, count: int) -> int:
         """Return the level; refuse one that the file has not."""
-        if count == 1:
-            self.refuse_levels()
+        if count == 1 and self.level:
+            raise ValueError(f'open_volume: "{self.path}" has no levels, got level={self.level}; fix: level=0.')
         if not 0 <= self.level < count:
             raise ValueError(
                 f'open_volume: "{self.path}" has {count} levels, got level={self.level}; fix: 0 to {count - 1}.'
@@ -64,30 +59,26 @@ class FileName(NamedTuple):
         return ValueError(f'open_volume: cannot read "{self.path}": {problem.removesuffix(".")}.')
 
 
-class FileArray:
-    """An array in files, of which `read` returns the part of a slice for each axis; `chunks` are decoded at once."""
+class FileArray(SlicedArray):
+    """An array in files, of which `read_part` returns the part of a slice an axis; `chunks` are decoded at once."""
 
     def __init__(
         self,
         files: Sequence[Path],
         shape: Sequence[int],
         dtype: Any,
-        read: Callable[[tuple[slice, ...]], Any],
+        read_part: Callable[[tuple[slice, ...]], Any],
         chunks: tuple[int, ...] | None = None,
     ) -> None:
-        self.files, self.shape, self.dtype, self.read = files, tuple(map(int, shape)), np.dtype(dtype), read
-        self.chunks = chunks
+        self.files, self.shape, self.dtype = files, tuple(map(int, shape)), np.dtype(dtype)
+        self.read_part, self.chunks = read_part, chunks
 
-    def __getitem__(self, index: Any) -> np.ndarray:
-        """Read a part, by integers and slices of steps above 0."""
-        given = basic_index(index, self.shape)
-        if given is None or None in given:
-            raise IndexError(f"a volume on disk takes integers and slices, got {index!r}")
-        ranges = [range(each, each + 1) if isinstance(each, int) else each for each in given if each is not None]
-        part = np.asarray(self.read(tuple(map(as_slice, ranges))))
-        if part.shape != tuple(map(len, ranges)):
-            raise ValueError(f"of shape {tuple(map(len, ranges))} only {part.shape} was read")
-        return part[tuple(0 if isinstance(each, int) else slice(None) for each in given)]
+    def read(self, wanted: Sequence[range]) -> np.ndarray:
+        """Return the part of some ranges."""
+        part = np.asarray(self.read_part(tuple(map(as_slice, wanted))))
+        if part.shape != tuple(map(len, wanted)):
+            raise ValueError(f"only {part.shape} of {tuple(map(len, wanted))} positions were read")
+        return part
 
 
 def load_library(name: str, extra: str, what: str) -> Any:

@@ -27,8 +27,6 @@ _SHOWN = 8
 def open_hdf5(file: FileName) -> Opened:
     """Open a dataset of an HDF5 file; the only one of numbers in a file if none is named."""
     h5py = load_library("h5py", "hdf5", "an HDF5 file")
-    file.refuse_levels()
-    file.choose_series([""])
     try:
         opened = h5py.File(file.path, "r")
     except OSError as error:
@@ -118,8 +116,6 @@ _NIFTI_UNITS = {"mm": "millimeter", "micron": "micrometer", "meter": "meter", "s
 def open_nifti(file: FileName) -> Opened:
     """Open a NIfTI file, whose axes x, y, z, time, channels come the first one fastest."""
     nibabel = load_library("nibabel", "nifti", "a NIfTI file")
-    file.refuse_levels()
-    file.choose_series([""])
     path = Path(file.path)
     try:
         image = nibabel.load(path)
@@ -152,8 +148,6 @@ def open_nifti(file: FileName) -> Opened:
 def open_mrc(file: FileName) -> Opened:
     """Open an MRC or CCP4 file, mapped into memory; its unit is the angstrom."""
     mrcfile = load_library("mrcfile", "mrc", "an MRC file")
-    file.refuse_levels()
-    file.choose_series([""])
     try:
         with mrcfile.mmap(file.path, mode="r") as opened:
             header, shape, dtype = opened.header, opened.data.shape, opened.data.dtype
@@ -191,8 +185,6 @@ def _pieces(name: str) -> list[str]:
 
 def open_planes(file: FileName) -> Opened:
     """Open a folder of images of one size and dtype as a stack; only the planes that are sliced are read."""
-    file.refuse_levels()
-    file.choose_series([""])
     planes = list_planes(Path(file.path))
     described = [_describe_plane(file, plane) for plane in planes]
     shape, dtype, metadata = described[0]

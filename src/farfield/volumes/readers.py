@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from farfield.volumes.axes_view import AxesView
 from farfield.volumes.file_name import FileName, Opened, load_library, unknown_axes
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.library_formats import list_planes, open_hdf5, open_mrc, open_nifti, open_planes
-from farfield.volumes.ome_zarr import Level, read_images
+from farfield.volumes.ome_zarr import read_images
 from farfield.volumes.tiff_metadata import read_tiff_metadata, stated_axes
 from farfield.volumes.tiff_parts import check_codecs, check_parts, check_planes, describe_series
 
@@ -27,12 +28,14 @@ def open_file(path: str | Path, level: int, series: int | None) -> tuple[Path | 
     """Open a file by the reader of its format; return its path, or address, and what was opened; see `open_volume`."""
     text = os.fspath(path)
     if "://" in text:
-        return text, _open_remote(FileName(text, "", level, series))
+        load_library("fsspec", "remote", "an address")
+        return text, _open_zarr(FileName(text, "", level, series))
     name, _, dataset = (text, "", "") if os.path.lexists(text) else text.partition("::")
     file = Path(name)
     if not os.path.lexists(file):
         raise FileNotFoundError(f'open_volume: there is no "{file}"; fix: the path of a file, or of a zarr folder.')
-    reader = next((each for suffixes, each in _READERS if file.name.lower().endswith(suffixes)), None)
+    suffix = max((each for each in READERS if file.name.lower().endswith(each)), key=len, default="")
+    reader = READERS.get(suffix)
     if file.is_dir():
         reader = open_planes if not is_zarr(file) and list_planes(file) else _open_zarr
     if reader is None:
@@ -43,9 +46,11 @@ def open_file(path: str | Path, level: int, series: int | None) -> tuple[Path | 
     place = FileName(file, dataset, level, series)
     if dataset and reader is not open_hdf5:
         raise ValueError(f'open_volume: "{file}" has no datasets, got "{dataset}"; fix: the path alone.')
-    opened = reader(place)
-    # Of the path that was given: what is pickled and opened again has its dataset.
-    return (file if not dataset else text), opened
+    if reader not in (open_tiff, _open_zarr, _open_zip):  # the others have one array
+        place.choose_level(1)
+        place.choose_series([""])
+    # What is pickled and opened again has its dataset.
+    return (file if not dataset else text), reader(place)
 
 
 def is_zarr(path: Path) -> bool:
@@ -55,8 +60,6 @@ def is_zarr(path: Path) -> bool:
 
 # ---- NumPy and TIFF --------------------------------------------------------------------------------------------------
 def _open_npy(file: FileName) -> Opened:
-    file.refuse_levels()
-    file.choose_series([""])
     try:
         array = np.load(file.path, mmap_mode="r")
     except (ValueError, EOFError) as error:
@@ -122,14 +125,11 @@ def _open_zarr(file: FileName, store: Any = None, inside: str = "") -> Opened:
         bound_chunks(opened)
         return opened, read_array_metadata(opened)
     if not images:
-        inside = sorted(name for name, _ in opened.members())
-        named = f'one of its parts, "{os.path.join(file.path, inside[0])}" for example' if inside else "an image"
+        parts = sorted(name for name, _ in opened.members())
+        named = f'one of its parts, "{os.path.join(file.path, parts[0])}" for example' if parts else "an image"
         raise ValueError(f'open_volume: "{file.path}" is a group of zarr that is no image; fix: {named}.')
-    levels: list[Level] = images[file.choose_series([f'"{name}" of {len(levels)} levels' for name, levels in images])][
-        1
-    ]
-    # One level is a pyramid too.
-    level = file.choose_level(len(levels)) if len(levels) != 1 or file.level else 0
+    _, levels = images[file.choose_series([f'"{name}" of {len(levels)} levels' for name, levels in images])]
+    level = file.choose_level(len(levels))
     # A path that leads out of the group is none of its own.
     name = str(levels[level].path)
     array = None if ".." in name.split("/") else opened.get(name)
@@ -173,20 +173,12 @@ def _open_zip(file: FileName) -> Opened:
     return _open_zarr(file, ZipStore(file.path, mode="r"), "" if is_root or len(first) != 1 else first[0])
 
 
-def _open_remote(file: FileName) -> Opened:
-    """Open a zarr at an address, by fsspec."""
-    load_library("fsspec", "remote", "an address")
-    return _open_zarr(file)
-
-
-# Suffixes, and what opens files with one of them.
-_READERS = (
-    (TIFF_SUFFIXES, open_tiff),
-    ((".npy",), _open_npy),
-    ((".zip",), _open_zip),
-    ((".h5", ".hdf5", ".he5", ".ims", ".nwb"), open_hdf5),
-    ((".nii", ".nii.gz"), open_nifti),
-    ((".mrc", ".map", ".rec", ".st", ".ali"), open_mrc),
-)
-# Suffixes of all files that are read, but folders.
-SUFFIXES = tuple(suffix for suffixes, _ in _READERS for suffix in suffixes)
+# Suffix -> what opens such files; `file_formats.FORMATS` are those of outputs.
+READERS: dict[str, Callable[[FileName], Opened]] = {
+    **dict.fromkeys(TIFF_SUFFIXES, open_tiff),
+    ".npy": _open_npy,
+    ".zip": _open_zip,
+    **dict.fromkeys((".h5", ".hdf5", ".he5", ".ims", ".nwb"), open_hdf5),
+    **dict.fromkeys((".nii", ".nii.gz"), open_nifti),
+    **dict.fromkeys((".mrc", ".map", ".rec", ".st", ".ali"), open_mrc),
+}

@@ -69,8 +69,8 @@ class Volume:
         """Return a part, of which nothing is read yet, with its own voxel size and origin, and names of channels.
 
         Args:
-            region: Letter of an axis -> its first index and the one after its last, or a slice; or integers, slices and
-                new axes, as in `numpy.s_[2:4, :, None]`.
+            region: Letter of an axis -> its first index and the one after its last, or a slice; or integers and slices
+                of all axes, as in `numpy.s_[2:4, :, 0]`.
 
         Raises:
             ValueError: If there is no such axis, or it does not have these positions.
@@ -83,19 +83,14 @@ class Volume:
             ((2, 64, 32), {'Z': 0.6})
         """
         index = self._parse_region(region) if isinstance(region, Mapping) else region
-        given = basic_index(index, self.shape)
-        if given is None:
-            raise IndexError(f"Volume.crop: region must have integers and slices, got {region!r:.60}")
-        letters, old = "", iter(self.metadata.axes)
-        # The part of each axis; an axis that is left out still tells where the others lie in the world.
-        parts: dict[str, range] = {}
-        for each in given:
-            letter = next(old) if each is not None else "Q" if "C" in self.metadata.axes + letters else "C"
-            letters += "" if isinstance(each, int) else letter
-            if each is not None:
-                parts[letter] = range(each, each + 1) if isinstance(each, int) else each
-        # Of several axes of one letter it is not known which is meant.
-        parts = {letter: part for letter, part in parts.items() if self.metadata.axes.count(letter) == 1}
+        pairs = list(zip(self.metadata.axes, basic_index(index, self.shape), strict=True))
+        letters = "".join(letter for letter, each in pairs if not isinstance(each, int))
+        # An axis that is left out still tells where the others lie in the world; of one of several it is not known.
+        parts = {
+            letter: range(each, each + 1) if isinstance(each, int) else each
+            for letter, each in pairs
+            if self.metadata.axes.count(letter) == 1
+        }
         part = Volume(crop_array(self.array, index), self.metadata.cropped(parts).with_axes(letters))
         part._opened = self._opened and (*self._opened, index)
         return part
