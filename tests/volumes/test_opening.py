@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import zarr
 from torch import nn
 
+from farfield.data.readers.volumes import open_stack_volume
 from farfield.streaming import predict_whole
 from farfield.volumes import ImageMetadata, Volume, open_volume
 from helpers.streamed_nets import settled
@@ -204,6 +206,45 @@ def test_voxel_size_of_other_formats(name: str, unit: str, tmp_path: Path) -> No
     assert dict(metadata.spacing) == pytest.approx(SPACING)
 
 
+def test_zarr_at_an_address() -> None:
+    fsspec = pytest.importorskip("fsspec", reason='needs the extra "remote"')
+    group = zarr.open_group("memory://stacks/a.zarr", mode="w")
+    group.create_array("0", data=STACK, chunks=(2, 8, 9))
+    axes = [{"name": letter, "type": "space", "unit": "micrometer"} for letter in "zyx"]
+    level = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [0.5, 0.25, 0.125]}]}
+    group.attrs["ome"] = {"version": "0.5", "multiscales": [{"axes": axes, "datasets": [level]}]}
+    volume = pickle.loads(pickle.dumps(open_volume("memory://stacks/a.zarr", region={"Z": (1, 4)})))
+    np.testing.assert_array_equal(np.asarray(volume), STACK[1:4])
+    assert (volume.metadata.spacing, volume.metadata.origin) == (SPACING, {"Z": 0.5})
+    with pytest.raises(ValueError, match=r'cannot read "memory://nothing/b\.zarr" as zarr'):
+        open_volume("memory://nothing/b.zarr")
+    fsspec.filesystem("memory").rm("/stacks", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "extra"),
+    [("a.h5", "h5py", "hdf5"), ("a.nii.gz", "nibabel", "nifti"), ("a.mrc", "mrcfile", "mrc")],
+)
+def test_a_library_that_is_absent(
+    name: str, library: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).touch()
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(
+        ImportError, match=rf"open_volume: an? \w+ file needs {library}; fix: pip install .*\[{extra}\]"
+    ):
+        open_volume(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["deflated", "hdf5", "nifti", "planes of tiff", "zipped zarr"])
+def test_farfield_predict_reads_what_open_volume_opens(name: str, tmp_path: Path) -> None:
+    file, write = FORMATS[name]
+    expected = write(tmp_path / file)
+    volume = open_stack_volume(tmp_path / file, 3, None, None)
+    assert not isinstance(volume.array, np.ndarray)  # nothing is loaded
+    np.testing.assert_array_equal(np.asarray(volume), expected)
+
+
 # ---- pyramids, axes, transformations ---------------------------------------------------------------------------------
 def test_levels_of_a_tiff(tmp_path: Path) -> None:
     scan = write_scan(tmp_path / "a.ome.tif")
@@ -390,8 +431,10 @@ def test_planes_that_are_not_clear() -> None:
     mixing = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False)).eval()
     with pytest.raises(ValueError, match="layers of Sequential mix samples, so planes one after the other"):
         predict_whole(mixing, volume, quiet=True)
-    with pytest.raises(ValueError, match=r'the volume has the axes "CYX" \(5, 20, 18\), and the network takes 3'):
-        predict_whole(network(3), Volume(STACK, ImageMetadata("CYX")), quiet=True)
+    # Planes of ImageJ are called channels where nobody said what they are.
+    assert predict_whole(network(3), Volume(STACK, ImageMetadata("CYX")), quiet=True).shape == STACK.shape
+    with pytest.raises(ValueError, match=r'the volume has the axes "YXC" \(5, 20, 18\), and the network takes 3'):
+        predict_whole(network(3), Volume(STACK, ImageMetadata("YXC")), quiet=True)
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

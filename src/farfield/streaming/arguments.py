@@ -187,7 +187,9 @@ def _arrange_letters(
     """Return an array in the order samples, channels, spatial dims, its metadata, and its layout if letters tell it."""
     taken, metadata, _ = take_samples(f"{caller}: the {name}", array, given)
     axes, space = metadata.axes, [letter for letter in "TZYX" if letter in metadata.axes]
-    if set(axes) - set("TCZYX") or len(set(axes)) < len(axes) or (len(space) < dims and "C" not in axes):
+    # Planes of ImageJ are called channels where nobody said what they are.
+    in_order = axes == "".join(sorted(axes, key="TCZYX".find))
+    if set(axes) - set("TCZYX") or len(set(axes)) < len(axes) or (len(space) < dims and in_order):
         return array, given, None
     if len(space) < dims:
         raise ShapeError(
