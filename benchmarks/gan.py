@@ -36,7 +36,7 @@ ROWS = 6
 
 def run(command: str, *options: str) -> None:
     """Run a command of farfield; its output goes to the log."""
-    subprocess.run([sys.executable, "-m", "farfield.cli", command, *options], check=True)
+    subprocess.run([sys.executable, "-m", "farfield", command, *options], check=True)
 
 
 def train(folder: Path, root: Path, classifier: Path, samples: int, options: list[str]) -> None:

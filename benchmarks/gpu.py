@@ -168,7 +168,7 @@ def counted(file: Path) -> dict[str, Any]:
 
 def machine() -> list[dict[str, str]]:
     """Return the output of `farfield info`: the processor, the GPUs, the versions."""
-    command = [sys.executable, "-m", "farfield.cli", "info", "--json"]
+    command = [sys.executable, "-m", "farfield", "info", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         return [{"what": "farfield info", "value": f"failed: {' '.join(done.stderr.split()[-20:])}"}]

@@ -163,7 +163,7 @@ def measure_times(options: argparse.Namespace) -> dict[str, Any]:
         "tiles": len(plan.cores),
         "number of passes": len(plan.passes),
         "MACs": plan.recomputed,
-        "planned": plan.tile_bytes + (0 if plan.on_disk else plan.stored_bytes),
+        "planned": max(plan.tile_bytes + (0 if plan.on_disk else plan.stored_bytes), getattr(plan.check, "bytes", 0)),
         "stored": plan.stored_bytes,
         "on disk": plan.on_disk,
     }

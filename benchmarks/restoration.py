@@ -63,7 +63,7 @@ def make(volumes: Path, root: Path) -> None:
 
 def run(command: str, *options: str) -> str:
     """Run a command of farfield; return its output."""
-    words = [sys.executable, "-m", "farfield.cli", command, *options]
+    words = [sys.executable, "-m", "farfield", command, *options]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout
 

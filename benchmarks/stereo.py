@@ -34,7 +34,7 @@ def train(folder: Path, root: Path, held_out: list[str], operator: str, seed: in
     result = folder / "result.json"
     if result.exists():
         return
-    words = [sys.executable, "-m", "farfield.cli", "fit", "--config", str(RECIPE), "--data.root", str(root)]
+    words = [sys.executable, "-m", "farfield", "fit", "--config", str(RECIPE), "--data.root", str(root)]
     words += ["--trainer.default_root_dir", str(folder), "--seed_everything", str(seed)]
     words += ["--data.held_out", json.dumps(held_out)]
     words += ["--model.network.operator", "null" if operator == "none" else operator, *options]

@@ -18,7 +18,7 @@ def fit(recipe: Path, folder: Path, options: Mapping[str, object], more: Sequenc
         options: Name -> value; options with None are left out.
         more: Further arguments of the command line.
     """
-    command = [sys.executable, "-m", "farfield.cli", "fit", "--config", str(recipe), *more]
+    command = [sys.executable, "-m", "farfield", "fit", "--config", str(recipe), *more]
     options = {**options, "trainer.default_root_dir": folder, "trainer.enable_progress_bar": "false"}
     if list(folder.glob("version_*/checkpoints/last.ckpt")):
         options["ckpt_path"] = "last"

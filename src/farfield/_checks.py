@@ -150,7 +150,9 @@ def _mask_fix(name: str, mask: Tensor, grid: Tensor) -> str:
 def check_heads(caller: str, heads: int, channels: int, owner: str) -> None:
     """Refuse a number of heads that does not divide the channels; the error names the nearest number that does."""
     if not isinstance(heads, int) or heads < 1:
-        raise ValueError(f"{caller}: heads must be a whole number from 1, got {heads!r}.")
+        # Such as numpy's int64: a whole number, but it would stand in saved configurations.
+        fix = f"; fix: int({heads})" if hasattr(heads, "__index__") and heads >= 1 else ""
+        raise ValueError(f"{caller}: heads must be a whole number from 1, got {heads!r}{fix}.")
     if channels % heads:
         divisors = [divisor for divisor in range(1, channels + 1) if channels % divisor == 0]
         nearest = min(divisors, key=lambda divisor: (abs(divisor - heads), divisor))

@@ -55,6 +55,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--vresion", ['"--vresion"', "--version"]),
         ("cots", ['"cots"', "cost"]),
         ("insrt", ['"insrt"', "fit"]),
+        ("--channels 8 cost", ['"--channels"', '"cost"', "fix: farfield cost --channels"]),
+        ("train --config digits", ['"train"', "fix: farfield fit"]),
+        ("restore --input stack.tif", ['"restore"', "fix: farfield predict"]),
+        ("insert resnet50", ['"insert"', "fix: from farfield import insert", "farfield places"]),
+        ("kernels --all", ["kernels", '"--all"', "it has", "--json"]),
+        ("measure --channels 8 --size 4 --device gpu", ['"gpu"', "fix: cuda"]),
     ],
 )
 def test_a_wrong_word_is_one_line(words: str, facts: list[str], capsys: pytest.CaptureFixture[str]) -> None:

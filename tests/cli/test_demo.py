@@ -162,7 +162,7 @@ def wait_for_children(demo: psutil.Popen, seconds: float = 300) -> list[psutil.P
 
 @pytest.mark.slow
 def test_what_trains_ends_with_a_demo_that_is_killed(tmp_path):
-    command = [sys.executable, "-m", "farfield.cli", "demo", "--output", str(tmp_path), "--epochs", "500"]
+    command = [sys.executable, "-m", "farfield", "demo", "--output", str(tmp_path), "--epochs", "500"]
     demo = psutil.Popen(command, stdout=subprocess.DEVNULL)
     try:
         children = wait_for_children(demo)

@@ -453,6 +453,8 @@ def test_bad_images(runs: Path, photograph: Path) -> None:
     Path("half.png").write_bytes(photograph.read_bytes()[:3000])
     for name in ("notes.txt", "half.png"):
         assert f"{name} cannot be read as an image" in refused("--model", runs, "--image", name)
+    Path("photos").mkdir()
+    assert "photos is a folder; fix: one of the images in it." in refused("--model", runs, "--image", "photos")
     assert "there is no image none.png." in refused("--model", runs, "--image", "none.png")
     assert "give a photograph" in refused("--model", runs)
     assert "give one --image" in refused("--model", runs, "--image", "a", "--image", "b", "--position", "1,1")

@@ -33,7 +33,10 @@ RECIPES = list(recipe_files())
             'no option "--data.rot"; data has image_size, batch_size, workers, augmentation, subset, seed.',
         ),
         (["--data", "Digts"], 'data: no class "Digts"; nearest: Digits; fix: its name if farfield has it, such as '),
-        (["extra"], '"extra" is not the value of an option; fix: the option before it, or leave it out.'),
+        (["extra"], '"extra" is not the value of an option; fix: the option before it (--config, --data.root, '),
+        (["--output", "classes.csv"], 'no option "--output"; fix: --predictions.path.'),
+        (["--epochs", "2"], 'no option "--epochs"; fix: --trainer.max_epochs.'),
+        (["--lr", "0.1"], 'no option "--lr"; fix: --model.learning_rate.'),
         (["digits"], '"digits" is a recipe, given without its option; fix: --config digits.'),
         (["--seed_everything"], "--seed_everything needs a value."),
     ],
@@ -63,6 +66,19 @@ def test_an_entry_at_the_top_of_a_file(tmp_path: Path) -> None:
 def test_neither_a_recipe_nor_a_network() -> None:
     with pytest.raises(ValueError, match=r"^give a recipe, --config NAME .*, or both --model\.network and --data\.$"):
         train.main(["fit"])
+
+
+def test_the_folder_of_a_run_in_place_of_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(LookupError, match=r"is the folder of a run; fix: --config .*config\.yaml\."):
+        train.main(["fit", "--config", str(tmp_path)])
+
+
+def test_the_help_of_an_inherited_constructor_is_that_of_the_class() -> None:
+    signature = read_signature("farfield.tasks.writers.predictions.PredictionTable")
+    assert signature is not None
+    assert signature.name == "PredictionTable"
+    assert signature.parameters["path"].help.startswith("The file; None writes `predictions.csv`")
 
 
 @pytest.mark.parametrize(

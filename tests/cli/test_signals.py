@@ -81,7 +81,7 @@ def words(command: str, callback: str, **changes: Any) -> list[str]:
 def start(*words: str) -> subprocess.Popen[str]:
     """Run a command as a shell does, in a group of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "farfield.cli", *words]
+    command = [sys.executable, "-m", "farfield", *words]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 

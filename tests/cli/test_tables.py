@@ -100,7 +100,7 @@ def test_unknown_command(fails: Any) -> None:
         (["cost", "--channels", "0"], "--channels: '0' is not a whole number from 1"),
         (["cost", "--channels", "eight"], "--channels: 'eight' is not a whole number from 1"),
         (["cost", "--json", "--csv"], "--csv: not allowed with argument --json"),
-        (["cost", "--chanels", "8"], 'no option "--chanels"; nearest: --channels, '),
+        (["cost", "--chanels", "8"], 'no option "--chanels"; nearest: --channels.'),
         (["measure", "--repeats", "-1"], "--repeats: '-1' is not a whole number from 1"),
         (["models", "--width", "wide"], "--width: 'wide' is not a number"),
         (["cost", "--operator", "siamse"], 'farfield cost: no operator "siamse"; nearest: siamese'),
@@ -177,7 +177,7 @@ def test_faults_of_the_program_keep_their_traceback(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("form", [[], ["--csv"], ["--json"]])
 def test_a_reader_that_leaves_early_is_no_error(form: list[str]) -> None:
-    command = [sys.executable, "-m", "farfield.cli", "operators", *form]
+    command = [sys.executable, "-m", "farfield", "operators", *form]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stderr

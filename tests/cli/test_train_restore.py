@@ -286,7 +286,7 @@ def test_predict_reads_data_predict_as_the_other_tasks_do(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_killed_prediction_goes_on_where_it_was(tmp_path: Path) -> None:
     stack = write(tmp_path / "a.tif", made_pair(0, (8, 64, 64))[0])
-    words = [sys.executable, "-m", "farfield.cli", "predict", f"--config={CARE3D}", f"--data.root={stack}"]
+    words = [sys.executable, "-m", "farfield", "predict", f"--config={CARE3D}", f"--data.root={stack}"]
     words += [f"--{name}={value}" for name, value in SMALL.items()] + ["--tile=32"]
     started = subprocess.Popen([*words, "--output=a.zarr"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     unfinished: list[Path] = []

@@ -32,6 +32,7 @@ CALL = r"fix: insert\(model, where, make, example=…\)\."
         ((host(), make, "0"), rf"^insert: where must be a path of a module or several, got a function; {CALL}"),
         ((host(), 7, make), rf"^insert: where must be a path of a module or several, got int; {CALL}"),
         ((host(), 0, make), r'^insert: where must be a path of a module or several, got int; fix: its path, "0"\.$'),
+        ((HOST, [HOST[1]], make), r'^insert: where must be a path .*, got \w+; fix: its path, "1"\.$'),
         ((HOST, HOST[1], make), r'^insert: where must be a path .*, got \w+; fix: its path, "1"\.$'),
         ((host(), HOST[1], make), rf"^insert: where must be a path of a module or several, got \w+; {CALL}"),
         ((None, "0", make), r"^insert: model must be a torch\.nn\.Module, got NoneType"),

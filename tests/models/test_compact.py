@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -351,6 +352,8 @@ IMAGE = "kanet_qkv: the image must be (batch, 3, height, width).\n  image  "
         ),
         (partial(models.kanet, "kronecker"), LookupError, 'kanet: no operator "kronecker"; nearest: kronecker_kv'),
         (partial(models.sanet, "siamse"), LookupError, 'sanet: no operator "siamse"; nearest: siamese'),
+        (partial(models.kanet, 10), TypeError, "kanet: operator must be a name or an ops.Operator, got 10; fix: "),
+        (partial(models.sanet, num_classes=np.int64(4)), ValueError, "from 0, got np.int64(4); fix: int(4)."),
         (partial(CompactNet, "kanet_qvk"), LookupError, 'models.CompactNet: no model "kanet_qvk"; nearest: kanet_qkv'),
         (
             partial(CompactNet, "mobilenet_v2", operator="dot"),

@@ -156,8 +156,10 @@ def test_arguments_that_are_swapped_or_of_another_kind() -> None:
     volume = np.zeros((12, 12, 12), "float32")
     with pytest.raises(TypeError, match=r"got Sequential; fix: the network first, predict_whole\(model, volume\)"):
         predict_whole(volume, small(), quiet=True)
-    with pytest.raises(TypeError, match=r"got function; fix: wrap it in a torch\.nn\.Module whose forward calls it"):
+    with pytest.raises(TypeError, match=r"got function; fix: .* wrap it in a torch\.nn\.Module whose forward calls it"):
         predict_whole(lambda grid: grid, volume, quiet=True)  # type: ignore[arg-type,return-value]
+    with pytest.raises(TypeError, match=r"got function; fix: its result, small\(…\), if it builds the network"):
+        predict_whole(small, volume, quiet=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got type; fix: an instance of it, Conv3d\(…\)"):
         predict_whole(torch.nn.Conv3d, volume, quiet=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"respond_whole: layer must be a GridAttention, got Sequential; fix: predict"):
@@ -166,6 +168,44 @@ def test_arguments_that_are_swapped_or_of_another_kind() -> None:
         predict_whole(small(), volume.astype("complex64"), quiet=True)
     with pytest.raises(TypeError, match="respond_whole: the mask of grid must be boolean"):
         respond_whole(GridAttention(4, "siamese"), np.zeros((4, 6), "float32"), mask=np.ones(6, "float32"), quiet=True)
+
+
+def test_weights_and_volumes_without_values() -> None:
+    volume = torch.zeros(12, 12, 12)
+    with pytest.raises(
+        ValueError, match=r"^predict_whole: the weights .* meta, without values; fix: .*load_state_dict"
+    ):
+        predict_whole(small().to("meta"), volume, quiet=True)
+    with pytest.raises(ValueError, match=r"^predict_whole: volume is on the device meta, without values; fix: "):
+        predict_whole(small(), volume.to("meta"), quiet=True)
+
+
+def test_memory_in_gigabytes() -> None:
+    with pytest.raises(ValueError, match=r"^plan_whole: memory is in bytes, got 2; fix: memory=2 \* 10\*\*9"):
+        plan_whole(small(), (12, 12, 12), tile=Tiles(memory=2))
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv3d(1, 1, 1)
+
+    def forward(self, grid: torch.Tensor) -> torch.Tensor:
+        torch._assert(grid.shape[2] == 8, "another depth than 8")
+        return self.layer(grid)
+
+
+def test_an_assertion_of_the_network_names_the_function() -> None:
+    with pytest.raises(ValueError, match=r"^predict_whole: Fixed does not take a grid of .*: another depth than 8"):
+        predict_whole(Fixed().eval(), np.zeros((12, 12, 12), "float32"), quiet=True)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((12, 12, 3), 0), ((2, 12, 12, 3), 1)])
+def test_channels_last(shape: tuple[int, ...], axis: int) -> None:
+    net, image = nn.Conv2d(3, 1, 3, padding=1).eval(), np.zeros(shape, "float32")
+    with pytest.raises(ValueError, match=rf"fix: channels first, .*: numpy\.moveaxis\(volume, -1, {axis}\)"):
+        predict_whole(net, image, quiet=True)
+    assert predict_whole(net, np.moveaxis(image, -1, axis), quiet=True).shape[-2:] == (12, 12)
 
 
 def test_volumes_of_other_axes_than_the_network() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 from pathlib import Path
@@ -25,7 +26,7 @@ def plan_of(net: nn.Module, size: tuple[int, ...], tile: tuple[int, ...]) -> Gra
 
 
 def run(net: nn.Module, size: tuple[int, ...], tile: tuple[int, ...]) -> str:
-    checked = check.RegionCheck(plan_of(net, size, tile), 0.0)
+    checked = check.RegionCheck(plan_of(net, size, tile), 0.0, 0)
     volume = torch.randn(1, 1, *size)
     with torch.no_grad():
         return check.run_check("predict_whole", checked, net, lambda grid: grid, size, lambda number, region: volume)
@@ -117,7 +118,7 @@ def test_what_the_recording_does_not_see_is_found() -> None:
     volume = torch.randn(1, 1, 24, 24)
     with torch.no_grad(), pytest.raises(check.TilesDifferError, match="recorded"):
         check.run_check(
-            "predict_whole", check.RegionCheck(planned, 0.0), net, lambda grid: grid, (24, 24), lambda *_: volume
+            "predict_whole", check.RegionCheck(planned, 0.0, 0), net, lambda grid: grid, (24, 24), lambda *_: volume
         )
     assert net[1].calls == [1.0]
 
@@ -158,7 +159,7 @@ def test_a_constant_part_of_the_volume_is_passed_over() -> None:
         seen.append(region)
         return volume[(..., *(slice(*span) for span in region))]
 
-    grids = check._read_varied(check.RegionCheck(planned, 0.0), (64, 64), read)
+    grids = check._read_varied(check.RegionCheck(planned, 0.0, 0), (64, 64), read)
     assert len(seen) == 4
     assert grids[0].unique().numel() > 1
 
@@ -288,3 +289,12 @@ def test_a_prediction_that_resumes_is_not_checked_again(monkeypatch: pytest.Monk
     got = predict_whole(net, reading, tile=50, out=tmp_path / "out.npy", quiet=True)
     assert calls == [1]
     assert np.allclose(got, net(volume[None])[0].detach(), atol=1e-5)
+
+
+def test_a_check_that_takes_more_than_a_tile_says_so() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 1, 3, padding=1))
+    plan = plan_whole(net.eval(), (512, 512), tile=16)
+    assert isinstance(plan.check, check.RegionCheck)
+    unfolded = 64 * 9 * math.prod(plan.check.size)
+    assert plan.check.bytes == 8 * (unfolded + sum(each.numel() for each in net.parameters()))
+    assert (f"{plan.check.bytes:,} bytes for parameters" in str(plan)) == (plan.check.bytes > plan.tile_bytes)

@@ -139,6 +139,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "average": (Remembering(), r"1 writes to"),
     "positions": (Layer(lambda grid: grid[grid > 0]), r"1 computes a shape from numbers, aten\.nonzero"),
     "number": (Layer(lambda grid: grid * grid.mean().item()), "1 reads a computed number in Python"),
+    "array": (
+        Layer(lambda grid: grid + torch.from_numpy(grid.numpy())),
+        "1 makes an array of NumPy of a tensor; fix: ",
+    ),
     "choice": (Layer(lambda grid: grid if grid.sum() > 0 else -grid), "1 reads a computed number in Python"),
     "bits": (Layer(lambda grid: grid.view(torch.int32).float()), "1 reads a tensor as another dtype"),
     "unpooling": (

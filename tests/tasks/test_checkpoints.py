@@ -92,6 +92,8 @@ def test_no_permission_to_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_folder_that_is_a_file(path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot write to .*: (Not a directory|File exists)"):
         check_writable(path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"cannot write to .*: it is a file; fix: a folder\."):
+        check_writable(path)
 
 
 def test_an_error_of_the_caller_leaves_nothing_behind(path: Path) -> None:

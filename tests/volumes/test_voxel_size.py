@@ -139,6 +139,8 @@ def test_units_have_one_name_for_each_spelling(unit: str) -> None:
         ),
         ("group.zarr/inner", {"level": 1}, r"is one array without levels, got level=1; fix: level=0"),
         ("empty", {}, r'cannot read ".*empty" as zarr'),
+        ("a.tif", {"series": 3}, r'".*a.tif" has 1 series, got series=3; fix: series=0'),
+        ("planes", {}, r'cannot read ".*planes" as zarr: .*; fix: one file of it, ".*1.tif", or numpy.stack of all'),
     ],
 )
 def test_files_that_cannot_be_opened(name: str, options: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -148,8 +150,16 @@ def test_files_that_cannot_be_opened(name: str, options: dict[str, Any], text: s
     (tmp_path / "damaged.tif").write_bytes(b"II*\0 and no more")
     zarr.create_group(str(tmp_path / "group.zarr")).create_array("inner", shape=(4, 4), dtype="uint8")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "planes").mkdir()
+    (tmp_path / "planes" / "1.tif").touch()
     with pytest.raises((ValueError, FileNotFoundError), match=text):
         open_volume(tmp_path / name, **options)
+
+
+@pytest.mark.parametrize(("given", "fix"), [(np.zeros((4, 4, 4)), "predict_whole takes it as it is"), (3, "a string")])
+def test_what_is_no_path_cannot_be_opened(given: Any, fix: str) -> None:
+    with pytest.raises(TypeError, match=rf"^open_volume: path must be the path of a file, got \w+; fix: {fix}"):
+        open_volume(given)
 
 
 # ---- from input to output --------------------------------------------------------------------------------------------

@@ -56,7 +56,15 @@ _SUMMARIES = {
 }
 # Errors whose message is enough for the user.
 _MESSAGES = (ValueError, TypeError, RuntimeError, OSError, LookupError)
-# Subclasses of those that are faults of the program: they keep their traceback.
+# What other programs call a command, and functions of Python that are none.
+_OTHER_COMMANDS = {
+    "train": "farfield fit",
+    "evaluate": "farfield test",
+    "restore": "farfield predict --config care3d --data.predict stack.tif --ckpt_path best",
+    "insert": "from farfield import insert, in Python; farfield places shows where",
+    "help": "farfield --help",
+}
+# Subclasses of errors with a message that are faults of the program: they keep their traceback.
 _FAULTS = (KeyError, IndexError, NotImplementedError, RecursionError)
 
 
@@ -89,8 +97,14 @@ def _run(command: str, arguments: list[str]) -> None:
     if command in COMMANDS:
         dispatch(command, arguments)
     elif command and not command.startswith("-"):
-        raise CommandLineError(no_such("command", command, COMMANDS))
+        known = _OTHER_COMMANDS.get(command)
+        text = no_such("command", command, COMMANDS) if known is None else f'no command "{command}"; fix: {known}.'
+        raise CommandLineError(text)
     else:
+        later = next((word for word in arguments if word in COMMANDS), None)
+        if later is not None and command not in ("-h", "--help", "--version"):
+            fix = f"farfield {later} {command} …"
+            raise CommandLineError(f'options of a command come after it, got "{command}" before "{later}"; fix: {fix}.')
         parser = _build_own_parser()
         parser.parse([command, *arguments] if command else [])
         parser.print_help()

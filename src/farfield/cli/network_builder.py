@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -54,6 +55,9 @@ def import_function(name: str, option: str = "--network") -> Callable[..., Any]:
     from farfield import models  # not at the top: a user's operator needs none of them
 
     module, _, function = name.rpartition(".")
+    if function == "py" and Path(name).is_file():
+        fix = f"the function in it that builds the network, {option} {Path(name).stem}.FUNCTION"
+        raise ValueError(f"{option} {name} is a file; fix: {fix}.")
     if module == OURS[:-1] and not hasattr(models, function):
         raise unknown_network(option, function)
     try:

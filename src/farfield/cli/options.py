@@ -71,6 +71,19 @@ _OF_CLASSES = ("class_path", "init_args", "dict_kwargs", "help")
 _GROUPS = ("model", NETWORK, DATA, "trainer", "checkpoint", "predictions")
 
 
+# What other programs, and other tasks, call an option.
+_OTHER_NAMES = {
+    "output": "predictions.path",
+    "epochs": "trainer.max_epochs",
+    "lr": "model.learning_rate",
+    "gpus": "trainer.devices",
+    "device": "trainer.accelerator",
+    "input": "data.predict",
+    "checkpoint": "ckpt_path",
+    "resume": "ckpt_path",
+}
+
+
 class Words(NamedTuple):
     """A command line: its task, its options with their text, and all entries, those of the recipes too."""
 
@@ -219,6 +232,8 @@ def _bytes(name: str, text: str) -> str:
 def _explain(name: str, group: str, names: Sequence[str], is_flag: bool) -> str:
     """Return the error about a name that there is not: with names that end nearly as it does, or all of its group."""
     dashes, last = "--" if is_flag else "", name.rpartition(".")[2]
+    if (other := _OTHER_NAMES.get(name.replace("-", "_"))) in names:
+        return f'no {"option" if is_flag else "entry"} "{dashes}{name}"; fix: {dashes}{other}.'
     ends = [each.rpartition(".") for each in names]
     near = difflib.get_close_matches(last, {end for _, _, end in ends}, n=3, cutoff=0.65)
     nearest = [(place, f"{dashes}{place}{dot}{end}") for other in near for place, dot, end in ends if end == other]
@@ -246,7 +261,9 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         elif word in recipe_files():
             raise CommandLineError(f'"{word}" is a recipe, given without its option; fix: --config {word}.')
         else:
-            raise CommandLineError(explain_word(word, "farfield fit", []))
+            raise CommandLineError(
+                explain_word(word, "farfield fit", ["--config", "--data.root", "--data.predict", "…"])
+            )
 
 
 def _load(text: str) -> Any:

@@ -47,6 +47,8 @@ def find_configuration(value: str, caller: str = "farfield fit") -> str:
         return value
     if value.removesuffix(_SUFFIX) in files:
         return str(files[value.removesuffix(_SUFFIX)])
+    if (file := Path(value) / "config.yaml").is_file():
+        raise LookupError(f'{caller}: "{value}" is the folder of a run; fix: --config {file}.')
     raise LookupError(f"{caller}: {no_such('recipe or file', value, files)}")
 
 

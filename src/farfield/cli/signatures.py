@@ -92,8 +92,22 @@ def _read_class(file: Path, node: ast.ClassDef) -> Signature | None:
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
             return _read_function(each, node.name, ast.get_docstring(node), ast.get_docstring(each))
-    bases = (_read_name(file, ast.unparse(base)) for base in node.bases)
-    return next(filter(None, bases), None)
+    base = next(filter(None, (_read_name(file, ast.unparse(base)) for base in node.bases)), None)
+    if base is None:
+        return None
+    # A class that inherits its constructor may state the arguments itself.
+    helps = _read_helps(ast.get_docstring(node) or "")
+    parameters = {key: each._replace(help=helps.get(key, each.help)) for key, each in base.parameters.items()}
+    return base._replace(name=node.name, parameters=parameters)
+
+
+def _read_helps(text: str) -> dict[str, str]:
+    """Return the texts of the arguments in a docstring."""
+    return {
+        name: " ".join(lines.split())
+        for section in _ARGUMENTS.findall(f"{text}\n")
+        for name, lines in _ENTRY.findall(textwrap.dedent(section))
+    }
 
 
 def _read_function(node: ast.FunctionDef, name: str, *docstrings: str | None) -> Signature:
@@ -101,11 +115,7 @@ def _read_function(node: ast.FunctionDef, name: str, *docstrings: str | None) ->
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults)) + [*arguments.defaults]
     given = [*zip(positional, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
-    helps = {
-        name: " ".join(lines.split())
-        for section in _ARGUMENTS.findall(f"{text}\n")
-        for name, lines in _ENTRY.findall(textwrap.dedent(section))
-    }
+    helps = _read_helps(text)
     parameters = {
         each.arg: Parameter(
             each.arg,

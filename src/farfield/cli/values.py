@@ -47,7 +47,9 @@ class AttentionOptions(NamedTuple):
 def no_such(what: str, name: str, names: Iterable[str], command: str = "farfield fit") -> str:
     """Return the text of an error about an unknown name, with the nearest of `names`."""
     names = list(names)
-    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    # Without the dashes, which all options have in common; a name of another kind may have a folder or a prefix.
+    plain, cutoff = {each.lstrip("-"): each for each in names}, 0.6 if name.startswith("-") else 0.5
+    nearest = [plain[each] for each in difflib.get_close_matches(name.lstrip("-"), plain, n=3, cutoff=cutoff)]
     hint = f"; nearest: {', '.join(nearest)}." if nearest else f"; {command} --help lists them."
     if not nearest and 0 < len(names) <= SHOWN:
         hint = f"; it has {', '.join(names)}."
@@ -105,7 +107,8 @@ def parse_device(text: str) -> Device:
 
     kind = text.partition(":")[0]
     if kind not in _DEVICES:
-        raise CommandLineError(no_such("device", text, _DEVICES))
+        fix = 'no device "gpu"; fix: cuda, mps or xpu, by the kind of the GPU.'
+        raise CommandLineError(fix if kind == "gpu" else no_such("device", text, _DEVICES))
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 0
     numbers = [] if kind == "cpu" else [f"{kind}:{index}" for index in range(count)]

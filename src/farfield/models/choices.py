@@ -23,10 +23,13 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def find_operator(caller: str, operator: str | Operator) -> Operator:
+def find_operator(caller: str, operator: Any) -> Operator:
     """Return an operator by its name, or as it is; `LookupError` for an unknown name."""
-    if not isinstance(operator, str):
+    if isinstance(operator, Operator):
         return operator
+    if not isinstance(operator, str):
+        fix = 'operator="factorized_gaussian", for example, and other arguments by their names'
+        raise TypeError(f"{caller}: operator must be a name or an ops.Operator, got {operator!r:.60}; fix: {fix}.")
     if operator not in OPERATORS:
         raise unknown(caller, "operator", operator, OPERATORS)
     return OPERATORS[operator]
@@ -35,4 +38,5 @@ def find_operator(caller: str, operator: str | Operator) -> Operator:
 def check_whole(model: str, name: str, value: int, smallest: int) -> None:
     """Refuse a value that is not a whole number, or below the smallest allowed."""
     if not isinstance(value, int) or value < smallest:
-        raise ValueError(f"{model}: {name} must be a whole number from {smallest}, got {value!r}.")
+        fix = f"; fix: int({value})" if hasattr(value, "__index__") and value >= smallest else ""
+        raise ValueError(f"{model}: {name} must be a whole number from {smallest}, got {value!r}{fix}.")

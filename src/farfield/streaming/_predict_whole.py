@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce, one_grid
-from farfield.streaming.arguments import Tiles, arrange_volumes, parse_tiles
+from farfield.streaming.arguments import Tiles, arrange_volumes, parse_tiles, refuse_meta
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
 from farfield.streaming.plan import PatchPlan
@@ -153,6 +153,7 @@ def predict_whole(
     if not quiet:
         print(planned, file=sys.stderr)
     graph, device = planned.graph_plan, device_of(model)
+    refuse_meta("predict_whole", device)
     sources = _read_volumes(planned, model, volumes, layouts)
     spec = _make_spec(known, planned, next(iter(sources.values())).channels)
     output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
@@ -21,6 +22,9 @@ from farfield.volumes.checks import check_volume
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.source import AxisLayout, Span, parse_layout
 from farfield.volumes.volume import split_volume, take_samples
+
+# Bytes of memory below which a number is one of gigabytes.
+_LEAST_MEMORY = 2**10
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,9 @@ def _parse_bytes(caller: str, name: str, given: Any) -> int | None:
         raise TypeError(f"{caller}: {name} must be a number of bytes, got {given!r}; fix: {name}=2 * 10**9.")
     if given < 0:
         raise ValueError(f"{caller}: {name} must be at least 0 bytes, got {given!r}; fix: {name}=2 * 10**9.")
+    if name == "memory" and 0 < given < _LEAST_MEMORY:
+        fix = f"memory={given!r} * 10**9, or 0 to store nothing"
+        raise ValueError(f"{caller}: memory is in bytes, got {given!r}; fix: {fix}.")
     return int(given)
 
 
@@ -299,7 +306,12 @@ def refuse_axes(
             f"{error}\n  fix: a volume of {convolution.in_channels} channels; (*size) is one channel, and in "
             f"(channels, *size) this one has {inputs[0]} channels of size {size}."
         )
-        if convolution.in_channels == 1 and not is_batch:
+        if size[-1] == convolution.in_channels:
+            text += (
+                f"\n  fix: channels first, if the last axis has them, {size[-1]}: "
+                f"numpy.moveaxis(volume, -1, {int(is_batch)})."
+            )
+        elif convolution.in_channels == 1 and not is_batch:
             what = "planes" if len(size) == 2 else "grids"
             text += f"\n  fix: a stack of {what} for a {len(size)}-D network is samples: volume[:, None]."
     else:
@@ -314,6 +326,13 @@ def refuse_large_summary(name: str, size: int, free: int) -> None:
             f"{name} is its grid, about {size:,} bytes, and may take half of the {free:,} bytes that are free; fix: an "
             "operator that compresses, such as factorized_gaussian."
         )
+
+
+def refuse_meta(caller: str, device: torch.device) -> None:
+    """Refuse weights without values, of which a plan can be made, but no result."""
+    if device.type == "meta":
+        fix = 'model.to_empty(device="cpu"), and its weights by load_state_dict'
+        raise ValueError(f"{caller}: the weights of the model are on the device meta, without values; fix: {fix}.")
 
 
 def refuse_training(caller: str, model: nn.Module) -> None:

@@ -280,6 +280,8 @@ class RegionCheck:
     plan: GraphPlan
     # Of the untiled network in two precisions, and of the tiles.
     macs: float
+    # Of the network's parameters and buffers in float64, and of what a convolution unfolds; grids take less.
+    bytes: int
 
     @property
     def size(self) -> tuple[int, ...]:

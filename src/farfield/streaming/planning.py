@@ -132,7 +132,11 @@ class Planner:
             if isinstance(self.model, type):
                 fix = f"an instance of it, {self.model.__name__}(…)"
             elif callable(self.model):
-                fix = "wrap it in a torch.nn.Module whose forward calls it"
+                name = getattr(self.model, "__name__", "builder")
+                fix = (
+                    f"its result, {name}(…), if it builds the network; else wrap it in a torch.nn.Module whose "
+                    "forward calls it"
+                )
             raise TypeError(
                 f"{self.caller}: model must be a torch.nn.Module, got {type(self.model).__name__}; fix: {fix}."
             )
@@ -223,7 +227,7 @@ class Planner:
             graph = record_network(self.model, volumes, finish)
         except (RecordingError, CannotCopyError) as error:
             raise GraphError(str(error)) from error
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
             if str(error).startswith(f"{self.caller}: "):
                 raise
             if str(error).startswith("MeanOverFlips: "):  # which runs in the function that was called

@@ -152,7 +152,8 @@ class _Recorder(TorchDispatchMode):
     def number_of(self, tensor: Tensor) -> Any:
         value = self.value_of(tensor)
         if not self.write.is_known(value):
-            raise RecordingError(f"{self.write.path} reads a computed number in Python (item, float, if)")
+            fix = "a tensor in its place, such as mean(…, keepdim=True), and torch.where for if"
+            raise RecordingError(f"{self.write.path} reads a computed number in Python (item, float, if); fix: {fix}")
         with with_numbers():
             return run_whole(self.graph, [], value).item()
 
@@ -176,6 +177,10 @@ def _read_arguments(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 class _NetworkFunctions(TorchFunctionMode):
     """Notes the tensors that a network gets, which functionalization wraps, and pads circularly by concatenations."""
 
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in (F.pad, torch._C._nn.pad):
@@ -183,6 +188,11 @@ class _NetworkFunctions(TorchFunctionMode):
             grid, pads, mode = given[:3]
             if mode == "circular":  # torch writes to views below what can be recorded
                 return _pad_circularly(grid, pads)
+        if function in (Tensor.numpy, Tensor.__array__):  # of memory in which nothing was computed
+            path = self.recorder.write.path
+            raise RecordingError(
+                f"{path} makes an array of NumPy of a tensor; fix: the operation of torch in its place"
+            )
         outputs = function(*args, **kwargs)
         note_outputs(outputs)
         return outputs
@@ -230,7 +240,7 @@ def _record(
     recorder.note(inputs, graph.inputs)
     try:
         # Within a mode of functions, attention of torch runs by its operations, not as one whose parts cannot be told.
-        with torch.no_grad(), recorder, _NetworkFunctions():
+        with torch.no_grad(), recorder, _NetworkFunctions(recorder):
             graph.output = recorder.value_of(functionalize(lambda *given: finish(fake(*given)))(*inputs))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise RecordingError(f"{recorder.write.path} computes a shape from numbers, {error.func}") from error

@@ -184,6 +184,8 @@ class StreamingPlan:
         if isinstance(self.check, RegionCheck):
             region = " × ".join(map(str, self.check.size))
             share = f"{self.check.macs / max(1, self.macs):.2g} times the network's MACs"
+            if self.check.bytes > self.tile_bytes:
+                share += f", and {self.check.bytes:,} bytes for parameters in float64"
             text.append(f"before, tiles are compared with the network on a region of {region} positions: {share}")
         else:
             text.append(f"not checked: {self.check}")

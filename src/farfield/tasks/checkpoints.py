@@ -70,6 +70,8 @@ def written(path: Path) -> Iterator[IO[bytes]]:
 
 def check_writable(folder: Path) -> None:
     """Create a folder; raise `CheckpointError` with the reason if no file can be written there."""
+    if folder.is_file():
+        raise CheckpointError(f"cannot write to {folder}: it is a file; fix: a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -87,7 +89,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def read(path: Path, map_location: Any | None = "cpu") -> dict[str, Any]:
     """Read a checkpoint as tensors and plain values, without executing anything in it."""
     if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint {path}; fix: the path of a .ckpt file of a run.")
+        raise CheckpointError(f"there is no checkpoint {path}; fix: best, last, or the path of a .ckpt file of a run.")
     try:
         checkpoint = read_pickled(path, map_location)
     except ValueError as error:

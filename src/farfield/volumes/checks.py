@@ -18,7 +18,8 @@ def check_volume(caller: str, name: str, volume: Any) -> None:
 
     Raises:
         TypeError: If the object has no shape, takes no slices, or does not hold booleans, integers or floats.
-        ValueError: If it is an array of `numpy.ma` with masked positions, or of an HDF5 file that is closed.
+        ValueError: If it is an array of `numpy.ma` with masked positions, a tensor without values, or of an HDF5 file
+            that is closed.
     """
     if type(volume).__module__.partition(".")[0] == "h5py" and not volume:
         raise ValueError(
@@ -27,6 +28,10 @@ def check_volume(caller: str, name: str, volume: Any) -> None:
         )
     if hasattr(volume, "shape") and hasattr(volume, "__getitem__"):
         check_numbers(caller, name, volume)
+        if getattr(volume, "is_meta", False):
+            raise ValueError(
+                f"{caller}: {name} is on the device meta, without values; fix: a tensor on another device."
+            )
         if np.ma.is_masked(volume):
             without_mask(caller, volume)
         return

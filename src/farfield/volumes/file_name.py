@@ -41,9 +41,8 @@ class FileName(NamedTuple):
         """Return the image to read of several, each of which is described; the first by default, with a warning."""
         count = len(described)
         if self.series is not None and not 0 <= self.series < count:
-            raise ValueError(
-                f'open_volume: "{self.path}" has {count} series, got series={self.series}; fix: 0 to {count - 1}.'
-            )
+            fix = "series=0" if count == 1 else f"0 to {count - 1}"
+            raise ValueError(f'open_volume: "{self.path}" has {count} series, got series={self.series}; fix: {fix}.')
         if self.series is None and count > 1:
             others = "".join(f"\n  series {index}  {each}" for index, each in enumerate(described[:_SHOWN]))
             warnings.warn(

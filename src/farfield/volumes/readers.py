@@ -40,8 +40,9 @@ def open_file(path: str | Path, level: int, series: int | None) -> tuple[Path | 
         reader = open_planes if not is_zarr(file) and list_planes(file) else _open_zarr
     if reader is None:
         raise ValueError(
-            f'open_volume: "{file}" is neither a .tif, .tiff or .npy file nor a folder of zarr; '
-            "fix: open it by its own library, and farfield.volumes.Volume(array, metadata)."
+            f'open_volume: "{file}" is of no format that is read, such as .tif, .zarr or .npy; fix: open it by its own '
+            "library: predict_whole takes any array with a shape and slices, and farfield.volumes.Volume(array, "
+            "metadata) states its voxel size too."
         )
     place = FileName(file, dataset, level, series)
     if dataset and reader is not open_hdf5:

@@ -75,7 +75,8 @@ def known_format(caller: str, path: Path) -> Format:
     """
     by_suffix = find_format(path)
     if by_suffix is None:
-        raise ValueError(f'{caller}: out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{path}.zarr".')
+        fix = path if path.name else path / "restored"
+        raise ValueError(f'{caller}: out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{fix}.zarr".')
     return by_suffix
 
 

@@ -29,7 +29,7 @@ REASONS = {
 
 def unfinished_folder(path: Path) -> Path:
     """Return the folder beside a path for its unfinished file and the progress."""
-    return path.with_name(path.name + ".unfinished")
+    return path.parent / (path.name + ".unfinished")
 
 
 def was_moved(path: Path) -> bool:

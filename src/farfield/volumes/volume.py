@@ -199,6 +199,7 @@ def open_volume(
         is that of the region; its voxel size is that of the level.
 
     Raises:
+        TypeError: If it is no path.
         FileNotFoundError: If there is no such file.
         ImportError: If the format needs a library of another extra; the text has the line to install it.
         ValueError: If the file is of another format, or damaged; if planes of it are missing; if it names files outside
@@ -223,6 +224,9 @@ def open_volume(
         ((2, 8, 8), 0.6)
         >>> folder.cleanup()
     """
+    if not isinstance(path, str | os.PathLike):
+        fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
+        raise TypeError(f"open_volume: path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
     file, (array, metadata) = open_file(path, level, series)
     if axes is not None:
         letters = axes.upper()

@@ -44,6 +44,8 @@ def read_photograph(path: Path) -> Photograph:
             image = ImageOps.exif_transpose(file).convert("RGB")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no image {path}.") from error
+    except IsADirectoryError as error:
+        raise ValueError(f"{path} is a folder; fix: one of the images in it.") from error
     # On a damaged file Pillow's readers raise any kind of error.
     except Exception as error:
         raise ValueError(f"{path} cannot be read as an image: {error}.") from error

@@ -1,0 +1,5 @@
+"""`python -m farfield` is `farfield`."""
+
+from farfield.cli import main
+
+main()

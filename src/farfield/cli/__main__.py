@@ -1,5 +1,0 @@
-"""`python -m farfield.cli` is `farfield`."""
-
-from farfield.cli import main
-
-main()
