@@ -24,8 +24,11 @@ TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".tf2", ".svs", ".lsm", ".ndpi
 _ZARR = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
 
 
-def open_file(path: str | Path, level: int, series: int | None) -> tuple[Path | str, Opened]:
+def open_file(path: Any, level: int, series: int | None) -> tuple[Path | str, Opened]:
     """Open a file by the reader of its format; return its path, or address, and what was opened; see `open_volume`."""
+    if not isinstance(path, str | os.PathLike):
+        fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
+        raise TypeError(f"open_volume: path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
     text = os.fspath(path)
     if "://" in text:
         load_library("fsspec", "remote", "an address")

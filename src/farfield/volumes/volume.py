@@ -224,9 +224,6 @@ def open_volume(
         ((2, 8, 8), 0.6)
         >>> folder.cleanup()
     """
-    if not isinstance(path, str | os.PathLike):
-        fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
-        raise TypeError(f"open_volume: path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
     file, (array, metadata) = open_file(path, level, series)
     if axes is not None:
         letters = axes.upper()
