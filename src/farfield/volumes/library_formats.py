@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -27,21 +28,7 @@ _SHOWN = 8
 def open_hdf5(file: FileName) -> Opened:
     """Open a dataset of an HDF5 file; the only one of numbers in a file if none is named."""
     h5py = load_library("h5py", "hdf5", "an HDF5 file")
-    try:
-        opened = h5py.File(file.path, "r")
-    except OSError as error:
-        raise file.error(f"{error}; fix: write or copy it again") from error
-    name = file.dataset or _only_dataset(file, h5py, opened)
-    _refuse_links(file, h5py, opened, name)
-    found = opened.get(name)
-    if not isinstance(found, h5py.Dataset) or not found.shape:
-        names = ", ".join(f'"{each}"' for each in _list_datasets(h5py, opened)[:_SHOWN]) or "none"
-        raise file.error(f'it has no array "{name}"; its arrays are {names}')
-    _check_filters(file, h5py, found)
-    return found, _read_hdf5_metadata(found)
-
-
-def _list_datasets(h5py: Any, opened: Any) -> list[str]:
+    opened = h5py.File(file.path, "r")
     names: list[str] = []
 
     def visit(name: str, each: Any) -> None:
@@ -49,17 +36,15 @@ def _list_datasets(h5py: Any, opened: Any) -> list[str]:
             names.append(name)
 
     opened.visititems(visit)
-    return names
-
-
-def _only_dataset(file: FileName, h5py: Any, opened: Any) -> str:
-    names = _list_datasets(h5py, opened)
-    if len(names) == 1:
-        return names[0]
-    if not names:
-        raise file.error("it has no arrays of two axes or more")
-    listed = ", ".join(f'"{name}"' for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    raise file.error(f'it has the arrays {listed}; fix: open_volume("{file.path}::{names[0]}"), for example')
+    name = file.dataset or (names[0] if len(names) == 1 else "")
+    _refuse_links(file, h5py, opened, name)
+    found = opened.get(name) if name else None
+    if not isinstance(found, h5py.Dataset) or not found.shape:
+        listed = ", ".join(f'"{each}"' for each in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+        fix = f'; fix: open_volume("{file.path}::{names[0]}"), for example' if names else ""
+        raise file.error(f"it has {f'no array {name}, and ' if name else ''}the arrays {listed or 'none'}{fix}")
+    _check_filters(file, h5py, found)
+    return found, _read_hdf5_metadata(found)
 
 
 def _refuse_links(file: FileName, h5py: Any, opened: Any, name: str) -> None:
@@ -96,11 +81,8 @@ def _read_hdf5_metadata(dataset: Any) -> ImageMetadata:
     """Read the axes that ilastik or the dimension scales name, and the voxel size of Fiji's and ilastik's files."""
     count, attributes = len(dataset.shape), dataset.attrs
     letters = [str(each.label)[:1].upper() for each in dataset.dims]
-    try:
-        described = json.loads(attributes["axistags"])["axes"]
-        letters = [str(each["key"]).upper() for each in described]
-    except (KeyError, TypeError, ValueError):
-        described = []
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        letters = [str(each["key"]).upper() for each in json.loads(attributes["axistags"])["axes"]]
     sizes = np.ravel(attributes.get("element_size_um", ()))
     if len(letters) != count or not set(letters) <= set("TCZYX") or len(set(letters)) < count:
         letters = list("ZYX"[-count:]) if len(sizes) == 3 and count in (2, 3) else ["Q"] * count
@@ -117,14 +99,9 @@ def open_nifti(file: FileName) -> Opened:
     """Open a NIfTI file, whose axes x, y, z, time, channels come the first one fastest."""
     nibabel = load_library("nibabel", "nifti", "a NIfTI file")
     path = Path(file.path)
-    try:
-        image = nibabel.load(path)
-        header, numbers = image.header, image.dataobj
-        shape = tuple(map(int, image.shape))
-        stored = math.prod(shape) * numbers.dtype.itemsize + int(numbers.offset)
-    # nibabel raises all kinds of errors for damaged files.
-    except Exception as error:
-        raise file.error(f"{error or type(error).__name__}; fix: write or copy it again") from error
+    image = nibabel.load(path)
+    header, numbers, shape = image.header, image.dataobj, tuple(map(int, image.shape))
+    stored = math.prod(shape) * numbers.dtype.itemsize + int(numbers.offset)
     packed = path.name.lower().endswith(".gz")
     if not packed and path.stat().st_size < stored:
         raise file.error(f"it ends after {path.stat().st_size:,} of {stored:,} bytes; fix: write or copy it again")
@@ -148,20 +125,15 @@ def open_nifti(file: FileName) -> Opened:
 def open_mrc(file: FileName) -> Opened:
     """Open an MRC or CCP4 file, mapped into memory; its unit is the angstrom."""
     mrcfile = load_library("mrcfile", "mrc", "an MRC file")
-    try:
-        with mrcfile.mmap(file.path, mode="r") as opened:
-            header, shape, dtype = opened.header, opened.data.shape, opened.data.dtype
-            offset = header.nbytes + opened.extended_header.nbytes
-            stacked = "I" if opened.is_image_stack() or opened.is_volume_stack() else ""
-            order = [int(header[name]) for name in ("maps", "mapr", "mapc")]
-            sizes = {letter: parse_length(opened.voxel_size[letter.lower()]) for letter in "ZYX"}
-            start = {letter: float(header.origin[letter.lower()]) for letter in "ZYX"}
-    except (ValueError, OSError, AttributeError) as error:
-        raise file.error(f"{error}; fix: write or copy it again") from error
+    with mrcfile.mmap(file.path, mode="r") as opened:
+        header, shape, dtype = opened.header, opened.data.shape, opened.data.dtype
+        offset = header.nbytes + opened.extended_header.nbytes
+        stacked = "I" if opened.is_image_stack() or opened.is_volume_stack() else ""
+        order = [int(header[name]) for name in ("maps", "mapr", "mapc")]
+        sizes = {letter: parse_length(opened.voxel_size[letter.lower()]) for letter in "ZYX"}
+        start = {letter: float(header.origin[letter.lower()]) for letter in "ZYX"}
     letters = "".join("XYZ"[each - 1] for each in order) if sorted(order) == [1, 2, 3] else "ZYX"
-    axes = stacked + letters if len(stacked + letters) == len(shape) else stacked + letters[1:]
-    if len(axes) != len(shape):
-        axes = "ZYX"[-len(shape) :]
+    axes = stacked + letters[-(len(shape) - len(stacked)) :]
     spacing = {letter: each for letter, each in sizes.items() if each is not None and letter in axes}
     origin = {letter: each for letter, each in start.items() if each and letter in spacing}
     array = np.memmap(file.path, dtype, "r", offset, shape)

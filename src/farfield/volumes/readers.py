@@ -53,8 +53,15 @@ def open_file(path: Any, level: int, series: int | None) -> tuple[Path | str, Op
     if reader not in (open_tiff, _open_zarr, _open_zip):  # the others have one array
         place.choose_level(1)
         place.choose_series([""])
-    # What is pickled and opened again has its dataset.
-    return (file if not dataset else text), reader(place)
+    try:
+        # What is pickled and opened again has its dataset.
+        return (file if not dataset else text), reader(place)
+    # Libraries raise all kinds of errors for damaged files; those of the system have a number.
+    except Exception as error:
+        told = isinstance(error, ImportError) or "open_volume: " in str(error)
+        if told or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise place.error(str(error) or type(error).__name__) from error
 
 
 def is_zarr(path: Path) -> bool:
@@ -64,10 +71,7 @@ def is_zarr(path: Path) -> bool:
 
 # ---- NumPy and TIFF --------------------------------------------------------------------------------------------------
 def _open_npy(file: FileName) -> Opened:
-    try:
-        array = np.load(file.path, mmap_mode="r")
-    except (ValueError, EOFError) as error:
-        raise file.error(f"{error}; fix: write or copy it again") from error
+    array = np.load(file.path, mmap_mode="r")
     return array, unknown_axes(array)
 
 
@@ -76,26 +80,20 @@ def open_tiff(file: FileName) -> Opened:
     import tifffile
     import zarr
 
-    try:
-        with tifffile.TiffFile(file.path) as opened:
-            check_parts(opened)
-            index = file.choose_series([describe_series(each) for each in opened.series])
-            level = file.choose_level(len(opened.series[index].levels))
-            check_planes(opened, index, level)
-            whole, axes = opened.series[index], stated_axes(opened, index)
-            metadata, chosen, own = read_tiff_metadata(opened, index, axes), whole.levels[level], whole.axes.upper()
-            check_codecs(chosen)
-        ratios = {letter: _ratio(*pair) for letter, *pair in zip(own, chosen.shape, whole.shape, strict=True)}
-        array: Any
-        if chosen.dataoffset is not None:
-            array = tifffile.memmap(file.path, series=index, level=level, mode="r").reshape(chosen.shape)
-        else:
-            array = zarr.open_array(tifffile.imread(file.path, aszarr=True, series=index, level=level), mode="r")
-    # tifffile raises all kinds of errors for damaged files.
-    except Exception as error:
-        if isinstance(error, OSError) or "open_volume: " in str(error):
-            raise
-        raise file.error(str(error) or type(error).__name__) from error
+    with tifffile.TiffFile(file.path) as opened:
+        check_parts(opened)
+        index = file.choose_series([describe_series(each) for each in opened.series])
+        level = file.choose_level(len(opened.series[index].levels))
+        check_planes(opened, index, level)
+        whole, axes = opened.series[index], stated_axes(opened, index)
+        metadata, chosen, own = read_tiff_metadata(opened, index, axes), whole.levels[level], whole.axes.upper()
+        check_codecs(chosen)
+    ratios = {letter: _ratio(*pair) for letter, *pair in zip(own, chosen.shape, whole.shape, strict=True)}
+    array: Any
+    if chosen.dataoffset is not None:
+        array = tifffile.memmap(file.path, series=index, level=level, mode="r").reshape(chosen.shape)
+    else:
+        array = zarr.open_array(tifffile.imread(file.path, aszarr=True, series=index, level=level), mode="r")
     if axes != own:  # tifffile leaves out axes of length 1
         array = AxesView(array, [own.find(each) if each in own else None for each in axes], {})
     return array, metadata.resampled(ratios)
@@ -165,11 +163,8 @@ def _open_zip(file: FileName) -> Opened:
 
     from farfield.volumes.bounded_zarr import check_entries
 
-    try:
-        with zipfile.ZipFile(file.path) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, OSError) as error:
-        raise file.error(str(error)) from error
+    with zipfile.ZipFile(file.path) as archive:
+        entries = archive.infolist()
     check_entries(file.path, entries)
     # A folder that was zipped as such is the only one in its file.
     first = sorted({entry.filename.split("/")[0] for entry in entries if "/" in entry.filename})
