@@ -16,7 +16,7 @@ import zarr
 from torch import nn
 
 from farfield.data.readers.volumes import open_stack_volume
-from farfield.streaming import predict_whole
+from farfield.streaming import plan_whole, predict_whole
 from farfield.volumes import ImageMetadata, Volume, open_volume
 from helpers.streamed_nets import settled
 
@@ -403,6 +403,8 @@ def test_planes_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixtur
     expected = np.stack([predict_whole(net, plane, tile=8, quiet=True) for plane in STACK])
     np.testing.assert_array_equal(predict_whole(net, volume, tile=8), expected)
     assert "5 planes one after the other: no layer mixes them" in capsys.readouterr().err
+    plan = plan_whole(net, (5, 1, 20, 18), tile=8)
+    np.testing.assert_array_equal(predict_whole(net, volume, plan=plan, quiet=True), expected)
     for name in ("a.tif", "a.ome.tif", "a.zarr", "a.ome.zarr"):
         predict_whole(net, volume, tile=8, out=tmp_path / name, quiet=True)
         again = open_volume(tmp_path / name)
@@ -426,6 +428,8 @@ def test_planes_that_are_not_clear() -> None:
     volume = Volume(STACK, ImageMetadata("ZYX"))
     # As many channels as planes: planes are channels, as in other 2.5-D networks.
     assert predict_whole(network(2, 5), volume, quiet=True).shape == (1, 20, 18)
+    last = Volume(torch.from_numpy(STACK).permute(1, 2, 0), ImageMetadata("YXZ"))
+    assert predict_whole(network(2, 5), last, quiet=True).shape == (1, 20, 18)
     with pytest.raises(ValueError, match="no convolution that tells whether its planes are samples or channels"):
         predict_whole(nn.InstanceNorm2d(5).eval(), volume, tile=(8, 8), quiet=True)
     mixing = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False)).eval()

@@ -75,7 +75,7 @@ class StackPairs(Loading):
         channel: Index of the channel to read from files of several; files of one channel are read as they are. To
             predict also a list: each of these channels is restored by itself.
         workers: Loader processes; 0 loads in the main process.
-        predict: What is restored: a TIFF file, a zarr array, an image of OME-Zarr, or a folder of these; None restores
+        predict: What is restored: a file or zarr that `volumes.open_volume` opens, or a folder of these; None restores
             `root`, which then is one of these, or has a folder of tests.
 
     Raises:

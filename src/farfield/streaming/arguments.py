@@ -203,8 +203,8 @@ def _arrange_letters(
             f'{caller}: the {name} has the axes "{axes}" {tuple(taken.shape)}, and the network takes {dims} spatial '
             f'dims; fix: axes="{"TZYX"[-len(axes) :]}" of open_volume or ImageMetadata, if these are its axes.'
         )
-    samples = space[: len(space) - dims]
-    if "Z" in samples and "C" not in axes:
+    samples, channels = space[: len(space) - dims], "C" if "C" in axes else ""
+    if "Z" in samples and not channels:
         convolution, planes = _first_convolution(network), taken.shape[axes.index("Z")]
         if convolution is None and planes > 1:
             raise ShapeError(
@@ -213,15 +213,16 @@ def _arrange_letters(
                 "for channels, or numpy.asarray(volume)[:, None] for samples."
             )
         if convolution is not None and 1 < planes == convolution.in_channels and samples == ["Z"]:
-            return array, given, None
-    order = [axes.index(letter) for letter in (*samples, *("C" * ("C" in axes)), *space[len(samples) :])]
-    ordered = taken if order == sorted(order) else AxesView(taken, order, {})
-    layout = AxisLayout(
-        len(samples), "C" in axes, dims, tuple((each, taken.shape[axes.index(each)]) for each in samples)
-    )
+            samples, channels = [], "Z"
+    order = [axes.index(letter) for letter in (*samples, *channels, *space[len(space) - dims :])]
+    if isinstance(taken, Tensor):
+        taken = taken.permute(order)
+    elif order != sorted(order):
+        taken = AxesView(taken, order, {})
+    layout = AxisLayout(len(samples), bool(channels), dims, tuple(zip(samples, taken.shape, strict=False)))
     if 0 in taken.shape:
         parse_layout(caller, taken.shape, dims)
-    return ordered, metadata.with_axes("".join(axes[place] for place in order)), layout
+    return taken, metadata.with_axes("".join(axes[place] for place in order)), layout
 
 
 def check_arguments(caller: str, model: nn.Module, count: int) -> None:

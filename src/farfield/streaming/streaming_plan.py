@@ -262,6 +262,7 @@ def check_plan(
         raise ValueError(f"{caller}: got another reduce than plan was made with; fix: give it to plan_whole.")
     layouts = parse_layouts(caller, [each.shape for each in volumes.values()], plan.layout.spatial_dims, known)
     size = [length - sum(positions) for length, positions in zip(plan.size, plan.padding, strict=True)]
+    plan = replace(plan, layout=known[0]) if known and known[0] else plan  # a plan knows no letters
     planned = plan.layout.shape(plan.output.shape[0], plan.channels[0], size)
     first = tuple(next(iter(volumes.values())).shape)
     pairs = zip(layouts, volumes.values(), strict=True)

@@ -19,6 +19,7 @@ from farfield.streaming.progress import write_whole
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.axes_view import AxesView
+from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.sink import check_path
 from farfield.volumes.source import narrowed, without_mask
 from farfield.volumes.volume import split_volume
@@ -156,7 +157,7 @@ def _project_stack(network: nn.Module, stack: Any, multiples: Sequence[int]) -> 
 
 def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> tuple[float, float]:
     """Return the grey levels of two percentiles, from 0 to 100, of a stack that need not fit in memory."""
-    dtype = np.dtype(stack.dtype)
+    dtype, stack = np.dtype(stack.dtype), keep_chunks(stack)
     if dtype.kind == "u" and dtype.itemsize <= 2:
         low, high = _count_levels(stack, percentiles)
     else:

@@ -140,7 +140,11 @@ def make_zarr(path: Path, spec: OutputSpec) -> Any:
     """Make a zarr array of version 3; what is known of its axes is in its attributes."""
     import zarr
 
-    attributes: Any = {"farfield": asdict(spec.metadata)} if spec.metadata.is_known else None
+    # What is not known is left out where 0.2, which reads no other fields, has none of it.
+    known = {
+        name: each for name, each in asdict(spec.metadata).items() if each or name not in ("affine", "georeference")
+    }
+    attributes: Any = {"farfield": known} if spec.metadata.is_known else None
     chunks = tuple(chunk_lengths(spec))
     return zarr.create_array(str(path), shape=spec.shape, chunks=chunks, dtype=spec.dtype, attributes=attributes)
 

@@ -1,4 +1,4 @@
-"""Stacks to restore, with their voxel size: TIFF files, zarr arrays and images of OME-Zarr."""
+"""Stacks to restore, with their voxel size, of all formats that `open_volume` reads."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.tiff import SUFFIXES, check_depths, list_stacks, open_array, open_stack, open_tiff_file
+from farfield.data.readers.tiff import SUFFIXES, check_depths, list_stacks, open_stack, open_tiff_file
 from farfield.volumes import Volume, open_volume
 from farfield.volumes.readers import is_zarr
 from farfield.volumes.tiff_metadata import read_tiff_metadata
 from farfield.volumes.tiff_parts import paths_of
-from farfield.volumes.volume import arrange
+
+# Suffixes of volumes that are no TIFF files.
+_OTHERS = (".nii", ".nii.gz", ".mrc", ".h5", ".hdf5")
 
 
 def list_volumes(folder: Path) -> list[Path]:
-    """List the TIFF files and zarr folders of a folder in sorted order, without hidden ones."""
+    """List the volumes of a folder, files and zarr folders, in sorted order, without hidden ones."""
     stacks = list_stacks(folder)
     check_depths(stacks)
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted([*stacks, *(path for path in entries if is_zarr(path) and not path.name.startswith("."))])
+    entries = [path for path in (folder.iterdir() if folder.is_dir() else ()) if not path.name.startswith(".")]
+    return sorted([*stacks, *(path for path in entries if is_zarr(path) or path.name.lower().endswith(_OTHERS))])
 
 
 def list_stack_files(path: Path) -> list[Path]:
@@ -46,13 +46,8 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
                 metadata = metadata.with_channels([single], shape[metadata.axes.index("C")])
             return Volume(open_stack(path, spatial_dims, axes, single, lazy=True), metadata.with_axes(wanted))
     try:
-        if path.suffix.lower() in SUFFIXES:
-            array = open_array(path, lazy=True)
-            array = array.reshape(shape) if isinstance(array, np.ndarray) else array
-            volume = arrange(path, array, metadata, channel)
-        else:
-            has_channels = "C" in open_volume(path, axes=axes).metadata.axes
-            volume = open_volume(path, channel=channel if has_channels else None, axes=axes)
+        has_channels = "C" in open_volume(path, axes=axes).metadata.axes
+        volume = open_volume(path, channel=channel if has_channels else None, axes=axes)
     except ValueError as error:
         raise FolderError(f"StackPairs: {str(error).removeprefix('open_volume: ')}") from error
     named = volume.metadata.axes
