@@ -75,8 +75,19 @@ def cut(write: Callable[[Path], Any], share: float) -> Callable[[Path], str]:
     return write_cut
 
 
+# The library of a suffix, and its extra.
+LIBRARIES = {
+    ".h5": ("h5py", "hdf5"),
+    ".nii": ("nibabel", "nifti"),
+    ".gz": ("nibabel", "nifti"),
+    ".mrc": ("mrcfile", "mrc"),
+}
+
+
 def overwrite(content: bytes) -> Callable[[Path], str]:
     def write(path: Path) -> str:
+        for library, extra in [LIBRARIES[path.suffix]] if path.suffix in LIBRARIES else []:
+            pytest.importorskip(library, reason=f'needs the extra "{extra}"')
         path.write_bytes(content)
         return path.name
 
@@ -238,7 +249,7 @@ CASES: dict[str, Case] = {
     **{
         f"no {suffix}": (f"a{suffix}", overwrite(content))
         for suffix in (".tif", ".svs", ".npy", ".zip", ".h5", ".nii", ".nii.gz", ".mrc", ".xyz")
-        for content in (b"", b"hello, this is a text\n" * 60)[1:]
+        for content in [b"hello, this is a text\n" * 60]
     },
     "empty tiff": ("a.tif", overwrite(b"")),
     "empty npy": ("a.npy", overwrite(b"")),

@@ -40,9 +40,11 @@ def open_hdf5(file: FileName) -> Opened:
     _refuse_links(file, h5py, opened, name)
     found = opened.get(name) if name else None
     if not isinstance(found, h5py.Dataset) or not found.shape:
+        if not names:
+            raise file.error("it has no arrays of two axes or more")
         listed = ", ".join(f'"{each}"' for each in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-        fix = f'; fix: open_volume("{file.path}::{names[0]}"), for example' if names else ""
-        raise file.error(f"it has {f'no array {name}, and ' if name else ''}the arrays {listed or 'none'}{fix}")
+        what = f'no array "{name}", and ' if name else ""
+        raise file.error(f'it has {what}the arrays {listed}; fix: open_volume("{file.path}::{names[0]}"), for example')
     _check_filters(file, h5py, found)
     return found, _read_hdf5_metadata(found)
 
@@ -107,7 +109,8 @@ def open_nifti(file: FileName) -> Opened:
         raise file.error(f"it ends after {path.stat().st_size:,} of {stored:,} bytes; fix: write or copy it again")
     axes = "XYZTC"[: len(shape)] if len(shape) <= 5 else "Q" * len(shape)
     unit, time_unit = header.get_xyzt_units()
-    spacing = known(axes.replace("C", ""), map(parse_length, header.get_zooms()[: len(axes.replace("C", ""))]))
+    letters = axes.strip("CQ")
+    spacing = known(letters, map(parse_length, header.get_zooms()[: len(letters)]))
     given = {letter: _NIFTI_UNITS.get(time_unit if letter == "T" else unit) for letter in spacing}
     # A zoom of 1 without a unit is what the format has where nothing is known.
     spacing = {letter: each for letter, each in spacing.items() if given[letter] or each != 1}
@@ -116,8 +119,7 @@ def open_nifti(file: FileName) -> Opened:
     steps = {letter: tuple(map(float, matrix[:3, place])) for place, letter in enumerate("XYZ") if letter in axes}
     steps["origin"] = tuple(map(float, matrix[:3, 3]))
     metadata = ImageMetadata(axes, spacing, units, {}, (), steps)
-    scaled = (numbers.slope, numbers.inter) != (1, 0)
-    dtype = np.dtype("float64") if scaled else numbers.dtype
+    dtype = numbers.dtype if (numbers.slope, numbers.inter) == (1, 0) else np.dtype("float64")  # scaled when read
     # A packed file is unpacked from its start each time.
     return FileArray([path], shape, dtype, numbers.__getitem__, shape if packed else None), metadata
 
@@ -148,11 +150,11 @@ def list_planes(folder: Path) -> list[Path]:
         for path in folder.iterdir()
         if path.suffix.lower() in _TIFF_PLANES + _OTHER_PLANES and not path.name.startswith(".") and path.is_file()
     ]
-    return sorted(planes, key=lambda path: [int(each) if each.isdigit() else each for each in _pieces(path.name)])
 
+    def number(path: Path) -> list[str | int]:
+        return [int(each) if each.isdecimal() else each for each in re.split(r"(\d+)", path.name.lower())]
 
-def _pieces(name: str) -> list[str]:
-    return re.split(r"(\d+)", name.lower())
+    return sorted(planes, key=number)
 
 
 def open_planes(file: FileName) -> Opened:
