@@ -35,6 +35,7 @@ from farfield.streaming import predict_whole
 ROOT = Path(farfield.__file__).parent
 # Files with checks of arguments.
 CHECKS = ("_checks.py", "nn/checks.py")
+DOORS = str(ROOT / "_refusals.py")
 EQUATION = "ops/summary.py"
 
 
@@ -59,8 +60,8 @@ def trace(action: Callable[[], Any]) -> list[Call]:
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        # Comprehensions and lambdas belong to the function that contains them.
-        if not code.co_filename.startswith(str(ROOT)) or code.co_name.startswith("<"):
+        # Comprehensions and lambdas belong to the function that contains them; so does what names its errors.
+        if not code.co_filename.startswith(str(ROOT)) or code.co_name.startswith("<") or code.co_filename == DOORS:
             return
         if event == "call":
             file = Path(code.co_filename).relative_to(ROOT).as_posix()

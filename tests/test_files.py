@@ -12,7 +12,7 @@ from farfield._files import LOCK, MARKER, OwnedFolder, open_replacement, stage_f
 
 
 def owned(path: Path) -> OwnedFolder:
-    return OwnedFolder("predict", path, path.with_name("target"))
+    return OwnedFolder(path, path.with_name("target"))
 
 
 def full(path: Path) -> Path:
@@ -73,7 +73,7 @@ def test_what_was_not_made_here_is_left(kind: str, tmp_path: Path, monkeypatch: 
     for method in (OwnedFolder.hold, OwnedFolder.empty, OwnedFolder.remove, OwnedFolder.become_target):
         with pytest.raises(FileExistsError) as error:
             method(owned(path))
-        problem = f'predict: "{path}" {text}, and it would be emptied to write "{tmp_path / "target"}"; fix: move it'
+        problem = f'"{path}" {text}, and it would be emptied to write "{tmp_path / "target"}"; fix: move it'
         assert str(error.value).startswith(problem)
     assert sorted(str(each) for each in tmp_path.rglob("*")) == before
 
@@ -88,7 +88,7 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
 def test_a_folder_is_held_once(tmp_path: Path) -> None:
     first, second = owned(tmp_path / "growing"), owned(tmp_path / "growing")
     first.hold()
-    with pytest.raises(BlockingIOError, match=r'predict: another process is writing ".*target"; fix: wait until'):
+    with pytest.raises(BlockingIOError, match=r'another process is writing ".*target"; fix: wait until'):
         second.hold()
     first.let_go()
     second.hold()

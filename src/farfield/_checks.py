@@ -1,4 +1,4 @@
-"""Checks of arguments and the errors that they raise: each names the caller, the problem, the shapes and a fix."""
+"""Checks of arguments and the refusals that they raise: the problem, the shapes and a fix; the door adds the name."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ import torch
 from torch import Tensor
 
 from farfield._operators import FACTS
+from farfield._refusals import refusal
 
 
 class ShapeError(ValueError):
-    """Raised for shapes that do not fit together; the text names the caller, the problem, the shapes and a fix."""
+    """Raised for shapes that do not fit together; the text has the function, the problem, the shapes and a fix."""
 
 
-def shape_error(caller: str, problem: str, fix: str, **tensors: Tensor) -> ShapeError:
-    """Build a `ShapeError`: one line with the problem, one with the shape of each tensor, one with the fix."""
+def shape_error(problem: str, fix: str, **tensors: Tensor) -> ShapeError:
+    """Build a refusal: one line with the problem, one with the shape of each tensor, one with the fix."""
     width = max((len(name) for name in tensors), default=0)
-    lines = [f"{caller}: {problem}"]
-    lines += [f"  {name:{width}}  {tuple(tensor.shape)}" for name, tensor in tensors.items()]
-    return ShapeError("\n".join([*lines, f"  fix: {fix}"]))
+    shapes = [f"  {name:{width}}  {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+    return refusal(ShapeError, "\n".join([problem, *shapes, f"  fix: {fix}"]))
 
 
-def unknown(caller: str, what: str, name: object, names: Iterable[str]) -> LookupError:
-    """Build a `LookupError` with the nearest known names, or with all of them if none is near.
+def unknown(what: str, name: object, names: Iterable[str]) -> LookupError:
+    """Build a refusal with the nearest known names, or with all of them if none is near.
 
     Example:
-        >>> print(unknown("ops.OPERATORS", "operator", "siamse", ["softmax", "siamese", "dot"]))
-        ops.OPERATORS: no operator "siamse"; nearest: siamese.
+        >>> print(unknown("operator", "siamse", ["softmax", "siamese", "dot"]))
+        no operator "siamse"; nearest: siamese.
     """
     names = list(names)
     nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f"nearest: {', '.join(nearest)}" if nearest else f"it has {', '.join(names)}"
-    return LookupError(f'{caller}: no {what} "{name}"; {hint}.')
+    return refusal(LookupError, f'no {what} "{name}"; {hint}.')
 
 
 def install_command(extra: str) -> str:
@@ -62,12 +62,13 @@ def install_command(extra: str) -> str:
     return f'pip install "farfield[{extra}]"'
 
 
-def check_grid(caller: str, name: str, grid: Tensor) -> None:
+def check_grid(name: str, grid: Tensor) -> None:
     """Refuse anything but a floating-point grid `(batch, channels, *size)` with channels and positions."""
     if not isinstance(grid, Tensor):
-        raise TypeError(
-            f"{caller}: {name} must be a tensor (batch, channels, *size), got {type(grid).__name__}; "
-            f"fix: {_tensor_fix(name, grid)}."
+        raise refusal(
+            TypeError,
+            f"{name} must be a tensor (batch, channels, *size), got {type(grid).__name__}; "
+            f"fix: {_tensor_fix(name, grid)}.",
         )
     if grid.dim() < 3:
         fix = (
@@ -77,11 +78,11 @@ def check_grid(caller: str, name: str, grid: Tensor) -> None:
         if grid.dim() < 2:
             fix = f"add dims: {name}[None, :, None] if it has channels, {name}[None, None] if it has positions."
         problem = f"{name} must be (batch, channels, *size) with at least one spatial dim."
-        raise shape_error(caller, problem, fix, **{name: grid})
+        raise shape_error(problem, fix, **{name: grid})
     if not grid.is_floating_point():
-        raise TypeError(f"{caller}: {name} must be floating point, got {grid.dtype}; fix: {name}.float().")
+        raise refusal(TypeError, f"{name} must be floating point, got {grid.dtype}; fix: {name}.float().")
     if 0 in grid.shape[1:]:
-        raise shape_error(caller, f"{name} has an empty dimension.", "leave empty grids out.", **{name: grid})
+        raise shape_error(f"{name} has an empty dimension.", "leave empty grids out.", **{name: grid})
 
 
 def _tensor_fix(name: str, value: object) -> str:
@@ -93,43 +94,46 @@ def _tensor_fix(name: str, value: object) -> str:
     return f"{name}, mask = farfield.pad_grids({name}), as they differ in size, and mask=mask"
 
 
-def check_same_kind(caller: str, **tensors: Tensor) -> None:
+def check_same_kind(**tensors: Tensor) -> None:
     """Refuse tensors of different dtypes (`TypeError`) or on different devices (`ValueError`)."""
     (first_name, first), *others = tensors.items()
     for name, tensor in others:
         if tensor.dtype != first.dtype:
-            raise TypeError(
-                f"{caller}: {first_name} and {name} must have one dtype, got {first.dtype} and {tensor.dtype}; "
-                f"fix: {name}.to({first_name}.dtype)."
+            raise refusal(
+                TypeError,
+                f"{first_name} and {name} must have one dtype, got {first.dtype} and {tensor.dtype}; "
+                f"fix: {name}.to({first_name}.dtype).",
             )
         if tensor.device != first.device:
-            raise ValueError(
-                f"{caller}: {first_name} and {name} must be on one device, got {first.device} and {tensor.device}; "
-                f"fix: {name}.to({first_name}.device)."
+            raise refusal(
+                ValueError,
+                f"{first_name} and {name} must be on one device, got {first.device} and {tensor.device}; "
+                f"fix: {name}.to({first_name}.device).",
             )
 
 
-def check_mask(caller: str, name: str, mask: Tensor | None, owner: str, grid: Tensor) -> None:
+def check_mask(name: str, mask: Tensor | None, owner: str, grid: Tensor) -> None:
     """Refuse a mask that is not boolean, not `(batch, *size)` of the grid it belongs to, or on another device."""
     if mask is None:
         return
     if not isinstance(mask, Tensor):
-        raise TypeError(
-            f"{caller}: {name} must be a boolean tensor, got {type(mask).__name__}; fix: torch.as_tensor({name})."
+        raise refusal(
+            TypeError, f"{name} must be a boolean tensor, got {type(mask).__name__}; fix: torch.as_tensor({name})."
         )
     if mask.dtype != torch.bool:
         additive = f", or {name} == 0 if it is additive, 0 and -inf" if mask.is_floating_point() else ""
-        raise TypeError(
-            f"{caller}: {name} must be boolean, True where a position is valid, got {mask.dtype}; "
-            f"fix: {name} > 0{additive}."
+        raise refusal(
+            TypeError,
+            f"{name} must be boolean, True where a position is valid, got {mask.dtype}; fix: {name} > 0{additive}.",
         )
     if mask.shape != grid.shape[:1] + grid.shape[2:]:
         fix = _mask_fix(name, mask, grid)
-        raise shape_error(caller, f"{name} must be (batch, *size) of {owner}.", fix, **{name: mask, owner: grid})
+        raise shape_error(f"{name} must be (batch, *size) of {owner}.", fix, **{name: mask, owner: grid})
     if mask.device != grid.device:
-        raise ValueError(
-            f"{caller}: {name} must be on the device of {owner}, {grid.device}, got {mask.device}; "
-            f"fix: {name}.to({owner}.device)."
+        raise refusal(
+            ValueError,
+            f"{name} must be on the device of {owner}, {grid.device}, got {mask.device}; "
+            f"fix: {name}.to({owner}.device).",
         )
 
 
@@ -147,51 +151,49 @@ def _mask_fix(name: str, mask: Tensor, grid: Tensor) -> str:
     return f"one value per position, without channels, {right}{f': {made}' if made else ''}."
 
 
-def check_heads(caller: str, heads: int, channels: int, owner: str) -> None:
+def check_heads(heads: int, channels: int, owner: str) -> None:
     """Refuse a number of heads that does not divide the channels; the error names the nearest number that does."""
     if not isinstance(heads, int) or heads < 1:
         # Such as numpy's int64: a whole number, but it would stand in saved configurations.
         fix = f"; fix: int({heads})" if hasattr(heads, "__index__") and heads >= 1 else ""
-        raise ValueError(f"{caller}: heads must be a whole number from 1, got {heads!r}{fix}.")
+        raise refusal(ValueError, f"heads must be a whole number from 1, got {heads!r}{fix}.")
     if channels % heads:
         divisors = [divisor for divisor in range(1, channels + 1) if channels % divisor == 0]
         nearest = min(divisors, key=lambda divisor: (abs(divisor - heads), divisor))
-        raise ShapeError(
-            f"{caller}: heads={heads} does not divide the {channels} channels of {owner}; try heads={nearest}."
+        raise refusal(
+            ShapeError, f"heads={heads} does not divide the {channels} channels of {owner}; try heads={nearest}."
         )
 
 
 def check_attention(
-    caller: str, query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None, query_mask: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None, query_mask: Tensor | None
 ) -> None:
     """Refuse queries, keys, values, heads and masks that do not fit each other."""
-    check_grid(caller, "query", query)
+    check_grid("query", query)
     if not (query is key and key is value):
-        _check_different(caller, query, key, value)
-    check_heads(caller, heads, query.shape[1], "query")
-    check_heads(caller, heads, value.shape[1], "value")
-    check_mask(caller, "mask", mask, "key", key)
-    check_mask(caller, "query_mask", query_mask, "query", query)
+        _check_different(query, key, value)
+    check_heads(heads, query.shape[1], "query")
+    check_heads(heads, value.shape[1], "value")
+    check_mask("mask", mask, "key", key)
+    check_mask("query_mask", query_mask, "query", query)
 
 
-def _check_different(caller: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_different(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Refuse grids of different kinds, channels (query, key), sizes (key, value) or batches."""
     grids = {"query": query, "key": key, "value": value}
-    check_grid(caller, "key", key)
-    check_grid(caller, "value", value)
-    check_same_kind(caller, **grids)
+    check_grid("key", key)
+    check_grid("value", value)
+    check_same_kind(**grids)
     if query.shape[1] != key.shape[1]:
         problem = f"query and key must have the same channels, got {query.shape[1]} and {key.shape[1]}."
-        raise shape_error(caller, problem, _projection_fix("key", key, query.shape[1]), query=query, key=key)
+        raise shape_error(problem, _projection_fix("key", key, query.shape[1]), query=query, key=key)
     if key.shape[2:] != value.shape[2:]:
-        raise shape_error(
-            caller, "key and value must have the same size.", "take both from one grid.", key=key, value=value
-        )
+        raise shape_error("key and value must have the same size.", "take both from one grid.", key=key, value=value)
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         name = min(grids, key=lambda name: len(grids[name]))
         batch = max(map(len, grids.values()))
         fix = f"give all the same batch; a batch of 1 can be repeated, e.g. {name}.expand({batch}, *{name}.shape[1:])."
-        raise shape_error(caller, "query, key and value must have the same batch.", fix, **grids)
+        raise shape_error("query, key and value must have the same batch.", fix, **grids)
 
 
 def channels_fix(name: str, grid: Tensor, channels: int) -> str:
@@ -222,22 +224,18 @@ def add_memory_note(caller: str, operator: str, query: Tensor, key: Tensor, head
     )
 
 
-def check_size(caller: str, size: object) -> None:
-    """Refuse a size that is one number, text or empty.
-
-    Raises:
-        TypeError: If it is a number or text.
-        ValueError: If it is empty.
-    """
+def check_size(size: object) -> None:
+    """Refuse a size that is one number, text or empty."""
     if isinstance(size, int):
-        raise TypeError(
-            f"{caller}: size must have one number per spatial dim, got {size}; fix: size=({size}, {size}) for an image."
+        raise refusal(
+            TypeError,
+            f"size must have one number per spatial dim, got {size}; fix: size=({size}, {size}) for an image.",
         )
     if isinstance(size, str):
         numbers = tuple(map(int, re.findall(r"[0-9]+", size))) or (56, 56)
-        raise TypeError(f"{caller}: size must be numbers, one per spatial dim, got {size!r}; fix: size={numbers}.")
+        raise refusal(TypeError, f"size must be numbers, one per spatial dim, got {size!r}; fix: size={numbers}.")
     if isinstance(size, Sequence) and not len(size):
-        raise ValueError(f"{caller}: size must have one number per spatial dim, got none; fix: size=(56, 56).")
+        raise refusal(ValueError, "size must have one number per spatial dim, got none; fix: size=(56, 56).")
 
 
 def _projection_fix(name: str, grid: Tensor, channels: int) -> str:
@@ -252,15 +250,16 @@ def _projection_fix(name: str, grid: Tensor, channels: int) -> str:
 
 
 def check_place(
-    caller: str, grid: Tensor, origin: Sequence[int] | None, size: Sequence[int] | None
+    grid: Tensor, origin: Sequence[int] | None, size: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the place of a tile as `(origin, size)`, None for a whole grid; refuse a tile that lies partly outside."""
     if origin is None and size is None:
         return None
     if origin is None or size is None:
-        raise ValueError(
-            f"{caller}: the place of a tile needs both origin and size, got {origin=}, {size=}; "
-            f"fix: give both, or neither for a whole grid."
+        raise refusal(
+            ValueError,
+            f"the place of a tile needs both origin and size, got {origin=}, {size=}; "
+            f"fix: give both, or neither for a whole grid.",
         )
     place = tuple(origin), tuple(size)
     tile = tuple(grid.shape[2:])
@@ -268,7 +267,7 @@ def check_place(
         problem = (
             f"origin and size must have one number per spatial dim, got {origin=}, {size=} for a tile of size {tile}."
         )
-        raise ShapeError(f"{caller}: {problem}")
+        raise refusal(ShapeError, problem)
     if any(start < 0 or start + length > whole for start, length, whole in zip(place[0], tile, place[1], strict=True)):
-        raise ShapeError(f"{caller}: a tile of size {tile} at {origin=} does not lie inside a grid of {size=}.")
+        raise refusal(ShapeError, f"a tile of size {tile} at {origin=} does not lie inside a grid of {size=}.")
     return place

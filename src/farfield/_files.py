@@ -14,6 +14,8 @@ from typing import IO
 
 from filelock import FileLock, Timeout
 
+from farfield._refusals import refusal
+
 # A folder without this file is never emptied or removed.
 MARKER, LOCK = ".farfield", ".farfield.lock"
 MARKER_TEXT = "farfield made this folder and removes it, with all that is in it, without confirmation.\n"
@@ -28,13 +30,12 @@ class OwnedFolder:
     files that farfield did not make. The lock ends with its process, so a killed process leaves none.
 
     Args:
-        caller: The function that errors name.
         path: The path of the folder.
         target: The path of the finished result: the folder is renamed to it, and errors name it.
     """
 
-    def __init__(self, caller: str, path: Path, target: Path) -> None:
-        self.caller, self.path, self.target = caller, path, target
+    def __init__(self, path: Path, target: Path) -> None:
+        self.path, self.target = path, target
         self.lock: FileLock | None = None
 
     def check(self) -> None:
@@ -45,9 +46,10 @@ class OwnedFolder:
         """
         problem = foreign(self.path)
         if problem is not None:
-            raise FileExistsError(
-                f'{self.caller}: "{self.path}" {problem}, and it would be emptied to write "{self.target}"; '
-                f"fix: move it elsewhere, or write to another path."
+            raise refusal(
+                FileExistsError,
+                f'"{self.path}" {problem}, and it would be emptied to write "{self.target}"; '
+                f"fix: move it elsewhere, or write to another path.",
             )
 
     def hold(self) -> None:
@@ -82,9 +84,9 @@ class OwnedFolder:
                 lock.release()
                 raise FileNotFoundError
         except (Timeout, FileNotFoundError):
-            raise BlockingIOError(
-                f'{self.caller}: another process is writing "{self.target}"; fix: wait until it is done, '
-                f"or write to another path."
+            raise refusal(
+                BlockingIOError,
+                f'another process is writing "{self.target}"; fix: wait until it is done, or write to another path.',
             ) from None
         except NotImplementedError:
             return None

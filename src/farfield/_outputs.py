@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path, PureWindowsPath
 
+from farfield._refusals import refusal
+
 
 def output_path(folder: Path, name: str, suffix: str = "", number: int | None = None) -> Path:
     """Return the path of the output for an input of a name, `folder/<name><suffix>`, which is inside the folder."""
@@ -18,23 +20,15 @@ def output_path(folder: Path, name: str, suffix: str = "", number: int | None = 
     return folder.joinpath(*path.parts[:-1], path.name + suffix)
 
 
-def check_not_input(caller: str, output: Path, inputs: Iterable[Path]) -> None:
-    """Refuse an output path that is an input file, also by another path or link, or a folder that contains one.
-
-    Args:
-        caller: The function that the error names.
-        output: The path to write to.
-        inputs: The paths that are read.
-
-    Raises:
-        FileExistsError: If the output is an input, or contains one.
-    """
+def check_not_input(output: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an output path that is an input file, also by another path or link, or a folder that contains one."""
     if not output.exists():
         return
     above = output.resolve()
     for path in inputs:
         if path.exists() and (output.samefile(path) or path.resolve().is_relative_to(above)):
-            raise FileExistsError(
-                f"{caller}: {output} would replace {path}, which is read; nothing was written.\n"
-                "  fix: write to another path, best in a folder of its own."
+            raise refusal(
+                FileExistsError,
+                f"{output} would replace {path}, which is read; nothing was written.\n"
+                "  fix: write to another path, best in a folder of its own.",
             )

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+from farfield._refusals import refusal
+
 if TYPE_CHECKING:  # absent where torch is built without processes
     from torch.distributed import ProcessGroup
 
@@ -22,34 +24,17 @@ __all__ = ["all_gather", "gather_facts", "list_by_rank"]
 T = TypeVar("T")
 
 
-def gather_facts(caller: str, describe: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
-    """Gather facts from each process before any tensor is sent; an error of one process is raised on all of them.
-
-    Messages of different lengths abort a process, and if one process alone raises an error, the others wait for it
-    forever. So errors are gathered too.
-
-    Args:
-        caller: The function that the error names.
-        describe: Checks the arguments of this process and returns facts about them, which can be pickled. Of its errors
-            LookupError, RuntimeError, TypeError and ValueError are gathered; any other is raised on this process alone.
-        group: The processes; by default all.
-
-    Returns:
-        The facts of all processes, in the order of their ranks.
-
-    Raises:
-        ValueError: If there is no process group, or `describe` fails on some processes; the text is the same on all.
-        Exception: The error of `describe`, if there is no process group or it fails with the same text on all.
-    """
+def gather_facts(describe: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
+    """Gather what `describe` returns on each process, before a tensor is sent; an error of one is raised on all."""
+    # Messages of different lengths abort a process, and if one process alone raises an error, the others wait for it
+    # forever. Any other error than these four is raised on this process alone.
     facts, own_text, own_error = None, None, None
     try:
         facts = describe()
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         own_error, own_text = error, f"{type(error).__name__}: {error}"
     if not (distributed.is_available() and distributed.is_initialized()):
-        raise own_error or ValueError(
-            f"{caller}: there are no processes; fix: torch.distributed.init_process_group(…)."
-        )
+        raise own_error or refusal(ValueError, "there are no processes; fix: torch.distributed.init_process_group(…).")
     gathered: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(gathered, (facts, own_text), group)
     texts = [text for _, text in gathered]
@@ -57,7 +42,7 @@ def gather_facts(caller: str, describe: Callable[[], T], group: ProcessGroup | N
         raise own_error
     if any(texts):
         listed = list_by_rank("its arguments fit" if text is None else text for text in texts)
-        raise ValueError(f"{caller}: a process refuses its arguments, so all do.\n{listed}") from own_error
+        raise refusal(ValueError, f"a process refuses its arguments, so all do.\n{listed}") from own_error
     return [each for each, _ in gathered]
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from farfield._checks import ShapeError
 from farfield._operators import FACTS
 from farfield._processes import all_gather, gather_facts, list_by_rank
+from farfield._refusals import door, refusal
 from farfield.nn import GridAttention
 from farfield.nn.checks import check_input
 from farfield.ops.grid import Gathered, Place
@@ -114,6 +115,7 @@ class Whole(NamedTuple):
     query_sums: Gathered | None  # for operators whose queries are sums
 
 
+@door("all_gather_summary")
 def all_gather_summary(
     summary: Summary, query_sums: Gathered | None = None, *, group: ProcessGroup | None = None
 ) -> Whole:
@@ -138,20 +140,22 @@ def all_gather_summary(
         before it a few hundred bytes, with which the processes compare their shapes.
     """
 
+    @door("all_gather_summary")
     def describe() -> str:
         if summary.side_by_side:
-            raise ValueError(
-                "all_gather_summary: this summary is the grid itself; fix: an operator that compresses, such as "
-                "factorized_gaussian."
+            raise refusal(
+                ValueError,
+                "this summary is the grid itself; fix: an operator that compresses, such as factorized_gaussian.",
             )
         parts = name_tensors(summary, query_sums).items()
         return ", ".join(f"{name} {tuple(part.shape)} of {part.dtype}" for name, part in parts)
 
-    facts = gather_facts("all_gather_summary", describe, group)
+    facts = gather_facts(describe, group)
     if len(set(facts)) > 1:
-        raise ShapeError(
-            f"all_gather_summary: the processes must have summaries of one shape and dtype.\n{list_by_rank(facts)}\n"
-            f"  fix: the same layer, batch and dtype on all of them."
+        raise refusal(
+            ShapeError,
+            f"the processes must have summaries of one shape and dtype.\n{list_by_rank(facts)}\n"
+            f"  fix: the same layer, batch and dtype on all of them.",
         )
     return gather_and_merge(summary, query_sums, group)
 
@@ -188,6 +192,7 @@ def gather_and_merge(summary: Summary, query_sums: Gathered | None, group: Proce
     return cast(Whole, merged)
 
 
+@door("place_of_part")
 def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = None) -> Place:
     """Return the place of this process's part, where parts follow each other on one spatial dim in the order of ranks.
 
@@ -206,9 +211,13 @@ def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = No
     Cost:
         One all-gather of a few integers, which waits for every process: call it once and keep the result.
     """
-    caller = "place_of_part"
-    parts = gather_facts(caller, lambda: Part(tuple(grid.shape), check_dim(caller, grid, dim)), group)
-    return lay_out(caller, parts, distributed.get_rank(group))
+
+    @door("place_of_part")
+    def describe() -> Part:
+        return Part(tuple(grid.shape), check_dim(grid, dim))
+
+    parts = gather_facts(describe, group)
+    return lay_out(parts, distributed.get_rank(group))
 
 
 class Part(NamedTuple):
@@ -221,6 +230,7 @@ class Part(NamedTuple):
     dtype: torch.dtype | None = None
 
 
+@door("sharded_attention")
 def agree(
     layer: GridAttention,
     grid: Tensor,
@@ -231,59 +241,60 @@ def agree(
     group: ProcessGroup | None,
 ) -> Place:
     """Return this part's place; check that all processes have the same layer and dtype and their parts form a grid."""
-    caller = "sharded_attention"
 
+    @door("sharded_attention")
     def describe() -> Part:
         check(layer)
         place = check_input(layer, grid, mask, origin, size)
         line = " ".join(repr(layer).split())
-        split = check_dim(caller, grid, dim) if place is None else None
+        split = check_dim(grid, dim) if place is None else None
         return Part(tuple(grid.shape), split, place, line, grid.dtype)
 
-    parts = gather_facts(caller, describe, group)
+    parts = gather_facts(describe, group)
     fix = "build it in the same way on all of them."
-    check_same(caller, ValueError, "one layer", [part.layer for part in parts], fix)
+    check_same(ValueError, "one layer", [part.layer for part in parts], fix)
     fix = "part.to(dtype), layer.to(dtype)."
-    check_same(caller, TypeError, "parts of one dtype", [part.dtype for part in parts], fix)
+    check_same(TypeError, "parts of one dtype", [part.dtype for part in parts], fix)
     given = ["no origin and size" if part.place is None else "origin and size" for part in parts]
     fix = "give them on all, or leave them out on all."
-    check_same(caller, ValueError, "origin and size, or none of them", given, fix)
-    return lay_out(caller, parts, distributed.get_rank(group))
+    check_same(ValueError, "origin and size, or none of them", given, fix)
+    return lay_out(parts, distributed.get_rank(group))
 
 
-def check_same(caller: str, kind: type[Exception], what: str, values: Sequence[object], fix: str) -> None:
+def check_same(kind: type[Exception], what: str, values: Sequence[object], fix: str) -> None:
     """Raise an error of a kind on all processes if `values`, one for each process, differ."""
     if len(set(values)) > 1:
-        raise kind(f"{caller}: all processes must have {what}.\n{list_by_rank(values)}\n  fix: {fix}")
+        raise refusal(kind, f"all processes must have {what}.\n{list_by_rank(values)}\n  fix: {fix}")
 
 
-def check_dim(caller: str, grid: Tensor, dim: int) -> int:
+def check_dim(grid: Tensor, dim: int) -> int:
     """Return `dim`, which may be negative, counted from 0; raise ShapeError if it is out of range."""
     spatial_dims = grid.dim() - 2
     if not -spatial_dims <= dim < spatial_dims:
-        raise ShapeError(
-            f"{caller}: {dim=} is out of range for a grid of {spatial_dims} spatial dims; "
-            f"fix: one from 0 to {spatial_dims - 1}."
+        raise refusal(
+            ShapeError,
+            f"{dim=} is out of range for a grid of {spatial_dims} spatial dims; fix: one from 0 to {spatial_dims - 1}.",
         )
     return dim % spatial_dims
 
 
-def lay_out(caller: str, parts: Sequence[Part], own: int) -> Place:
+def lay_out(parts: Sequence[Part], own: int) -> Place:
     """Return the place of the part of process `own`; raise ShapeError if the parts do not form a grid."""
     shapes, places, dim = [part.shape for part in parts], [part.place for part in parts], parts[own].dim
-    check_same(caller, ShapeError, "the same dim", [part.dim for part in parts], "split the same dim= on all of them.")
+    check_same(ShapeError, "the same dim", [part.dim for part in parts], "split the same dim= on all of them.")
     if dim is None:
         same = "parts of the same batch and number of spatial dims"
         kinds = [(shape[0], len(shape) - 2) for shape in shapes]
-        check_same(caller, ShapeError, same, kinds, "split only spatial dims.")
+        check_same(ShapeError, same, kinds, "split only spatial dims.")
         check_tiling([shape[2:] for shape in shapes], cast(list[Place], places))
         return cast(Place, places[own])
     if len({(*shape[: dim + 2], 0, *shape[dim + 3 :]) for shape in shapes}) > 1:
         listed = list_by_rank(shapes)
         problem = f"parts may differ only in spatial dim {dim}."
-        raise ShapeError(
-            f"{caller}: {problem}\n{listed}\n  fix: the same batch and channels on all; if other spatial dims differ, "
-            f"origin= and size= of sharded_attention."
+        raise refusal(
+            ShapeError,
+            f"{problem}\n{listed}\n  fix: the same batch and channels on all; if other spatial dims differ, "
+            f"origin= and size= of sharded_attention.",
         )
     origin, size = [0] * (len(shapes[own]) - 2), list(shapes[own][2:])
     origin[dim] = sum(shape[dim + 2] for shape in shapes[:own])
@@ -295,7 +306,7 @@ def check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> N
     """Raise ShapeError for parts, each inside its whole, that overlap, leave a gap, or have different wholes."""
     origins, (whole, *_) = [origin for origin, _ in places], [size for _, size in places]
     fix = "size=, that of the whole grid, on all of them."
-    check_same("sharded_attention", ShapeError, "the same size of the whole", [size for _, size in places], fix)
+    check_same(ShapeError, "the same size of the whole", [size for _, size in places], fix)
     starts = torch.tensor(origins, device="cpu")
     ends = starts + torch.tensor(sizes, device="cpu")
     meet = (starts[:, None] < ends).all(-1) & (starts < ends[:, None]).all(-1)
@@ -304,10 +315,11 @@ def check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> N
     if pairs or missing:
         problem = f"ranks {pairs[0][0]} and {pairs[0][1]} overlap" if pairs else f"{missing} positions are in no part"
         listed = list_by_rank(f"{own} at origin {origin}" for own, origin in zip(sizes, origins, strict=True))
-        raise ShapeError(
-            f"sharded_attention: each position of {whole} must be in one part, but {problem}.\n{listed}\n"
+        raise refusal(
+            ShapeError,
+            f"each position of {whole} must be in one part, but {problem}.\n{listed}\n"
             f"  fix: origin=, the first index of each process's own part on each axis (place_of_part returns it if "
-            f"parts follow each other); or group=, the processes that share this grid."
+            f"parts follow each other); or group=, the processes that share this grid.",
         )
 
 

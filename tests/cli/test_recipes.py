@@ -91,5 +91,5 @@ def test_the_commands_take_the_recipe(
 
 @pytest.mark.parametrize("value", ["digit", "digts.yaml", "mine/digits", "mine/digits.yaml"])
 def test_neither_a_file_nor_a_name(value: str) -> None:
-    with pytest.raises(LookupError, match=f'farfield fit: no recipe or file "{value}"; nearest: digits'):
+    with pytest.raises(LookupError, match=f'no recipe or file "{value}"; nearest: digits'):
         recipes.find_configuration(value)

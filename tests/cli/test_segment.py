@@ -160,7 +160,7 @@ def test_predictions_that_exist_are_not_overwritten(tmp_path: Path) -> None:
 
 def test_two_predictions_do_not_write_to_one_folder(tmp_path: Path) -> None:
     options = {**CAMVID, "data.root": make_voc(tmp_path / "voc"), "predictions.path": "new"}
-    theirs = OwnedFolder("another process", Path(".new.partial"), Path("new"))
+    theirs = OwnedFolder(Path(".new.partial"), Path("new"))
     theirs.hold()
     (theirs.path / "theirs.png").touch()
     with pytest.raises(BlockingIOError, match='farfield predict: another process is writing "new"; fix: wait until'):

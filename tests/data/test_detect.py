@@ -28,8 +28,9 @@ from farfield.data.readers.coco import (
     has_masks,
     is_rectangle,
     read_annotated,
+    refuse_in,
 )
-from farfield.data.readers.images import FolderError, refuse
+from farfield.data.readers.images import FolderError
 from helpers.made_objects import CATEGORIES, make_coco, make_scene, read_annotations, write_annotations
 from helpers.packs import unpack
 from helpers.refusals import read_or_refusal
@@ -537,8 +538,8 @@ def checked(root: Path) -> Annotated:
     """Read the training images as `prepare_data` does."""
     part = read_annotated(root, "train")
     check_files(part)
-    refuse(f"CocoFolders: {part.file}", "masks are faulty", list(find_mask_faults(part)), "")
-    refuse(f"CocoFolders: {part.file}", "boxes are faulty", list(find_box_faults(part)), "")
+    refuse_in(part.file, "masks are faulty", list(find_mask_faults(part)), "")
+    refuse_in(part.file, "boxes are faulty", list(find_box_faults(part)), "")
     return part
 
 

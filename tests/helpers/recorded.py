@@ -50,7 +50,7 @@ def execute(plan: GraphPlan, read_volume: Callable[[Value, Box], Tensor], on_dis
     def write(sample: int, box: Box, numbers: Tensor) -> None:
         write_box(result, plan.labelled.layouts[graph.output], box, numbers)
 
-    store = Store("execute", plan, on_disk, None, torch.device("cpu"))
+    store = Store(plan, on_disk, None, torch.device("cpu"))
     run = TiledRun(plan, None, store, read, write)
     for number in range(len(plan.stages)):
         for index in range(len(plan.tiles)):

@@ -235,6 +235,6 @@ def test_errors(build: Callable[[], object], error: type[Exception], text: str) 
 
 
 def test_layers_of_a_rank() -> None:
-    assert layers("test", 1) == (nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d, nn.ConvTranspose1d)
-    assert layers("test", 2) == (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.ConvTranspose2d)
-    assert layers("test", 3) == (nn.Conv3d, nn.BatchNorm3d, nn.MaxPool3d, nn.ConvTranspose3d)
+    assert layers(1) == (nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d, nn.ConvTranspose1d)
+    assert layers(2) == (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.ConvTranspose2d)
+    assert layers(3) == (nn.Conv3d, nn.BatchNorm3d, nn.MaxPool3d, nn.ConvTranspose3d)

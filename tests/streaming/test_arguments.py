@@ -101,7 +101,7 @@ def test_a_folder_that_may_not_be_written() -> None:
             if os.getuid() == 0:  # who may write everywhere
                 os.setuid(65534)
             try:
-                check_path("predict_whole", Path(folder, "out.npy"), None)
+                check_path(Path(folder, "out.npy"), None)
             except OSError as error:
                 os.write(write, f"{type(error).__name__}: {error}".encode())
             os._exit(0)
@@ -110,7 +110,7 @@ def test_a_folder_that_may_not_be_written() -> None:
         with os.fdopen(read) as found:
             said = found.read()
         Path(folder).chmod(0o755)
-    assert said.startswith(f'PermissionError: predict_whole: the folder "{folder}" is not writable; fix: another')
+    assert said.startswith(f'PermissionError: the folder "{folder}" is not writable; fix: another')
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["all", "a view"])

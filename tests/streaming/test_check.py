@@ -29,7 +29,7 @@ def run(net: nn.Module, size: tuple[int, ...], tile: tuple[int, ...]) -> str:
     checked = check.RegionCheck(plan_of(net, size, tile), 0.0, 0)
     volume = torch.randn(1, 1, *size)
     with torch.no_grad():
-        return check.run_check("predict_whole", checked, net, lambda grid: grid, size, lambda number, region: volume)
+        return check.run_check(checked, net, lambda grid: grid, size, lambda number, region: volume)
 
 
 def network() -> nn.Module:
@@ -117,9 +117,7 @@ def test_what_the_recording_does_not_see_is_found() -> None:
     net[1].calls[0] = 1.0
     volume = torch.randn(1, 1, 24, 24)
     with torch.no_grad(), pytest.raises(check.TilesDifferError, match="recorded"):
-        check.run_check(
-            "predict_whole", check.RegionCheck(planned, 0.0, 0), net, lambda grid: grid, (24, 24), lambda *_: volume
-        )
+        check.run_check(check.RegionCheck(planned, 0.0, 0), net, lambda grid: grid, (24, 24), lambda *_: volume)
     assert net[1].calls == [1.0]
 
 

@@ -101,10 +101,10 @@ def test_an_input_is_known_by_every_name_it_has(tmp_path: Path) -> None:
     (tmp_path / "folder").symlink_to(tmp_path / "in")
     outputs = (photo, tmp_path / "link.png", tmp_path / "hard.png", tmp_path / "folder" / "a.png", tmp_path / "in")
     for output in (*outputs, tmp_path / "folder" / ".." / "in" / "a.png"):
-        with pytest.raises(FileExistsError, match=r"farfield x: .* would replace .*a\.png, which is read; nothing was"):
-            check_not_input("farfield x", output, [photo])
-    check_not_input("farfield x", tmp_path / "b.png", [photo, tmp_path / "gone.png"])
-    check_not_input("farfield x", photograph(tmp_path / "b.png", 1), [photo, tmp_path / "gone.png"])
+        with pytest.raises(FileExistsError, match=r" would replace .*a\.png, which is read; nothing was"):
+            check_not_input(output, [photo])
+    check_not_input(tmp_path / "b.png", [photo, tmp_path / "gone.png"])
+    check_not_input(photograph(tmp_path / "b.png", 1), [photo, tmp_path / "gone.png"])
 
 
 # ---- detection -------------------------------------------------------------------------------------------------------

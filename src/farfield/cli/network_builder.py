@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from farfield._checks import unknown
+from farfield._refusals import put_name, refusal
 from farfield.cli.machine import find_extra
 from farfield.ops import Operator
 
@@ -35,19 +36,19 @@ def build_named(builder: str, arguments: Mapping[str, Any]) -> nn.Module:
     return network
 
 
-def unknown_network(caller: str, name: str) -> LookupError:
+def unknown_network(name: str) -> LookupError:
     """Build the error about a name that is no network of farfield; one of torchvision's is named in full.
 
     Example:
-        >>> print(unknown_network("--network", "resnet50"))
-        --network: no model "resnet50" in farfield; fix: torchvision.models.resnet50.
+        >>> print(unknown_network("resnet50"))
+        no model "resnet50" in farfield; fix: torchvision.models.resnet50.
     """
     from farfield import models
 
     with contextlib.suppress(ImportError):
         if callable(getattr(importlib.import_module("torchvision.models"), name, None)):
-            return LookupError(f'{caller}: no model "{name}" in farfield; fix: torchvision.models.{name}.')
-    return unknown(caller, "model", name, [*models.MODELS, "kanet"])
+            return refusal(LookupError, f'no model "{name}" in farfield; fix: torchvision.models.{name}.')
+    return unknown("model", name, [*models.MODELS, "kanet"])
 
 
 def import_function(name: str, option: str = "--network") -> Callable[..., Any]:
@@ -59,7 +60,7 @@ def import_function(name: str, option: str = "--network") -> Callable[..., Any]:
         fix = f"the function in it that builds the network, {option} {Path(name).stem}.FUNCTION"
         raise ValueError(f"{option} {name} is a file; fix: {fix}.")
     if module == OURS[:-1] and not hasattr(models, function):
-        raise unknown_network(option, function)
+        raise put_name(option, unknown_network(function))
     try:
         return _import_attribute(module, function)
     except (ImportError, AttributeError, ValueError) as error:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
+from farfield._refusals import door, put_name
 from farfield.cli.command_line import Parser, explain_word, help_text
 from farfield.cli.configuration import read_configuration, read_recipe
 from farfield.cli.recipes import find_configuration, recipe_files
@@ -111,7 +112,11 @@ class Words(NamedTuple):
 
 def read_words(words: Sequence[str]) -> Words:
     """Read a command line, and the files that it names."""
-    expand: dict[str, Callable[[str], str]] = {"config": find_configuration, NETWORK: _network, DATA: _data}
+    expand: dict[str, Callable[[str], str]] = {
+        "config": _configuration,
+        NETWORK: _network,
+        DATA: _data,
+    }
     expand |= {name: partial(_bytes, name) for name in ("tile.disk", "tile.memory")}
     given = [(name, expand.get(name, str)(text)) for name, text in _split(words)]
     named, task = dict(given).get("task"), "classify"
@@ -289,6 +294,11 @@ def _flatten(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     return flat
 
 
+@door("farfield fit")
+def _configuration(value: str) -> str:
+    return find_configuration(value)
+
+
 def _network(name: str) -> str:
     """Return the full name of a network; one without a dot is farfield's."""
     if not name.isidentifier() or Path(name).is_file():
@@ -297,7 +307,7 @@ def _network(name: str) -> str:
     if read_signature(path) is None:
         from farfield.cli.network_builder import unknown_network
 
-        raise unknown_network("farfield fit", name)
+        raise put_name("farfield fit", unknown_network(name))
     return path
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from farfield import cost
 from farfield._checks import unknown
+from farfield._refusals import put_name
 from farfield.cli.network_builder import build_named
 from farfield.cli.output import Column, Row, Table, joined, millions
 from farfield.cli.values import Size
@@ -44,7 +45,7 @@ def list_places(
     if not (model or network):
         raise ValueError("give a network, --network kanet_qkv, or a trained one, --model")
     if operator not in OPERATORS:
-        raise unknown("farfield places", "operator", operator, OPERATORS)
+        raise put_name("farfield places", unknown("operator", operator, OPERATORS))
     net = _load_trained(model, network) if model else build_named(network or "", {})
     listed = places(net, torch.zeros(1, channels, *size))
     columns = [Column("path", "path", lambda path: path or "(the network)", left=True)]

@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import farfield
+from farfield._refusals import door, refusal
 from farfield.cli.output import Row, Table, show
 from farfield.cli.values import no_such
 
@@ -33,7 +34,7 @@ def recipe_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(_folder().glob(f"*{_SUFFIX}"))}
 
 
-def find_configuration(value: str, caller: str = "farfield fit") -> str:
+def find_configuration(value: str) -> str:
     """Return the path of a configuration: that of the recipe of this name if there is one, otherwise the value itself.
 
     Example:
@@ -48,8 +49,8 @@ def find_configuration(value: str, caller: str = "farfield fit") -> str:
     if value.removesuffix(_SUFFIX) in files:
         return str(files[value.removesuffix(_SUFFIX)])
     if (file := Path(value) / "config.yaml").is_file():
-        raise LookupError(f'{caller}: "{value}" is the folder of a run; fix: --config {file}.')
-    raise LookupError(f"{caller}: {no_such('recipe or file', value, files)}")
+        raise refusal(LookupError, f'"{value}" is the folder of a run; fix: --config {file}.')
+    raise refusal(LookupError, no_such("recipe or file", value, files))
 
 
 def _read_recipe(path: Path) -> Row:
@@ -102,10 +103,12 @@ def show_recipes(
         csv: Print comma-separated raw values.
     """
     if copy:
-        path = Path(find_configuration(copy, "farfield recipes"))
+        with door("farfield recipes"):
+            path = Path(find_configuration(copy))
         print(f"farfield recipes: {_copy(path, to)}; farfield fit --config with this path runs it.")
     elif name:
-        path = Path(find_configuration(name, "farfield recipes"))
+        with door("farfield recipes"):
+            path = Path(find_configuration(name))
         sys.stdout.write(path.read_text(encoding="utf-8"))
     else:
         rows = [_read_recipe(path) for path in recipe_files().values()]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from farfield._operators import FACTS
+from farfield._refusals import put_name
 from farfield.cli.output import (
     Column,
     Row,
@@ -37,7 +38,7 @@ def select(command: str, what: str, names: Sequence[str] | None, every: Iterable
     every = list(every)
     for name in names or []:
         if name not in every:
-            raise unknown(f"farfield {command}", what, name, every)
+            raise put_name(f"farfield {command}", unknown(what, name, every))
     return list(dict.fromkeys(names or every))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from farfield._checks import check_heads, unknown
+from farfield._refusals import door
 from farfield.cost.counting import Cost
 from farfield.cost.formulas import FORMULAS, NUMBER, Sizes, fa_bytes
 from farfield.cost.prediction import check_positive, count_parameters
@@ -40,6 +41,7 @@ MODULES = {
 }
 
 
+@door("cost.predict_module")
 def predict_module(
     name: str, *, channels: int, positions: int, basis: int | None = None, width: int | None = None, heads: int = 1
 ) -> Cost:
@@ -80,16 +82,16 @@ def predict_module(
         '17x, 32x'
     """
     if name not in MODULES:
-        raise unknown("cost.predict_module", "module", name, MODULES)
-    check_positive("cost.predict_module", channels=channels, positions=positions, heads=heads)
+        raise unknown("module", name, MODULES)
+    check_positive(channels=channels, positions=positions, heads=heads)
     architecture, c = MODULES[name], channels
     b, m = (max(1, c // 2) if given is None else given for given in (basis, width))
-    check_positive("cost.predict_module", basis=b, width=m)
+    check_positive(basis=b, width=m)
     if architecture.operator is None:
         return convolutions(c, m if architecture.bottleneck else None, positions)
     h = heads if architecture.multi_head else 1
-    check_heads("cost.predict_module", h, b, "basis")
-    check_heads("cost.predict_module", h, m, "values")
+    check_heads(h, b, "basis")
+    check_heads(h, m, "values")
     project = "qkvo" if architecture.bottleneck else "qkv"
     sizes = Sizes((positions,), c, b, m if architecture.bottleneck else c, h, project)
     steps = FORMULAS[architecture.operator](sizes)

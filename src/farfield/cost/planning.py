@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from farfield._checks import check_heads, check_size
+from farfield._refusals import door, refusal
 from farfield.cost.counting import Cost
 from farfield.cost.formulas import FORMULAS
 from farfield.cost.measuring import compare
@@ -97,6 +98,7 @@ class Setting:
         return torch.randn(self.batch, self.channels, *self.size, requires_grad=True)
 
 
+@door("cost.plan")
 def plan(
     *,
     channels: int,
@@ -143,15 +145,15 @@ def plan(
         >>> next(plan.cheaper_macs for plan in plans if plan.operator == "averaged")
         81
     """
-    check_size("cost.plan", size)
-    check_positive("cost.plan", **{f"size[{axis}]": length for axis, length in enumerate(size)})
-    check_positive("cost.plan", channels=channels, batch=batch, heads=heads)
+    check_size(size)
+    check_positive(**{f"size[{axis}]": length for axis, length in enumerate(size)})
+    check_positive(channels=channels, batch=batch, heads=heads)
     if memory is not None:
-        check_positive("cost.plan", memory=memory)
-    check_projections("cost.plan", "softmax", OPERATORS["softmax"], project, channels, channels)
-    check_heads("cost.plan", heads, channels, "the grid")
+        check_positive(memory=memory)
+    check_projections("softmax", OPERATORS["softmax"], project, channels, channels)
+    check_heads(heads, channels, "the grid")
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f'cost.plan: {device=}, but PyTorch sees no CUDA device; fix: device="cpu".')
+        raise refusal(ValueError, f'{device=}, but PyTorch sees no CUDA device; fix: device="cpu".')
     projections = {name: OPERATORS[name].projections(project) for name in FORMULAS}
     settings = [Setting(name, channels, heads, letters, batch, tuple(size)) for name, letters in projections.items()]
     regular = settings[list(FORMULAS).index("softmax")]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from farfield._checks import check_heads, check_size, unknown
+from farfield._refusals import door, put_name, refusal
 from farfield.cost.counting import Cost, CountedCall, count, run
 from farfield.cost.formulas import (
     FORMULAS,
@@ -30,6 +31,7 @@ from farfield.ops.table import OPERATORS, Operator, find_name
 CONVENTIONS = ("farfield", "paper", *PAPERS)
 
 
+@door("cost.predict")
 def predict(
     operator: str | Operator | nn.Module,
     *,
@@ -81,21 +83,21 @@ def predict(
         [70912, 852992]
     """
     if convention not in CONVENTIONS:
-        raise unknown("cost.predict", "convention", convention, CONVENTIONS)
-    check_size("cost.predict", size)
-    check_positive("cost.predict", batch=batch, **{f"size[{axis}]": length for axis, length in enumerate(size)})
+        raise unknown("convention", convention, CONVENTIONS)
+    check_size(size)
+    check_positive(batch=batch, **{f"size[{axis}]": length for axis, length in enumerate(size)})
     if isinstance(operator, GridAttention):
         return attention_cost(operator, tuple(size), batch, convention)
     if channels is None:
-        raise ValueError("cost.predict: it needs the grid's channels; fix: channels=….")
-    check_positive("cost.predict", channels=channels, heads=heads)
+        raise refusal(ValueError, "it needs the grid's channels; fix: channels=….")
+    check_positive(channels=channels, heads=heads)
     if isinstance(operator, nn.Module):
         return network_cost(operator, (batch, channels, *size), convention)
     name = formula_name(operator)
-    check_projections("cost.predict", name, OPERATORS[name], project, channels, inner_channels or channels)
+    check_projections(name, OPERATORS[name], project, channels, inner_channels or channels)
     s = Sizes(tuple(size), channels, inner_channels or channels, channels, heads, project, "o" in project)
-    check_heads("cost.predict", heads, s.inner, "query")
-    check_heads("cost.predict", heads, s.width, "value")
+    check_heads(heads, s.inner, "query")
+    check_heads(heads, s.width, "value")
     weights, biases = count_parameters(name, s)
     return operator_cost(name, s, batch, convention, weights, weights + biases)
 
@@ -110,7 +112,7 @@ def formula_name(operator: object) -> str:
             'fix: GridAttention(64, "factorized_gaussian"), for example.'
         )
     if not isinstance(operator, Operator):
-        raise unknown("cost.predict", "operator", operator, FORMULAS)
+        raise put_name("cost.predict", unknown("operator", operator, FORMULAS))
     name = find_name(operator)
     if name is None:
         raise LookupError(
@@ -120,11 +122,11 @@ def formula_name(operator: object) -> str:
     return name
 
 
-def check_positive(caller: str, **numbers: int) -> None:
+def check_positive(**numbers: int) -> None:
     """Raise ValueError for a number that is not an integer or is below 1."""
     for name, number in numbers.items():
         if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{caller}: {name} must be a whole number from 1, got {number!r}.")
+            raise refusal(ValueError, f"{name} must be a whole number from 1, got {number!r}.")
 
 
 def count_parameters(operator: str, s: Sizes) -> tuple[int, int]:
@@ -156,7 +158,7 @@ def printed_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int, con
         convention = next(name for name, paper in PAPERS.items() if operator in paper.rows)
     paper = PAPERS[convention]
     if operator not in paper.rows:
-        raise unknown("cost.predict", f"operator of {convention}", operator, paper.rows)
+        raise put_name("cost.predict", unknown(f"operator of {convention}", operator, paper.rows))
     return paper.size(operator, s, steps, batch)
 
 

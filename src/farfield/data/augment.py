@@ -12,6 +12,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from farfield._checks import unknown
+from farfield._refusals import put_name
 
 Augmentation = Literal["none", "paper", "author", "crop", "shift", "cutout"]
 
@@ -64,7 +65,7 @@ def build_training_transform(augmentation: Augmentation, side: int) -> v2.Compos
             # The authors' earlier code.
             crop = v2.RandomResizedCrop(side, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), antialias=True)
             return _chain(crop, flip, v2.ColorJitter(0.4, 0.4, 0.4), Lighting(0.1))
-    raise unknown("data.classify", "augmentation", augmentation, get_args(Augmentation))
+    raise put_name("data.classify", unknown("augmentation", augmentation, get_args(Augmentation)))
 
 
 def build_evaluation_transform(augmentation: Augmentation, side: int) -> v2.Compose:

@@ -12,38 +12,37 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
+from farfield._refusals import door, refusal
 from farfield.data.readers.images import FolderError, check_classes, list_some
 from farfield.data.sampler import DrawnSamples, EpochSampler
 
 _Value = TypeVar("_Value")
 
 
-def read_entry(state: dict[str, Any], name: str, kind: type[_Value], caller: str) -> _Value:
+def read_entry(state: dict[str, Any], name: str, kind: type[_Value]) -> _Value:
     """Return the entry `name` of a data module's state in a checkpoint, which may be damaged or of other data."""
     value = state.get(name)
     if not isinstance(value, kind):
-        raise FolderError(
-            f"{caller}: the checkpoint's {name} must be a {kind.__name__}, got {value!r:.100}; "
-            f"fix: a checkpoint that was written for this kind of data, or train anew."
+        raise refusal(
+            FolderError,
+            f"the checkpoint's {name} must be a {kind.__name__}, got {value!r:.100}; "
+            f"fix: a checkpoint that was written for this kind of data, or train anew.",
         )
     return value
 
 
-def check_root(root: Path | None, caller: str, entry: str = "") -> Path:
-    """Return the folder that training, validation and test read; `FolderError` if there is none, or at another level.
-
-    The folder must have `entry`, if a folder around or below it has one: then that is the root.
-    """
+def check_root(root: Path | None, entry: str = "") -> Path:
+    """Return the folder that is trained on; refuse a missing one, or one without `entry` if one around it has it."""
     if root is None:
-        raise FolderError(
-            f"{caller}: training, validation and tests need root, and only predict is given; "
-            "fix: give root, --data.root."
+        raise refusal(
+            FolderError,
+            "training, validation and tests need root, and only predict is given; fix: give root, --data.root.",
         )
     if not root.is_dir():
         what = f"{root} is a file, not a folder" if root.is_file() else f"there is no folder {root}"
-        raise FolderError(f"{caller}: {what}.\n  fix: {_advise_folder(root, entry)}")
+        raise refusal(FolderError, f"{what}.\n  fix: {_advise_folder(root, entry)}")
     if entry and not (root / entry).is_dir():
-        refuse_level(root, caller, entry, [*list_folders(root), *root.absolute().parents[:2]])
+        refuse_level(root, entry, [*list_folders(root), *root.absolute().parents[:2]])
     return root
 
 
@@ -59,14 +58,15 @@ def _advise_folder(path: Path, entry: str) -> str:
     return f"--data.root with a folder that exists; {around[0]} has {_show_folders(beside)}."
 
 
-def refuse_level(root: Path, caller: str, entry: str, others: Sequence[Path]) -> None:
+def refuse_level(root: Path, entry: str, others: Sequence[Path]) -> None:
     """Raise FolderError if one of some folders has the entry of a root, which `root` itself has not."""
     other = next((folder for folder in others if (folder / entry).is_dir()), None)
     if other is not None:
         held = _show_folders([folder.name for folder in list_folders(root)])
-        raise FolderError(
-            f"{caller}: {root} is not the folder of the data: it has {held}, and not {entry}.\n"
-            f"  fix: --data.root {other}, which has {entry}."
+        raise refusal(
+            FolderError,
+            f"{root} is not the folder of the data: it has {held}, and not {entry}.\n"
+            f"  fix: --data.root {other}, which has {entry}.",
         )
 
 
@@ -144,15 +144,17 @@ class Loading(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the seed and the classes of a checkpoint, which must be those of the data."""
-        classes = read_entry(state_dict, "classes", list, type(self).__name__)
-        if not all(isinstance(name, str) for name in classes):
-            raise FolderError(
-                f"{type(self).__name__}: the checkpoint's classes are not all strings, got {classes!r:.200}; "
-                "fix: another checkpoint, or train anew."
-            )
-        self._run_seed = read_entry(state_dict, "run_seed", int, type(self).__name__)
-        if self.classes:
-            check_classes("the data", self.classes, classes, "the checkpoint", type(self).__name__)
+        with door(type(self).__name__):
+            classes = read_entry(state_dict, "classes", list)
+            if not all(isinstance(name, str) for name in classes):
+                raise refusal(
+                    FolderError,
+                    f"the checkpoint's classes are not all strings, got {classes!r:.200}; "
+                    "fix: another checkpoint, or train anew.",
+                )
+            self._run_seed = read_entry(state_dict, "run_seed", int)
+            if self.classes:
+                check_classes("the data", self.classes, classes, "the checkpoint")
         self.classes = list(classes)
 
     @property

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
+from farfield._refusals import door, refusal
 from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
 from farfield.data.base import Loading, check_root, list_folders, refuse_level
 from farfield.data.readers.images import Check, FolderError, check_classes, check_images, list_classes, list_images
@@ -86,22 +87,25 @@ class ImageFolders(_Classification):
         self.evaluation_transform = build_evaluation_transform(augmentation, image_size)
 
     @property
+    @door("ImageFolders")
     def folders(self) -> dict[str, Path]:
         """The folders of train, val and test that exist, by name; `root` as train if it has none of them."""
         if self.root is None or (self.predict is not None and not self.root.is_dir()):
             return {}
-        root = check_root(self.root, "ImageFolders")
+        root = check_root(self.root)
         nested = {name: root / name for name in ("train", "val", "test") if (root / name).is_dir()}
         if not nested:
             # A folder of class folders may itself be called train, so that no folder around it is another root.
-            refuse_level(root, "ImageFolders", "train", list_folders(root))
+            refuse_level(root, "train", list_folders(root))
         return nested or {"train": root}
 
+    @door("ImageFolders")
     def prepare_data(self) -> None:
         """Check all folders and decode all files; runs in one process of each machine."""
         self._read_classes()
         check_images([*self.folders.values(), *([self.predict] if self.predict else [])], self.check)
 
+    @door("ImageFolders")
     def setup(self, stage: str) -> None:
         """List the images of train, val and test, or those to predict."""
         self.classes = self._read_classes()
@@ -120,7 +124,7 @@ class ImageFolders(_Classification):
             self.parts["test"] = self.parts["val"]
         wanted = {"fit": "train", "validate": "val", "test": "test"}.get(stage, "predict")
         if wanted not in self.parts:
-            raise FolderError(f"ImageFolders: there is no folder {check_root(self.root, 'ImageFolders')}/{wanted}.")
+            raise refusal(FolderError, f"there is no folder {check_root(self.root)}/{wanted}.")
 
     def _read_classes(self) -> list[str]:
         """Return the classes of the first folder, train; refuse other classes elsewhere, and a class without images."""

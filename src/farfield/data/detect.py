@@ -12,6 +12,7 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
+from farfield._refusals import door, refusal
 from farfield.data.base import Loading, check_root, read_entry
 from farfield.data.object_datasets import (
     AnnotatedImages,
@@ -27,8 +28,9 @@ from farfield.data.readers.coco import (
     find_mask_faults,
     has_masks,
     read_annotated,
+    refuse_in,
 )
-from farfield.data.readers.images import Check, FolderError, check_each, check_images, find_note, list_images, refuse
+from farfield.data.readers.images import Check, FolderError, check_each, check_images, find_note, list_images
 from farfield.data.sampler import Draw, EpochSampler
 
 # Boundaries between the groups of aspect ratios (width / height) that are batched together, as in torchvision.
@@ -92,17 +94,18 @@ class CocoFolders(Loading):
         # Ids of the categories, of which the first is label 1.
         self.category_ids: list[int] = []
 
+    @door("CocoFolders")
     def prepare_data(self) -> None:
         """Check the annotations and decode all images, of `root` and `predict`; runs in one process of each machine."""
         if self.predict is not None:
-            check_images([self.predict], self.check, "CocoFolders")
+            check_images([self.predict], self.check)
             if self.root is None or not self.root.is_dir():
                 return
         parts = self._read()
         with_masks = self._with_masks(parts)
         for part in parts.values():
             check_files(part)
-            refuse_here = partial(refuse, f"CocoFolders: {part.file}")
+            refuse_here = partial(refuse_in, part.file)
             if "faulty_boxes" not in self.leave_out:
                 fix = 'correct them, or train without them: --data.leave_out "[faulty_boxes]".'
                 refuse_here("boxes are faulty", list(find_box_faults(part)), fix)
@@ -113,14 +116,13 @@ class CocoFolders(Loading):
             fault = partial(find_image_fault, part)
             note = find_note(part.folder, [*files, part.file])
             fix = "replace these images or correct their entries, or remove both."
-            check_each(
-                "CocoFolders", part.images, fault, self.check, note, f"images of {part.file} are not as listed", fix
-            )
+            check_each(part.images, fault, self.check, note, f"images of {part.file} are not as listed", fix)
 
+    @door("CocoFolders")
     def setup(self, stage: str) -> None:
         """List the images of train, val and test, or those to predict."""
         if stage == "predict" and self.predict is not None:
-            paths = list_images(self.predict, "CocoFolders")
+            paths = list_images(self.predict)
             names = [path.relative_to(self.predict).as_posix() for path in paths]
             self.parts["predict"] = list_numbered_images(paths, names, range(1, len(paths) + 1))
             return
@@ -144,13 +146,14 @@ class CocoFolders(Loading):
         """Return the data entries of a checkpoint: those of `Loading` and the ids of the categories."""
         return super().state_dict() | {"category_ids": list(self.category_ids)}
 
+    @door("CocoFolders")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the data entries of a checkpoint; predictions of a folder without annotations get its category ids."""
         super().load_state_dict(state_dict)
-        self.category_ids = list(read_entry(state_dict, "category_ids", list, "CocoFolders"))
+        self.category_ids = list(read_entry(state_dict, "category_ids", list))
 
     def _read(self) -> dict[str, Annotated]:
-        root = check_root(self.root, "CocoFolders", "annotations")
+        root = check_root(self.root, "annotations")
         train, val, test = self.splits
         named = {"train": train, "val": val}
         if (root / "annotations" / f"instances_{test}.json").is_file():
@@ -161,10 +164,11 @@ class CocoFolders(Loading):
             if part.categories != expected.categories:
                 only = dict(part.categories.items() - expected.categories.items())
                 absent = dict(expected.categories.items() - part.categories.items())
-                raise FolderError(
-                    f"CocoFolders: {part.file} and {expected.file} have different categories.\n"
+                raise refusal(
+                    FolderError,
+                    f"{part.file} and {expected.file} have different categories.\n"
                     f"  only in {part.file}: {only or 'none'}\n  only in {expected.file}: {absent or 'none'}\n"
-                    "  fix: list the same ids and names in all splits, used or not."
+                    "  fix: list the same ids and names in all splits, used or not.",
                 )
         return parts
 

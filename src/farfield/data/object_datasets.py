@@ -16,6 +16,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as images
 
 from farfield._outputs import output_path
+from farfield._refusals import door
 from farfield.data.base import Listed
 from farfield.data.readers.coco import Annotated, decode_masks, find_box_fault
 from farfield.data.readers.images import check_names, find_fault, read_image
@@ -112,9 +113,10 @@ def find_image_fault(part: Annotated, image: Mapping[str, Any]) -> str | None:
     return fault
 
 
+@door("CocoFolders")
 def read_image_tensor(path: Path) -> tv_tensors.Image:
     """Read an image as `uint8` `(3, height, width)`."""
-    return tv_tensors.Image(images.pil_to_tensor(read_image(path, "CocoFolders")))
+    return tv_tensors.Image(images.pil_to_tensor(read_image(path)))
 
 
 def _find_labels(sample: Any) -> Tensor:

@@ -15,6 +15,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
 
+from farfield._refusals import door
 from farfield.data.base import Listed, Loading, check_root
 from farfield.data.classify import IMAGENET
 from farfield.data.readers.images import Check, FolderError, check_images, check_names, list_images, read_image
@@ -86,22 +87,25 @@ class VOCFolders(Loading):
         self.random_view = RandomView(crop, scales, jitter, shorter_side)
 
     @property
+    @door("VOCFolders")
     def folder(self) -> Path:
         """The root; `FolderError` if it is not given or does not exist."""
-        return check_root(self.root, "VOCFolders", "ImageSets")
+        return check_root(self.root, "ImageSets")
 
+    @door("VOCFolders")
     def prepare_data(self) -> None:
         """Check that all lists and files exist, and decode the files; runs in one process of each machine."""
         if self.predict is not None:
-            check_images([self.predict], self.check, "VOCFolders")
+            check_images([self.predict], self.check)
         if self.predict is None or (self.root is not None and self.root.is_dir()):
             pairs = [pair for part in self._pairs().values() for pair in part]
             check_pairs(list(dict.fromkeys(pairs)), read_mask_classes(self.folder), self.folder, self.check)
 
+    @door("VOCFolders")
     def setup(self, stage: str) -> None:
         """List the pairs of train, val and test, or the images to predict."""
         if stage == "predict" and self.predict is not None:
-            paths = list_images(self.predict, "VOCFolders")
+            paths = list_images(self.predict)
             self.parts["predict"] = _list_images_to_predict(self.predict, paths, self.shorter_side)
             return
         pairs, self.classes = self._pairs(), read_mask_classes(self.folder)
@@ -163,6 +167,7 @@ class RandomView:
         return (image.flip(-1), labels.flip(-1)) if mirrored else (image, labels)
 
 
+@door("VOCFolders")
 def _read_pair(view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], pair: Pair) -> tuple[Tensor, Tensor]:
     return view(read_pixels(pair.image), read_mask(pair.mask))
 
@@ -174,15 +179,16 @@ def _list_images_to_predict(folder: Path, paths: Sequence[Path], shorter_side: i
     return Listed(list(zip(paths, names, strict=True)), partial(_read_to_predict, shorter_side), paths)
 
 
+@door("VOCFolders")
 def _read_to_predict(shorter_side: int | None, entry: tuple[Path, str]) -> tuple[Tensor, str, str, Tensor]:
     path, name = entry
     image = read_pixels(path)
     return normalize_image(_shorten_side(image, shorter_side)), str(path), name, torch.tensor(image.shape[1:])
 
 
-def read_pixels(path: Path, caller: str = "VOCFolders") -> Tensor:
+def read_pixels(path: Path) -> Tensor:
     """Read an image as a `uint8` tensor `(3, height, width)`; errors name the caller."""
-    return images.pil_to_tensor(read_image(path, caller))
+    return images.pil_to_tensor(read_image(path))
 
 
 def _shorten_side(image: Tensor, side: int | None) -> Tensor:

@@ -12,6 +12,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from farfield._refusals import door
 from farfield.data.base import Listed
 from farfield.data.readers.images import FolderError, list_classes, list_images, read_image
 
@@ -53,6 +54,7 @@ class Images(Dataset[Any]):
         return (image if self.transform is None else self.transform(image)), self.labels[index]
 
 
+@door("ImageFolders")
 def list_labelled_images(folder: Path) -> list[tuple[str, int]]:
     """List the images of class folders, each with its label."""
     return [
@@ -70,6 +72,7 @@ def read_images(
     return Listed(entries, partial(_read_labelled, transform), paths)
 
 
+@door("ImageFolders")
 def _read_labelled(transform: Callable[[Any], Tensor], entry: tuple[str | Path, Any]) -> tuple[Tensor, Any]:
     path, label = entry
     return transform(read_image(path)), label

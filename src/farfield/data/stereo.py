@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from farfield._refusals import door
 from farfield.data.base import Listed, Loading, check_root
 from farfield.data.readers.images import Check, FolderError, check_names, list_some, refuse
 from farfield.data.readers.stereo import CALLER, Frame, check_frames, list_frames, read_disparity
@@ -95,8 +96,9 @@ class StereoFrames(Loading):
             self.parts[name] = Listed(frames[name], partial(read_whole_frame, zero_is_unknown=unknown))
         self.parts["predict"] = _list_frames_to_predict(frames["test"])
 
+    @door(CALLER)
     def _frames(self) -> dict[str, list[Frame]]:
-        root = check_root(self.root, CALLER)
+        root = check_root(self.root)
         frames = list_frames(root)
         known = {name for frame in frames for name in frame.names}
         strange = [name for name in self.held_out if name not in known]
@@ -116,6 +118,7 @@ class StereoFrames(Loading):
         return parts
 
 
+@door(CALLER)
 def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     if not parts["train"]:
         raise FolderError(
@@ -129,16 +132,17 @@ def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
         )
     missing = [str(frame.left) for part in parts.values() for frame in part if frame.disparity is None]
     fix = "add their disparities, or move these pairs to another folder."
-    refuse(CALLER, f"pairs in {root} have no disparities", missing, fix)
+    refuse(f"pairs in {root} have no disparities", missing, fix)
 
 
+@door(CALLER)
 def read_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Read a pair as `uint8` images, and its disparities, infinite where they are not known."""
     # Some renderers write disparities as negative shifts to the left.
     disparity = np.abs(read_disparity(cast(Path, frame.disparity)))
     known = np.isfinite(disparity) & ((disparity > 0) | (not zero_is_unknown))
     truth = torch.from_numpy(np.where(known, disparity, np.float32(_UNKNOWN)))
-    return read_pixels(frame.left, CALLER), read_pixels(frame.right, CALLER), truth
+    return read_pixels(frame.left), read_pixels(frame.right), truth
 
 
 def read_whole_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,8 +160,9 @@ def _list_frames_to_predict(frames: Sequence[Frame]) -> Listed:
     return Listed(frames, _read_images, [path for frame in frames for path in (frame.left, frame.right)])
 
 
+@door(CALLER)
 def _read_images(frame: Frame) -> tuple[Tensor, Tensor, str, str]:
-    left, right = (normalize_image(read_pixels(path, CALLER)) for path in (frame.left, frame.right))
+    left, right = (normalize_image(read_pixels(path)) for path in (frame.left, frame.right))
     return left, right, str(frame.left), frame.name
 
 

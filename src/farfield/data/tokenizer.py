@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from farfield._refusals import door
 from farfield.data.readers.images import FolderError, list_some, refuse
 from farfield.data.readers.text import CALLER, TextPiece
 from farfield.data.sampler import Draw, DrawnSamples
@@ -222,6 +223,7 @@ def tokenise(
     return torch.from_numpy(np.array(tokens, np.int32)), bounds, names
 
 
+@door(CALLER)
 def _check_lengths(
     pieces: Sequence[TextPiece], lengths: Sequence[int], length: int, otherwise: str = "or too_long=split"
 ) -> None:
@@ -229,4 +231,4 @@ def _check_lengths(
     longer = [(piece, number + 2) for piece, number in zip(pieces, lengths, strict=True) if number + 2 > length]
     shown = [f"{piece.file}: line {piece.line:,}: {number:,} tokens" for piece, number in longer]
     fix = f"a larger length, as far as the network has positions, {otherwise}."
-    refuse(CALLER, f"texts are longer than length={length} tokens", shown, fix)
+    refuse(f"texts are longer than length={length} tokens", shown, fix)

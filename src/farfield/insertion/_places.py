@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from farfield._checks import unknown
+from farfield._refusals import put_name, refusal
 
 # Name of the child module that holds an addition.
 CHILD = "farfield"
@@ -58,7 +59,7 @@ def detector_places(*names: str) -> list[str]:
     places: list[str] = []
     for name in names:
         if name not in paths:
-            raise unknown("detector_places", "place", name, list(paths))
+            raise put_name("detector_places", unknown("place", name, list(paths)))
         places += paths[name]
     return list(dict.fromkeys(places))
 
@@ -90,7 +91,7 @@ def resnet_places(*names: str, prefix: str = "") -> list[str]:
         for block in _NONLOCAL_BLOCKS if name == "nonlocal" else (name,):
             stage, dot, rest = block.partition(".")
             if stage not in _STAGES:
-                raise unknown("resnet_places", "place", name, [*_STAGES, "nonlocal"])
+                raise put_name("resnet_places", unknown("place", name, [*_STAGES, "nonlocal"]))
             places.append(f"{prefix}{'.' * bool(prefix)}{_STAGES[stage]}{dot}{rest}")
     return list(dict.fromkeys(places))
 
@@ -124,24 +125,24 @@ def parents(path: str) -> list[str]:
     return [".".join(names[:end]) for end in reversed(range(len(names)))]
 
 
-def find_places(caller: str, model: nn.Module, where: str | Sequence[str]) -> dict[Place, Place]:
+def find_places(model: nn.Module, where: str | Sequence[str]) -> dict[Place, Place]:
     """Map every place that matches one path or several to the place that has its addition; see `host_of`."""
     places: dict[Place, Place] = {}
     for text in [where] if isinstance(where, str) else where or ():
         parts = re.fullmatch(r"([^\[\]]*)(?:\[([^\[\]]+)\])?", text)
         if parts is None:
-            raise ValueError(f'{caller}: a place is a path, or a path and one entry as in "fpn[pool]"; got "{text}".')
+            raise refusal(ValueError, f'a place is a path, or a path and one entry as in "fpn[pool]"; got "{text}".')
         matches = [Place(name, parts[2]) for name, _ in matching(model, parts[1])]
         if not matches:
-            raise no_match(caller, model, parts[1])
+            raise no_match(model, parts[1])
         places |= {place: host_of(model, place) for place in matches}
     if not places:
-        raise ValueError(f"{caller}: where names no place; fix: give at least one path.")
+        raise refusal(ValueError, "where names no place; fix: give at least one path.")
     paths: dict[nn.Module, str] = {}
     for place, host in places.items():
         other = paths.setdefault(model.get_submodule(host.path), place.path)
         if other != place.path:
-            raise ValueError(f'{caller}: "{other}" and "{place.path}" are one module; fix: name one of them.')
+            raise refusal(ValueError, f'"{other}" and "{place.path}" are one module; fix: name one of them.')
     return places
 
 
@@ -159,7 +160,7 @@ def matching(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     yield from matches
 
 
-def no_match(caller: str, model: nn.Module, path: str) -> LookupError:
+def no_match(model: nn.Module, path: str) -> LookupError:
     """Return the error for a path that matches nothing: the children where the match ends, and the nearest paths."""
     segments = path.split(".")
     stems = [".".join(segments[:end]) for end in reversed(range(len(segments)))]
@@ -168,7 +169,7 @@ def no_match(caller: str, model: nn.Module, path: str) -> LookupError:
     close = difflib.get_close_matches(path, [name for name, _ in model.named_modules() if name], n=3, cutoff=0.6)
     hint = f"; nearest: {', '.join(close)}" if close else ""
     name = type(model).__name__
-    return LookupError(f'{caller}: no module of {name} matches "{path}"; {stem or "it"} has {children}{hint}.')
+    return refusal(LookupError, f'no module of {name} matches "{path}"; {stem or "it"} has {children}{hint}.')
 
 
 def runs_in_order(host: nn.Module) -> bool:

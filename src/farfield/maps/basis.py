@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from farfield._refusals import door, refusal
 from farfield.maps.inputs import Grids, read_call, read_grids, read_position, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention
 from farfield.ops.grid import Gathered
@@ -18,6 +19,7 @@ from farfield.ops.slots import Summary
 from farfield.ops.summary import summarize
 
 
+@door("basis_masks")
 @torch.inference_mode(mode=False)
 def basis_masks(
     attention: GridAttention, grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None
@@ -56,15 +58,13 @@ def basis_masks(
         >>> masks.shape, torch.allclose(masks.sum((3, 4)), torch.tensor(1.0))
         (torch.Size([1, 2, 4, 5, 7]), True)
     """
-    grids = read_grids("basis_masks", attention, grid, None, mask, None)
+    grids = read_grids(attention, grid, None, mask, None)
     operator = attention.operator
     if operator.basis is None:
         slots, fix = "position", "maps.attention_row, the weights of all positions for one query."
         if not operator.keys_from.side_by_side:
             slots, fix = "index of each axis", "maps.axis_maps, the weights of these indices."
-        raise ValueError(
-            f"basis_masks: {attention.operator_name} has no basis, each {slots} is its own slot; fix: {fix}"
-        )
+        raise refusal(ValueError, f"{attention.operator_name} has no basis, each {slots} is its own slot; fix: {fix}")
     with torch.no_grad(), full_precision(grids.key):
         gathered = operator.keys_from.gather(grids.key, grids.key_mask)
         key, valid = project_keys(read_call(attention, grids.key, grids.dtype), gathered), gathered.valid
@@ -80,6 +80,7 @@ def basis_masks(
     return masks.unflatten(1, basis.shape[1:3])
 
 
+@door("axis_maps")
 def axis_maps(
     attention: GridAttention,
     grid: Float[Tensor, "b c *m"],
@@ -136,17 +137,19 @@ def axis_maps(
     operator = attention.operator if isinstance(attention, GridAttention) else None
     if operator is not None and (operator.keys_from.side_by_side or operator.basis is not None):
         fix = "attention_row" if operator.basis is None else "basis_masks"
-        raise ValueError(
-            f"axis_maps: {attention.operator_name} is not an operator with a softmax over axis means; fix: call "
-            f"maps.{fix} instead, or use an attention with the operator kronecker_kv or kronecker_qkv."
+        raise refusal(
+            ValueError,
+            f"{attention.operator_name} is not an operator with a softmax over axis means; fix: call "
+            f"maps.{fix} instead, or use an attention with the operator kronecker_kv or kronecker_qkv.",
         )
-    grids = read_grids("axis_maps", attention, grid, context, mask, context_mask)
+    grids = read_grids(attention, grid, context, mask, context_mask)
     if position is not None:
-        position = read_position("axis_maps", position, grid)
+        position = read_position(position, grid)
     elif attention.operator.queries_from.side_by_side:
-        raise ValueError(
-            f"axis_maps: under {attention.operator_name} every position has its own query; fix: give a position, "
-            f"axis_maps(attention, grid, {tuple(length // 2 for length in grid.shape[2:])})."
+        raise refusal(
+            ValueError,
+            f"under {attention.operator_name} every position has its own query; fix: give a position, "
+            f"axis_maps(attention, grid, {tuple(length // 2 for length in grid.shape[2:])}).",
         )
     with torch.no_grad(), full_precision(grids.key):
         return axis_weights(attention, grids, position)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from farfield._refusals import door
 from farfield.maps.layer import Layer
 from farfield.maps.layers import check_has_attention, record_layers
 from farfield.nn.attention import GridAttention
@@ -47,6 +48,7 @@ class Health(NamedTuple):
     host: float
 
 
+@door("maps.health")
 @torch.inference_mode(mode=False)
 def health(model: nn.Module, example: Any) -> list[Health]:
     """Measure the response of each attention module on an example, and the gradients of its projections.
@@ -89,7 +91,7 @@ def health(model: nn.Module, example: Any) -> list[Health]:
     """
     with keep_random_numbers(model), torch.enable_grad(), copied(model, clone) as own:
         layers, gradients = run(own, example)
-        check_has_attention("maps.health", own, layers)
+        check_has_attention(own, layers)
         zero = {layer.attention for layer in layers.values() if is_identity(layer.attention)}
         for attention in zero:
             reset_output(attention)

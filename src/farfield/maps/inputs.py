@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError
+from farfield._refusals import refusal
 from farfield.nn.attention import GridAttention
-from farfield.nn.checks import batch_error, check_input
+from farfield.nn.checks import batch_error, check_fit
 from farfield.ops.grid import Gathered, accumulation
 from farfield.ops.projection import Call, Projection, ProjectionRuns, Run, project_queries
 from farfield.ops.slots import Summary
@@ -30,7 +31,6 @@ class Grids(NamedTuple):
 
 
 def read_grids(
-    caller: str,
     attention: nn.Module,
     grid: Tensor,
     context: Tensor | None,
@@ -41,17 +41,17 @@ def read_grids(
     if not isinstance(attention, GridAttention):
         kind = type(attention).__name__
         fix = "farfield.maps.layers(network, image) returns those of a network, with their grids."
-        raise TypeError(f"{caller}: attention must be a GridAttention, got {kind}; fix: {fix}")
-    check_input(attention, grid, mask, caller=caller)
+        raise refusal(TypeError, f"attention must be a GridAttention, got {kind}; fix: {fix}")
+    check_fit(attention, grid, mask)
     if context is None:
         if context_mask is not None:
             fix = "give the context too, or, for the mask of the grid, mask= instead of context_mask="
-            raise ValueError(f"{caller}: got context_mask but no context; fix: {fix}.")
+            raise refusal(ValueError, f"got context_mask but no context; fix: {fix}.")
         context, context_mask = grid, mask
     else:
-        check_input(attention, context, context_mask, name="context", mask_name="context_mask", caller=caller)
+        check_fit(attention, context, context_mask, "context", "context_mask")
     if len(grid) != len(context):
-        raise batch_error(caller, grid, context)
+        raise batch_error(grid, context)
     dtype = grid.dtype
     # A map of 2^20 positions has weights of about 2^-20, which float16 does not resolve.
     grid, context = (normal(tensor).detach().to(accumulation(tensor.dtype)) for tensor in (grid, context))
@@ -64,25 +64,18 @@ def normal(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def read_position(caller: str, position: Sequence[int], grid: Tensor) -> tuple[int, ...]:
-    """Return a position as a tuple of integers.
-
-    Raises:
-        ShapeError: If it does not lie in the grid.
-        TypeError: If it is not a sequence of integers.
-    """
+def read_position(position: Sequence[int], grid: Tensor) -> tuple[int, ...]:
+    """Return a position as a tuple of integers; refuse one outside the grid."""
     size = tuple(grid.shape[2:])
     try:
         position = tuple(map(operator.index, position))
     except TypeError:
         fix = f"one index from 0 on each axis; the middle is {tuple(length // 2 for length in size)}."
-        raise TypeError(
-            f"{caller}: position must be integers, one on each axis, got {position!r}; fix: {fix}"
-        ) from None
+        raise refusal(TypeError, f"position must be integers, one on each axis, got {position!r}; fix: {fix}") from None
     if len(position) != len(size) or any(not 0 <= index < length for index, length in zip(position, size, strict=True)):
         middle = tuple(length // 2 for length in size)
         fix = f"one index from 0 on each axis; the middle is {middle}."
-        raise ShapeError(f"{caller}: position {position} does not lie in a grid of size {size}.\n  fix: {fix}")
+        raise refusal(ShapeError, f"position {position} does not lie in a grid of size {size}.\n  fix: {fix}")
     return position
 
 

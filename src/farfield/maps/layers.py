@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from farfield._refusals import door, refusal
 from farfield.maps.layer import Layer, add_layer
 from farfield.maps.tokens import is_replaced, record_tokens
 from farfield.nn.attention import GridAttention
 from farfield.nn.network_copy import copied, share_parameters
 
 
+@door("maps.layers")
 def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
     """Run a network once and return each of its attention layers with the grids that it is called with.
 
@@ -52,8 +54,8 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
     """
     for shape in inputs:
         if isinstance(shape, tuple | list) and shape and all(isinstance(length, int) for length in shape):
-            raise TypeError(
-                f"maps.layers: inputs must be tensors, got the shape {tuple(shape)}; fix: torch.zeros{tuple(shape)}."
+            raise refusal(
+                TypeError, f"inputs must be tensors, got the shape {tuple(shape)}; fix: torch.zeros{tuple(shape)}."
             )
     with (
         torch.no_grad(),
@@ -63,27 +65,29 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
     ):
         originals: dict[Any, Any] = dict(zip(own.modules(), network.modules(), strict=True))
         own.eval()(*inputs)
-    check_has_attention("maps.layers", network, recorded)
+    check_has_attention(network, recorded)
     return {
         name: layer._replace(attention=originals.get(layer.attention, layer.attention))
         for name, layer in recorded.items()
     }
 
 
-def check_has_attention(caller: str, network: nn.Module, layers: dict[str, Layer]) -> None:
+def check_has_attention(network: nn.Module, layers: dict[str, Layer]) -> None:
     """Raise ValueError if a network called no attention."""
     if layers:
         return
     kind = getattr(network, "name", type(network).__name__)
     replaced = [path for path, module in network.named_modules() if is_replaced(module)]
     if replaced:
-        raise ValueError(
-            f"{caller}: {kind} has no GridAttention that runs, and the operator replaced in the attention of its own "
-            f"library ({', '.join(replaced[:3])}) is not measured; fix: maps.layers, which has its rows."
+        raise refusal(
+            ValueError,
+            f"{kind} has no GridAttention that runs, and the operator replaced in the attention of its own "
+            f"library ({', '.join(replaced[:3])}) is not measured; fix: maps.layers, which has its rows.",
         )
-    raise ValueError(
-        f"{caller}: {kind} has no GridAttention that runs; fix: a network with attention (farfield.models), "
-        f"farfield.insert to put some into this one, or farfield.replace_attention for a transformer."
+    raise refusal(
+        ValueError,
+        f"{kind} has no GridAttention that runs; fix: a network with attention (farfield.models), "
+        f"farfield.insert to put some into this one, or farfield.replace_attention for a transformer.",
     )
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from farfield._checks import shape_error
+from farfield._refusals import put_name
 
 # Colours of a weight of 0, of half the largest and of the largest: WARM for positive weights, COLD for negative ones.
 WARM = ((0.16, 0.04, 0.20), (0.86, 0.24, 0.18), (1.0, 0.90, 0.45))
@@ -55,7 +56,7 @@ def overlay(
     if image.dim() != 3 or image.shape[0] != 3 or weights.dim() != 2:
         fix = "one image without a batch, and one map: row.mean(1)[0] is the mean of the heads of the first sample."
         problem = "the image must be (3, height, width), the weights (height, width)."
-        raise shape_error("overlay", problem, fix, image=image, weights=weights)
+        raise put_name("overlay", shape_error(problem, fix, image=image, weights=weights))
     weights = weights.detach().to(image)
     largest = full_weight(weights) if full is None else full
     weights = (weights / max(largest, torch.finfo(weights.dtype).tiny)).clamp(-1, 1)

@@ -8,12 +8,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from farfield._refusals import door
 from farfield.maps.inputs import read_call, read_grids, read_position, with_running_statistics
 from farfield.nn.attention import GridAttention
 from farfield.ops.engine import attend
 from farfield.ops.modes import full_precision
 
 
+@door("attention_row")
 @torch.inference_mode(mode=False)
 def attention_row(
     attention: GridAttention,
@@ -63,8 +65,8 @@ def attention_row(
         >>> row.shape
         torch.Size([1, 2, 5, 7])
     """
-    grids = read_grids("attention_row", attention, grid, context, mask, context_mask)
-    index, query, query_mask = read_position("attention_row", position, grid), grids.query, grids.query_mask
+    grids = read_grids(attention, grid, context, mask, context_mask)
+    index, query, query_mask = read_position(position, grid), grids.query, grids.query_mask
     if attention.operator.queries_from.side_by_side:  # queries of other positions are not needed
         for axis, start in enumerate(index):
             query = query.narrow(axis + 2, start, 1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from farfield._checks import shape_error, unknown
+from farfield._refusals import put_name
 from farfield.models.bert_weights import fill_from_file
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.storage import Stored
@@ -81,13 +82,13 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         config = bind_arguments(locals())
         super().__init__()
         if model not in _VARIANTS:
-            raise unknown("models.Bert", "model", model, _VARIANTS)
+            raise put_name("models.Bert", unknown("model", model, _VARIANTS))
         sizes = {"vocabulary": vocabulary, "positions": positions, "channels": channels}
         sizes |= {"layers": layers, "heads": heads}
         for name, number in sizes.items():
             check_whole(model, name, number, 1)
         if head not in _HEADS:
-            raise unknown(model, "head", head, _HEADS)
+            raise put_name(model, unknown("head", head, _HEADS))
         find_operator(model, operator)
         self.config, self.name, self.vocabulary = config, model, vocabulary
         self.words, self.positions = nn.Embedding(vocabulary, channels), nn.Embedding(positions, channels)
@@ -130,12 +131,12 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         """Return the last layer's output for each token; the arguments are those of `forward`."""
         if words.dim() != 2 or words.is_floating_point():
             fix = "words[None] adds a batch, words.long() makes whole numbers."
-            raise shape_error(self.name, "words must be whole numbers (batch, tokens).", fix, words=words)
+            raise put_name(self.name, shape_error("words must be whole numbers (batch, tokens).", fix, words=words))
         longest = self.positions.num_embeddings
         if words.shape[1] > longest:
             problem = f"{words.shape[1]} tokens are more than the network's {longest} positions."
             fix = f"split the text, or build it with positions={words.shape[1]}."
-            raise shape_error(self.name, problem, fix, words=words)
+            raise put_name(self.name, shape_error(problem, fix, words=words))
         types = torch.zeros_like(words) if types is None else types
         tokens = (
             self.words(words) + self.types(types) + self.positions(torch.arange(words.shape[1], device=words.device))

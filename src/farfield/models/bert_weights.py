@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from torch import Tensor, nn
 
+from farfield._refusals import door
 from farfield.models.storage import read_weights
 from farfield.nn.transformer import TransformerLayer
 
@@ -120,7 +121,8 @@ def _name_source(name: str) -> str:
 
 def fill_from_file(net: _Network, path: Path) -> _Network:
     """Copy a file's weights, Hugging Face's or those of a saved `Bert`, into a `Bert`, and return it."""
-    tensors = read_weights(cast(str, net.name), path)
+    with door(f"{net.name}"):
+        tensors = read_weights(path)
     _check_number_of_heads(net, path.parent / "config.json")
     if set(tensors) == set(net.state_dict()):
         tensors = {_name_source(name): tensor for name, tensor in tensors.items()}

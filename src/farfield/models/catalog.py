@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from farfield._checks import install_command, unknown
+from farfield._refusals import door, put_name, refusal
 from farfield.models.bert import Bert, bert_base, bert_large, bert_small
 from farfield.models.compact import VARIANTS, CompactNet
 from farfield.models.deeplab import DeepLab, deeplab_compact, deeplab_v2
@@ -44,7 +45,7 @@ class _Catalog(dict[str, _T]):
     """A dictionary whose error for an unknown name lists the nearest names."""
 
     def __missing__(self, name: str) -> _T:
-        raise unknown("models.MODELS", "model", name, self)
+        raise put_name("models.MODELS", unknown("model", name, self))
 
 
 def _catalog(*builders: Any) -> _Catalog[Any]:
@@ -177,6 +178,7 @@ _FAMILIES |= {"i3d_resnet50": I3D, "video_resnet": VideoResNet, "sagan": SAGAN}
 __all__ = ["CLASSIFIERS", "MODELS", "from_pretrained", "kanet", "register_timm", *MODELS]
 
 
+@door("models.from_pretrained")
 def from_pretrained(
     path_or_repo: str | Path,
     *,
@@ -212,22 +214,23 @@ def from_pretrained(
         'dot'
     """
     if path_or_repo in MODELS and not Path(path_or_repo).exists():
-        raise FileNotFoundError(
-            f"models.from_pretrained: {path_or_repo} is the name of a network, of which no weights are published; "
-            f'fix: models.MODELS["{path_or_repo}"]() builds it, or the folder that save_pretrained wrote.'
+        raise refusal(
+            FileNotFoundError,
+            f"{path_or_repo} is the name of a network, of which no weights are published; "
+            f'fix: models.MODELS["{path_or_repo}"]() builds it, or the folder that save_pretrained wrote.',
         )
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token}
     hub |= {"local_files_only": local_files_only, "force_download": force_download}
-    return load_model("models.from_pretrained", path_or_repo, rebuild, hub)
+    return load_model(path_or_repo, rebuild, hub)
 
 
 def rebuild(config: dict[str, Any]) -> nn.Module:
     """Build the model of a saved configuration, without its weights."""
     build = _FAMILIES.get(config["model"])
     if build is None:
-        raise unknown("models.from_pretrained", "model", config["model"], _FAMILIES)
+        raise put_name("models.from_pretrained", unknown("model", config["model"], _FAMILIES))
     if config.get("operator", "softmax") not in OPERATORS:
-        raise unknown("models.from_pretrained", "operator", config["operator"], OPERATORS)
+        raise put_name("models.from_pretrained", unknown("operator", config["operator"], OPERATORS))
     return build(**config)
 
 

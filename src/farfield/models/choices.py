@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from farfield._checks import unknown
+from farfield._refusals import put_name
 from farfield.ops.table import OPERATORS, Operator, find_name
 
 
@@ -31,7 +32,7 @@ def find_operator(caller: str, operator: Any) -> Operator:
         fix = 'operator="factorized_gaussian", for example, and other arguments by their names'
         raise TypeError(f"{caller}: operator must be a name or an ops.Operator, got {operator!r:.60}; fix: {fix}.")
     if operator not in OPERATORS:
-        raise unknown(caller, "operator", operator, OPERATORS)
+        raise put_name(caller, unknown("operator", operator, OPERATORS))
     return OPERATORS[operator]
 
 

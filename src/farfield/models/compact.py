@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import shape_error, unknown
+from farfield._refusals import put_name
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.encoder import POOLS, Encoder, check_pool, dilate_blocks, limit_strides
 from farfield.models.storage import Stored
@@ -277,7 +278,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
 
 def _find_variant(model: str, operator: str | Operator | None) -> Variant:
     if model not in VARIANTS:
-        raise unknown("models.CompactNet", "model", model, VARIANTS)
+        raise put_name("models.CompactNet", unknown("model", model, VARIANTS))
     variant = VARIANTS[model]
     if operator is None:
         return variant
@@ -351,9 +352,9 @@ def check_image(model: str, image: Tensor, channels: int, other: str = "") -> No
         elif image.dim() == 4 and image.shape[3] == channels:
             fix = "put the channels first: image.permute(0, 3, 1, 2)."
         problem = f"the image must be (batch, {channels}, height, width)."
-        raise shape_error(model, problem, fix, image=image)
+        raise put_name(model, shape_error(problem, fix, image=image))
     if 0 in image.shape:
-        raise shape_error(model, "the image is empty.", "batch, height and width of 1 at least.", image=image)
+        raise put_name(model, shape_error("the image is empty.", "batch, height and width of 1 at least.", image=image))
     if not image.is_floating_point():
         fix = "fix: image.float() / 255, then the normalization it was trained with."
         raise TypeError(f"{model}: the image must be floating point, got {image.dtype}; {fix}")

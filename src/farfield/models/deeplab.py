@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import unknown
+from farfield._refusals import door, put_name
 from farfield.insertion._places import CHILD
 from farfield.models.channel_norm import ChannelNorm
 from farfield.models.choices import bind_arguments, check_whole, find_operator
@@ -120,13 +121,13 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         config = bind_arguments(locals())
         super().__init__()
         if model not in _MODELS:
-            raise unknown("models.DeepLab", "model", model, _MODELS)
+            raise put_name("models.DeepLab", unknown("model", model, _MODELS))
         check_whole(model, "num_classes", num_classes, 1)
         check_whole(model, "channels", channels, 1)
         if output_stride not in _DILATIONS:
             raise ValueError(f"{model}: output_stride must be 8, 16 or 32, got {output_stride!r}.")
         if isinstance(output, str) and output not in OUTPUTS:
-            raise unknown(model, "output layer", output, OUTPUTS)
+            raise put_name(model, unknown("output layer", output, OUTPUTS))
         self.config, self.name, self.num_classes, self.output_stride = config, model, num_classes, output_stride
         self.backbone, self.features = _build_backbone(model, backbone, width, output_stride)
         self.head = build_head(self.features, output, num_classes, channels, heads, residual, normalized)
@@ -223,7 +224,7 @@ def _build_backbone(model: str, backbone: str, width: float, output_stride: int)
         first, second = _LATE_ROWS
         late, channels = [compact.rows[first:second], compact.rows[second:]], compact.row_channels[-1]
     else:
-        raise unknown(model, "backbone", backbone, [*_RESNETS, *VARIANTS])
+        raise put_name(model, unknown("backbone", backbone, [*_RESNETS, *VARIANTS]))
     for stage, stride, dilation in zip(late, strides, _DILATIONS[output_stride], strict=True):
         if stride == 1:
             _dilate(stage, dilation)
@@ -279,7 +280,8 @@ def _draw_classifier(convolution: nn.Conv2d) -> None:
 def _fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
     # The file may have weights of other parts too.
     # The backbone has this name in torchvision's segmentation networks and in `DeepLab`.
-    tensors = {name.removeprefix("backbone."): tensor for name, tensor in read_weights(model, path).items()}
+    with door(model):
+        tensors = {name.removeprefix("backbone."): tensor for name, tensor in read_weights(path).items()}
     fill(model, path, backbone, tensors)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farfield._plain_values import check_values, read_text
+from farfield._refusals import refusal
 
 # Largest length of one list argument, such as strides or places of attention.
 _LISTED = 100
@@ -64,35 +65,36 @@ def _translate_format_2(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(config)
 
 
-def read_config(caller: str, path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds."""
     try:
         text = read_text(path)
     except ValueError as error:
-        raise ValueError(f"{caller}: {error}") from error
+        raise refusal(ValueError, f"{error}") from error
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{caller}: {path} is damaged, not JSON: {error}; fix: save or download it again.") from error
+        raise refusal(ValueError, f"{path} is damaged, not JSON: {error}; fix: save or download it again.") from error
     if isinstance(config, dict) and config.get("format", 1) not in range(1, FORMAT + 1):
-        raise ValueError(
-            f"{caller}: {path} is of format {config['format']!r:.40}, and this version reads formats up to {FORMAT}; "
-            f"fix: a newer farfield."
+        raise refusal(
+            ValueError,
+            f"{path} is of format {config['format']!r:.40}, and this version reads formats up to {FORMAT}; "
+            f"fix: a newer farfield.",
         )
     if not isinstance(config, dict) or not isinstance(config.get("model"), str):
         keys = ", ".join(config) if isinstance(config, dict) else type(config).__name__
-        raise ValueError(
-            f'{caller}: {path} names no "model", it has {keys or "no entries"}; fix: a model saved by farfield.'
+        raise refusal(
+            ValueError, f'{path} names no "model", it has {keys or "no entries"}; fix: a model saved by farfield.'
         )
     if "weights" in config:
         fix = 'remove "weights" from it, as the weights of a saved model are in the other file beside it.'
-        raise ValueError(
-            f"{caller}: {path} names a file of weights, {config['weights']!r}, which is not read; fix: {fix}"
+        raise refusal(
+            ValueError, f"{path} names a file of weights, {config['weights']!r}, which is not read; fix: {fix}"
         )
     try:
         check_arguments(path, config)
     except ValueError as error:
-        raise ValueError(f"{caller}: {error}") from error
+        raise refusal(ValueError, f"{error}") from error
     return config
 
 

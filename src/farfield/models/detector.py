@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import unknown
+from farfield._refusals import door, put_name
 from farfield.insertion import detector_places, insert
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.deeplab import fill, read_weights
@@ -125,7 +126,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         config = bind_arguments(locals())
         super().__init__()
         if model not in _VARIANTS:
-            raise unknown("models.Detector", "model", model, _VARIANTS)
+            raise put_name("models.Detector", unknown("model", model, _VARIANTS))
         setup = setup if isinstance(setup, Setup) else Setup(**setup)
         for name, value in {"num_classes": num_classes, "basis": basis, **asdict(setup)}.items():
             check_whole(model, name, value, 0 if name == "frozen" else 1)
@@ -217,7 +218,7 @@ def faster_rcnn(
 
 def _build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
     if backbone not in _RESNETS:
-        raise unknown(model, "backbone", backbone, _RESNETS)
+        raise put_name(model, unknown("backbone", backbone, _RESNETS))
     from torchvision.models import resnet
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
     from torchvision.ops import FrozenBatchNorm2d
@@ -262,7 +263,8 @@ def _build_rcnn(model: str, pyramid: nn.Module, num_classes: int, setup: Setup) 
 
 
 def _fill_rcnn(model: str, rcnn: Any, path: Path, setup: Setup) -> None:
-    tensors = read_weights(model, path)
+    with door(model):
+        tensors = read_weights(path)
     if not setup.frozen:
         raise ValueError(
             f"{model}: weights need a frozen backbone; with frozen=False it has group norms; fix: frozen=True."

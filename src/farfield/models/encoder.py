@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from farfield._checks import unknown
+from farfield._refusals import put_name
 
 # timm's number for parameters that belong to the preceding group.
 _BEFORE = 99999
@@ -43,7 +44,7 @@ def check_pool(model: str, global_pool: str, num_classes: int) -> str:
     """Return the name in `POOLS` of a pooling; timm's "fast" variants compute the same. A classifier needs one."""
     name = "avg" if global_pool == "fast" else str(global_pool).removeprefix("fast")
     if name not in POOLS:
-        raise unknown(model, "global_pool", global_pool, POOLS)
+        raise put_name(model, unknown("global_pool", global_pool, POOLS))
     if name == "" and num_classes:
         raise ValueError(
             f'{model}: global_pool="" keeps all positions, but a classifier of {num_classes} classes needs one vector; '

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from farfield._checks import shape_error, unknown
+from farfield._refusals import put_name
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.gan_parts import DiscriminatorBlock, GeneratorBlock, bound_weight, draw_bound_weights
 from farfield.models.storage import Stored
@@ -91,7 +92,7 @@ class Generator(nn.Module):
         """Return images with values between -1 and 1; without labels the classes are drawn at random."""
         if noise.dim() != 2 or noise.shape[1] != self.noise_channels:
             fix = f"torch.randn(batch, {self.noise_channels})."
-            raise shape_error("sagan", f"noise must be (batch, {self.noise_channels}).", fix, noise=noise)
+            raise put_name("sagan", shape_error(f"noise must be (batch, {self.noise_channels}).", fix, noise=noise))
         if labels is None and self.num_classes:
             labels = torch.randint(self.num_classes, noise.shape[:1], device=noise.device)
         grid = self.linear(noise).unflatten(1, (-1, _SMALLEST, _SMALLEST))
@@ -137,7 +138,7 @@ class Discriminator(nn.Module):
         if images.dim() != 4 or images.shape[1:] != (3, self.side, self.side):
             problem = f"images must be (batch, 3, {self.side}, {self.side})."
             fix = f"images of {self.side} pixels (--data.image_size {self.side}), or a network with another side."
-            raise shape_error("sagan", problem, fix, images=images)
+            raise put_name("sagan", shape_error(problem, fix, images=images))
         if self.classes is not None and labels is None:
             raise ValueError(
                 "sagan: the discriminator has classes, so that it needs the label of each image; "
@@ -252,7 +253,7 @@ def sagan(
 
 def _check_sides(model: str, operator: str | Operator | None, side: int, attention_at: int) -> None:
     if model != "sagan":
-        raise unknown("models.SAGAN", "model", model, ["sagan"])
+        raise put_name("models.SAGAN", unknown("model", model, ["sagan"]))
     if operator is not None:
         find_operator(model, operator)
     check_whole(model, "side", side, 4 * _SMALLEST)

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import shape_error, unknown
+from farfield._refusals import put_name
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.compact import check_image
 from farfield.models.psmnet_parts import BasicBlock, Hourglass, classifier, conv_norm_relu, draw_kernels, residual
@@ -93,7 +94,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         config = bind_arguments(locals())
         super().__init__()
         if model not in _VARIANTS:
-            raise unknown("models.PSMNet", "model", model, _VARIANTS)
+            raise put_name("models.PSMNet", unknown("model", model, _VARIANTS))
         check_whole(model, "first_channels", first_channels, 1)
         if not isinstance(max_disparity, int) or max_disparity < _WHOLE_STRIDE or max_disparity % _WHOLE_STRIDE:
             raise ValueError(f"{model}: max_disparity must be a multiple of {_WHOLE_STRIDE}, got {max_disparity!r}.")
@@ -137,12 +138,12 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         check_image(self.name, right, 3)
         if left.shape != right.shape:
             fix = "pass both images of each pair, rectified, at one size."
-            raise shape_error(self.name, "left and right must have one shape.", fix, left=left, right=right)
+            raise put_name(self.name, shape_error("left and right must have one shape.", fix, left=left, right=right))
         if any(side % _WHOLE_STRIDE for side in left.shape[2:]):
             top, end = (-side % _WHOLE_STRIDE for side in left.shape[2:])
             fix = f"pad both at the top and on the right, torch.nn.functional.pad(left, (0, {end}, {top}, 0))."
             problem = f"height and width must be multiples of {_WHOLE_STRIDE}."
-            raise shape_error(self.name, problem, fix, left=left, right=right)
+            raise put_name(self.name, shape_error(problem, fix, left=left, right=right))
 
 
 def psmnet_stacked(

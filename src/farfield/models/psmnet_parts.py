@@ -58,7 +58,7 @@ class Hourglass(nn.Module):
 def _conv_norm(
     before: int, after: int, *, spatial_dims: int = 2, kernel: int = 3, stride: int = 1, dilation: int = 1
 ) -> list[nn.Module]:
-    kinds, padding = layers("psmnet", spatial_dims), dilation * (kernel // 2)
+    kinds, padding = layers(spatial_dims), dilation * (kernel // 2)
     convolution = kinds.convolution(before, after, kernel, stride, padding, dilation, bias=False)
     return [convolution, kinds.batch_norm(after)]
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from farfield._checks import unknown
 from farfield._files import stage_files
+from farfield._refusals import door, put_name, refusal
 from farfield.models.card import is_edited, list_operators, write_card
 from farfield.models.description import FORMAT, check_arguments, read_config, translate
 
@@ -116,7 +117,9 @@ class Stored(PyTorchModelHubMixin):
         known = list(inspect.signature(self.generate_model_card).parameters)
         for name in card:
             if name not in known:
-                raise unknown(f"{self.config['model']}.save_pretrained", "entry of model_card_kwargs", name, known)
+                raise put_name(
+                    f"{self.config['model']}.save_pretrained", unknown("entry of model_card_kwargs", name, known)
+                )
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}  # type: ignore[attr-defined]
         identity = {key: self.config[key] for key in _IDENTITY if key in self.config}
         return {
@@ -157,63 +160,64 @@ class Stored(PyTorchModelHubMixin):
         revision: str | None = None,
     ) -> Self:
         """Rebuild a saved model of this class; the arguments are those of `models.from_pretrained`, for any class."""
-        caller = f"{cls.__name__}.from_pretrained"
         hub = {"force_download": force_download, "token": token, "cache_dir": cache_dir}
         hub |= {"local_files_only": local_files_only, "revision": revision}
-        return load_model(caller, pretrained_model_name_or_path, lambda config: cls(**config), hub)
+        with door(f"{cls.__name__}.from_pretrained"):
+            return load_model(pretrained_model_name_or_path, lambda config: cls(**config), hub)
 
 
-def load_model(caller: str, source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
-    """Build a model from a folder or a repository of the Hub, fill in its weights and put it in eval mode.
-
-    `build` makes the model of a configuration; `hub` has options of `hf_hub_download`. The model is first built on the
-    meta device and compared with the weights: a configuration that does not fit them allocates no memory.
-    """
-    config_file, weights_file = _find_files(caller, source, hub)
-    saved = read_config(caller, config_file)
+def load_model(source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
+    """Build a model by `build(configuration)`, fill in the weights of a folder or of the Hub; it is in eval mode."""
+    # It is first built on the meta device and compared with the weights: a configuration that does not fit them
+    # allocates no memory.
+    config_file, weights_file = _find_files(source, hub)
+    saved = read_config(config_file)
     config = translate(saved.pop("format", 1), saved)
-    metadata, shapes = _read_header(caller, weights_file)
+    metadata, shapes = _read_header(weights_file)
     try:
         with torch.device("meta"):
             skeleton = build(config)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
         fix = "models.from_pretrained, which finds the class, or the version of farfield that saved the model."
-        raise ValueError(
-            f"{caller}: {config_file} does not describe a model of this version: {error}\n  fix: {fix}"
+        raise refusal(
+            ValueError, f"{config_file} does not describe a model of this version: {error}\n  fix: {fix}"
         ) from error
-    _check_weights(caller, saved, metadata, _describe_differences(skeleton.state_dict(), shapes), weights_file)
+    _check_weights(saved, metadata, _describe_differences(skeleton.state_dict(), shapes), weights_file)
     model = build(config)
     model.load_state_dict(load_file(weights_file))
     return model.eval()
 
 
-def _find_files(caller: str, source: str | Path, hub: dict[str, Any]) -> tuple[Path, Path]:
+def _find_files(source: str | Path, hub: dict[str, Any]) -> tuple[Path, Path]:
     """Return the paths of configuration and weights; download both if the source is a repository."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         for name in (_CONFIG, _WEIGHTS):
             if not (folder / name).is_file():
                 held = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-                raise FileNotFoundError(
-                    f"{caller}: {folder} has no {name}, it holds {held}; "
-                    f"fix: a folder written by save_pretrained (pickled weights are never loaded)."
+                raise refusal(
+                    FileNotFoundError,
+                    f"{folder} has no {name}, it holds {held}; "
+                    f"fix: a folder written by save_pretrained (pickled weights are never loaded).",
                 )
         return folder / _CONFIG, folder / _WEIGHTS
     if folder.exists():
-        raise NotADirectoryError(f"{caller}: {folder} is a file; fix: the folder that save_pretrained wrote.")
+        raise refusal(NotADirectoryError, f"{folder} is a file; fix: the folder that save_pretrained wrote.")
     if isinstance(source, Path) or _is_path(source):
         near = difflib.get_close_matches(folder.name, os.listdir(folder.parent) if folder.parent.is_dir() else [], n=3)
         hint = f" Near it: {', '.join(str(folder.parent / name) for name in near)}." if near else ""
-        raise FileNotFoundError(
-            f"{caller}: there is no folder {folder}; fix: the folder that save_pretrained wrote, or a repository of "
-            f"the Hub by owner and name.{hint}"
+        raise refusal(
+            FileNotFoundError,
+            f"there is no folder {folder}; fix: the folder that save_pretrained wrote, or a repository of "
+            f"the Hub by owner and name.{hint}",
         )
     try:
         config, weights = (Path(hf_hub_download(source, name, **hub)) for name in (_CONFIG, _WEIGHTS))
     except (OSError, HFValidationError) as error:
-        raise FileNotFoundError(
-            f'{caller}: "{source}" is no folder here, and the Hub did not give its {_CONFIG} and {_WEIGHTS}: {error}\n'
-            f"  fix: the owner and name of a repository with both files; token=, if it is private; a connection."
+        raise refusal(
+            FileNotFoundError,
+            f'"{source}" is no folder here, and the Hub did not give its {_CONFIG} and {_WEIGHTS}: {error}\n'
+            f"  fix: the owner and name of a repository with both files; token=, if it is private; a connection.",
         ) from error
     return config, weights
 
@@ -227,48 +231,50 @@ def _is_path(source: str) -> bool:
     return Path(owner).is_dir() or Path(name).suffix in (".ckpt", ".safetensors", ".json", ".pt", ".pth", ".bin")
 
 
-def _read_header(caller: str, path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the metadata of a file of weights and its tensors on the meta device; refuse a damaged file."""
     try:
         with safe_open(path, "pt") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  (no mapping)
             return file.metadata() or {}, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     except PermissionError as error:
-        raise PermissionError(
-            error.errno, f"{caller}: cannot read {path}: {error.strerror}; fix: a file that you may read."
+        raise refusal(
+            PermissionError, error.errno, f"cannot read {path}: {error.strerror}; fix: a file that you may read."
         ) from error
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{caller}: {path} is damaged: {error}; fix: save or download it again.") from error
+        raise refusal(ValueError, f"{path} is damaged: {error}; fix: save or download it again.") from error
 
 
-def _check_weights(caller: str, config: dict[str, Any], metadata: Mapping[str, str], problems: str, path: Path) -> None:
+def _check_weights(config: dict[str, Any], metadata: Mapping[str, str], problems: str, path: Path) -> None:
     """Refuse weights whose metadata are not those of the configuration, or that have `problems`."""
     for key in _IDENTITY:
         if key in metadata and metadata[key] != config.get(key):
-            raise ValueError(
-                f'{caller}: {path} holds weights of {key} "{metadata[key]}", its {_CONFIG} states "{config.get(key)}"; '
-                f"fix: keep the two files of one save together."
+            raise refusal(
+                ValueError,
+                f'{path} holds weights of {key} "{metadata[key]}", its {_CONFIG} states "{config.get(key)}"; '
+                f"fix: keep the two files of one save together.",
             )
     if problems:
-        raise ValueError(
-            f"{caller}: {path} holds the weights of another model than the {config['model']} its {_CONFIG} describes: "
-            f"{problems}. fix: keep the two files of one save together."
+        raise refusal(
+            ValueError,
+            f"{path} holds the weights of another model than the {config['model']} its {_CONFIG} describes: "
+            f"{problems}. fix: keep the two files of one save together.",
         )
 
 
-def read_weights(caller: str, path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     """Read a state dict from a `.safetensors` file or a file of `torch.save`, without running code in it."""
     if not path.is_file():
         fix = "the path of a .safetensors file, or of a .pth or .bin that torch.save wrote."
-        raise FileNotFoundError(f"{caller}: there are no weights {path}; fix: {fix}")
+        raise refusal(FileNotFoundError, f"there are no weights {path}; fix: {fix}")
     try:
         tensors = load_file(path) if path.suffix == ".safetensors" else read_pickled(path)
     except SafetensorError as error:
-        raise ValueError(f"{caller}: {path} is damaged: {error}; fix: download it again.") from error
+        raise refusal(ValueError, f"{path} is damaged: {error}; fix: download it again.") from error
     except ValueError as error:
-        raise ValueError(f"{caller}: {path} {error}; fix: download it again, or a .safetensors file.") from error
+        raise refusal(ValueError, f"{path} {error}; fix: download it again, or a .safetensors file.") from error
     if not (isinstance(tensors, dict) and all(map(is_entry, tensors.items()))):
-        raise ValueError(f"{caller}: {path} holds no state dict; fix: a file of torch.save(model.state_dict(), path).")
+        raise refusal(ValueError, f"{path} holds no state dict; fix: a file of torch.save(model.state_dict(), path).")
     return tensors
 
 

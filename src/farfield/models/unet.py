@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import unknown
+from farfield._refusals import put_name
 from farfield.models.choices import bind_arguments
 from farfield.models.storage import Stored
 from farfield.models.unet_parts import (
@@ -92,7 +93,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         config = bind_arguments(locals())
         super().__init__()
         if model not in VARIANTS:
-            raise unknown("models.UNet", "model", model, VARIANTS)
+            raise put_name("models.UNet", unknown("model", model, VARIANTS))
         sizes = {"depth": depth, "first_channels": first_channels, "in_channels": in_channels}
         check_unet(model, operator, sizes, kernel)
         self.config, self.name, self.spatial_dims, self.depth = config, model, spatial_dims, depth
@@ -106,7 +107,7 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         attending = (append_attention(block, channels, *options) for block, channels in parts.attending)
         self.bottom = next(attending)
         self.decoder = nn.ModuleList(attending)
-        point = layers(model, spatial_dims).convolution
+        point = layers(spatial_dims).convolution
         self.head = point(first_channels, in_channels, 1, bias=activated)
         self.scale = point(first_channels, in_channels, 1) if probabilistic else None
         self.reset_parameters()
@@ -210,7 +211,7 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         config = bind_arguments(locals())
         super().__init__()
         if model != "unet_projection":
-            raise unknown("models.ProjectionUNet", "model", model, ["unet_projection"])
+            raise put_name("models.ProjectionUNet", unknown("model", model, ["unet_projection"]))
         check_unet(model, operator, {"depth": depth, "first_channels": first_channels}, kernel)
         self.unet = UNet(
             operator=operator,

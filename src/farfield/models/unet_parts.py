@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import shape_error
+from farfield._refusals import door, put_name
 from farfield.models.channel_norm import split_deviation
 from farfield.models.choices import check_whole, find_operator
 from farfield.nn.attention import GridAttention
@@ -94,7 +95,7 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, spatial_dims: int, kernel: int, channels: int, out_channels: int) -> None:
         super().__init__()
-        convolution = layers("unet_residual", spatial_dims).convolution
+        convolution = layers(spatial_dims).convolution
         self.first = convolution(channels, out_channels, kernel, padding=kernel // 2, bias=False)
         self.second = convolution(out_channels, out_channels, kernel, padding=kernel // 2, bias=False)
         self.shortcut: nn.Module = nn.Identity()
@@ -117,9 +118,10 @@ class UNetParts(NamedTuple):
     activation: nn.Module
 
 
+@door("unet_care")
 def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> UNetParts:
     """Build the parts of CARE's U-Net, from `channels` of the input and `widths` of each level, from the top."""
-    convolution, pool = layers("unet_care", spatial_dims).convolution, layers("unet_care", spatial_dims).max_pool
+    convolution, pool = layers(spatial_dims).convolution, layers(spatial_dims).max_pool
 
     def block(*sizes: int) -> nn.Module:
         parts: list[nn.Module] = []
@@ -138,9 +140,10 @@ def build_care(spatial_dims: int, kernel: int, channels: int, widths: list[int])
     return UNetParts(nn.Identity(), encoder, down, attending, up, nn.Identity())
 
 
+@door("unet_residual")
 def build_residual(spatial_dims: int, kernel: int, channels: int, widths: list[int]) -> UNetParts:
     """Build the parts of the U-Net of residual blocks; the arguments are those of `build_care`."""
-    kinds = layers("unet_residual", spatial_dims)
+    kinds = layers(spatial_dims)
     convolution, transposed = kinds.convolution, kinds.transposed
     levels, padding = range(len(widths) - 1), kernel // 2
     half: dict[str, Any] = {"kernel_size": kernel, "stride": 2, "padding": padding, "bias": False}
@@ -239,7 +242,7 @@ def check_stack(model: str, grid: Tensor, channels: int, spatial_dims: int, mult
         fix = f"pass (batch, {channels}, {names}), or build a UNet with other spatial_dims and in_channels."
         if grid.dim() == spatial_dims + 1:
             fix = "add the batch, grid.unsqueeze(0), or the channel, grid.unsqueeze(1)."
-        raise shape_error(model, f"the grid must be (batch, {channels}, {names}).", fix, grid=grid)
+        raise put_name(model, shape_error(f"the grid must be (batch, {channels}, {names}).", fix, grid=grid))
     if not grid.is_floating_point():
         raise TypeError(
             f"{model}: the grid must be floating point, got {grid.dtype}; fix: grid.float(), scaled as in training."
@@ -247,4 +250,4 @@ def check_stack(model: str, grid: Tensor, channels: int, spatial_dims: int, mult
     if any(side % multiple or not side for side, multiple in zip(grid.shape[2:], multiples, strict=True)):
         problem = f"the size ({names}) must be multiples of {multiples}, above 0."
         fix = "pad the grid; farfield.tasks.restore_stack.restore pads and crops again."
-        raise shape_error(model, problem, fix, grid=grid)
+        raise put_name(model, shape_error(problem, fix, grid=grid))

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import shape_error, unknown
+from farfield._refusals import door, put_name, refusal
 from farfield.insertion import insert
 from farfield.models.choices import bind_arguments, check_whole, find_operator
 from farfield.models.storage import Stored
@@ -143,7 +144,7 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         config = bind_arguments(locals())
         super().__init__()
         if model != "i3d_resnet50":
-            raise unknown("models.I3D", "model", model, ["i3d_resnet50"])
+            raise put_name("models.I3D", unknown("model", model, ["i3d_resnet50"]))
         _check_choices(model, operator, num_classes)
         self.config = config
         self.conv1 = nn.Conv3d(3, 64, (5, 7, 7), stride=(1, 2, 2), padding=(2, 3, 3), bias=False)
@@ -161,7 +162,8 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
         """Return the logit of each class."""
-        _check_clip("i3d_resnet50", clip, frames=2)
+        with door("i3d_resnet50"):
+            _check_clip(clip, frames=2)
         grid = self.pool1(torch.relu(self.bn1(self.conv1(clip))))
         grid = self.pool2(self.layer1(grid))
         grid = self.layer4(self.layer3(self.layer2(grid)))
@@ -215,11 +217,11 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
 
         super().__init__()
         if model != "video_resnet":
-            raise unknown("models.VideoResNet", "model", model, ["video_resnet"])
+            raise put_name("models.VideoResNet", unknown("model", model, ["video_resnet"]))
         _check_choices(model, operator, num_classes)
         check_whole(model, "channels", channels, 1)
         if backbone not in BACKBONES:
-            raise unknown(model, "backbone", backbone, BACKBONES)
+            raise put_name(model, unknown("backbone", backbone, BACKBONES))
         self.config = config | {"where": list(where)}
         self.network = getattr(video, backbone)(weights=None, num_classes=num_classes)
         if operator is not None:
@@ -230,7 +232,8 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
 
     def forward(self, clip: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b classes"]:
         """Return the logit of each class."""
-        _check_clip("video_resnet", clip)
+        with door("video_resnet"):
+            _check_clip(clip)
         return self.network(clip)
 
     def card_shape(self, side: int) -> tuple[int, ...]:
@@ -305,13 +308,13 @@ def _check_choices(model: str, operator: str | Operator | None, num_classes: int
     check_whole(model, "num_classes", num_classes, 1)
 
 
-def _check_clip(caller: str, clip: Tensor, *, frames: int = 1) -> None:
+def _check_clip(clip: Tensor, *, frames: int = 1) -> None:
     """Refuse inputs that are not a floating-point batch of clips of at least `frames` frames."""
     if clip.dim() != 5 or clip.shape[1] != 3 or clip.shape[2] < frames:
         least = f", {frames} frames or more" if frames > 1 else ""
         fix = "pass such clips; image[:, :, None].expand(-1, -1, frames, -1, -1) makes a clip of an image."
         problem = f"clips must be (batch, 3, frames, height, width){least}."
-        raise shape_error(caller, problem, fix, clip=clip)
+        raise shape_error(problem, fix, clip=clip)
     if not clip.is_floating_point():
         fix = "clip.float() / 255, normalised as in training."
-        raise TypeError(f"{caller}: the clip must be floating point, got {clip.dtype}; fix: {fix}")
+        raise refusal(TypeError, f"the clip must be floating point, got {clip.dtype}; fix: {fix}")

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from farfield._checks import add_memory_note, unknown
+from farfield._refusals import put_name
 from farfield.nn.bare import read_projection
 from farfield.nn.checks import (
     check_context,
@@ -94,7 +95,7 @@ class GridAttention(nn.Module):
         check_order(channels, operator)
         if isinstance(operator, str):
             if operator not in OPERATORS:
-                raise unknown("GridAttention", "operator", operator, OPERATORS)
+                raise put_name("GridAttention", unknown("operator", operator, OPERATORS))
             self.operator_name, operator = operator, OPERATORS[operator]
         else:
             self.operator_name = find_name(operator) or "custom"

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, shape_error
+from farfield._refusals import door, refusal
 from farfield.nn import block_fusion
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
@@ -81,7 +82,8 @@ class BaseBlock(Fusable):
         spatial_dims: int = 2,
     ) -> None:
         super().__init__()
-        check_block("BaseBlock", expansion=expansion, stride=stride, spatial_dims=spatial_dims, smallest=1)
+        with door("BaseBlock"):
+            check_block(expansion=expansion, stride=stride, spatial_dims=spatial_dims, smallest=1)
         wide = expansion * channels
         self.channels, self.stride, self.spatial_dims = channels, stride, spatial_dims
         self.concatenates = skip and expansion > 1
@@ -97,7 +99,8 @@ class BaseBlock(Fusable):
         Raises:
             ShapeError: If the grid has other channels, or another number of spatial dims, than the block.
         """
-        check_channels("BaseBlock", grid, self.channels, self.spatial_dims)
+        with door("BaseBlock"):
+            check_channels(grid, self.channels, self.spatial_dims)
         fused = splits_channels(self.depthwise) and adds_channels(self.project)
         compute = partial(block_fusion.base_block, self) if fused else self.plain
         wide = self.expanded + self.channels if self.concatenates else self.expanded
@@ -166,7 +169,8 @@ class AttentionBlock(Fusable):
         spatial_dims: int = 2,
     ) -> None:
         super().__init__()
-        check_block("AttentionBlock", expansion=expansion, stride=stride, spatial_dims=spatial_dims, smallest=2)
+        with door("AttentionBlock"):
+            check_block(expansion=expansion, stride=stride, spatial_dims=spatial_dims, smallest=2)
         self.channels, self.stride, self.spatial_dims = channels, stride, spatial_dims
         self.expanded = (expansion - 1) * channels
         self.residual = stride == 1 and channels == out_channels
@@ -189,7 +193,8 @@ class AttentionBlock(Fusable):
         Raises:
             ShapeError: If the grid has other channels, or another number of spatial dims, than the block.
         """
-        check_channels("AttentionBlock", grid, self.channels, self.spatial_dims)
+        with door("AttentionBlock"):
+            check_channels(grid, self.channels, self.spatial_dims)
         compute = partial(block_fusion.attention_block, self) if adds_channels(self.project) else self.plain
         return self.bounded(in_slices([*self.children()], compute, grid, self.expanded + self.channels, SAMPLE_WISE))
 
@@ -287,7 +292,8 @@ class SqueezeExcite(nn.Module):
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
         """Return the grid with its channels scaled; raise a ShapeError for other channels."""
-        check_channels("SqueezeExcite", grid, self.channels)
+        with door("SqueezeExcite"):
+            check_channels(grid, self.channels)
         means = grid.mean(tuple(range(2, grid.dim())))
         gate = torch.sigmoid(self.excite(torch.relu(self.squeeze(means))))
         return grid * gate.view(*gate.shape, *[1] * (grid.dim() - 2))
@@ -297,17 +303,17 @@ class SqueezeExcite(nn.Module):
 SAMPLE_WISE = (BaseBlock, AttentionBlock, SqueezeExcite, GridAttention, CoefficientNorm, nn.Linear, nn.Sequential)
 
 
-def check_block(caller: str, *, expansion: int, stride: int, spatial_dims: int, smallest: int) -> None:
+def check_block(*, expansion: int, stride: int, spatial_dims: int, smallest: int) -> None:
     """Raise ValueError for an expansion or stride that is too small, or spatial dims that are not 1 to 3."""
-    layers(caller, spatial_dims)
+    layers(spatial_dims)
     if expansion < smallest:
         why = "" if smallest == 1 else ": the local path has (expansion - 1) times the channels"
-        raise ValueError(f"{caller}: expansion must be {smallest} at least{why}, got {expansion=}.")
+        raise refusal(ValueError, f"expansion must be {smallest} at least{why}, got {expansion=}.")
     if stride < 1:
-        raise ValueError(f"{caller}: stride must be 1 at least, got {stride=}.")
+        raise refusal(ValueError, f"stride must be 1 at least, got {stride=}.")
 
 
-def check_channels(caller: str, grid: Tensor, channels: int, spatial_dims: int | None = None) -> None:
+def check_channels(grid: Tensor, channels: int, spatial_dims: int | None = None) -> None:
     """Raise ShapeError for a grid of other channels, or another number of spatial dims, than a block was built for."""
     if grid.dim() < 3 or grid.shape[1] != channels or (spatial_dims is not None and grid.dim() != spatial_dims + 2):
         size = "*size" if spatial_dims is None else SIZES[spatial_dims]
@@ -319,4 +325,4 @@ def check_channels(caller: str, grid: Tensor, channels: int, spatial_dims: int |
         else:
             fix = f"a block for this grid: channels={grid.shape[1]}"
             fix += "." if spatial_dims is None else f", spatial_dims={grid.dim() - 2}."
-        raise shape_error(caller, f"the grid must be {expected}.", fix, grid=grid)
+        raise shape_error(f"the grid must be {expected}.", fix, grid=grid)

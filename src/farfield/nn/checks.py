@@ -19,6 +19,7 @@ from farfield._checks import (
     check_same_kind,
     shape_error,
 )
+from farfield._refusals import door, put_name, refusal
 from farfield.nn.bare import is_unchanged
 from farfield.ops.grid import Place
 from farfield.ops.modes import autocast_dtype
@@ -60,48 +61,48 @@ def check_order(channels: object, operator: object) -> None:
         )
 
 
+@door("GridAttention")
 def check_options(module: Attention, project: str) -> None:
     """Raise for options that do not fit together."""
     sizes = module.channels, module.inner_channels
-    check_projections("GridAttention", module.operator_name, module.operator, project, *sizes)
+    check_projections(module.operator_name, module.operator, project, *sizes)
     if module.value_channels != module.channels and "v" not in project:
-        raise ValueError(
-            f"GridAttention: value_channels={module.value_channels} needs values projected to them, got {project=}; "
-            f'fix: project="{project}v".'
+        raise refusal(
+            ValueError,
+            f"value_channels={module.value_channels} needs values projected to them, got {project=}; "
+            f'fix: project="{project}v".',
         )
     if module.residual and module.value_channels != module.channels and "o" not in project:
-        raise ValueError(
-            f"GridAttention: a residual adds {module.channels} channels to {module.value_channels}; "
-            f'fix: project="{project}o".'
+        raise refusal(
+            ValueError,
+            f'a residual adds {module.channels} channels to {module.value_channels}; fix: project="{project}o".',
         )
     if module.scale != 1.0 and not module.operator.has_scale:
-        raise ValueError(
-            f"GridAttention: {module.operator_name} has no softmax of products to scale, got scale={module.scale}; "
-            f"fix: leave scale out."
+        raise refusal(
+            ValueError,
+            f"{module.operator_name} has no softmax of products to scale, got scale={module.scale}; "
+            f"fix: leave scale out.",
         )
-    check_heads("GridAttention", module.heads, module.inner_channels, "query")
-    check_heads("GridAttention", module.heads, module.value_channels, "value")
+    check_heads(module.heads, module.inner_channels, "query")
+    check_heads(module.heads, module.value_channels, "value")
 
 
-def check_projections(
-    caller: str, name: str, operator: Operator, project: str, channels: int, inner_channels: int
-) -> None:
+def check_projections(name: str, operator: Operator, project: str, channels: int, inner_channels: int) -> None:
     """Raise for projections that an operator cannot have."""
     if not isinstance(project, str):
-        raise TypeError(f'{caller}: {project=} must be letters of "qkvo"; fix: project="qkvo", for example.')
+        raise refusal(TypeError, f'{project=} must be letters of "qkvo"; fix: project="qkvo", for example.')
     if not set(project) <= set("qkvo") or len(set(project)) < len(project):
         allowed = "".join(letter for letter in "qkvo" if letter in project)
-        raise ValueError(
-            f'{caller}: {project=} must be letters of "qkvo", each at most once; fix: project="{allowed}".'
-        )
+        raise refusal(ValueError, f'{project=} must be letters of "qkvo", each at most once; fix: project="{allowed}".')
     letters = operator.projections(project)
     if letters != project:
-        raise ValueError(f'{caller}: {name} reads no keys; fix: project="{letters}".')
+        raise refusal(ValueError, f'{name} reads no keys; fix: project="{letters}".')
     missing = "".join(letter for letter in operator.projections("qk") if letter not in project)
     if inner_channels != channels and missing:
-        raise ValueError(
-            f"{caller}: {inner_channels=} needs queries and keys projected to them, "
-            f'got {project=}; fix: project="{missing}{project}" or leave inner_channels out.'
+        raise refusal(
+            ValueError,
+            f"{inner_channels=} needs queries and keys projected to them, "
+            f'got {project=}; fix: project="{missing}{project}" or leave inner_channels out.',
         )
 
 
@@ -141,38 +142,46 @@ def first_parameter(module: Attention) -> Tensor | None:
     return next((each for part in parts for each in part.parameters()), None)
 
 
+@door("GridAttention")
 def check_input(
     module: Attention,
     grid: Tensor,
     mask: Tensor | None,
     origin: Sequence[int] | None = None,
     size: Sequence[int] | None = None,
-    *,
+) -> Place | None:
+    """Refuse a grid, mask or tile that does not fit; return the place of a tile, or None for a whole grid."""
+    check_fit(module, grid, mask)
+    return check_place(grid, origin, size)
+
+
+def check_fit(
+    module: Attention,
+    grid: Tensor,
+    mask: Tensor | None,
     name: str = "grid",
     mask_name: str = "mask",
-    caller: str = "GridAttention",
-) -> Place | None:
-    """Raise for a grid, mask or tile that does not fit; return the place of a tile, or None for a whole grid."""
-    check_grid(caller, name, grid)
+) -> None:
+    """Refuse a grid or mask that does not fit the module."""
+    check_grid(name, grid)
     if grid.shape[1] != module.channels:
         problem = f"{name} must have the module's {module.channels} channels, got {grid.shape[1]}."
-        raise shape_error(caller, problem, channels_fix(name, grid, module.channels), **{name: grid})
-    check_mask(caller, mask_name, mask, name, grid)
+        raise shape_error(problem, channels_fix(name, grid, module.channels), **{name: grid})
+    check_mask(mask_name, mask, name, grid)
     parameter = first_parameter(module)
     if parameter is not None and parameter.is_floating_point():
         if parameter.is_meta and not grid.is_meta:
             problem = f"{name} is on {grid.device} and the module's weights are not loaded"
-            raise ValueError(f"{caller}: {problem}; {load(module)}")
+            raise refusal(ValueError, f"{problem}; {load(module)}")
         if parameter.device != grid.device:
-            raise ValueError(
-                f"{caller}: {name} is on {grid.device} and the module on {parameter.device}; "
-                f"fix: {conversion(name, 'device')}."
+            raise refusal(
+                ValueError,
+                f"{name} is on {grid.device} and the module on {parameter.device}; fix: {conversion(name, 'device')}.",
             )
         if parameter.dtype != grid.dtype and autocast_dtype(grid) is None:
-            raise TypeError(
-                f"{caller}: {name} is {grid.dtype} and the module {parameter.dtype}; fix: {conversion(name, 'dtype')}."
+            raise refusal(
+                TypeError, f"{name} is {grid.dtype} and the module {parameter.dtype}; fix: {conversion(name, 'dtype')}."
             )
-    return check_place(caller, grid, origin, size)
 
 
 def load(module: Attention) -> str:
@@ -190,29 +199,31 @@ def conversion(name: str, what: str) -> str:
     return f"module.to(grid.{what})" if name == "grid" else f"{name}.to(grid.{what})"
 
 
+@door("GridAttention")
 def check_context(module: Attention, grid: Tensor, context: Tensor | None, context_mask: Tensor | None) -> None:
     """Raise for a context that does not fit the module or the grid, or a context mask without a context."""
     if context is None:
         if context_mask is not None:
-            raise ValueError(
-                "GridAttention: got context_mask but no context; fix: give the context too, or, for the mask of the "
-                "grid, mask= instead of context_mask=."
+            raise refusal(
+                ValueError,
+                "got context_mask but no context; fix: give the context too, or, for the mask of the "
+                "grid, mask= instead of context_mask=.",
             )
         return
     if isinstance(context, Tensor) and context.dtype == torch.bool:
-        raise TypeError("GridAttention: context is boolean, as a mask is; fix: give the mask by its name, mask=….")
-    check_input(module, context, context_mask, name="context", mask_name="context_mask")
+        raise refusal(TypeError, "context is boolean, as a mask is; fix: give the mask by its name, mask=….")
+    check_fit(module, context, context_mask, "context", "context_mask")
     if autocast_dtype(grid) is None:
-        check_same_kind("GridAttention", grid=grid, context=context)
+        check_same_kind(grid=grid, context=context)
     if grid.shape[0] != context.shape[0]:
-        raise batch_error("GridAttention", grid, context)
+        raise batch_error(grid, context)
 
 
-def batch_error(caller: str, grid: Tensor, context: Tensor) -> ShapeError:
+def batch_error(grid: Tensor, context: Tensor) -> ShapeError:
     """Return the error for a grid and a context of different batches."""
     small, large = ("context", "grid") if len(context) < len(grid) else ("grid", "context")
     fix = f"repeat the smaller one, e.g. {small}.expand(len({large}), *{small}.shape[1:]) if its batch is 1."
-    return shape_error(caller, "grid and context must have the same batch.", fix, grid=grid, context=context)
+    return shape_error("grid and context must have the same batch.", fix, grid=grid, context=context)
 
 
 def check_summary(module: Attention, grid: Tensor, summary: Summary, place: Place | None, query_sums: bool) -> None:
@@ -220,7 +231,9 @@ def check_summary(module: Attention, grid: Tensor, summary: Summary, place: Plac
     if summary.count.shape[0] != grid.shape[0]:
         problem = "grid and summary must have the same batch."
         fix = "summarize a grid of the same batch size."
-        raise shape_error("GridAttention.respond", problem, fix, **{"grid": grid, "summary.values": summary.values})
+        raise put_name(
+            "GridAttention.respond", shape_error(problem, fix, **{"grid": grid, "summary.values": summary.values})
+        )
     if place is None or place[1] == tuple(grid.shape[2:]):
         return
     if not query_sums and not module.operator.queries_from.side_by_side:

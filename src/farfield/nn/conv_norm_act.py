@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from farfield._refusals import door
 from farfield.nn.bare import is_bare
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.layer_kernels import Geometry, convolve_and, norm_and_clamp
@@ -169,6 +170,7 @@ class Convolved(Fusable, nn.Sequential):
         del self.norm
 
 
+@door("convolved")
 def convolved(
     channels: int,
     out_channels: int,
@@ -180,7 +182,7 @@ def convolved(
     spatial_dims: int = 2,
 ) -> Convolved:
     """Build convolution, batch norm and ReLU6; the last layer of a block has `activate=False`."""
-    convolution, batch_norm, *_ = layers("convolved", spatial_dims)
+    convolution, batch_norm, *_ = layers(spatial_dims)
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     parts["convolution"] = convolution(
         channels, out_channels, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from farfield._refusals import refusal
+
 
 class Layers(NamedTuple):
     """The layers for one number of spatial dims."""
@@ -23,26 +25,12 @@ LAYERS = {
 }
 
 
-def layers(caller: str, spatial_dims: int) -> Layers:
-    """Return the layers for a number of spatial dims.
-
-    Attention works for any number of spatial dims. Torch has one class of convolutions for each number, so a module
-    with convolutions needs the number when it is built.
-
-    Args:
-        caller: The name in the error text.
-        spatial_dims: Number of spatial dims: 1 for sequences, 2 for images, 3 for volumes and video.
-
-    Raises:
-        ValueError: For a number of spatial dims that torch has no convolution for.
-
-    Example:
-        >>> layers("BaseBlock", 3).convolution.__name__
-        'Conv3d'
-    """
+def layers(spatial_dims: int) -> Layers:
+    """Return the layers for 1 (sequences), 2 (images) or 3 spatial dims (volumes, video); torch has no others."""
     if spatial_dims not in LAYERS:
-        raise ValueError(
-            f"{caller}: convolutions have 1, 2 or 3 spatial dims, got spatial_dims={spatial_dims!r}; "
-            f"fix: one of these, with further axes folded into the batch."
+        raise refusal(
+            ValueError,
+            f"convolutions have 1, 2 or 3 spatial dims, got spatial_dims={spatial_dims!r}; "
+            f"fix: one of these, with further axes folded into the batch.",
         )
     return LAYERS[spatial_dims]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from farfield._checks import check_heads, check_mask, shape_error, unknown
+from farfield._refusals import door, put_name
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
 from farfield.nn.token_attention import attend_tokens
@@ -69,8 +70,9 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(operator, str) and operator not in OPERATORS:
-            raise unknown("TransformerLayer", "operator", operator, OPERATORS)
-        check_heads("TransformerLayer", heads, channels, "tokens")
+            raise put_name("TransformerLayer", unknown("operator", operator, OPERATORS))
+        with door("TransformerLayer"):
+            check_heads(heads, channels, "tokens")
         entry = OPERATORS[operator] if isinstance(operator, str) else operator
         self.attention = GridAttention(
             channels,
@@ -110,17 +112,20 @@ class TransformerLayer(nn.Module):
         if tokens.dim() != 3 or tokens.shape[2] != channels:
             problem = f"tokens must be (batch, tokens, {channels})."
             fix = "channels come last, e.g. grid.flatten(2).mT for a grid (batch, channels, *size)."
-            raise shape_error("TransformerLayer", problem, fix, tokens=tokens)
+            raise put_name("TransformerLayer", shape_error(problem, fix, tokens=tokens))
         dtype = self.norm.weight.dtype
         if not tokens.is_floating_point() or (tokens.dtype != dtype and autocast_dtype(tokens) is None):
             raise TypeError(
                 f"TransformerLayer: tokens are {tokens.dtype} and the layer {dtype}; fix: tokens.to({dtype})."
             )
         if mask is not None and mask.dtype != torch.bool:
-            check_mask("TransformerLayer", "mask", mask, "tokens", tokens.mT)  # raises TypeError
+            with door("TransformerLayer"):
+                check_mask("mask", mask, "tokens", tokens.mT)  # raises TypeError
         if mask is not None and mask.shape != tokens.shape[:2]:
             problem = f"mask must be boolean, (batch, tokens), got {mask.dtype}."
-            raise shape_error("TransformerLayer", problem, "True where a token is valid.", mask=mask, tokens=tokens)
+            raise put_name(
+                "TransformerLayer", shape_error(problem, "True where a token is valid.", mask=mask, tokens=tokens)
+            )
         # Otherwise tokens that are not valid, NaN for example, would enter the gradients of the norms.
         tokens = hide(tokens.mT, mask).mT
         tokens = self.norm(tokens + self.dropout(self.attend(tokens, mask)))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from farfield._checks import ShapeError, add_memory_note, check_attention, check_grid, check_same_kind
+from farfield._refusals import put_name, refusal
 from farfield.ops import engine
 from farfield.ops.projection import IDENTITY, Call, project_to_scores
 from farfield.ops.table import OPERATORS
@@ -61,10 +62,14 @@ def attend(
 
     For an operator with a score, `weight` or ones project queries and keys to one channel per head (SAN 4).
     """
-    caller, operator = f"{name}_attention", OPERATORS[name]
-    if operator.score == "learned":
-        _check_weight(caller, query, weight)
-    check_attention(caller, query, key, value, heads, mask, query_mask)
+    operator = OPERATORS[name]
+    try:
+        if operator.score == "learned":
+            _check_weight(query, weight)
+        check_attention(query, key, value, heads, mask, query_mask)
+    except (TypeError, ValueError) as error:
+        put_name(f"{name}_attention", error)
+        raise
     score = IDENTITY
     if operator.score is not None:
         vector = query.new_ones(query.shape[1]) if weight is None else weight
@@ -74,21 +79,23 @@ def attend(
         return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask)
     except RuntimeError as error:
         if not operator.merges_by_adding:
-            add_memory_note(caller, name, query, key, heads, error)
+            add_memory_note(f"{name}_attention", name, query, key, heads, error)
         raise
 
 
-def _check_weight(caller: str, query: Tensor, weight: Any) -> None:
+def _check_weight(query: Tensor, weight: Any) -> None:
     """Refuse a weight that does not have one number per query channel, or another dtype or device."""
-    check_grid(caller, "query", query)
+    check_grid("query", query)
     if not isinstance(weight, Tensor):
-        raise TypeError(
-            f"{caller}: weight must be a tensor with one number per channel of query, got {type(weight).__name__}; "
-            f"fix: torch.nn.Parameter(torch.ones({query.shape[1]}))."
+        raise refusal(
+            TypeError,
+            f"weight must be a tensor with one number per channel of query, got {type(weight).__name__}; "
+            f"fix: torch.nn.Parameter(torch.ones({query.shape[1]})).",
         )
     if weight.dim() != 1 or weight.shape[0] != query.shape[1]:
-        raise ShapeError(
-            f"{caller}: weight must have one number per channel of query, got {tuple(weight.shape)} for "
-            f"query {tuple(query.shape)}; fix: torch.nn.Parameter(torch.ones({query.shape[1]}))."
+        raise refusal(
+            ShapeError,
+            f"weight must have one number per channel of query, got {tuple(weight.shape)} for "
+            f"query {tuple(query.shape)}; fix: torch.nn.Parameter(torch.ones({query.shape[1]})).",
         )
-    check_same_kind(caller, query=query, weight=weight)
+    check_same_kind(query=query, weight=weight)

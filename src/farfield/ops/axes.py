@@ -8,11 +8,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._checks import check_grid, check_mask, shape_error
+from farfield._refusals import door
 from farfield.ops.engine import is_fast
 from farfield.ops.fast import axes
 from farfield.ops.grid import AXES
 
 
+@door("axis_means")
 def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | None = None) -> Float[Tensor, "b c s"]:
     """Average a grid over all axes but one, for each axis in turn.
 
@@ -44,12 +46,13 @@ def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | N
         >>> ops.axis_means(torch.randn(2, 8, 16, 32, 32)).shape
         torch.Size([2, 8, 80])
     """
-    check_grid("axis_means", "grid", grid)
-    check_mask("axis_means", "mask", mask, "grid", grid)
+    check_grid("grid", grid)
+    check_mask("mask", mask, "grid", grid)
     sums, counts = axes.gather(AXES, grid, mask) if is_fast() else AXES.gather(grid, mask, None)
     return (sums / counts.clamp_min(1)).to(grid.dtype)
 
 
+@door("outer_sum")
 def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Tensor, "b c *size"]:
     """Add the vectors of all axes into a grid.
 
@@ -78,8 +81,8 @@ def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Ten
         tensor([[[[11., 21., 31.],
                   [12., 22., 32.]]]])
     """
-    check_grid("outer_sum", "vectors", vectors)
+    check_grid("vectors", vectors)
     if vectors.dim() != 3 or vectors.shape[2] != sum(size):
         fix = f"concatenate one vector per axis, {sum(size)} numbers for size {tuple(size)}."
-        raise shape_error("outer_sum", "vectors must be (batch, channels, sum of size).", fix, vectors=vectors)
+        raise shape_error("vectors must be (batch, channels, sum of size).", fix, vectors=vectors)
     return axes.scatter(AXES, vectors, size) if is_fast() else AXES.scatter(vectors, size)

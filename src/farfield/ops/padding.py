@@ -10,8 +10,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._checks import ShapeError, check_same_kind, shape_error
+from farfield._refusals import door, refusal
 
 
+@door("pad_grids")
 def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b c *n"], Bool[Tensor, " b *n"]]:
     """Make one batch of grids of different sizes, and the mask of their valid positions.
 
@@ -42,14 +44,14 @@ def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b
     """
     grids = list(grids)
     if not grids:
-        raise ShapeError("pad_grids: it needs one grid at least, got none.")
+        raise refusal(ShapeError, "it needs one grid at least, got none.")
     named = {f"grids[{index}]": grid for index, grid in enumerate(grids)}
     for name, grid in named.items():
         _check_sample(name, grid)
         if grid.dim() != grids[0].dim() or grid.shape[0] != grids[0].shape[0]:
             fix = "give all grids the same number of spatial dims and channels."
-            raise shape_error("pad_grids", f"{name} does not fit grids[0].", fix, **{"grids[0]": grids[0], name: grid})
-    check_same_kind("pad_grids", **named)
+            raise shape_error(f"{name} does not fit grids[0].", fix, **{"grids[0]": grids[0], name: grid})
+    check_same_kind(**named)
     size = [max(grid.shape[axis] for grid in grids) for axis in range(1, grids[0].dim())]
     batch = grids[0].new_zeros(len(grids), grids[0].shape[0], *size)
     mask = torch.zeros(len(grids), *size, dtype=torch.bool, device=batch.device)
@@ -63,14 +65,14 @@ def pad_grids(grids: Sequence[Float[Tensor, "c ..."]]) -> tuple[Float[Tensor, "b
 def _check_sample(name: str, grid: Tensor) -> None:
     """Refuse anything but a floating-point grid `(channels, *size)` with channels and positions."""
     if not isinstance(grid, Tensor):
-        raise TypeError(
-            f"pad_grids: {name} must be a tensor (channels, *size), got {type(grid).__name__}; "
-            f"fix: torch.as_tensor({name})."
+        raise refusal(
+            TypeError,
+            f"{name} must be a tensor (channels, *size), got {type(grid).__name__}; fix: torch.as_tensor({name}).",
         )
     if grid.dim() < 2:
         fix = f"add dims: {name}[:, None] if it has channels, {name}[None] if it has positions."
-        raise shape_error("pad_grids", f"{name} must be (channels, *size) with a spatial dim.", fix, **{name: grid})
+        raise shape_error(f"{name} must be (channels, *size) with a spatial dim.", fix, **{name: grid})
     if not grid.is_floating_point():
-        raise TypeError(f"pad_grids: {name} must be floating point, got {grid.dtype}; fix: {name}.float().")
+        raise refusal(TypeError, f"{name} must be floating point, got {grid.dtype}; fix: {name}.float().")
     if 0 in grid.shape:
-        raise shape_error("pad_grids", f"{name} has an empty dimension.", "leave empty grids out.", **{name: grid})
+        raise shape_error(f"{name} has an empty dimension.", "leave empty grids out.", **{name: grid})

@@ -6,6 +6,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._checks import check_same_kind, shape_error
+from farfield._refusals import door
 from farfield.ops.attend import attend, document_arguments
 
 
@@ -106,6 +107,7 @@ def siamese_ones_attention(
     return attend("siamese_ones", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
 
 
+@door("siamese_similarity")
 def siamese_similarity(
     a: Float[Tensor, "... c"],
     b: Float[Tensor, "... c"],
@@ -148,6 +150,6 @@ def siamese_similarity(
         if vector.shape != features.shape[-1:]:
             problem = f"{name} must have one number per feature, {features.shape[-1]}."
             fix = f"a vector of {features.shape[-1]} numbers."
-            raise shape_error("siamese_similarity", problem, fix, **{name: vector, "features": features})
-    check_same_kind("siamese_similarity", a=a, b=b, weight=weight, other_weight=other)
+            raise shape_error(problem, fix, **{name: vector, "features": features})
+    check_same_kind(a=a, b=b, weight=weight, other_weight=other)
     return a @ weight + b @ other

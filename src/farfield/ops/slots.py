@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import shape_error
+from farfield._refusals import put_name
 from farfield.ops.modes import full_precision
 
 
@@ -25,7 +26,7 @@ def _check_mergeable(summary: Summary, other: Summary) -> None:
     if not (fits and same and slots in (0, other.values.shape[2])):
         problem = "the slots (batch, heads, slots, channels) of two summaries must be those of one attention."
         fix = "summarize every tile by the same module or operator."
-        raise shape_error("Summary.merge", problem, fix, summary=summary.values, other=other.values)
+        raise put_name("Summary.merge", shape_error(problem, fix, summary=summary.values, other=other.values))
 
 
 class Summary(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farfield._refusals import door
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce, one_grid
@@ -35,6 +36,7 @@ from farfield.volumes.volume import describe_output
 
 
 @looks_at_a_copy
+@door("predict_whole")
 def predict_whole(
     model: nn.Module,
     volume: Any,
@@ -141,19 +143,19 @@ def predict_whole(
         >>> torch.allclose(torch.stack(results), net(images), atol=1e-5)
         True
     """
-    path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles("predict_whole", tile)
+    path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
-    refuse_aliasing("predict_whole", out, volumes)
-    identity, saved = find_unfinished("predict_whole", path, overwrite, model, volumes)
+    refuse_aliasing(out, volumes)
+    identity, saved = find_unfinished(path, overwrite, model, volumes)
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
         planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
     else:
-        planned = check_plan("predict_whole", plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
+        planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
     if not quiet:
         print(planned, file=sys.stderr)
     graph, device = planned.graph_plan, device_of(model)
-    refuse_meta("predict_whole", device)
+    refuse_meta(device)
     sources = _read_volumes(planned, model, volumes, layouts)
     spec = _make_spec(known, planned, next(iter(sources.values())).channels)
     output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
@@ -170,7 +172,7 @@ def predict_whole(
     folder = output.folder if isinstance(output, FileOutput) else None
     with (
         closing(stream),
-        closing(Store("predict_whole", graph, planned.on_disk, folder, device)) as store,
+        closing(Store(graph, planned.on_disk, folder, device)) as store,
         _outside_inference(device),
     ):
         if (stream.stage, stream.tile) == (0, 0):
@@ -194,7 +196,7 @@ def _read_volumes(
     spatial_dims, padding, mode = plan.layout.spatial_dims, plan.padding, plan.pad or "reflect"
     sources = {}
     for (name, array), known in zip(volumes.items(), layouts, strict=True):
-        layout = known or parse_layout("predict_whole", array.shape, spatial_dims)
+        layout = known or parse_layout(array.shape, spatial_dims)
         sources[name] = VolumeSource(array, layout, device_of(model), dtype_of(model), padding=padding, mode=mode)
     return sources
 
@@ -214,13 +216,13 @@ def _check_region(plan: StreamingPlan, model: nn.Module, stream: Stream, quiet: 
     sources, sample = [source for source, _ in stream.volumes.values()], 0 if plan.samples > 1 else None
 
     def finish(output: Any) -> Tensor:
-        return one_grid("predict_whole", model, plan.size, output)[0]
+        return one_grid(model, plan.size, output)[0]
 
     def read(volume: int, region: tuple[Span, ...]) -> Tensor:
         return sources[volume].read(region, sample)
 
     with torch.no_grad():
-        problem = run_check("predict_whole", plan.check, model, finish, plan.size, read)
+        problem = run_check(plan.check, model, finish, plan.size, read)
     if problem and not quiet:
         print(f"not checked: {problem}", file=sys.stderr)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError, shape_error
+from farfield._refusals import door, refusal
 from farfield.nn import GridAttention
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
@@ -31,6 +32,7 @@ from farfield.volumes.volume import describe_output, split_volume
 _TILE = 2**24
 
 
+@door("respond_whole")
 def respond_whole(
     layer: GridAttention,
     grid: Any,
@@ -102,21 +104,21 @@ def respond_whole(
     given = {name: volume for name, volume in inputs.items() if volume is not None or name == "grid"}
     _check(layer, given)
     if tile is not None:
-        tile = parse_positions("respond_whole", "tile", tile, 1, optional=True)
-    refuse_aliasing("respond_whole", out, inputs)
+        tile = parse_positions("tile", tile, 1, optional=True)
+    refuse_aliasing(out, inputs)
     path = Path(out) if isinstance(out, str | Path) else None
-    identity, saved = find_unfinished("respond_whole", path, None, layer, given)
+    identity, saved = find_unfinished(path, None, layer, given)
     tile = saved.tile if tile is None and saved is not None else tile
     layout = _find_layout(layer, grid, tile)
     volumes, keys = _open_grid("grid", layer, grid, mask, layout, tile), "grid"
     source, tiles = volumes["grid"]
     if context is not None:
         keys, leading = "context", len(grid.shape) - layout.spatial_dims
-        keys_layout = parse_layout("respond_whole", context.shape, len(context.shape) - leading)
+        keys_layout = parse_layout(context.shape, len(context.shape) - leading)
         volumes |= _open_grid("context", layer, context, context_mask, keys_layout, None)
         if volumes["context"][0].batch != source.batch:
             problem, fix = "grid and context must have the same batch.", "repeat the smaller one."
-            raise shape_error("respond_whole", problem, fix, grid=grid, context=context)
+            raise shape_error(problem, fix, grid=grid, context=context)
     channels = layer.value_channels if layer.output is None else layer.channels
     shape, positions = layout.shape(source.batch, channels, source.size), _size_of(tiles[0])
     metadata = describe_output(known, layout, source.channels, channels)
@@ -135,33 +137,36 @@ def _size_of(region: Region) -> tuple[int, ...]:
 def _check(layer: GridAttention, given: Mapping[str, Any]) -> None:
     """Refuse what is no attention in evaluation, and inputs that are no arrays or do not go together."""
     if not isinstance(layer, GridAttention):
-        raise TypeError(
-            f"respond_whole: layer must be a GridAttention, got {type(layer).__name__}; "
-            f"fix: predict_whole(model, volume) for a whole network."
+        raise refusal(
+            TypeError,
+            f"layer must be a GridAttention, got {type(layer).__name__}; "
+            f"fix: predict_whole(model, volume) for a whole network.",
         )
     for name, volume in given.items():
         check_volume("respond_whole", name, volume)
     if "context_mask" in given and "context" not in given:
-        raise ValueError(
-            "respond_whole: got context_mask but no context; fix: give the context too, or, for the mask of the grid, "
-            "mask= instead of context_mask=."
+        raise refusal(
+            ValueError,
+            "got context_mask but no context; fix: give the context too, or, for the mask of the grid, "
+            "mask= instead of context_mask=.",
         )
     if layer.training and layer.coefficient_norm is not None:
-        raise ValueError("respond_whole: batch norm in training needs the whole grid; fix: layer.eval().")
+        raise refusal(ValueError, "batch norm in training needs the whole grid; fix: layer.eval().")
 
 
 def _find_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
     """Find the axes of a grid from the length of `tile`, or else from the axis that has the layer's channels."""
     shape = tuple(grid.shape)
     if isinstance(tile, Sequence):
-        return parse_layout("respond_whole", shape, len(tile))
+        return parse_layout(shape, len(tile))
     for leading in (2, 1):
         if len(shape) > leading and shape[leading - 1] == layer.channels:
-            return parse_layout("respond_whole", shape, len(shape) - leading)
-    raise ShapeError(
-        f"respond_whole: a grid is (channels, *size) or (batch, channels, *size) with the layer's {layer.channels} "
+            return parse_layout(shape, len(shape) - leading)
+    raise refusal(
+        ShapeError,
+        f"a grid is (channels, *size) or (batch, channels, *size) with the layer's {layer.channels} "
         f"channels, got shape {shape}; fix: a layer of the grid's channels, or channels in that place, e.g. by "
-        f"numpy.moveaxis(grid, -1, 0)."
+        f"numpy.moveaxis(grid, -1, 0).",
     )
 
 
@@ -177,10 +182,11 @@ def _open_grid(
     device = device_of(layer)
     source = VolumeSource(array, layout, device, dtype_of(layer), caller="respond_whole")
     if source.channels != layer.channels:
-        raise ShapeError(
-            f"respond_whole: {name} must have the layer's {layer.channels} channels, got {source.channels} in "
+        raise refusal(
+            ShapeError,
+            f"{name} must have the layer's {layer.channels} channels, got {source.channels} in "
             f"shape {tuple(array.shape)} with {layout.spatial_dims} spatial dims; fix: tile with one number per "
-            f"spatial dim of the grid, or a {name} of {layer.channels} channels."
+            f"spatial dim of the grid, or a {name} of {layer.channels} channels.",
         )
     size, pool = source.size, layer.operator.keys_from.gather
     if tile is None:  # slabs of the first axis; if one of one index is larger than `_TILE`, the next is cut too
@@ -204,14 +210,16 @@ def _mask_of(name: str) -> str:
 def _check_mask(name: str, mask: Any, expected: tuple[int, ...]) -> None:
     dtype = str(getattr(mask, "dtype", ""))
     if "float" in dtype:
-        raise TypeError(
-            f"respond_whole: the mask of {name} must be boolean, True where a position is valid, got {dtype}; "
-            f"fix: mask > 0, or mask == 0 if it is additive, 0 and -inf."
+        raise refusal(
+            TypeError,
+            f"the mask of {name} must be boolean, True where a position is valid, got {dtype}; "
+            f"fix: mask > 0, or mask == 0 if it is additive, 0 and -inf.",
         )
     if tuple(mask.shape) != expected:
-        raise ShapeError(
-            f"respond_whole: the mask of {name} must have shape {expected}, got {tuple(mask.shape)}; "
-            f"fix: one value per position, without channels."
+        raise refusal(
+            ShapeError,
+            f"the mask of {name} must have shape {expected}, got {tuple(mask.shape)}; "
+            f"fix: one value per position, without channels.",
         )
 
 
@@ -246,7 +254,7 @@ class _Response:
         parts = layers.summarize_attention(self.attention, tile, of_keys=of_keys, of_queries=of_queries, **place)
         if index == 0 and of_keys and layers.has_grid_summary(self.attention):
             size = layers.summary_bytes(parts[0]) * len(self.stream.volumes[name][1])
-            operator = f"respond_whole: the summary of {self.attention.operator_name}"
+            operator = f"the summary of {self.attention.operator_name}"
             refuse_large_summary(operator, size, free_bytes(tile.device))
         if not layers.are_numbers(parts):
             fix = f"a {'mask' if name == 'grid' else 'context_mask'} that is False there"

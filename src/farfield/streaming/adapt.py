@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
+from farfield._refusals import door, refusal
 
 # What may be given as `reduce`: a name, or a function from an output grid to a grid of the same size.
 Reduce = str | Callable[[Tensor], Tensor] | None
@@ -49,9 +50,7 @@ class Outputs:
         return self.kind(*parts) if hasattr(self.kind, "_fields") else tuple(parts)
 
 
-def one_grid(
-    caller: str, network: nn.Module, shape: Sequence[int], output: Any, reduce: Reduce = None
-) -> tuple[Tensor, Outputs]:
+def one_grid(network: nn.Module, shape: Sequence[int], output: Any, reduce: Reduce = None) -> tuple[Tensor, Outputs]:
     """Make one grid of what a network returns for an input of a shape: several are joined, and scores are reduced."""
     named, name = dict[str, Any](), type(network).__name__
     if isinstance(output, Mapping):
@@ -60,36 +59,37 @@ def one_grid(
         keys = getattr(output, "_fields", range(len(output)))
         named = {str(key): part for key, part in zip(keys, output, strict=True)}
     if named and all(isinstance(part, Tensor) and part.dim() > 2 for part in named.values()):
-        _refuse_outputs(caller, name, shape, named, isinstance(output, Mapping), reduce)
+        _refuse_outputs(name, shape, named, isinstance(output, Mapping), reduce)
         kind = dict if isinstance(output, Mapping) else type(output)
         outputs = Outputs(tuple(named), tuple(part.shape[1] for part in named.values()), kind)
         return torch.cat(list(named.values()), 1), outputs
     if not isinstance(output, Tensor) or output.dim() < 3:
         returned = f"a tensor of {output.dim()} axes" if isinstance(output, Tensor) else type(output).__name__
-        raise TypeError(
-            f"{caller}: {name} returns {returned}, not one grid (batch, channels, *size); fix: a module around it that "
-            "returns the grid."
+        raise refusal(
+            TypeError,
+            f"{name} returns {returned}, not one grid (batch, channels, *size); fix: a module around it that "
+            "returns the grid.",
         )
-    return _reduce_grid(caller, reduce, output), Outputs()
+    return _reduce_grid(reduce, output), Outputs()
 
 
-def _refuse_outputs(
-    caller: str, name: str, shape: Sequence[int], named: Mapping[str, Tensor], by_key: bool, reduce: Reduce
-) -> None:
+def _refuse_outputs(name: str, shape: Sequence[int], named: Mapping[str, Tensor], by_key: bool, reduce: Reduce) -> None:
     listed = f"\n  input  {tuple(shape)}" + "".join(
         f"\n  {key}  {tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}" for key, part in named.items()
     )
     if len({(len(part), part.shape[2:], part.dtype) for part in named.values()}) > 1:
         index, key = max(enumerate(named), key=lambda each: named[each[1]][0, 0].numel())
-        raise TypeError(
-            f"{caller}: {name} returns grids of several sizes or dtypes, which do not fit in one output, as with deep "
+        raise refusal(
+            TypeError,
+            f"{name} returns grids of several sizes or dtypes, which do not fit in one output, as with deep "
             f"supervision.{listed}\n  fix: switch the others off, or a module around it that returns one of them, "
-            f"self.network(grid)[{repr(key) if by_key else index}]."
+            f"self.network(grid)[{repr(key) if by_key else index}].",
         )
     if reduce is not None:
-        raise TypeError(
-            f"{caller}: reduce is for a network of one output, and {name} returns {len(named)}.{listed}\n"
-            "  fix: a module around it that reduces them, and returns grids of one dtype."
+        raise refusal(
+            TypeError,
+            f"reduce is for a network of one output, and {name} returns {len(named)}.{listed}\n"
+            "  fix: a module around it that reduces them, and returns grids of one dtype.",
         )
 
 
@@ -108,36 +108,40 @@ class ReductionError(ShapeError):
     """A function of the user changes the batch or the size of a grid."""
 
 
-def check_reduction(caller: str, reduce: Any) -> None:
+def check_reduction(reduce: Any) -> None:
     """Refuse a `reduce` that is neither a known name, nor a function, nor None."""
     if isinstance(reduce, str) and reduce not in _NAMED:
-        raise unknown(caller, "reduce", reduce, _NAMED)
+        raise unknown("reduce", reduce, _NAMED)
     if reduce is not None and not isinstance(reduce, str) and not callable(reduce):
-        raise TypeError(
-            f"{caller}: reduce must be one of {', '.join(_NAMED)}, or a function from a grid to a grid of the same "
-            f'size, got {type(reduce).__name__}; fix: reduce="argmax".'
+        raise refusal(
+            TypeError,
+            f"reduce must be one of {', '.join(_NAMED)}, or a function from a grid to a grid of the same "
+            f'size, got {type(reduce).__name__}; fix: reduce="argmax".',
         )
 
 
-def _reduce_grid(caller: str, reduce: Reduce, grid: Tensor) -> Tensor:
+def _reduce_grid(reduce: Reduce, grid: Tensor) -> Tensor:
     if reduce is None:
         return grid
     if isinstance(reduce, str) and grid.shape[1] == 1:
-        raise ValueError(
-            f'{caller}: reduce="{reduce}" is over channels, and the network returns one channel; fix: a function, '
-            f"such as reduce=lambda scores: scores > 0."
+        raise refusal(
+            ValueError,
+            f'reduce="{reduce}" is over channels, and the network returns one channel; fix: a function, '
+            f"such as reduce=lambda scores: scores > 0.",
         )
     reduced: object = _NAMED[reduce](grid) if isinstance(reduce, str) else reduce(grid)
     if not isinstance(reduced, Tensor):
-        raise TypeError(
-            f"{caller}: reduce must return a tensor, got {type(reduced).__name__}; fix: a function from a grid "
-            f"(batch, channels, *size) to one of the same size."
+        raise refusal(
+            TypeError,
+            f"reduce must return a tensor, got {type(reduced).__name__}; fix: a function from a grid "
+            f"(batch, channels, *size) to one of the same size.",
         )
     if reduced.dim() != grid.dim() or (len(reduced), reduced.shape[2:]) != (len(grid), grid.shape[2:]):
-        raise ReductionError(
-            f"{caller}: reduce must keep the batch and the size of a grid.\n"
+        raise refusal(
+            ReductionError,
+            f"reduce must keep the batch and the size of a grid.\n"
             f"  before  {tuple(grid.shape)}\n  after   {tuple(reduced.shape)}\n"
-            f"  fix: keepdim=True for a reduction over channels, such as lambda grid: grid.amax(1, keepdim=True)."
+            f"  fix: keepdim=True for a reduction over channels, such as lambda grid: grid.amax(1, keepdim=True).",
         )
     return reduced
 
@@ -216,7 +220,8 @@ class MeanOverFlips(nn.Module):
     def _run_flipped(self, grids: Sequence[Tensor], flip: Sequence[int]) -> tuple[Tensor, Outputs]:
         """Run the network on flipped grids; return its outputs as one grid, flipped back."""
         output = self.network(*(_flip_grid(grid, flip) for grid in grids))
-        grid, outputs = one_grid("MeanOverFlips", self.network, grids[0].shape, output)
+        with door("MeanOverFlips"):
+            grid, outputs = one_grid(self.network, grids[0].shape, output)
         return _flip_grid(grid, flip), outputs
 
 

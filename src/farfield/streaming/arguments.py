@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
+from farfield._refusals import refusal
 from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.checks import check_volume
@@ -71,35 +72,33 @@ class Tiles:
     statistics: str = "whole"
 
 
-def parse_tiles(caller: str, tile: Any) -> Tiles:
+def parse_tiles(tile: Any) -> Tiles:
     """Parse the argument `tile`: a size, or `Tiles`."""
     given = tile if isinstance(tile, Tiles) else Tiles(tile)
-    size = None if given.size is None else parse_positions(caller, "tile", given.size, 1, optional=True)
-    halo = None if given.halo is None else parse_positions(caller, "halo", given.halo, 0)
-    memory, disk = (_parse_bytes(caller, name, getattr(given, name)) for name in ("memory", "disk"))
+    size = None if given.size is None else parse_positions("tile", given.size, 1, optional=True)
+    halo = None if given.halo is None else parse_positions("halo", given.halo, 0)
+    memory, disk = (_parse_bytes(name, getattr(given, name)) for name in ("memory", "disk"))
     if given.statistics not in ("whole", "tile"):
-        raise unknown(caller, "statistics", given.statistics, ("whole", "tile"))
+        raise unknown("statistics", given.statistics, ("whole", "tile"))
     return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, disk, given.statistics)
 
 
-def _parse_bytes(caller: str, name: str, given: Any) -> int | None:
+def _parse_bytes(name: str, given: Any) -> int | None:
     """Parse a number of any type whose value is a whole number, such as 2e9; or None."""
     if given is None:
         return None
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
     if not is_number or not float(given).is_integer():
-        raise TypeError(f"{caller}: {name} must be a number of bytes, got {given!r}; fix: {name}=2 * 10**9.")
+        raise refusal(TypeError, f"{name} must be a number of bytes, got {given!r}; fix: {name}=2 * 10**9.")
     if given < 0:
-        raise ValueError(f"{caller}: {name} must be at least 0 bytes, got {given!r}; fix: {name}=2 * 10**9.")
+        raise refusal(ValueError, f"{name} must be at least 0 bytes, got {given!r}; fix: {name}=2 * 10**9.")
     if name == "memory" and 0 < given < _LEAST_MEMORY:
         fix = f"memory={given!r} * 10**9, or 0 to store nothing"
-        raise ValueError(f"{caller}: memory is in bytes, got {given!r}; fix: {fix}.")
+        raise refusal(ValueError, f"memory is in bytes, got {given!r}; fix: {fix}.")
     return int(given)
 
 
-def parse_positions(
-    caller: str, name: str, given: Any, least: int, *, optional: bool = False
-) -> int | tuple[int | None, ...]:
+def parse_positions(name: str, given: Any, least: int, *, optional: bool = False) -> int | tuple[int | None, ...]:
     """Parse an integer of any type, or a sequence, 1-D array or tensor of one per spatial dim, which may be None."""
     is_sequence = isinstance(given, Sequence | np.ndarray | Tensor) and not isinstance(given, str | bytes)
     is_sequence = is_sequence and getattr(given, "ndim", 1) == 1
@@ -111,9 +110,9 @@ def parse_positions(
         numbers = [None if optional and each is None else operator.index(each) for each in values]
     except TypeError:
         expected = "an integer, or one per spatial dim" + (", None for those that are not cut" if optional else "")
-        raise TypeError(f"{caller}: {name} must be {expected}, got {given!r}; fix: {name}=64, for example.") from None
+        raise refusal(TypeError, f"{name} must be {expected}, got {given!r}; fix: {name}=64, for example.") from None
     if any(number is not None and number < least for number in numbers):
-        raise ShapeError(f"{caller}: {name} must be at least {least}, got {given!r}; fix: {name}=64, for example.")
+        raise refusal(ShapeError, f"{name} must be at least {least}, got {given!r}; fix: {name}=64, for example.")
     return tuple(numbers) if is_sequence else numbers[0] or 0
 
 
@@ -152,9 +151,10 @@ def round_up_tile(tile: int | Sequence[int | None], size: Sequence[int], multipl
 def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[str, Any]]:
     """Return the metadata of the first volume, or None, and the arrays with names that errors give them."""
     if isinstance(volume, Mapping | list) or (isinstance(volume, tuple) and not volume):
-        raise TypeError(
-            f"{caller}: volume must be an array, or a tuple of arrays for a network of several inputs, got "
-            f"{type(volume).__name__}; fix: numpy.asarray(…), or a tuple in the order of the network's arguments."
+        raise refusal(
+            TypeError,
+            f"volume must be an array, or a tuple of arrays for a network of several inputs, got "
+            f"{type(volume).__name__}; fix: numpy.asarray(…), or a tuple in the order of the network's arguments.",
         )
     several = volume if isinstance(volume, tuple) else None
     split = [split_volume(each) for each in several or (volume,)]
@@ -176,41 +176,43 @@ def arrange_volumes(
     layouts: list[AxisLayout | None] = [None] * len(arrays)
     network = getattr(model, "network", model)
     try:
-        dims = spatial_dims_of(caller, network, tiles.size)
+        dims = spatial_dims_of(network, tiles.size)
     except (AttributeError, TypeError, ValueError):  # refused where the call is planned
         return known, arrays, layouts
     for index, (name, each) in enumerate(zip(arrays, volume if isinstance(volume, tuple) else (volume,), strict=True)):
         metadata, array = split_volume(each)
         if metadata is None:
             continue
-        arrays[name], metadata, layouts[index] = _arrange_letters(caller, name, array, metadata, network, dims)
+        arrays[name], metadata, layouts[index] = _arrange_letters(name, array, metadata, network, dims)
         known = metadata if index == 0 else known
     return known, arrays, layouts
 
 
 def _arrange_letters(
-    caller: str, name: str, array: Any, given: ImageMetadata, network: Any, dims: int
+    name: str, array: Any, given: ImageMetadata, network: Any, dims: int
 ) -> tuple[Any, ImageMetadata, AxisLayout | None]:
     """Return an array in the order samples, channels, spatial dims, its metadata, and its layout if letters tell it."""
-    taken, metadata, _ = take_samples(f"{caller}: the {name}", array, given)
+    taken, metadata, _ = take_samples(f"the {name}", array, given)
     axes, space = metadata.axes, [letter for letter in "TZYX" if letter in metadata.axes]
     # Planes of ImageJ are called channels where nobody said what they are.
     in_order = axes == "".join(sorted(axes, key="TCZYX".find))
     if set(axes) - set("TCZYX") or len(set(axes)) < len(axes) or (len(space) < dims and in_order):
         return array, given, None
     if len(space) < dims:
-        raise ShapeError(
-            f'{caller}: the {name} has the axes "{axes}" {tuple(taken.shape)}, and the network takes {dims} spatial '
-            f'dims; fix: axes="{"TZYX"[-len(axes) :]}" of open_volume or ImageMetadata, if these are its axes.'
+        raise refusal(
+            ShapeError,
+            f'the {name} has the axes "{axes}" {tuple(taken.shape)}, and the network takes {dims} spatial '
+            f'dims; fix: axes="{"TZYX"[-len(axes) :]}" of open_volume or ImageMetadata, if these are its axes.',
         )
     samples, channels = space[: len(space) - dims], "C" if "C" in axes else ""
     if "Z" in samples and not channels:
         convolution, planes = _first_convolution(network), taken.shape[axes.index("Z")]
         if convolution is None and planes > 1:
-            raise ShapeError(
-                f'{caller}: the {name} has the axes "{axes}" {tuple(taken.shape)}, and {type(network).__name__} has no '
+            raise refusal(
+                ShapeError,
+                f'the {name} has the axes "{axes}" {tuple(taken.shape)}, and {type(network).__name__} has no '
                 "convolution that tells whether its planes are samples or channels; fix: the letter C in place of Z "
-                "for channels, or numpy.asarray(volume)[:, None] for samples."
+                "for channels, or numpy.asarray(volume)[:, None] for samples.",
             )
         if convolution is not None and 1 < planes == convolution.in_channels and samples == ["Z"]:
             samples, channels = [], "Z"
@@ -221,11 +223,11 @@ def _arrange_letters(
         taken = AxesView(taken, order, {})
     layout = AxisLayout(len(samples), bool(channels), dims, tuple(zip(samples, taken.shape, strict=False)))
     if 0 in taken.shape:
-        parse_layout(caller, taken.shape, dims)
+        parse_layout(taken.shape, dims)
     return taken, metadata.with_axes("".join(axes[place] for place in order)), layout
 
 
-def check_arguments(caller: str, model: nn.Module, count: int) -> None:
+def check_arguments(model: nn.Module, count: int) -> None:
     """Refuse another number of inputs than the network's `forward` takes."""
     try:
         signature = inspect.signature(model.forward)
@@ -236,46 +238,47 @@ def check_arguments(caller: str, model: nn.Module, count: int) -> None:
     except TypeError as error:
         inputs = "1 input" if count == 1 else f"{count} inputs"
         names = [name for name, each in signature.parameters.items() if each.default is each.empty]
-        raise TypeError(
-            f"{caller}: {type(model).__name__}.forward{signature} does not take {inputs}: {error}; fix: a tuple of "
-            f"volumes of one size, ({', '.join(names)}), or a module around the network that has the others."
+        raise refusal(
+            TypeError,
+            f"{type(model).__name__}.forward{signature} does not take {inputs}: {error}; fix: a tuple of "
+            f"volumes of one size, ({', '.join(names)}), or a module around the network that has the others.",
         ) from error
 
 
 def parse_layouts(
-    caller: str, shapes: Sequence[Sequence[int]], spatial_dims: int, known: Sequence[AxisLayout | None] = ()
+    shapes: Sequence[Sequence[int]], spatial_dims: int, known: Sequence[AxisLayout | None] = ()
 ) -> list[AxisLayout]:
-    """Find the axes of volumes that a network takes together, and refuse them if they differ in batch or size.
-
-    `known` has the layouts that letters of axes tell.
-    """
+    """Find the axes of volumes of one network, where letters do not tell; refuse those of other batches or sizes."""
     for index, shape in enumerate(shapes):
         if len(shapes) > 1 and len(shape) < spatial_dims:
-            raise ShapeError(
-                f"{caller}: input {index} of shape {tuple(shape)} is no grid of {spatial_dims} spatial dims; fix: a "
-                "module around the network that has it, such as self.network(grid, self.other)."
+            raise refusal(
+                ShapeError,
+                f"input {index} of shape {tuple(shape)} is no grid of {spatial_dims} spatial dims; fix: a "
+                "module around the network that has it, such as self.network(grid, self.other).",
             )
     known = known or [None] * len(shapes)
-    layouts = [own or parse_layout(caller, shape, spatial_dims) for own, shape in zip(known, shapes, strict=True)]
+    layouts = [own or parse_layout(shape, spatial_dims) for own, shape in zip(known, shapes, strict=True)]
     batches = [layout.batch_and_channels(shape)[0] for layout, shape in zip(layouts, shapes, strict=True)]
     if len({(batch, *shape[len(shape) - spatial_dims :]) for batch, shape in zip(batches, shapes, strict=True)}) > 1:
         listed = "".join(f"\n  input {index}  {tuple(shape)}" for index, shape in enumerate(shapes))
-        raise ShapeError(
-            f"{caller}: the inputs of a network must have one batch and one size.{listed}\n  fix: volumes of one size, "
-            "and a module around the network that resizes them where it needs another."
+        raise refusal(
+            ShapeError,
+            f"the inputs of a network must have one batch and one size.{listed}\n  fix: volumes of one size, "
+            "and a module around the network that resizes them where it needs another.",
         )
     return layouts
 
 
-def spatial_dims_of(caller: str, model: nn.Module, tile: object) -> int:
+def spatial_dims_of(model: nn.Module, tile: object) -> int:
     """Return the number of spatial dims of a model's input: the length of `tile`, or that of its first convolution."""
     if isinstance(tile, Sequence):
         return len(tile)
     convolution = _first_convolution(model)
     if convolution is None:
-        raise ValueError(
-            f"{caller}: the number of spatial dims is unknown, because {type(model).__name__} has no convolution; fix: "
-            "tile with one number per spatial dim."
+        raise refusal(
+            ValueError,
+            f"the number of spatial dims is unknown, because {type(model).__name__} has no convolution; fix: "
+            "tile with one number per spatial dim.",
         )
     return convolution.weight.dim() - 2
 
@@ -285,7 +288,7 @@ def _first_convolution(model: nn.Module) -> _ConvNd | None:
 
 
 def refuse_axes(
-    caller: str, model: nn.Module, inputs: tuple[int, ...], size: tuple[int, ...], is_batch: bool, error: ValueError
+    model: nn.Module, inputs: tuple[int, ...], size: tuple[int, ...], is_batch: bool, error: ValueError
 ) -> None:
     """Raise ValueError for a volume whose channels or spatial dims are not those of the first convolution."""
     convolution = _first_convolution(model)
@@ -294,7 +297,7 @@ def refuse_axes(
     expected = convolution.weight.dim() - 2
     if expected != len(size):
         text = (
-            f"{caller}: tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
+            f"tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
             f"{expected} spatial dims.\n  fix: tile with {expected} numbers, or one number."
         )
     elif len(inputs) > 1:  # it is not known which of them the convolution takes
@@ -317,30 +320,31 @@ def refuse_axes(
             text += f"\n  fix: a stack of {what} for a {len(size)}-D network is samples: volume[:, None]."
     else:
         return
-    raise ValueError(text) from error
+    raise refusal(ValueError, text) from error
 
 
 def refuse_large_summary(name: str, size: int, free: int) -> None:
     """Refuse a summary with a slot for each key, whose name is given, if it takes too much of the free memory."""
     if size > SUMMARY_SHARE * free:
-        raise ValueError(
+        raise refusal(
+            ValueError,
             f"{name} is its grid, about {size:,} bytes, and may take half of the {free:,} bytes that are free; fix: an "
-            "operator that compresses, such as factorized_gaussian."
+            "operator that compresses, such as factorized_gaussian.",
         )
 
 
-def refuse_meta(caller: str, device: torch.device) -> None:
+def refuse_meta(device: torch.device) -> None:
     """Refuse weights without values, of which a plan can be made, but no result."""
     if device.type == "meta":
         fix = 'model.to_empty(device="cpu"), and its weights by load_state_dict'
-        raise ValueError(f"{caller}: the weights of the model are on the device meta, without values; fix: {fix}.")
+        raise refusal(ValueError, f"the weights of the model are on the device meta, without values; fix: {fix}.")
 
 
-def refuse_training(caller: str, model: nn.Module) -> None:
+def refuse_training(model: nn.Module) -> None:
     """Refuse a model in training mode: running statistics would change, and dropout would be active."""
     training = [(path, module) for path, module in model.named_modules() if module.training]
     # Batch norms first: they are why it matters.
     training.sort(key=lambda each: not isinstance(each[1], _BatchNorm))
     for path, module in training[:1]:
         name = f'{type(module).__name__} at "{path}"' if path else type(module).__name__
-        raise ValueError(f"{caller}: {name} is in training; fix: model.eval().")
+        raise refusal(ValueError, f"{name} is in training; fix: model.eval().")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farfield._refusals import refusal
 from farfield.nn.network_copy import copied, share_parameters
 from farfield.streaming.graph import Graph, Value, run_node, run_whole
 from farfield.streaming.labels import summarized_boxes
@@ -37,18 +38,13 @@ class TilesDifferError(ValueError):
 
 
 def run_check(
-    caller: str,
     check: RegionCheck,
     network: nn.Module,
     finish: Callable[[Any], Tensor],
     size: Sequence[int],
     read: _ReadRegion,
 ) -> str:
-    """Compare tiles with a copy of the network on a region of a volume; return "" or why it was not checked.
-
-    Raises:
-        TilesDifferError: If they differ by more than is allowed, and so does an operation, or the recording.
-    """
+    """Compare tiles with a copy of the network on a region; return why it was not checked; refuse a difference."""
     grids = _read_varied(check, size, read)
     if not all(bool(grid.isfinite().all()) for grid in grids):
         return "the region that was read has numbers that are not finite"
@@ -74,10 +70,11 @@ def run_check(
         if distance(run_whole(graph, grids), want) <= allowed:
             return ""
         problem = "it computes something else than was recorded"
-    raise TilesDifferError(
-        f"{caller}: {type(network).__name__} has another result in tiles than untiled, on a region of size "
+    raise refusal(
+        TilesDifferError,
+        f"{type(network).__name__} has another result in tiles than untiled, on a region of size "
         f"{check.size}: the largest difference is {float((got.double() - want.double()).abs().max()):.3g}; {problem}; "
-        f"fix: tile=({'None, ' * len(size)}), which runs the volume in one piece."
+        f"fix: tile=({'None, ' * len(size)}), which runs the volume in one piece.",
     )
 
 
@@ -128,7 +125,7 @@ def run_tiles(plan: GraphPlan, grids: Sequence[Tensor]) -> Tensor:
     def write(sample: int, box: Box, numbers: Tensor) -> None:
         write_box(result, layouts[graph.output], box, numbers)
 
-    run = TiledRun(plan, None, Store("check", plan, False, None, grids[0].device), read, write)
+    run = TiledRun(plan, None, Store(plan, False, None, grids[0].device), read, write)
     for stage, index in itertools.product(range(len(plan.stages)), range(len(plan.tiles))):
         run.run_task(stage, index)
     return result

@@ -73,7 +73,7 @@ class Sums(dict[int, Parts]):
 class Store(dict[Value, StoredInMemory | StoredInFile]):
     """The values that are stored between the passes of a plan, each from its own pass to the last that reads it."""
 
-    def __init__(self, caller: str, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device) -> None:
+    def __init__(self, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device) -> None:
         self.plan = plan
         for value in plan.stored:
             info, layout = plan.labelled.graph.info(value), plan.labelled.layouts[value]
@@ -83,7 +83,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
             path = None if folder is None else folder / f"{_name(value)}{SUFFIX}"
             boxes = [plan.own_box(value, tile) for tile in plan.tiles]
             name = f'"{plan.labelled.graph.nodes[value.node].path}"'
-            self[value] = StoredInFile(caller, path, name, info, boxes, device)
+            self[value] = StoredInFile(path, name, info, boxes, device)
 
     def begin(self, stage: int) -> None:
         """Let go of what no pass from this one on reads; what this one stores takes over files of that."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
 from farfield._fingerprint import fingerprint
+from farfield._refusals import door, is_refusal, refusal
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.nn.network_copy import CannotCopyError
 from farfield.nn.tracing import looks_at_a_copy
@@ -50,6 +51,7 @@ _DIVISIBLE = 2**6 * 3 * 5 * 7
 
 
 @looks_at_a_copy
+@door("plan_whole")
 def plan_whole(
     model: nn.Module,
     shape: Sequence[int] | Sequence[Sequence[int]],
@@ -101,8 +103,8 @@ def plan_whole(
     for each in shapes:
         if not isinstance(each, Sequence) or isinstance(each, str):
             given = f"a volume of shape {tuple(each.shape)}" if hasattr(each, "shape") else f"{each!r:.60}"
-            raise TypeError(f"plan_whole: shape must be numbers, got {given}; fix: plan_whole(model, volume.shape).")
-    return Planner("plan_whole", model, shapes, parse_tiles("plan_whole", tile), pad, reduce).plan()
+            raise refusal(TypeError, f"shape must be numbers, got {given}; fix: plan_whole(model, volume.shape).")
+    return Planner("plan_whole", model, shapes, parse_tiles(tile), pad, reduce).plan()
 
 
 @dataclass
@@ -137,13 +139,11 @@ class Planner:
                     f"its result, {name}(…), if it builds the network; else wrap it in a torch.nn.Module whose "
                     "forward calls it"
                 )
-            raise TypeError(
-                f"{self.caller}: model must be a torch.nn.Module, got {type(self.model).__name__}; fix: {fix}."
-            )
+            raise refusal(TypeError, f"model must be a torch.nn.Module, got {type(self.model).__name__}; fix: {fix}.")
         try:
             return self._plan()
         except GraphError as error:
-            raise GraphError(f"{self.caller}: {type(self.model).__name__} does not run in tiles: {error}") from error
+            raise refusal(GraphError, f"{type(self.model).__name__} does not run in tiles: {error}") from error
 
     def _plan(self) -> StreamingPlan:
         self._check()
@@ -190,24 +190,25 @@ class Planner:
         )
 
     def _check(self) -> None:
-        caller, model = self.caller, self.model
+        model = self.model
         self.network = model.network if isinstance(model, MeanOverFlips) else model
-        refuse_training(caller, self.network)
+        refuse_training(self.network)
         if self.pad is not None and self.pad not in MODES:
-            raise unknown(caller, "pad", self.pad, MODES)
-        check_reduction(caller, self.reduce)
-        check_arguments(caller, self.network, len(self.shapes))
-        dims = spatial_dims_of(caller, self.network, self.tiles.size)
-        self.layouts = parse_layouts(caller, self.shapes, dims, self.known_layouts)
+            raise unknown("pad", self.pad, MODES)
+        check_reduction(self.reduce)
+        check_arguments(self.network, len(self.shapes))
+        dims = spatial_dims_of(self.network, self.tiles.size)
+        self.layouts = parse_layouts(self.shapes, dims, self.known_layouts)
         pairs = [own.batch_and_channels(shape) for own, shape in zip(self.layouts, self.shapes, strict=True)]
         self.batch, self.channels = pairs[0][0], tuple(channels for _, channels in pairs)
         self.size = tuple(self.shapes[0][len(self.shapes[0]) - dims :])
         halo = self.tiles.halo
         self.halo = (halo,) * dims if isinstance(halo, int) else halo
         if self.halo is not None and len(self.halo) != dims:
-            raise ShapeError(
-                f"{caller}: halo must be one number, or one for each of {dims} spatial dims, got {halo!r}; fix: "
-                f"halo={max(self.halo, default=0)}."
+            raise refusal(
+                ShapeError,
+                f"halo must be one number, or one for each of {dims} spatial dims, got {halo!r}; fix: "
+                f"halo={max(self.halo, default=0)}.",
             )
 
     def _record(self, batch: int, size: tuple[int, ...], *, reduced: bool = True) -> Recording:
@@ -220,7 +221,7 @@ class Planner:
 
         def finish(output: Any) -> Tensor:
             reduce = self.reduce if reduced else None
-            grid, self.outputs = one_grid(self.caller, self.model, volumes[0].shape, output, reduce)
+            grid, self.outputs = one_grid(self.model, volumes[0].shape, output, reduce)
             return grid
 
         try:
@@ -228,12 +229,12 @@ class Planner:
         except (RecordingError, CannotCopyError) as error:
             raise GraphError(str(error)) from error
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
-            if str(error).startswith(f"{self.caller}: "):
+            if is_refusal(error):
                 raise
             if str(error).startswith("MeanOverFlips: "):  # which runs in the function that was called
-                raise type(error)(str(error).replace("MeanOverFlips", self.caller, 1)) from error
-            raise ValueError(
-                f"{self.caller}: {type(self.model).__name__} does not take a grid of size {size}: {error}"
+                raise refusal(type(error), str(error).removeprefix("MeanOverFlips: ")) from error
+            raise refusal(
+                ValueError, f"{type(self.model).__name__} does not take a grid of size {size}: {error}"
             ) from error
         self.recordings[key] = Recording(graph, size, self.halo)
         return self.recordings[key]
@@ -252,13 +253,15 @@ class Planner:
         except (GraphError, ReductionError):
             raise
         except ValueError as error:
-            refuse_axes(self.caller, self.network, self.channels, size, bool(self.layouts[0].batch), error)
+            refuse_axes(self.network, self.channels, size, bool(self.layouts[0].batch), error)
             if not self.pad:
                 probe = self._record_first(1, [(_DIVISIBLE,) * len(size)])
             strides = probe.strides if probe else ()
             if any(length % stride for length, stride in zip(size, strides, strict=False)):
                 multiples = " × ".join(map(str, strides))
-                raise ValueError(f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
+                raise refusal(
+                    ValueError, f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".'
+                ) from error
             raise
 
     def _plan_patches(self, recording: Recording, plan: GraphPlan, batch: int) -> PatchPlan:
@@ -268,8 +271,9 @@ class Planner:
         except GraphError:
             raise
         except ValueError as error:
-            raise ValueError(
-                f'{error}\n  fix: Tiles(…, statistics="whole"), as the network takes no patch of the volume.'
+            raise refusal(
+                ValueError,
+                f'{error}\n  fix: Tiles(…, statistics="whole"), as the network takes no patch of the volume.',
             ) from error
         if patches.reductions and isinstance(self.model, MeanOverFlips):
             raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')
@@ -335,10 +339,11 @@ class Planner:
         if least > of_stored:
             names = ", ".join(dict.fromkeys(graph.nodes[value.node].path for value in labelled.gathered))
             where = "disk" if on_disk else "memory"
-            raise ValueError(
-                f"{self.caller}: {names} needs all positions for each of its own, which are {least:,} bytes to store, "
+            raise refusal(
+                ValueError,
+                f"{names} needs all positions for each of its own, which are {least:,} bytes to store, "
                 f"and may take {of_stored:,} bytes of {where}; fix: tile=Tiles(…, disk={least}), or attention that "
-                "compresses, such as factorized_gaussian."
+                "compresses, such as factorized_gaussian.",
             )
         return memory if on_disk else memory - of_stored, of_stored, on_disk
 
@@ -346,7 +351,7 @@ class Planner:
         free = free_bytes(device_of(self.network))
         for node in (labelled.graph.nodes[index] for index in labelled.reductions):
             if node.op == "layer" and node.args[0].summary_bytes:
-                name = f"{self.caller}: the summary of {node.args[0].module.operator_name} at {node.path}"
+                name = f"the summary of {node.args[0].module.operator_name} at {node.path}"
                 refuse_large_summary(name, node.args[0].summary_bytes, free)
 
     def _plan_output(
@@ -378,9 +383,10 @@ class Planner:
             along.append(AxisScale(place, ratio))
             kept[place - 2] = int(before * ratio), info.shape[place] - int(after * ratio)
         if any(start >= stop for start, stop in kept):
-            raise ShapeError(
-                f"{self.caller}: the network returns {info.shape[2:]} for size {size}, nothing of which is left "
-                f"without the {tuple(padding)} padded positions; fix: a larger volume, or one that needs no padding."
+            raise refusal(
+                ShapeError,
+                f"the network returns {info.shape[2:]} for size {size}, nothing of which is left "
+                f"without the {tuple(padding)} padded positions; fix: a larger volume, or one that needs no padding.",
             )
         box = labelled.core(layout, plan.tiles[0])
         written = tuple(stop - start for dim in box[2:] for start, stop in dim)

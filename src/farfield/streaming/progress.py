@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from farfield._files import open_replacement
 from farfield._fingerprint import fingerprint
+from farfield._refusals import refusal
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import ArrayOutput, FileOutput, box_checksum, check_path, overwrite_fix, to_numpy
@@ -147,9 +148,10 @@ class Stream:
         new_sum = checksum(grid[(slice(None), slice(None), *inside)])
         key = str(index) if sample is None else f"{sample} {index}"
         if self.checksums.setdefault(name, {}).setdefault(key, new_sum) != new_sum:
-            raise ValueError(
-                f"{self.caller}: the {name} has changed in tile {index} since the first read; fix: begin anew with "
-                f'a {name} that stays as it is; if out is a path, remove the folder "….unfinished" beside it first.'
+            raise refusal(
+                ValueError,
+                f"the {name} has changed in tile {index} since the first read; fix: begin anew with "
+                f'a {name} that stays as it is; if out is a path, remove the folder "….unfinished" beside it first.',
             )
         return grid
 
@@ -177,7 +179,7 @@ class Stream:
     def explained(self) -> AbstractContextManager[None]:
         """Explain errors of the disk to which a file is written."""
         if isinstance(self.output, FileOutput):
-            return explain_disk_errors(self.caller, self.output.path)
+            return explain_disk_errors(self.output.path)
         return contextlib.nullcontext()
 
     def _save(self, output: FileOutput) -> None:
@@ -206,14 +208,15 @@ class Stream:
             output.owned.hold()
             unlocked.callback(output.owned.let_go)
             output.restore_replaced()
-            check_path(self.caller, output.path, overwrite)  # again: the path may exist since it was checked
-            state = _read_saved(self.caller, output.path, overwrite)
+            check_path(output.path, overwrite)  # again: the path may exist since it was checked
+            state = _read_saved(output.path, overwrite)
             changed = [name for name, own in self.identity.items() if state and state["identity"].get(name) != own]
             if changed and not overwrite:
-                raise ValueError(
-                    f'{self.caller}: "{output.folder}" holds an unfinished prediction with another '
+                raise refusal(
+                    ValueError,
+                    f'"{output.folder}" holds an unfinished prediction with another '
                     f"{' and '.join(changed)}; fix: call it with the same {' and '.join(changed)} to finish that; to "
-                    f"begin anew, remove that folder{overwrite_fix(overwrite)}."
+                    f"begin anew, remove that folder{overwrite_fix(overwrite)}.",
                 )
             if state is None or changed:
                 self._make(output)
@@ -250,13 +253,13 @@ class Stream:
             self.stage, self.tile = self.written[0][:2]
             self.written = []
         output.make()
-        check_path(self.caller, output.path, output.overwrite)  # again: the file at the path is another
+        check_path(output.path, output.overwrite)  # again: the file at the path is another
         self._save(output)
 
 
 def write_whole(caller: str, path: Path, array: np.ndarray, metadata: ImageMetadata, overwrite: bool) -> Any:
     """Write an array in memory to a path, completely or not at all, and return it opened."""
-    check_path(caller, path, overwrite)
+    check_path(path, overwrite)
     output = FileOutput(caller, path, OutputSpec(array.shape, array.dtype, array.shape, metadata), overwrite)
     stream = Stream(output, {"model": "in one piece"}, Saved(array.shape), {})
     with stream.explained(), contextlib.closing(stream):
@@ -273,23 +276,23 @@ def _warn(text: str) -> None:
 
 
 def find_unfinished(
-    caller: str, path: Path | None, overwrite: bool | None, model: nn.Module, volumes: Mapping[str, Any]
+    path: Path | None, overwrite: bool | None, model: nn.Module, volumes: Mapping[str, Any]
 ) -> tuple[dict[str, str], Saved | None]:
     """Return what identifies a model and its volumes, and what an unfinished prediction of these was planned with."""
     if path is None:
         return {}, None
-    check_path(caller, path, overwrite)
+    check_path(path, overwrite)
     kinds = [f"{name} {tuple(volume.shape)} {getattr(volume, 'dtype', '')}" for name, volume in volumes.items()]
     # Of the model as it is given: a run may change what it holds.
     identity = {"model": fingerprint(model), "volume": "; ".join(kinds)}
-    state = _read_saved(caller, path, overwrite)
+    state = _read_saved(path, overwrite)
     if state is None or any(state["identity"].get(name) != own for name, own in identity.items()):
         return identity, None
     stored = tuple((int(node), int(output)) for node, output in state["stored"])
     return identity, Saved(tuple(state["positions"]), stored, state["on_disk"])
 
 
-def _read_saved(caller: str, path: Path, overwrite: bool | None) -> dict[str, Any] | None:
+def _read_saved(path: Path, overwrite: bool | None) -> dict[str, Any] | None:
     """Read the state of the unfinished prediction for a path; None if there is none, or it is damaged and replaced."""
     file = unfinished_folder(path) / STATE
     if not file.is_file():
@@ -299,9 +302,10 @@ def _read_saved(caller: str, path: Path, overwrite: bool | None) -> dict[str, An
     except ValueError as error:
         if overwrite:
             return None
-        raise ValueError(
-            f'{caller}: "{file}", the progress of an unfinished prediction, is damaged: {error}; '
-            f'fix: to begin anew, remove "{file.parent}"{overwrite_fix(overwrite)}.'
+        raise refusal(
+            ValueError,
+            f'"{file}", the progress of an unfinished prediction, is damaged: {error}; '
+            f'fix: to begin anew, remove "{file.parent}"{overwrite_fix(overwrite)}.',
         ) from None
 
 

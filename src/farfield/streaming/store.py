@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import install_command
+from farfield._refusals import is_refusal, refusal
 from farfield.streaming.graph import Info
 from farfield.streaming.spans import Box, Layout, Span, box_shape, read_box, region_of, whole_box, write_box
 from farfield.volumes.source import release
@@ -74,9 +75,9 @@ class StoredInFile:
     """A value that is stored in a file; each tile's own part, if it has one, is a contiguous block, in their order."""
 
     def __init__(
-        self, caller: str, path: Path | None, name: str, info: Info, boxes: Sequence[Box | None], device: torch.device
+        self, path: Path | None, name: str, info: Info, boxes: Sequence[Box | None], device: torch.device
     ) -> None:
-        self.caller, self.path, self.name, self.info, self.device = caller, path, name, info, device
+        self.path, self.name, self.info, self.device = path, name, info, device
         # Of each tile, the spans of all pieces: a box whose dimensions are split into pieces.
         self.parts = [None if box is None else [span for dim in box for span in dim] for box in boxes]
         sizes = [0 if box is None else math.prod(box_shape(box)) * info.dtype.itemsize for box in boxes]
@@ -201,21 +202,22 @@ class StoredInFile:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Replace an error of the disk by one that names the caller, the file and the fix."""
+        """Replace an error of the disk by one that names the file and the fix."""
         try:
             yield
         except OSError as error:
-            if f"{self.caller}: " in str(error):  # explained within
+            if is_refusal(error):  # explained within
                 raise
             reason, fix = REASONS.get(error.errno or 0, (os.strerror(error.errno or 0).lower(), "check the disk"))
             fix = f"make room for its {self.offsets[-1]:,} bytes" if error.errno in FULL_DISK else fix
             problem = f"cannot write {self._described}, which stores {self.name} between passes: {reason}"
-            raise OSError(error.errno, f"{self.caller}: {problem}; fix: {fix}, and repeat the call.") from error
+            raise refusal(OSError, error.errno, f"{problem}; fix: {fix}, and repeat the call.") from error
 
     def _changed(self, how: str) -> ValueError:
-        return ValueError(
-            f"{self.caller}: {self._described} has changed since it was written, {how}; it stores {self.name} between "
-            "passes; fix: repeat the call, which computes it again."
+        return refusal(
+            ValueError,
+            f"{self._described} has changed since it was written, {how}; it stores {self.name} between "
+            "passes; fix: repeat the call, which computes it again.",
         )
 
 

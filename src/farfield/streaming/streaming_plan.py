@@ -12,6 +12,7 @@ from torch import nn
 
 from farfield._checks import ShapeError
 from farfield._fingerprint import ADDRESS, fingerprint
+from farfield._refusals import door, refusal
 from farfield.streaming.adapt import Outputs, Reduce
 from farfield.streaming.arguments import parse_layouts
 from farfield.streaming.graph import RecordedLayer, Value
@@ -145,9 +146,10 @@ class StreamingPlan:
 
     def bind(self, caller: str, network: nn.Module) -> StreamingPlan:
         """Return the plan with the parameters, buffers and layers of a network; refuse another than was planned."""
-        bound = replace(self, **self._convert(lambda labelled: _bind_graph(caller, labelled, network)))
-        if describe_structure(network) != self.structure:
-            raise _other_network(caller, network, "other modules, or another forward, than were recorded")
+        with door(caller):
+            bound = replace(self, **self._convert(lambda labelled: _bind_graph(labelled, network)))
+            if describe_structure(network) != self.structure:
+                raise _other_network(network, "other modules, or another forward, than were recorded")
         return bound
 
     def __str__(self) -> str:
@@ -216,7 +218,7 @@ def _without_labels(labelled: LabelledGraph) -> LabelledGraph:
     return LabelledGraph(graph, labelled.size, labelled.cut, labelled.halo, levels=labelled.levels)
 
 
-def _bind_graph(caller: str, labelled: LabelledGraph, network: nn.Module) -> LabelledGraph:
+def _bind_graph(labelled: LabelledGraph, network: nn.Module) -> LabelledGraph:
     """Return a graph with its labels, and the parameters, buffers and layers of a network; refuse one without."""
     graph = labelled.graph
     named, modules = dict([*network.named_parameters(), *network.named_buffers()]), dict(network.named_modules())
@@ -227,25 +229,24 @@ def _bind_graph(caller: str, labelled: LabelledGraph, network: nn.Module) -> Lab
         if node.op == "constant" and not name.startswith(_UNNAMED):
             tensor = named.get(name)
             if tensor is None or (tuple(tensor.shape), tensor.dtype) != tuple(node.outputs[0]):
-                raise _other_network(caller, network, f'no "{name}" of shape {node.outputs[0].shape}')
+                raise _other_network(network, f'no "{name}" of shape {node.outputs[0].shape}')
             constants[name] = tensor.detach()
         if isinstance(name, RecordedLayer):
             if name.path not in modules:
-                raise _other_network(caller, network, f'no "{name.path}"')
+                raise _other_network(network, f'no "{name.path}"')
             nodes[index] = node._replace(args=(replace(name, module=modules[name.path]), *node.args[1:]))
     bound = replace(graph, constants=constants, nodes=nodes)
     # Levels are those of the plan: on patches, they are not those that follow from the labels.
     return replace(label_graph(bound, labelled.size, labelled.cut, halo=labelled.halo), levels=labelled.levels)
 
 
-def _other_network(caller: str, network: nn.Module, why: str) -> ValueError:
-    return ValueError(
-        f"{caller}: plan is of another network: {type(network).__name__} has {why}; fix: plan_whole of this network."
+def _other_network(network: nn.Module, why: str) -> ValueError:
+    return refusal(
+        ValueError, f"plan is of another network: {type(network).__name__} has {why}; fix: plan_whole of this network."
     )
 
 
 def check_plan(
-    caller: str,
     plan: Any,
     volumes: Mapping[str, Any],
     tile: Any,
@@ -255,20 +256,21 @@ def check_plan(
 ) -> StreamingPlan:
     """Return a plan that was given; refuse one of other volumes, or beside what it has itself."""
     if not isinstance(plan, StreamingPlan):
-        raise TypeError(f"{caller}: plan must be what plan_whole returns, got {type(plan).__name__}; fix: plan=None.")
+        raise refusal(TypeError, f"plan must be what plan_whole returns, got {type(plan).__name__}; fix: plan=None.")
     if tile is not None or pad is not None:
-        raise ValueError(f"{caller}: got tile or pad beside plan, which has both; fix: give them to plan_whole.")
+        raise refusal(ValueError, "got tile or pad beside plan, which has both; fix: give them to plan_whole.")
     if reduce is not None and fingerprint(reduce) != plan.reduction:
-        raise ValueError(f"{caller}: got another reduce than plan was made with; fix: give it to plan_whole.")
-    layouts = parse_layouts(caller, [each.shape for each in volumes.values()], plan.layout.spatial_dims, known)
+        raise refusal(ValueError, "got another reduce than plan was made with; fix: give it to plan_whole.")
+    layouts = parse_layouts([each.shape for each in volumes.values()], plan.layout.spatial_dims, known)
     size = [length - sum(positions) for length, positions in zip(plan.size, plan.padding, strict=True)]
     plan = replace(plan, layout=known[0]) if known and known[0] else plan  # a plan knows no letters
     planned = plan.layout.shape(plan.output.shape[0], plan.channels[0], size)
     first = tuple(next(iter(volumes.values())).shape)
     pairs = zip(layouts, volumes.values(), strict=True)
     if first != planned or tuple(own.batch_and_channels(each.shape)[1] for own, each in pairs) != plan.channels:
-        raise ShapeError(
-            f"{caller}: plan is of volumes of another shape.\n  planned  {planned}\n  got      {first}\n"
-            "  fix: plan_whole(model, volume.shape)."
+        raise refusal(
+            ShapeError,
+            f"plan is of volumes of another shape.\n  planned  {planned}\n  got      {first}\n"
+            "  fix: plan_whole(model, volume.shape).",
         )
     return plan

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import (
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from farfield._checks import shape_error
+from farfield._refusals import put_name
 from farfield.tasks.training_task import TrainingTask
 
 Decay = Literal["weights", "weights and depthwise", "all"]
@@ -158,7 +159,7 @@ class Classify(TrainingTask):
             fix = "end the network with global pooling and a linear layer, or flatten its output."
             if classes and scores.ndim == 2:
                 fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
-            raise shape_error("Classify", problem, fix, images=images, scores=scores)
+            raise put_name("Classify", shape_error(problem, fix, images=images, scores=scores))
         return scores, labels
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

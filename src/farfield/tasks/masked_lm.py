@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.text import Perplexity
 
 from farfield._checks import shape_error
+from farfield._refusals import put_name
 from farfield.tasks.training_task import TrainingTask
 
 # Label of tokens that the loss and the measures ignore.
@@ -192,7 +193,7 @@ class MaskedLM(TrainingTask):
                 known = f"the batch has the word {needs - 1:,}, so that there are at least {needs:,} words"
             problem = f"{known}, and the network has {has:,}."
             fix = f"build the network with vocabulary={needs} or more (--model.network.vocabulary {needs})."
-            raise shape_error("MaskedLM", problem, fix, words=words)
+            raise put_name("MaskedLM", shape_error(problem, fix, words=words))
 
 
 def compute_word_loss(logits: Tensor, labels: Tensor) -> Tensor:

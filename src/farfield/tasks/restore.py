@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from farfield._checks import shape_error
 from farfield._outputs import check_not_input, output_path
+from farfield._refusals import door, put_name
 from farfield.streaming import Tiles
 from farfield.tasks.metrics import EPSILON, care_metrics
 from farfield.tasks.restore_stack import restore
@@ -125,7 +126,8 @@ class Restore(TrainingTask):
                 "--overwrite skip to go on with the other stacks."
             )
         inputs = list_inputs(self.trainer) if self._trainer is not None else []
-        check_not_input("farfield predict", output, [Path(path), *inputs])
+        with door("farfield predict"):
+            check_not_input(output, [Path(path), *inputs])
         output.parent.mkdir(parents=True, exist_ok=True)
         restore(self.network, stack, tile=self.tile, out=output, overwrite=self.overwrite is True, quiet=False)
         return str(output)
@@ -160,11 +162,11 @@ class Restore(TrainingTask):
         if output.shape[2:] != target.shape[2:] or output.shape[1] not in (channels, 2 * channels):
             problem = "the network must return grids of the shape of the targets."
             fix = "another network or other data; for a projection, whose targets are images, use unet_projection."
-            raise shape_error("Restore", problem, fix, grid=grid, target=target, output=output)
+            raise put_name("Restore", shape_error(problem, fix, grid=grid, target=target, output=output))
         if laplace and output.shape[1] == channels:
             problem = 'the loss "laplace" needs a scale for each value.'
             fix = "build the network with probabilistic=True (--model.network.probabilistic true), or loss=mae."
-            raise shape_error("Restore", problem, fix, target=target, output=output)
+            raise put_name("Restore", shape_error(problem, fix, target=target, output=output))
         mean = output[:, :channels]
         if laplace:
             return laplace_loss(mean, output[:, channels:], target), mean, target

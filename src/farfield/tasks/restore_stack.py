@@ -14,6 +14,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from farfield._refusals import door, refusal
 from farfield.streaming import Tiles, predict_whole
 from farfield.streaming.progress import write_whole
 from farfield.volumes import ImageMetadata, Volume
@@ -62,6 +63,7 @@ def _expand_levels(levels: Tensor, grid: Tensor) -> Tensor:
     return levels.to(grid.dtype).reshape(-1, *(1,) * (grid.dim() - 1))
 
 
+@door("restore")
 def restore(
     network: nn.Module,
     stack: Any,
@@ -112,9 +114,10 @@ def restore(
     has_channels = known is not None and "C" in known.axes
     multiples = getattr(network, "multiples", (1,) * (len(stack.shape) - has_channels))
     if len(stack.shape) - len(multiples) not in (0, 1):
-        raise ValueError(
-            f"restore: the network restores grids of {len(multiples)} spatial dims, the stack has {len(stack.shape)}: "
-            f"{tuple(stack.shape)}; fix: a network of {len(stack.shape)} spatial dims, or another stack."
+        raise refusal(
+            ValueError,
+            f"the network restores grids of {len(multiples)} spatial dims, the stack has {len(stack.shape)}: "
+            f"{tuple(stack.shape)}; fix: a network of {len(stack.shape)} spatial dims, or another stack.",
         )
     channels = [array]
     if len(stack.shape) > len(multiples):
@@ -131,8 +134,8 @@ def restore(
         return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
     if out is None:
         return _project_stack(scaled, stack, multiples)
-    refuse_aliasing("restore", out, {"stack": array})
-    check_path("restore", Path(out), overwrite)  # before the work
+    refuse_aliasing(out, {"stack": array})
+    check_path(Path(out), overwrite)  # before the work
     image = _project_stack(scaled, stack, multiples)
     axes = "CYX"[-image.ndim :]
     metadata = known.with_axes(axes) if known is not None else ImageMetadata(axes)
@@ -144,17 +147,18 @@ def _project_stack(network: nn.Module, stack: Any, multiples: Sequence[int]) -> 
     size = stack.shape[-len(multiples) :]
     lacking = [-length % multiple for length, multiple in zip(size, multiples, strict=True)]
     widths = [(0, 0)] * (len(stack.shape) - len(size)) + [(short // 2, short - short // 2) for short in lacking]
-    padded = np.pad(without_mask("restore", stack[:]).astype(np.float32), widths, "reflect")
+    padded = np.pad(without_mask(stack[:]).astype(np.float32), widths, "reflect")
     parameter = next(network.parameters())
     with torch.inference_mode():
         grid = torch.from_numpy(padded.reshape(1, -1, *padded.shape[-len(size) :]))
-        grid = narrowed("restore", grid, parameter.dtype).to(parameter.device)
+        grid = narrowed(grid, parameter.dtype).to(parameter.device)
         image = network(grid)[0].float().cpu().numpy()
     kept = (slice(short // 2, short // 2 + length) for short, length in zip(lacking[1:], size[1:], strict=True))
     image = image[(..., *kept)]
     return image if len(stack.shape) > len(size) else image[0]
 
 
+@door("restore")
 def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> tuple[float, float]:
     """Return the grey levels of two percentiles, from 0 to 100, of a stack that need not fit in memory."""
     dtype, stack = np.dtype(stack.dtype), keep_chunks(stack)
@@ -162,18 +166,20 @@ def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES
         low, high = _count_levels(stack, percentiles)
     else:
         step = max(1, math.ceil(math.prod(stack.shape) / _COUNTED))
-        planes = np.stack([without_mask("restore", stack[index]) for index in range(0, stack.shape[0], step)])
+        planes = np.stack([without_mask(stack[index]) for index in range(0, stack.shape[0], step)])
         if not np.isfinite(planes).all():
             faults = int((~np.isfinite(planes)).sum())
-            raise ValueError(
-                f"restore: {faults} of {planes.size} positions are no numbers (NaN or infinite); "
-                "fix: crop the stack, or replace them, e.g. numpy.nan_to_num."
+            raise refusal(
+                ValueError,
+                f"{faults} of {planes.size} positions are no numbers (NaN or infinite); "
+                "fix: crop the stack, or replace them, e.g. numpy.nan_to_num.",
             )
         low, high = (float(level) for level in np.percentile(planes, percentiles))
     if high <= low:
-        raise ValueError(
-            f"restore: the stack is as good as constant: its percentiles {percentiles[0]} and {percentiles[1]} are "
-            f"both {low:g}, and cannot become 0 and 1; fix: crop the stack to the region that is not background."
+        raise refusal(
+            ValueError,
+            f"the stack is as good as constant: its percentiles {percentiles[0]} and {percentiles[1]} are "
+            f"both {low:g}, and cannot become 0 and 1; fix: crop the stack to the region that is not background.",
         )
     return low, high
 
@@ -181,7 +187,7 @@ def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES
 def _count_levels(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
     counts = np.zeros(256 ** np.dtype(stack.dtype).itemsize, np.int64)
     for index in range(stack.shape[0]):
-        counts += np.bincount(without_mask("restore", stack[index]).ravel(), minlength=len(counts))
+        counts += np.bincount(without_mask(stack[index]).ravel(), minlength=len(counts))
     up_to = np.cumsum(counts)
     # Interpolated as in numpy.percentile.
     levels = []

@@ -14,6 +14,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from farfield._checks import shape_error, unknown
+from farfield._refusals import put_name
 from farfield.tasks.classify import decayed_parameters
 from farfield.tasks.training_task import TrainingTask
 
@@ -85,7 +86,9 @@ class Segment(TrainingTask):
     ) -> None:
         super().__init__(network)
         if head not in dict(network.named_modules()):
-            raise unknown("Segment", f"module of {type(network).__name__}", head, dict(network.named_children()))
+            raise put_name(
+                "Segment", unknown(f"module of {type(network).__name__}", head, dict(network.named_children()))
+            )
         if freeze_norms:
             for norm in _list_norms(network):
                 norm.requires_grad_(False)
@@ -167,7 +170,7 @@ class Segment(TrainingTask):
             fix = "a network without global pooling, whose output is (batch, classes, height, width)."
             if logits.ndim == 4:
                 fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
-            raise shape_error("Segment", problem, fix, images=images, logits=logits)
+            raise put_name("Segment", shape_error(problem, fix, images=images, logits=logits))
         return logits
 
     def _reset(self) -> None:

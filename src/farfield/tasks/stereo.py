@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from farfield._checks import shape_error
+from farfield._refusals import put_name
 from farfield.tasks.training_task import TrainingTask
 
 # Weights of the losses of PSMNet's three outputs; a network with fewer outputs has the last ones.
@@ -86,7 +87,7 @@ class Stereo(TrainingTask):
         if disparities.dim() != 4 or disparities.shape[2:] != images[0].shape[2:]:
             problem = "the network must return (batch, outputs, height, width), in the size of the images."
             fix = "let the network interpolate its disparities to that size, or use another network."
-            raise shape_error("Stereo", problem, fix, left=images[0], disparities=disparities)
+            raise put_name("Stereo", shape_error(problem, fix, left=images[0], disparities=disparities))
         return disparities[..., -height:, :width]
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:

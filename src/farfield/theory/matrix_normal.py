@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from farfield._checks import check_same_kind, shape_error, unknown
+from farfield._refusals import door, put_name, refusal
 from farfield.theory.kronecker_sum import log_determinant, solve, spectrum, symmetric
 
 
@@ -69,7 +70,7 @@ class MatrixNormal(Distribution):
         validate_args: bool = True,
     ) -> None:
         if structure not in STRUCTURES:
-            raise unknown("MatrixNormal", "structure", structure, STRUCTURES)
+            raise put_name("MatrixNormal", unknown("structure", structure, STRUCTURES))
         batch = _check_parameters(loc, row_covariance, column_covariance)
         if validate_args:
             _check_values(loc, row_covariance, column_covariance)
@@ -202,28 +203,29 @@ def _noise(shape: torch.Size, like: Tensor) -> Tensor:
     return torch.randn(shape, dtype=like.dtype, device=like.device)
 
 
+@door("MatrixNormal")
 def _check_parameters(loc: Tensor, row: Tensor, column: Tensor) -> torch.Size:
     """Check the shapes (…, h, w), (…, h, h) and (…, w, w), one dtype and one device; return the batch shape."""
     parameters = {"loc": loc, "row_covariance": row, "column_covariance": column}
     for name, parameter in parameters.items():
         if not isinstance(parameter, Tensor) or parameter.dtype not in (torch.float32, torch.float64):
             kind = parameter.dtype if isinstance(parameter, Tensor) else type(parameter).__name__
-            raise TypeError(f"MatrixNormal: {name} must be a float32 or float64 tensor, got {kind}.")
-    check_same_kind("MatrixNormal", **parameters)
+            raise refusal(TypeError, f"{name} must be a float32 or float64 tensor, got {kind}.")
+    check_same_kind(**parameters)
     if loc.dim() < 2 or 0 in loc.shape[-2:]:
         fix = "give it rows and columns, e.g. loc.unsqueeze(0)."
-        raise shape_error("MatrixNormal", "loc must be (*batch, h, w), h and w at least 1.", fix, loc=loc)
+        raise shape_error("loc must be (*batch, h, w), h and w at least 1.", fix, loc=loc)
     h, w = loc.shape[-2:]
     for name, length in (("row_covariance", h), ("column_covariance", w)):
         if parameters[name].shape[-2:] != (length, length):
             problem = f"{name} must be (*batch, {length}, {length}) for a loc of {h} rows and {w} columns."
             fix = f"e.g. {name}=torch.eye({length}); Ω = row_covariance is h × h, Ψ = column_covariance is w × w."
-            raise shape_error("MatrixNormal", problem, fix, **parameters)
+            raise shape_error(problem, fix, **parameters)
     try:
         return torch.broadcast_shapes(*(parameter.shape[:-2] for parameter in parameters.values()))
     except RuntimeError:
         fix = "give all one batch shape, or none."
-        raise shape_error("MatrixNormal", "the batch dimensions do not broadcast.", fix, **parameters) from None
+        raise shape_error("the batch dimensions do not broadcast.", fix, **parameters) from None
 
 
 def _check_values(loc: Tensor, row: Tensor, column: Tensor) -> None:
@@ -246,6 +248,7 @@ def _check_values(loc: Tensor, row: Tensor, column: Tensor) -> None:
         )
 
 
+@door("MatrixNormal.log_prob")
 def _check_value(value: Tensor, distribution: MatrixNormal) -> None:
     """Refuse a value whose shape does not fit and, if validation is on, one that is not finite."""
     expected = distribution.batch_shape + distribution.event_shape
@@ -255,7 +258,7 @@ def _check_value(value: Tensor, distribution: MatrixNormal) -> None:
         fits = False
     if not fits:
         fix = f"give it as (*sample, {', '.join(map(str, expected))}), one matrix for each matrix of loc."
-        raise shape_error("MatrixNormal.log_prob", "value must fit loc.", fix, value=value, loc=distribution.loc)
-    check_same_kind("MatrixNormal.log_prob", loc=distribution.loc, value=value)
+        raise shape_error("value must fit loc.", fix, value=value, loc=distribution.loc)
+    check_same_kind(loc=distribution.loc, value=value)
     if distribution._validate_args and not value.isfinite().all():
-        raise ValueError("MatrixNormal.log_prob: value must be finite.")
+        raise refusal(ValueError, "value must be finite.")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from farfield._refusals import refusal
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.chunk_cache import ChunkCache
 from farfield.volumes.file_name import FileArray
@@ -34,23 +35,15 @@ class StorageLocation(NamedTuple):
     file: Path | None = None  # path of the file, if there is one
 
 
-def refuse_aliasing(caller: str, out: Any, inputs: Mapping[str, Any]) -> None:
-    """Refuse an output that shares memory, a file or a store with an input.
-
-    Args:
-        caller: The function that errors name.
-        out: A path, an array, or None.
-        inputs: Name -> array that is read, or None.
-
-    Raises:
-        ValueError: If the output shares any with an input; the text names the input and what is shared.
-    """
+def refuse_aliasing(out: Any, inputs: Mapping[str, Any]) -> None:
+    """Refuse an output (a path, an array, None) that shares memory, a file or a store with an input, by its name."""
     for name, array in inputs.items():
         shared = None if out is None or array is None else find_shared(out, array)
         if shared is not None:
-            raise ValueError(
-                f"{caller}: out and the {name} are both in {shared}, so tiles would read what other tiles have "
-                f"written; fix: another out, such as out=None or another path."
+            raise refusal(
+                ValueError,
+                f"out and the {name} are both in {shared}, so tiles would read what other tiles have "
+                f"written; fix: another out, such as out=None or another path.",
             )
 
 

@@ -8,32 +8,26 @@ import numpy as np
 import torch
 from torch import nn
 
+from farfield._refusals import refusal
 from farfield.volumes.source import without_mask
 
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
-    """Refuse an object that is no array of numbers, such as a list, a path or a network, or that has a mask.
-
-    Raises:
-        TypeError: If the object has no shape, takes no slices, or does not hold booleans, integers or floats.
-        ValueError: If it is an array of `numpy.ma` with masked positions, a tensor without values, or of an HDF5 file
-            that is closed.
-    """
+    """Refuse an object that is no array of numbers, such as a list, a path or a network, or has masked positions."""
     if type(volume).__module__.partition(".")[0] == "h5py" and not volume:
-        raise ValueError(
-            f"{caller}: the HDF5 file of {name} is closed; fix: call {caller} while it is open, or "
-            'farfield.volumes.open_volume("file.h5::dataset").'
+        raise refusal(
+            ValueError,
+            f"the HDF5 file of {name} is closed; fix: call {caller} while it is open, or "
+            'farfield.volumes.open_volume("file.h5::dataset").',
         )
     if hasattr(volume, "shape") and hasattr(volume, "__getitem__"):
-        check_numbers(caller, name, volume)
+        check_numbers(name, volume)
         if getattr(volume, "is_meta", False):
-            raise ValueError(
-                f"{caller}: {name} is on the device meta, without values; fix: a tensor on another device."
-            )
+            raise refusal(ValueError, f"{name} is on the device meta, without values; fix: a tensor on another device.")
         if np.ma.is_masked(volume):
-            without_mask(caller, volume)
+            without_mask(volume)
         return
     if isinstance(volume, nn.Module):
         fix = f"the network first, {caller}(model, volume)"
@@ -41,15 +35,15 @@ def check_volume(caller: str, name: str, volume: Any) -> None:
         fix = "open it first, farfield.volumes.open_volume(path)"
     else:
         fix = "numpy.asarray(…)"
-    raise TypeError(
-        f"{caller}: {name} must be an array, with a shape and slices, got {type(volume).__name__}; fix: {fix}."
+    raise refusal(
+        TypeError, f"{name} must be an array, with a shape and slices, got {type(volume).__name__}; fix: {fix}."
     )
 
 
-def check_numbers(caller: str, name: str, volume: Any) -> None:
+def check_numbers(name: str, volume: Any) -> None:
     """Raise TypeError for an array whose dtype is known and is not that of booleans, integers or floats."""
     dtype = getattr(volume, "dtype", None)
     kind = dtype.kind if isinstance(dtype, np.dtype) else "c" if dtype in COMPLEX else "f"
     if kind not in "bfiu":
         fix = f"the magnitude, abs({name})" if kind == "c" else f'an array of one of these, {name}.astype("float32")'
-        raise TypeError(f"{caller}: {name} must hold booleans, integers or floats, got {dtype}; fix: {fix}.")
+        raise refusal(TypeError, f"{name} must hold booleans, integers or floats, got {dtype}; fix: {fix}.")

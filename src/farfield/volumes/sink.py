@@ -16,50 +16,36 @@ from torch import Tensor
 
 from farfield._checks import ShapeError
 from farfield._files import OwnedFolder, remove
+from farfield._refusals import refusal
 from farfield.volumes.file_formats import FORMATS, Format, OutputSpec, find_format
 from farfield.volumes.source import Region, release
 from farfield.volumes.unfinished import FULL_DISK, REPLACED, STATE, unfinished_folder, was_moved
 
 
-def check_path(caller: str, path: Path, overwrite: bool | None) -> None:
-    """Refuse a path that cannot be written, or whose content must not be replaced.
-
-    Args:
-        caller: The function that errors name.
-        path: Path of the output.
-        overwrite: Whether existing content may be replaced; None, which is no, if the caller has no such argument.
-
-    Raises:
-        ValueError: If the path's suffix is of no known format.
-        FileNotFoundError: If the folder of the path does not exist.
-        PermissionError: If the folder of the path is not writable.
-        FileExistsError: If the path exists and `overwrite` is not True, unless it was moved there by a call that was
-            killed before it removed its unfinished folder; if the path is a link, a folder other than one zarr array
-            or image and nothing else, or a file in the place of a zarr array; if the folder for the unfinished file was
-            not made by farfield.
-    """
-    known_format(caller, path)
+def check_path(path: Path, overwrite: bool | None) -> None:
+    """Refuse a path that cannot be written, or whose content must not be replaced; None is no, of a call without it."""
+    known_format(path)
     if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(
-            f'{caller}: no folder "{path.absolute().parent}" for "{path.name}"; fix: make that folder first.'
+        raise refusal(
+            FileNotFoundError, f'no folder "{path.absolute().parent}" for "{path.name}"; fix: make that folder first.'
         )
     if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f'{caller}: the folder "{path.absolute().parent}" is not writable; fix: another folder, or write '
-            f"permission there."
+        raise refusal(
+            PermissionError,
+            f'the folder "{path.absolute().parent}" is not writable; fix: another folder, or write permission there.',
         )
     if path.is_symlink():
         fix = f'the target of the link, "{path.resolve()}", or another path'
-        raise FileExistsError(f'{caller}: "{path}" is a link, and links are not replaced; fix: {fix}.')
+        raise refusal(FileExistsError, f'"{path}" is a link, and links are not replaced; fix: {fix}.')
     if path.exists() and not overwrite and not was_moved(path):
-        raise FileExistsError(f'{caller}: "{path}" exists; fix: another path{overwrite_fix(overwrite)}.')
-    is_one_file = known_format(caller, path).mapped
+        raise refusal(FileExistsError, f'"{path}" exists; fix: another path{overwrite_fix(overwrite)}.')
+    is_one_file = known_format(path).mapped
     if path.exists() and not (path.is_file() if is_one_file else is_own_zarr(path)):
         what = "a folder" if path.is_dir() else "not a file" if is_one_file else "not a zarr array"
         if path.is_dir() and not is_one_file:
             what = "a folder that is not one zarr array or image and nothing else"
-        raise FileExistsError(f'{caller}: "{path}" is {what}, and is not overwritten; fix: another path.')
-    OwnedFolder(caller, unfinished_folder(path), path).check()
+        raise refusal(FileExistsError, f'"{path}" is {what}, and is not overwritten; fix: another path.')
+    OwnedFolder(unfinished_folder(path), path).check()
 
 
 def overwrite_fix(overwrite: bool | None) -> str:
@@ -67,16 +53,12 @@ def overwrite_fix(overwrite: bool | None) -> str:
     return "" if overwrite is None else ", or overwrite=True"
 
 
-def known_format(caller: str, path: Path) -> Format:
-    """Return the format of a path.
-
-    Raises:
-        ValueError: If the path's suffix is of no known format.
-    """
+def known_format(path: Path) -> Format:
+    """Return the format of a path; refuse another suffix."""
     by_suffix = find_format(path)
     if by_suffix is None:
         fix = path if path.name else path / "restored"
-        raise ValueError(f'{caller}: out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{fix}.zarr".')
+        raise refusal(ValueError, f'out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{fix}.zarr".')
     return by_suffix
 
 
@@ -107,7 +89,7 @@ class FileOutput:
     """A file that is written in a folder beside its path and moved to the path when it is complete.
 
     Args:
-        caller: The function that errors name.
+        caller: The function that warnings name.
         path: Path of the finished file.
         spec: Shape, dtype, tile, axes and voxel size of the array in the file.
         overwrite: Whether what exists at the path when the file is complete is replaced; None is no.
@@ -115,9 +97,9 @@ class FileOutput:
 
     def __init__(self, caller: str, path: Path, spec: OutputSpec, overwrite: bool | None) -> None:
         self.caller, self.path, self.spec, self.overwrite = caller, path, spec, overwrite
-        self.owned = OwnedFolder(caller, unfinished_folder(path), path)
+        self.owned = OwnedFolder(unfinished_folder(path), path)
         self.folder = self.owned.path
-        self.format = known_format(caller, path)
+        self.format = known_format(path)
         self.growing = self.folder / path.name
         self.array: Any = None
 
@@ -137,7 +119,7 @@ class FileOutput:
             if error.errno not in FULL_DISK:
                 raise
             problem = f'the disk has no room for the {self.spec.nbytes:,} bytes of "{self.path}"'
-            raise OSError(error.errno, f"{self.caller}: {problem}; fix: make room, or another disk.") from error
+            raise refusal(OSError, error.errno, f"{problem}; fix: make room, or another disk.") from error
 
     def reserve(self) -> None:
         """Reserve the disk space of the whole file if it is a memory map."""
@@ -205,7 +187,7 @@ class FileOutput:
         Raises:
             FileExistsError: If the path now has content that must not be replaced.
         """
-        check_path(self.caller, self.path, self.overwrite)
+        check_path(self.path, self.overwrite)
         self.array = None
         if not was_moved(self.path):
             self.format.complete(self.growing, self.spec)
@@ -238,7 +220,7 @@ class ArrayOutput:
     """An output that is an array: one that the user gave, or a new one in memory.
 
     Args:
-        caller: The function that errors name.
+        caller: The function that warnings name.
         array: Array of NumPy, torch, zarr, h5py, or another class with `shape` and slicing.
     """
 
@@ -253,9 +235,10 @@ class ArrayOutput:
         if room is not None and finite.size:
             low, high = finite.min().item(), finite.max().item()
             if low < room[0] or high > room[1]:
-                raise ValueError(
-                    f"{self.caller}: the result has numbers from {low} to {high}, and out is of {self.dtype}, which "
-                    f"holds those from {room[0]} to {room[1]}; fix: an array of {numbers.dtype}."
+                raise refusal(
+                    ValueError,
+                    f"the result has numbers from {low} to {high}, and out is of {self.dtype}, which "
+                    f"holds those from {room[0]} to {room[1]}; fix: an array of {numbers.dtype}.",
                 )
         if isinstance(self.array, Tensor):
             # Tensors that are made in inference mode can be written to in it alone.
@@ -288,52 +271,40 @@ class ArrayOutput:
 
 
 def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bool | None) -> FileOutput | ArrayOutput:
-    """Make the output for the argument `out`: a path, an array, or None for a new array in memory.
-
-    Args:
-        caller: The function that errors name.
-        out: The argument.
-        spec: Shape, dtype, tile, axes and voxel size of the output.
-        like: The volume that is read. The new array is a tensor on the same device if this is a tensor, else NumPy's.
-        overwrite: As in `FileOutput`.
-
-    Raises:
-        TypeError: If `out` is none of the three, or has a dtype to which the result cannot be cast, or is the path of a
-            format that does not hold it.
-        ShapeError: If `out` is an array of another shape than the output.
-        ValueError: If `out` is an array that is opened read-only.
-    """
+    """Make the output for `out`: a path, an array, or None for a new array of the kind of `like`."""
     if isinstance(out, str | Path):
-        refused = known_format(caller, Path(out)).refuse(Path(out), spec)
+        refused = known_format(Path(out)).refuse(Path(out), spec)
         if refused is not None:
-            raise TypeError(
-                f'{caller}: "{out}" cannot be written: {refused}; fix: "{Path(out).stem.removesuffix(".ome")}.zarr".'
+            raise refusal(
+                TypeError, f'"{out}" cannot be written: {refused}; fix: "{Path(out).stem.removesuffix(".ome")}.zarr".'
             )
         return FileOutput(caller, Path(out), spec, overwrite)
     if out is None:
         empty = np.empty(spec.shape, spec.dtype)
         return ArrayOutput(caller, torch.from_numpy(empty).to(like.device) if isinstance(like, Tensor) else empty)
     if not hasattr(out, "__setitem__") or not hasattr(out, "shape"):
-        raise TypeError(
-            f"{caller}: out must be a path, an array that takes slices, or None, got {type(out).__name__}; "
-            f"fix: out=None."
+        raise refusal(
+            TypeError,
+            f"out must be a path, an array that takes slices, or None, got {type(out).__name__}; fix: out=None.",
         )
     if _is_read_only(out):
-        raise ValueError(
-            f'{caller}: out is opened read-only, and cannot be written to; fix: open it with mode="r+", or another out.'
+        raise refusal(
+            ValueError,
+            'out is opened read-only, and cannot be written to; fix: open it with mode="r+", or another out.',
         )
     if tuple(out.shape) != spec.shape:
-        raise ShapeError(
-            f"{caller}: out must have shape {spec.shape}, got {tuple(out.shape)}; fix: an array of that shape, or "
-            f"out=None."
+        raise refusal(
+            ShapeError,
+            f"out must have shape {spec.shape}, got {tuple(out.shape)}; fix: an array of that shape, or out=None.",
         )
     dtype = dtype_of_array(out)
     # Integers of fewer bits are allowed, for example 8 bits for labels: `write` checks their range.
     labels = dtype is not None and dtype.kind in "iu" and spec.dtype.kind in "iu"
     if dtype is not None and not labels and not np.can_cast(spec.dtype, dtype, "same_kind"):
-        raise TypeError(
-            f"{caller}: out is of {dtype}, and the result of {spec.dtype} would be cut to that; fix: an array of "
-            f"{spec.dtype}, or, in predict_whole, a network that returns an integer dtype of torch."
+        raise refusal(
+            TypeError,
+            f"out is of {dtype}, and the result of {spec.dtype} would be cut to that; fix: an array of "
+            f"{spec.dtype}, or, in predict_whole, a network that returns an integer dtype of torch.",
         )
     return ArrayOutput(caller, out)
 

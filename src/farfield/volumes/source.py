@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import ShapeError
+from farfield._refusals import refusal
 from farfield.volumes.aliasing import places
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.chunk_cache import keep_chunks
@@ -58,21 +59,18 @@ class AxisLayout(NamedTuple):
         return "I" * self.batch + "C" * (self.channels or channels > 1) + size
 
 
-def parse_layout(caller: str, shape: Sequence[int], spatial_dims: int) -> AxisLayout:
-    """Find the axes of an array of a given number of spatial dims.
-
-    Raises:
-        ShapeError: If the array has fewer axes, or more than two in addition, or an axis of length 0.
-    """
+def parse_layout(shape: Sequence[int], spatial_dims: int) -> AxisLayout:
+    """Find the axes of an array of a number of spatial dims; refuse fewer axes, three more, and an empty one."""
     leading = len(shape) - spatial_dims
     if leading not in (0, 1, 2):
-        raise ShapeError(
-            f"{caller}: a volume with {spatial_dims} spatial dims is (*size), (channels, *size) or "
+        raise refusal(
+            ShapeError,
+            f"a volume with {spatial_dims} spatial dims is (*size), (channels, *size) or "
             f"(batch, channels, *size), got shape {tuple(shape)}; fix: tile with one number per spatial dim, or a "
-            f"slice of the volume."
+            f"slice of the volume.",
         )
     if 0 in shape:
-        raise ShapeError(f"{caller}: the volume has an empty axis, shape {tuple(shape)}; fix: leave that volume out.")
+        raise refusal(ShapeError, f"the volume has an empty axis, shape {tuple(shape)}; fix: leave that volume out.")
     return AxisLayout(int(leading == 2), leading >= 1, spatial_dims)
 
 
@@ -86,7 +84,7 @@ class VolumeSource:
         dtype: Their dtype; bool for a mask.
         padding: How many positions are padded before and after each spatial axis; None pads none.
         mode: How they are padded, one of `MODES`.
-        caller: The function that errors name.
+        caller: The function that a warning names.
     """
 
     def __init__(
@@ -139,21 +137,22 @@ class VolumeSource:
         leading = (slice(None),) * (len(self.shape) - self.layout.spatial_dims)
         if sample is not None and self.layout.batch:
             leading = (*self.layout.index_sample(sample), *leading[self.layout.batch :])
-        check_mapping(self.caller, self.array)
+        check_mapping(self.array)
         try:
             box: Any = self.array[(*leading, *slices)]
         # Codecs and libraries of files raise all kinds of errors for damaged chunks.
         except Exception as error:
-            box = f"{'a region' if tile is None else f'tile {tile}'}, positions "
-            box += " × ".join(f"{each.start}:{each.stop}" for each in slices)
-            raise self.explain_error(error, box) from error
+            what = f"{'a region' if tile is None else f'tile {tile}'}, positions "
+            what += " × ".join(f"{each.start}:{each.stop}" for each in slices)
+            raise self.explain_error(error, what) from error
         if isinstance(box, Tensor):
             return box
-        box = without_mask(self.caller, box)
+        box = without_mask(box)
         if box.dtype.kind not in "bfiu":
-            raise TypeError(
-                f"{self.caller}: a volume must hold booleans, integers or floats, got {box.dtype}; fix: an array of "
-                f'one of these, such as volume.astype("float32").'
+            raise refusal(
+                TypeError,
+                f"a volume must hold booleans, integers or floats, got {box.dtype}; fix: an array of "
+                f'one of these, such as volume.astype("float32").',
             )
         if box.dtype.kind in "iu" and box.dtype.itemsize > 2 and self.dtype == torch.float32:
             self.warn_of_rounding(box)
@@ -173,7 +172,7 @@ class VolumeSource:
             error.add_note(f"{self.caller}: this is why {what}, cannot be read.")
             return error
         kind = ValueError if isinstance(error, ValueError) else OSError
-        return kind(f'{self.caller}: cannot read {what}, of "{file}": {reason}; fix: write or download the file again.')
+        return refusal(kind, f'cannot read {what}, of "{file}": {reason}; fix: write or download the file again.')
 
     def warn_of_rounding(self, box: np.ndarray) -> None:
         """Warn, once, of whole numbers that float32 rounds, if a box has any."""
@@ -190,36 +189,30 @@ class VolumeSource:
         """Return a box as a grid `(batch, channels, *size)` on the device."""
         grid = torch.as_tensor(box)
         grid = grid.reshape(-1, self.channels, *grid.shape[grid.dim() - self.layout.spatial_dims :])
-        return narrowed(self.caller, grid, self.dtype).to(self.device)
+        return narrowed(grid, self.dtype).to(self.device)
 
 
-def without_mask(caller: str, part: Any) -> np.ndarray:
-    """Return a part of a volume as an array of NumPy.
-
-    Raises:
-        ValueError: If some of its positions are masked: what stands there, -9999 for example, is no number to use.
-    """
+def without_mask(part: Any) -> np.ndarray:
+    """Return a part of a volume as an array of NumPy; refuse masked positions, whose numbers are none to use."""
     array = np.asanyarray(part)
     if np.ma.is_masked(array):
-        raise ValueError(
-            f"{caller}: {np.ma.count_masked(array):,} of {array.size:,} positions that were read are masked "
+        raise refusal(
+            ValueError,
+            f"{np.ma.count_masked(array):,} of {array.size:,} positions that were read are masked "
             "(numpy.ma), and their numbers would be used as if they were not; fix: numpy.ma.filled(volume[:], number), "
-            "with a number that the network takes for positions without a value."
+            "with a number that the network takes for positions without a value.",
         )
     return np.asarray(array)
 
 
-def narrowed(caller: str, grid: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a grid of the dtype of a network.
-
-    Raises:
-        ValueError: If it is float16, and numbers that are finite would become infinite.
-    """
+def narrowed(grid: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a grid of the dtype of a network; refuse finite numbers that float16 makes infinite."""
     converted = grid.to(dtype)
     if dtype == torch.float16 and grid.dtype != dtype and (converted.isinf() & grid.isfinite()).any():
-        raise ValueError(
-            f"{caller}: the volume has numbers from {grid.min():g} to {grid.max():g}, and the network is of float16, "
-            f"which ends at {torch.finfo(dtype).max:g}; fix: model.float(), or model.bfloat16()."
+        raise refusal(
+            ValueError,
+            f"the volume has numbers from {grid.min():g} to {grid.max():g}, and the network is of float16, "
+            f"which ends at {torch.finfo(dtype).max:g}; fix: model.float(), or model.bfloat16().",
         )
     return converted
 
@@ -237,17 +230,14 @@ def checksum(grid: Tensor) -> int:
     return zlib.crc32(grid.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
-def check_mapping(caller: str, array: Any) -> None:
-    """Refuse a memory-mapped file that has become shorter since it was mapped: reading it would kill the process.
-
-    Raises:
-        OSError: If `array` is mapped from such a file.
-    """
+def check_mapping(array: Any) -> None:
+    """Refuse a memory-mapped file that has become shorter since it was mapped: reading it would kill the process."""
     mapped = find_memmap(array)
     if mapped is not None and mapped._mmap.size() < len(mapped._mmap):
-        raise OSError(
-            f'{caller}: the file "{mapped.filename}" had {len(mapped._mmap):,} bytes or more when it was opened, and '
-            f"has {mapped._mmap.size():,} now; fix: write the file again, open it and repeat the call."
+        raise refusal(
+            OSError,
+            f'the file "{mapped.filename}" had {len(mapped._mmap):,} bytes or more when it was opened, and '
+            f"has {mapped._mmap.size():,} now; fix: write the file again, open it and repeat the call.",
         )
 
 

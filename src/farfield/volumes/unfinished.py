@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from farfield._files import foreign
+from farfield._refusals import is_refusal, refusal
 
 # Name of the file in the folder that stores the progress.
 STATE = "progress.zip"
@@ -39,20 +40,15 @@ def was_moved(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def explain_disk_errors(caller: str, path: Path) -> Iterator[None]:
-    """Replace an error of the disk by one that names the caller, the file, what is kept of it, and the fix.
-
-    Args:
-        caller: The function that errors name; errors that name it already pass.
-        path: Path of the file that is written.
-    """
+def explain_disk_errors(path: Path) -> Iterator[None]:
+    """Replace an error of the disk by one that names the file, what is kept of it, and the fix; refusals pass."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or f"{caller}: " in str(error):
+        if error.errno is None or is_refusal(error):
             raise
         reason, fix = REASONS.get(error.errno, (os.strerror(error.errno).lower(), "check the disk"))
         folder = unfinished_folder(path)
         kept = f'finished tiles are in "{folder}"' if folder.is_dir() else "nothing was written"
         problem = f'cannot write "{path}": {reason}; {kept}'
-        raise OSError(error.errno, f"{caller}: {problem}; fix: {fix}, and repeat the call.") from error
+        raise refusal(OSError, error.errno, f"{problem}; fix: {fix}, and repeat the call.") from error

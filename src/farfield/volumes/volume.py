@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from farfield._checks import ShapeError
+from farfield._refusals import refusal
 from farfield.volumes.axes_view import AxesView, basic_index, crop_array
 from farfield.volumes.image_metadata import SPACE, ImageMetadata, sorted_axes
 from farfield.volumes.labelled_arrays import read_labels
@@ -291,9 +292,10 @@ def take_samples(name: str, array: Any, metadata: ImageMetadata, channel: Any = 
     taken = 0
     if samples > 1 and channels > 1:
         if channel is None or np.ndim(channel) or not 0 <= operator.index(channel) < channels:
-            raise ValueError(
+            raise refusal(
+                ValueError,
                 f"{name} has {channels} channels of {samples} samples each, and a volume has one axis for both; fix: "
-                f"one of the channels, channel=0 of open_volume for example."
+                f"one of the channels, channel=0 of open_volume for example.",
             )
         taken, channel = operator.index(channel), None
     left_out = axes.index("S" if samples == 1 else "C")

@@ -6,6 +6,7 @@ import webbrowser
 from pathlib import Path
 
 from farfield._outputs import check_not_input
+from farfield._refusals import door
 from farfield.cli.explore.page import write
 from farfield.cli.explore.panels import panels_of_features, panels_of_layer
 from farfield.cli.tables import select
@@ -42,7 +43,8 @@ def explore(
         no_open: Write the page and do not show it.
     """
     operators = select("explore", "operator", operator, OPERATORS)
-    check_not_input("farfield explore", output, [image] if image else [])
+    with door("farfield explore"):
+        check_not_input(output, [image] if image else [])
     view = panels_of_layer(image, model, layer, size) if model else panels_of_features(image, operators, size)
     write(view, output)
     print(f"farfield explore: {output}, {output.stat().st_size / 1e6:.2f} MB")

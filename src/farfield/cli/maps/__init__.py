@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from farfield._outputs import check_not_input
+from farfield._refusals import door
 from farfield.cli.loaded_network import build_untrained, load
 from farfield.cli.maps.figures import write
 from farfield.cli.maps.views import (
@@ -84,7 +85,8 @@ def show_maps(  # noqa: PLR0913  (the options of a command)
         )
     if len(images) > 1 and not basis:
         raise CommandLineError("only --basis takes several photographs; give one --image")
-    check_not_input("farfield maps", output, images)
+    with door("farfield maps"):
+        check_not_input(output, images)
     if norms:
         return _write_view(show_scales(str(model)), output)
     photographs = [read_photograph(path) for path in images]

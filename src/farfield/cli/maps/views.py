@@ -15,6 +15,7 @@ from torch import Tensor
 
 from farfield import maps
 from farfield._checks import unknown
+from farfield._refusals import put_name
 from farfield.cli.loaded_network import PREFIX, LoadedNetwork, checkpoints, newest
 from farfield.cli.maps.figures import COLOURS, PANELS, Heat, Photograph, draw_masks, draw_rows, draw_scales
 from farfield.cli.output import Row, joined
@@ -81,7 +82,7 @@ def _finest(layers: dict[str, Layer]) -> str | None:
 def select_layer(layers: dict[str, Layer], name: str | None) -> str:
     """Return the name of the requested layer, or of the finest one; raise if there is no such layer over an image."""
     if name is not None and name not in layers:
-        raise unknown("--layer", "attention layer", name, layers)
+        raise put_name("--layer", unknown("attention layer", name, layers))
     name = name or _finest(layers) or next(iter(layers))
     if not _is_image(layers[name]):
         size = _size_of(layers[name])

@@ -18,6 +18,7 @@ from jaxtyping import UInt8
 from pycocotools import mask as coco
 from torch import Tensor
 
+from farfield._refusals import door, refusal
 from farfield.data.readers.coco_entries import (
     FIELDS,
     are_numbers,
@@ -73,28 +74,30 @@ def read_annotated(root: Path, name: str) -> Annotated:
     return Annotated(file, folder, content["images"], objects, categories)
 
 
+@door("CocoFolders")
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_utf8(file, "CocoFolders"))
+        content = json.loads(read_utf8(file))
     except FolderError:
         raise
     # Numbers of thousands of digits are a ValueError too.
     except (ValueError, RecursionError) as error:
         reason = "its brackets are nested too deep" if isinstance(error, RecursionError) else error
-        raise FolderError(f"CocoFolders: {file} is not JSON: {reason}.") from error
+        raise refusal(FolderError, f"{file} is not JSON: {reason}.") from error
     if not isinstance(content, dict):
-        raise FolderError(
-            f"CocoFolders: {file} is not in COCO's format, it holds {type(content).__name__} and not an object with "
-            f"{', '.join(FIELDS)}."
+        raise refusal(
+            FolderError,
+            f"{file} is not in COCO's format, it holds {type(content).__name__} and not an object with "
+            f"{', '.join(FIELDS)}.",
         )
     lacking = [section for section in FIELDS if section not in content]
     if lacking:
-        raise FolderError(f"CocoFolders: {file} is not in COCO's format, it has no {', '.join(lacking)}.")
+        raise refusal(FolderError, f"{file} is not in COCO's format, it has no {', '.join(lacking)}.")
     return content
 
 
 def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
-    refuse_here = partial(refuse, f"CocoFolders: {file}")
+    refuse_here = partial(refuse_in, file)
     refuse_here("parts are not in COCO's format", list(find_section_faults(content)), "use lists of objects with keys.")
     if not content["images"] or not content["categories"]:
         raise FolderError(f"CocoFolders: {file} lists no {'categories' if content['images'] else 'images'}.")
@@ -126,17 +129,24 @@ def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
     refuse_here("annotations have unknown categories", strange, f"use the ids under categories: {known}.")
 
 
+@door("CocoFolders")
 def check_files(part: Annotated) -> None:
     """Refuse listed images that do not exist, and images of the split's own folder that are not listed."""
-    refuse_here = partial(refuse, f"CocoFolders: {part.file}")
+    refuse_here = partial(refuse_in, part.file)
     listed = {part.path(image) for image in part.images}
     # pathlib's is_file raises for names that no file can have.
     absent = sorted(str(path) for path in listed if not os.path.isfile(path))
     refuse_here("listed images are not there", absent, "put them there, or take them out of the file.")
     if part.folder.name != "images":
-        extra = sorted(str(path) for path in set(list_images(part.folder, "CocoFolders")) - listed)
+        extra = sorted(str(path) for path in set(list_images(part.folder)) - listed)
         fix = "list them too, without annotations if nothing is on them, or move them elsewhere."
         refuse_here(f"images in {part.folder} are not listed", extra, fix)
+
+
+def refuse_in(file: Path, problem: str, faults: Sequence[object], fix: str) -> None:
+    """Refuse the faults of a file of annotations, if there are any."""
+    with door(f"CocoFolders: {file}"):
+        refuse(problem, faults, fix)
 
 
 def find_box_faults(part: Annotated) -> Iterator[str]:

@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, pil_loader
 
+from farfield._refusals import refusal
+
 Check = Literal["once", "always", "never"]
 _T = TypeVar("_T")
 
@@ -38,21 +40,21 @@ def list_some(names: Iterable[object], separator: str = ", ") -> str:
 
 
 @contextlib.contextmanager
-def name_file(caller: str, path: str | Path) -> Iterator[None]:
+def name_file(path: str | Path) -> Iterator[None]:
     """Turn what a reader raises for a damaged file, which can be anything, into a `FolderError` that names the file."""
     try:
         yield
     except FolderError:
         raise
     except Exception as error:
-        raise FolderError(f"{caller}: cannot read {path}: {str(error) or type(error).__name__}") from error
+        raise refusal(FolderError, f"cannot read {path}: {str(error) or type(error).__name__}") from error
 
 
-def refuse(caller: str, problem: str, faults: Sequence[object], fix: str) -> None:
+def refuse(problem: str, faults: Sequence[object], fix: str) -> None:
     """Raise `FolderError` with the number of faults and the first few, if there are any."""
     if faults:
         lines = list_some(faults, "\n  ")
-        raise FolderError(f"{caller}: {len(faults)} {problem}.\n  {lines}\n  fix: {fix}")
+        raise refusal(FolderError, f"{len(faults)} {problem}.\n  {lines}\n  fix: {fix}")
 
 
 def list_classes(folder: Path) -> list[str]:
@@ -113,23 +115,24 @@ def _identify(folder: Path | str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def read_utf8(path: Path, caller: str) -> str:
+def read_utf8(path: Path) -> str:
     """Read a text file in UTF-8, without the byte order mark of some editors; an error names the byte."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise FolderError(f"{caller}: cannot read {path}: {error.strerror or error}.") from error
+        raise refusal(FolderError, f"cannot read {path}: {error.strerror or error}.") from error
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise FolderError(
-            f"{caller}: {path} is not UTF-8: byte {error.start:,} (0x{content[error.start]:02x}, line {line:,}): "
-            f"{error.reason}; fix: iconv -f latin1 -t utf-8, with the encoding in which it was written."
+        raise refusal(
+            FolderError,
+            f"{path} is not UTF-8: byte {error.start:,} (0x{content[error.start]:02x}, line {line:,}): "
+            f"{error.reason}; fix: iconv -f latin1 -t utf-8, with the encoding in which it was written.",
         ) from error
     if "\0" in text:
         place = content.index(b"\0")
-        raise FolderError(f"{caller}: {path} is not text: byte {place:,} is 0; fix: another file, or save it as UTF-8.")
+        raise refusal(FolderError, f"{path} is not text: byte {place:,} is 0; fix: another file, or save it as UTF-8.")
     return text.removeprefix("\ufeff")
 
 
@@ -142,59 +145,53 @@ def check_names(names: Iterable[str], problem: str, outputs: str) -> None:
         )
 
 
-def list_images(folder: Path, caller: str = "ImageFolders") -> list[Path]:
+def list_images(folder: Path) -> list[Path]:
     """List all image files below a folder in sorted order."""
     if not folder.is_dir():
-        raise FolderError(f"{caller}: {folder} is not a folder.\n  fix: the path of a folder with images.")
+        raise refusal(FolderError, f"{folder} is not a folder.\n  fix: the path of a folder with images.")
     images = [path for path in list_files(folder) if _is_image_file(path)]
     if not images:
-        raise FolderError(f"{caller}: {folder} has no images ({', '.join(IMG_EXTENSIONS)}).")
+        raise refusal(FolderError, f"{folder} has no images ({', '.join(IMG_EXTENSIONS)}).")
     return images
 
 
-def read_image(path: str | Path, caller: str = "ImageFolders") -> Image.Image:
+def read_image(path: str | Path) -> Image.Image:
     """Read an image file as RGB."""
-    with name_file(caller, path):
+    with name_file(path):
         return pil_loader(path)
 
 
-def check_classes(
-    folder: Path | str, classes: Sequence[str], expected: Sequence[str], owner: str, caller: str = "ImageFolders"
-) -> None:
+def check_classes(folder: Path | str, classes: Sequence[str], expected: Sequence[str], owner: str) -> None:
     """Refuse class folders that differ from those of another folder, or of a checkpoint, the `owner`."""
     if list(classes) == list(expected):
         return
     absent = [name for name in expected if name not in classes]
     added = [name for name in classes if name not in expected]
     if not absent and not added:
-        raise FolderError(
-            f"{caller}: {folder} has the classes of {owner} in another order: {list_some(classes)}, where {owner} "
-            f"has {list_some(expected)}; fix: use the same order in both, as predictions are indices of classes."
+        raise refusal(
+            FolderError,
+            f"{folder} has the classes of {owner} in another order: {list_some(classes)}, where {owner} "
+            f"has {list_some(expected)}; fix: use the same order in both, as predictions are indices of classes.",
         )
-    raise FolderError(
-        f"{caller}: {folder} has other classes than {owner}: {len(classes)} and {len(expected)}.\n"
+    raise refusal(
+        FolderError,
+        f"{folder} has other classes than {owner}: {len(classes)} and {len(expected)}.\n"
         f"  only in {owner}: {list_some(absent) or 'none'}\n  only in {folder}: {list_some(added) or 'none'}\n"
-        "  fix: use the same classes in both."
+        "  fix: use the same classes in both.",
     )
 
 
-def check_images(folders: Sequence[Path], check: Check = "once", caller: str = "ImageFolders") -> None:
-    """Decode every file below the folders, and refuse those that are not whole images.
-
-    JPEGs are decoded at an eighth of their size, which still reads the file to its end. With `"once"` a folder that
-    passed the check is not read again until its list of files, sizes and times changes; the note of a passed check is
-    an empty file in the user's cache folder.
-    """
+def check_images(folders: Sequence[Path], check: Check = "once") -> None:
+    """Decode every file below the folders, JPEGs at an eighth of their size, and refuse those that are not whole."""
     if check == "never":
         return
     for folder in folders:
         files = list_files(folder)
         problem = f"files in {folder} cannot be read as images"
-        check_each(caller, files, find_fault, check, find_note(folder, files), problem, "remove or replace them.")
+        check_each(files, find_fault, check, find_note(folder, files), problem, "remove or replace them.")
 
 
 def check_each(
-    caller: str,
     items: Sequence[_T],
     fault: Callable[[_T], str | None],
     check: Check,
@@ -202,15 +199,12 @@ def check_each(
     problem: str,
     fix: str,
 ) -> None:
-    """Check all items, then raise one error for the faulty ones, or write a note if there are none.
-
-    `fault` returns what is wrong with an item, None if nothing. With `"once"` nothing is checked if the note exists.
-    """
+    """Refuse items of which `fault` returns what is wrong, else write a note: with "once" it is not done again."""
     if check == "never" or (check == "once" and note.exists()):
         return
     with ThreadPoolExecutor() as pool:
         faults = [text for text in pool.map(fault, items, chunksize=64) if text]
-    refuse(caller, f"of the {len(items)} {problem}", faults, fix)
+    refuse(f"of the {len(items)} {problem}", faults, fix)
     _leave_note(note)
 
 

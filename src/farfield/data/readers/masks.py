@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from farfield._refusals import door, refusal
 from farfield.data.readers.images import (
     Check,
     FolderError,
@@ -46,37 +47,38 @@ class Pair(NamedTuple):
     mask: Path
 
 
+@door("VOCFolders")
 def read_mask_classes(root: Path) -> list[str]:
     """Read the classes, one per line in the order of their labels, from `root/classes.txt`; without it VOC's 21."""
     path = root / "classes.txt"
     if not path.is_file():
         return list(VOC_CLASSES)
-    lines = [line.split(maxsplit=1) for line in read_utf8(path, "VOCFolders").splitlines() if line.strip()]
+    lines = [line.split(maxsplit=1) for line in read_utf8(path).splitlines() if line.strip()]
     # All lines may begin with the label itself. Longer strings of digits are names: int() limits their length.
     if lines and all(line[0].isdecimal() and len(line[0]) < 10 and len(line) == 2 for line in lines):
         numbered = [(int(label), name.strip()) for label, name in lines if int(label) != VOID]
         labels, names = [label for label, _ in numbered], [name for _, name in numbered]
         if labels != list(range(len(labels))) or not labels:
-            raise FolderError(
-                f"VOCFolders: the labels of {path} must count up from 0, got {list_some(labels) or 'none'}.\n"
-                "  fix: 0, 1, 2 and so on, one per line, or no labels."
+            raise refusal(
+                FolderError,
+                f"the labels of {path} must count up from 0, got {list_some(labels) or 'none'}.\n"
+                "  fix: 0, 1, 2 and so on, one per line, or no labels.",
             )
         return names
     if not lines:
-        raise FolderError(
-            f"VOCFolders: {path} names no classes.\n  fix: one name per line, in the order of their labels."
-        )
+        raise refusal(FolderError, f"{path} names no classes.\n  fix: one name per line, in the order of their labels.")
     return [" ".join(line).strip() for line in lines]
 
 
+@door("VOCFolders")
 def read_list(path: Path) -> list[list[str]]:
     """Read the lines of a list of images, each split into words."""
     if not path.is_file():
         held = ", ".join(sorted(entry.stem for entry in path.parent.glob("*.txt"))) or "no lists"
-        raise FolderError(f"VOCFolders: there is no list {path}; {path.parent} has {held}.\n  fix: write that list.")
-    lines = [line.split() for line in read_utf8(path, "VOCFolders").splitlines() if line.strip()]
+        raise refusal(FolderError, f"there is no list {path}; {path.parent} has {held}.\n  fix: write that list.")
+    lines = [line.split() for line in read_utf8(path).splitlines() if line.strip()]
     if not lines:
-        raise FolderError(f"VOCFolders: {path} is empty.\n  fix: one name per line, that of {_IMAGES}/<name>.jpg.")
+        raise refusal(FolderError, f"{path} is empty.\n  fix: one name per line, that of {_IMAGES}/<name>.jpg.")
     return lines
 
 
@@ -128,17 +130,19 @@ def _find_image(folder: Path, name: str) -> Path:
     return next((path for path in paths if os.path.isfile(path)), folder / f"{name}.jpg")
 
 
+@door("VOCFolders")
 def _check_complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
     """Return the pairs; raise `FolderError` if a file is missing. `source` is their list or folder, for the error."""
     missing = [path for pair in pairs for path in pair if not os.path.isfile(path)]
     fix = f"an image and a mask for each name, {_IMAGES}/<name>.jpg and {_MASKS}/<name>.png."
-    refuse("VOCFolders", f"files of the {len(pairs)} pairs in {source} are missing", missing, fix)
+    refuse(f"files of the {len(pairs)} pairs in {source} are missing", missing, fix)
     return list(pairs)
 
 
+@door("VOCFolders")
 def read_mask(path: Path) -> Tensor:
     """Read the labels of a mask as a `uint8` tensor `(height, width)`; refuse colours."""
-    with name_file("VOCFolders", path):
+    with name_file(path):
         if path.suffix == ".mat":
             from scipy.io import loadmat
 
@@ -146,13 +150,15 @@ def read_mask(path: Path) -> Tensor:
         with Image.open(path) as image:
             mode, labels = image.mode, torch.from_numpy(np.array(image))
     if mode not in _INDEXED:
-        raise FolderError(
-            f"VOCFolders: {path} has colours (mode {mode}) and not one label per pixel.\n"
-            "  fix: save masks as palette or grey PNG files whose numbers are the labels."
+        raise refusal(
+            FolderError,
+            f"{path} has colours (mode {mode}) and not one label per pixel.\n"
+            "  fix: save masks as palette or grey PNG files whose numbers are the labels.",
         )
     return labels
 
 
+@door("VOCFolders")
 def check_pairs(pairs: Sequence[Pair], classes: Sequence[str], root: Path, check: Check = "once") -> None:
     """Decode every pair and refuse those that cannot be trained on, in one error."""
     if check == "never":
@@ -162,7 +168,7 @@ def check_pairs(pairs: Sequence[Pair], classes: Sequence[str], root: Path, check
         f"labels are 0 to {len(classes) - 1} and {VOID} for void, on an image of the same size; classes.txt names them."
     )
     fault = partial(find_pair_fault, classes=len(classes))
-    check_each("VOCFolders", pairs, fault, check, note, f"pairs in {root} cannot be trained on", fix)
+    check_each(pairs, fault, check, note, f"pairs in {root} cannot be trained on", fix)
 
 
 def find_pair_fault(pair: Pair, classes: int) -> str | None:

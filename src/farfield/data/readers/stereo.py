@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from farfield._refusals import door
 from farfield.data.readers.images import (
     Check,
     FolderError,
@@ -91,6 +92,7 @@ class Frame(NamedTuple):
         return not _TESTS.isdisjoint(self.name.split("/")[:-1])
 
 
+@door(CALLER)
 def list_frames(folder: Path) -> list[Frame]:
     """List the pairs of a folder, of every layout, in sorted order."""
     if not folder.is_dir():
@@ -114,7 +116,7 @@ def list_frames(folder: Path) -> list[Frame]:
             "  fix: left/1.png, right/1.png and disparity/1.pfm for each pair."
         )
     fix = "add these images, or remove their left ones."
-    refuse(CALLER, f"of {len(frames)} pairs have no right image", missing, fix)
+    refuse(f"of {len(frames)} pairs have no right image", missing, fix)
     return frames
 
 
@@ -123,11 +125,12 @@ def _match_layout(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
     return next(((layout, match) for layout, match in matches if match), None)
 
 
+@door(CALLER)
 def read_disparity(path: Path) -> NDArray[np.float32]:
     """Read the disparities of a PFM file, or of KITTI's 16-bit PNG files, which store 256 times the disparity."""
     if path.suffix.lower() == ".pfm":
         return read_pfm(path)
-    with name_file(CALLER, path), Image.open(path) as image:
+    with name_file(path), Image.open(path) as image:
         mode, values = image.mode, np.array(image)
     if not mode.startswith("I"):
         raise FolderError(
@@ -163,13 +166,14 @@ def read_pfm(path: Path) -> NDArray[np.float32]:
     return np.ascontiguousarray(rows[::-1], np.float32)
 
 
+@door(CALLER)
 def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> None:
     """Decode every frame and refuse those that cannot be read or whose files differ in size, in one error."""
     if check == "never":
         return
     note = find_note(root, [path for frame in frames for path in frame[:3] if path is not None])
     fix = "two images and disparities of one size for each pair, rectified."
-    check_each(CALLER, frames, _find_frame_fault, check, note, f"pairs in {root} cannot be read", fix)
+    check_each(frames, _find_frame_fault, check, note, f"pairs in {root} cannot be read", fix)
 
 
 def _find_frame_fault(frame: Frame) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from farfield._refusals import door
 from farfield.data.readers.images import FolderError, list_files, list_some, read_utf8
 
 CALLER = "TextFolder"
@@ -73,9 +74,10 @@ def _read_texts(folder: Path) -> list[Text]:
     return texts
 
 
+@door(CALLER)
 def read_text_file(path: Path) -> Text:
     """Read a text file."""
-    return Text(path, read_utf8(path, CALLER).splitlines())
+    return Text(path, read_utf8(path).splitlines())
 
 
 def read_parts(root: Path, share: float) -> dict[str, list[Text]]:

@@ -11,6 +11,7 @@ import tifffile
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
+from farfield._refusals import door, refusal
 from farfield.data.readers.images import CLUTTER, FolderError, check_names, name_file, refuse
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.file_name import FileName
@@ -45,6 +46,7 @@ def list_stacks(folder: Path) -> list[Path]:
     return stacks
 
 
+@door("StackPairs")
 def list_stack_pairs(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
     """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`."""
     truths = {path.stem: path for path in list_stacks(folder / target)}
@@ -56,10 +58,10 @@ def list_stack_pairs(folder: Path, sources: Sequence[str], target: str) -> list[
         if not files or not truths:
             empty = folder / (target if files else source)
             what = "has no TIFF files" if empty.is_dir() else "is not there"
-            raise FolderError(f"StackPairs: {empty} {what}.\n  fix: {layout}")
+            raise refusal(FolderError, f"{empty} {what}.\n  fix: {layout}")
         lonely = [*(files[name] for name in files.keys() - truths.keys())]
         lonely += [truths[name] for name in truths.keys() - files.keys()]
-        refuse("StackPairs", "files have no counterpart", sorted(lonely), layout)
+        refuse("files have no counterpart", sorted(lonely), layout)
         pairs += [PairOfFiles(files[name], truths[name], source) for name in files]
     check_depths([pair.source for pair in pairs], [pair.target for pair in pairs])
     return pairs
@@ -80,9 +82,10 @@ def check_depths(*groups: Sequence[Path]) -> None:
             )
 
 
+@door("StackPairs")
 def open_tiff_file(path: Path) -> tifffile.TiffFile:
     """Open a TIFF file whose first series is whole."""
-    with name_file("StackPairs", path):
+    with name_file(path):
         file = tifffile.TiffFile(path)
         check_parts(file)
         if not file.series:
@@ -140,6 +143,7 @@ def open_stacks(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
     return whole
 
 
+@door("StackPairs")
 def open_array(path: Path, lazy: bool = False) -> Any:
     """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read.
 
@@ -154,11 +158,9 @@ def open_array(path: Path, lazy: bool = False) -> Any:
                 "  fix: the one that is meant in a file of its own, such as tifffile.imread(path, series=1)."
             )
         if series.dtype.kind not in "uif":
-            raise FolderError(
-                f"StackPairs: {path} holds {series.dtype}; stacks are grey levels, whole numbers or floats."
-            )
+            raise refusal(FolderError, f"{path} holds {series.dtype}; stacks are grey levels, whole numbers or floats.")
         in_one_piece = series.dataoffset is not None
-    with name_file("StackPairs", path):
+    with name_file(path):
         if lazy and not in_one_piece:
             return open_tiff(FileName(path, "", 0, 0))[0]
         return tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
@@ -238,21 +240,22 @@ def check_stack_values(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
     return stack
 
 
+@door("StackPairs")
 def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Read CARE's training data, sources `(samples, 1, z, y, x)` and targets, of one plane `(samples, 1, y, x)`."""
-    with name_file("StackPairs", path), np.load(path, allow_pickle=False) as file:
+    with name_file(path), np.load(path, allow_pickle=False) as file:
         missing = [name for name in ("X", "Y", "axes") if name not in file]
         if missing:
-            raise FolderError(f"StackPairs: {path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
+            raise refusal(FolderError, f"{path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
         source, target, axes = file["X"], file["Y"], str(file["axes"])
     for name, part in (("X", source), ("Y", target)):
         if part.dtype.kind not in "uif":
-            raise FolderError(f"StackPairs: {path}: {name} holds {part.dtype}; patches are whole numbers or floats.")
+            raise refusal(FolderError, f"{path}: {name} holds {part.dtype}; patches are whole numbers or floats.")
     wanted = "SC" + "ZYX"[-spatial_dims:]
     if sorted(axes) != sorted(wanted) or len(axes) != source.ndim or source.ndim != target.ndim:
-        raise FolderError(
-            f'StackPairs: {path} has the axes "{axes}" for X {source.shape} and Y {target.shape}; '
-            f"they must be {wanted}."
+        raise refusal(
+            FolderError,
+            f'{path} has the axes "{axes}" for X {source.shape} and Y {target.shape}; they must be {wanted}.',
         )
     order = [axes.index(axis) for axis in wanted]
     source, target = source.transpose(order), target.transpose(order)
@@ -262,7 +265,7 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
         or target.shape[1] != 1
         or source.shape[2 + projected :] != target.shape[2 + projected :]
     ):
-        raise FolderError(f"StackPairs: {path}: X {source.shape} and Y {target.shape} are not pairs of one channel.")
+        raise refusal(FolderError, f"{path}: X {source.shape} and Y {target.shape} are not pairs of one channel.")
     source, target = (_normalise_patches(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
     return source, target[:, :, 0] if projected else target
 

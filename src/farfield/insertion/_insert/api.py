@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from farfield._refusals import door, refusal
 from farfield.insertion._insert.additions import (
     ChannelsLast,
     additions,
@@ -29,6 +30,7 @@ from farfield.insertion._insert.layout import Layout, channel_axis, check_layout
 from farfield.insertion._places import Place, find_places, inside
 
 
+@door("insert")
 def insert(
     model: nn.Module,
     where: str | Sequence[str],
@@ -103,10 +105,10 @@ def insert(
         >>> torch.equal(host(image), before)
         True
     """
-    check_layout_name("insert", layout)
+    check_layout_name(layout)
     check_types(model, where, make)
     check_open("insert", model)
-    named = find_places("insert", model, where)
+    named = find_places(model, where)
     places = {place: model.get_submodule(place.path) for place in named.values()}
     for place in places:
         check_free("insert", model, place)
@@ -132,6 +134,7 @@ def insert(
     return {str(name): made[place] for name, place in named.items()}
 
 
+@door("remove")
 def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
     """Remove additions from a model; without them it is the same as before `insert`.
 
@@ -156,13 +159,13 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
     check_open("remove", model)
     present = additions(model)
     if not present:
-        raise LookupError(f"remove: {type(model).__name__} has no additions; fix: insert one first.")
+        raise refusal(LookupError, f"{type(model).__name__} has no additions; fix: insert one first.")
     chosen = list(present) if where is None else []
     for pattern in [where] if isinstance(where, str) else where or ():
         # A host that another layer has replaced is not in the model any more, so paths of additions come first.
         matched = [place for place in present if str(place) == pattern] or _find_additions(model, pattern, present)
         if not matched:
-            raise LookupError(f'remove: no addition at "{pattern}"; there are {", ".join(map(str, present))}.')
+            raise refusal(LookupError, f'no addition at "{pattern}"; there are {", ".join(map(str, present))}.')
         chosen += matched
     for place in dict.fromkeys(chosen):
         detach_addition(present[place], place.entry)
@@ -171,7 +174,7 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
 
 def _find_additions(model: nn.Module, pattern: str, present: Mapping[Place, nn.Module]) -> list[Place]:
     """Return the places of the additions that a path leads to; a shared host has one path among them."""
-    matched = [place for pair in find_places("remove", model, pattern).items() for place in pair]
+    matched = [place for pair in find_places(model, pattern).items() for place in pair]
     wanted = [(model.get_submodule(place.path), place.entry) for place in matched]
     return [place for place, host in present.items() if (host, place.entry) in wanted or (host, None) in wanted]
 
@@ -189,8 +192,8 @@ def _make_all(
             error.add_note(f"insert: this was make({channels}), for {place.label}.")
             raise
         if not isinstance(module, nn.Module):
-            raise TypeError(f"insert: make({channels}) must return a module, got {type(module).__name__}.")
+            raise refusal(TypeError, f"make({channels}) must return a module, got {type(module).__name__}.")
         if any(module is other for other in made.values()):
-            raise ValueError("insert: make returned one module for two places; fix: make a new one for each.")
+            raise refusal(ValueError, "make returned one module for two places; fix: make a new one for each.")
         made[place] = module.to(grid.device, grid.dtype)
     return made

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
+from farfield._refusals import refusal
 from farfield.insertion._insert.additions import Entries, child_of, grid_of, places_of
 from farfield.insertion._insert.effects import Effects
 from farfield.insertion._insert.layout import Elsewhere, Shape, batches, changes, is_floating, look_elsewhere
@@ -31,11 +32,11 @@ def check_open(caller: str, model: nn.Module, path: str = "") -> None:
     """Refuse a place in a model that is compiled, scripted or wrapped, and what is no module."""
     fix = _CALLS[caller].format("model")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; fix: {fix}.")
+        raise refusal(TypeError, f"model must be a torch.nn.Module, got {type(model).__name__}; fix: {fix}.")
     for at in (*reversed(parents(path)), path):
         reason = _closed_reason(caller, model.get_submodule(at) if at else model, at)
         if reason is not None:
-            raise ValueError(f"{caller}: {at or 'the model'} is {reason}")
+            raise refusal(ValueError, f"{at or 'the model'} is {reason}")
 
 
 def _closed_reason(caller: str, module: nn.Module, at: str) -> str | None:
@@ -121,7 +122,7 @@ def record_places(model: nn.Module, places: Iterable[Place], example: Any) -> Se
     watched = {
         path for place in places for path in (place.path, *parents(place.path), *_list_children(model, place.path))
     }
-    seen = run_example("insert", model, watched | set(_list_children(model, "")), example)
+    seen = run_example(model, watched | set(_list_children(model, "")), example)
     for path in dict.fromkeys(place.path for place in places):
         parent = seen.caller_of(path)
         around, calls = parent or type(model).__name__, seen.calls[path]
@@ -165,7 +166,7 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     try:
         grid = grid_of(outputs, place.entry)
     except LookupError:
-        raise unknown("insert", f"entry of {path}", place.entry, entries(outputs)) from None
+        raise unknown(f"entry of {path}", place.entry, entries(outputs)) from None
     if not is_floating(grid):
         fix = _fix_text(_find_alternatives(model, place, seen, example))
         raise TypeError(

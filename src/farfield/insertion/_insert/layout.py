@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError
+from farfield._refusals import refusal
 from farfield.insertion._insert.additions import grid_of
 from farfield.insertion._insert.probe import probe
 from farfield.insertion._places import Place
@@ -20,9 +21,9 @@ _LAYOUTS = get_args(Layout)
 Shape = tuple[int, ...]
 
 
-def check_layout_name(caller: str, layout: Any) -> None:
+def check_layout_name(layout: Any) -> None:
     if layout not in (None, *_LAYOUTS):
-        raise ValueError(f"{caller}: layout must be one of {', '.join(_LAYOUTS)}, got {layout!r}.")
+        raise refusal(ValueError, f"layout must be one of {', '.join(_LAYOUTS)}, got {layout!r}.")
 
 
 def channel_axis(dimensions: int, layout: Layout) -> int:

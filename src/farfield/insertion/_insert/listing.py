@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from farfield._refusals import door
 from farfield.insertion._insert.additions import attach_addition, child_of, grid_of
 from farfield.insertion._insert.checks import check_free, check_open, grids_in, has_grid
 from farfield.insertion._insert.effects import Effects, linked
@@ -37,6 +38,7 @@ class InsertionPlace(NamedTuple):
     shape: tuple[int, ...]
 
 
+@door("places")
 def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> list[InsertionPlace]:
     """List the places of a model where `insert` can add a module, in the order in which they return their grids.
 
@@ -74,10 +76,10 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
         0 Conv2d 8 (14, 14) channels_first
         1 ReLU 8 (14, 14) channels_first
     """
-    check_layout_name("places", layout)
+    check_layout_name(layout)
     check_open("places", model)
     modules = {path: module for path, module in model.named_modules() if CHILD not in path.split(".")}
-    seen = run_example("places", model, modules, example)
+    seen = run_example(model, modules, example)
     grids = dict(_find_grids(model, seen))
     elsewhere = look_elsewhere(model, grids, example)
     fitting = {}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from farfield._refusals import refusal
 from farfield.insertion._places import parents
 from farfield.nn.network_copy import CannotCopyError, copied, share_parameters
 from farfield.nn.tracing import EnoughError, call, keep_random_numbers, tensors
@@ -78,23 +79,25 @@ def probe(
     return seen
 
 
-def run_example(caller: str, model: nn.Module, paths: Iterable[str], example: Any) -> Seen:
+def run_example(model: nn.Module, paths: Iterable[str], example: Any) -> Seen:
     """Run the model and record the modules at some paths; refuse an example that it does not take, or without batch."""
     try:
         seen = probe(model, example, paths)
     except CannotCopyError as error:
-        raise ValueError(f"{caller}: {type(model).__name__} cannot be run for inspection: {error}") from error
+        raise refusal(ValueError, f"{type(model).__name__} cannot be run for inspection: {error}") from error
     except Exception as error:
         weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
-        raise ValueError(
-            f"{caller}: {type(model).__name__} refuses example {describe_value(example)}: {describe_error(error)}\n"
-            f"  its weights are {weights}.\n  fix: {_fix_of_example(model, example)}"
+        raise refusal(
+            ValueError,
+            f"{type(model).__name__} refuses example {describe_value(example)}: {describe_error(error)}\n"
+            f"  its weights are {weights}.\n  fix: {_fix_of_example(model, example)}",
         ) from error
-    _check_has_batch(caller, model, example)
+    _check_has_batch(model, example)
     if not tensors(seen.outputs[""]):
-        raise ValueError(
-            f"{caller}: {type(model).__name__} returns no tensor for this example, so the effect of an addition cannot "
-            f"be checked.\n  fix: an example, or a configuration of the model, for which it returns one."
+        raise refusal(
+            ValueError,
+            f"{type(model).__name__} returns no tensor for this example, so the effect of an addition cannot "
+            f"be checked.\n  fix: an example, or a configuration of the model, for which it returns one.",
         )
     return seen
 
@@ -107,16 +110,17 @@ def _takes(model: nn.Module, example: Any) -> bool:
     return True
 
 
-def _check_has_batch(caller: str, model: nn.Module, example: Any) -> None:
+def _check_has_batch(model: nn.Module, example: Any) -> None:
     """Refuse a sample of the first convolution if a batch of it runs too: its channels would be read as the batch."""
     first = next((each for each in model.modules() if isinstance(each, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
     if first is None or is_lazy(first.weight) or not isinstance(example, Tensor):
         return
     if example.dim() != first.weight.dim() - 1 or len(example) != first.in_channels or not _takes(model, example[None]):
         return
-    raise ValueError(
-        f"{caller}: example {tuple(example.shape)} has no batch: it is one sample of the {first.in_channels} "
-        f"channels of the first convolution.\n  fix: add the batch, example[None]."
+    raise refusal(
+        ValueError,
+        f"example {tuple(example.shape)} has no batch: it is one sample of the {first.in_channels} "
+        f"channels of the first convolution.\n  fix: add the batch, example[None].",
     )
 
 

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from farfield._refusals import door
 from farfield.insertion._places import parents
 from farfield.insertion._replace.finding import CALLER, find_attention, replaced_class
 from farfield.insertion._replace.hugging_face import (
@@ -84,7 +85,8 @@ def replace_attention(
         torch.Size([2, 100, 32])
     """
     _check_model(model)
-    name, resolved = resolve_operator(CALLER, operator)
+    with door(CALLER):
+        name, resolved = resolve_operator(operator)
     chosen = find_attention(model, where)
     for path, module in chosen.items():
         _check_supported(model, path, module)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from farfield._refusals import put_name
 from farfield.insertion._places import matching, no_match
 from farfield.insertion._replace.hugging_face import registered_operator, uses_interface
 from farfield.insertion._replace.modules import TimmAttention, TorchAttention
@@ -53,7 +54,7 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
     for pattern in patterns:
         places = list(matching(model, pattern))
         if not places:
-            raise no_match(CALLER, model, pattern)
+            raise put_name(CALLER, no_match(model, pattern))
         known: dict[str, nn.Module] = {}
         for place, root in places:
             known |= {".".join(filter(None, (place, path))): module for path, module in known_attention(root).items()}

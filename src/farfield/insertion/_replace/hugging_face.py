@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from farfield._refusals import door, put_name
 from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
@@ -94,11 +95,12 @@ def _attend_tokens_of_model(
     if causal is None:
         causal = getattr(module, "is_causal", False) and (attention_mask is None or attention_mask.ndim == 2)
     if causal:
-        raise causal_error(caller)
+        raise put_name(caller, causal_error())
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         # Made for flash attention, which the layers that are not replaced still use.
         attention_mask = attention_mask[:, None, None].bool()
-    valid = find_valid_positions(caller, attention_mask, key)
+    with door(caller):
+        valid = find_valid_positions(attention_mask, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))
     return attend_tokens(operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)

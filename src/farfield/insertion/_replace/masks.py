@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import shape_error, unknown
+from farfield._refusals import refusal
 from farfield.ops.grid import ALL
 from farfield.ops.table import OPERATORS, Operator, find_name
 
@@ -18,23 +19,24 @@ from farfield.ops.table import OPERATORS, Operator, find_name
 _MASKED = -1e4
 
 
-def resolve_operator(caller: str, operator: str | Operator) -> tuple[str, Operator]:
+def resolve_operator(operator: str | Operator) -> tuple[str, Operator]:
     """Return an operator and its name, "custom" for a user's own; refuse one that does not work on tokens."""
     if isinstance(operator, str):
         if operator not in OPERATORS:
-            raise unknown(caller, "operator", operator, OPERATORS)
+            raise unknown("operator", operator, OPERATORS)
         name, operator = operator, OPERATORS[operator]
     elif not isinstance(operator, Operator):
-        raise TypeError(
-            f"{caller}: operator must be a name of ops.OPERATORS or an ops.Operator, got {type(operator).__name__}; "
-            f'fix: "factorized_gaussian", for example.'
+        raise refusal(
+            TypeError,
+            f"operator must be a name of ops.OPERATORS or an ops.Operator, got {type(operator).__name__}; "
+            f'fix: "factorized_gaussian", for example.',
         )
     else:
         name = find_name(operator) or "custom"
     reason = find_obstacle(operator)
     if reason is not None:
         given = f'"{name}"' if name in OPERATORS else "operator"
-        raise ValueError(f"{caller}: {name} {reason}, or insert a GridAttention(channels, {given}).")
+        raise refusal(ValueError, f"{name} {reason}, or insert a GridAttention(channels, {given}).")
     return name, operator
 
 
@@ -55,54 +57,52 @@ def find_obstacle(operator: Operator) -> str | None:
     return None
 
 
-def find_valid_positions(caller: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Return which keys `(b, h, n, d)` are valid under a mask of pairs, as `(b, 1, 1, n)`; None without a mask.
-
-    The mask broadcasts to `(b, h, m, n)` and is boolean, True where a pair attends, or additive. One that differs
-    between queries or heads, or that adds a bias, is refused.
-    """
+def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """Return which keys `(b, h, n, d)` are valid under a mask of pairs, as `(b, 1, 1, n)`; None without a mask."""
+    # The mask broadcasts to (b, h, m, n) and is boolean, True where a pair attends, or additive.
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(
-            f"{caller}: a mask must be boolean or additive (floating point), got {kind}; fix: pass one of these."
+        raise refusal(
+            TypeError, f"a mask must be boolean or additive (floating point), got {kind}; fix: pass one of these."
         )
     if mask.shape[-1] != key.shape[2] or mask.shape[0] not in (1, key.shape[0]):
         fix = f"one value per key: {key.shape[2]} in the last dimension, and a batch of 1 or {key.shape[0]}."
-        raise shape_error(
-            caller, "the mask must have the batch and the positions of the keys.", fix, mask=mask, key=key
-        )
+        raise shape_error("the mask must have the batch and the positions of the keys.", fix, mask=mask, key=key)
     # An expanded dimension has equal values and needs no check; without a check, masks of keys alone can be compiled.
     if all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)):
         mask = mask[:, :1, :1]
-    valid = mask if mask.dtype == torch.bool else _unbiased(caller, mask)
+    valid = mask if mask.dtype == torch.bool else _unbiased(mask)
     if valid.shape[1:3] != (1, 1):
         positions = valid.flatten(1, 2).any(1)[:, None, None]
         # A query that attends to nothing is padding, as in masks made of pairs of valid positions.
         if ((valid != positions) & valid.any(-1, keepdim=True)).any():
-            raise ValueError(
-                f"{caller}: the mask differs between queries or heads (causal, windowed, packed), but all queries "
-                f"share one summary; fix: mask padding only, or leave this layer out by where=."
+            raise refusal(
+                ValueError,
+                "the mask differs between queries or heads (causal, windowed, packed), but all queries "
+                "share one summary; fix: mask padding only, or leave this layer out by where=.",
             )
         valid = positions
     return valid.expand(key.shape[0], 1, 1, -1)
 
 
-def _unbiased(caller: str, mask: Tensor) -> Tensor:
+def _unbiased(mask: Tensor) -> Tensor:
     """Convert an additive mask to a boolean one; refuse one that adds a bias."""
     valid = mask == 0
     if mask.requires_grad or not (valid | (mask <= _MASKED)).all():
-        raise ValueError(
-            f"{caller}: the mask adds a bias to the products of queries and keys (relative positions, ALiBi), and "
-            f"there are no such products; fix: leave this layer out by where=, or take a model without the bias."
+        raise refusal(
+            ValueError,
+            "the mask adds a bias to the products of queries and keys (relative positions, ALiBi), and "
+            "there are no such products; fix: leave this layer out by where=, or take a model without the bias.",
         )
     return valid
 
 
-def causal_error(caller: str) -> ValueError:
+def causal_error() -> ValueError:
     """Return the error for causal attention."""
-    return ValueError(
-        f"{caller}: in causal attention each query attends only to the positions before it, but all queries share one "
-        f"summary; fix: leave this layer out by where=, and take an encoder or a vision tower."
+    return refusal(
+        ValueError,
+        "in causal attention each query attends only to the positions before it, but all queries share one "
+        "summary; fix: leave this layer out by where=, and take an encoder or a vision tower.",
     )

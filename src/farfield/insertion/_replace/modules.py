@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farfield._refusals import door, put_name
 from farfield.insertion._replace.masks import causal_error, find_valid_positions
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import Operator
@@ -46,12 +47,13 @@ class TorchAttention(nn.MultiheadAttention):
                 f"TransformerEncoder around it, or a padded tensor and its key_padding_mask."
             )
         if is_causal:
-            raise causal_error(caller)
+            raise put_name(caller, causal_error())
         batched = query.dim() == 3
         batch = 0 if not batched or self.batch_first else 1
         grids = (grid if batched else grid[None] for grid in (query, key, value))
         q, k, v = (_split_heads(positions.transpose(0, batch), self.num_heads) for positions in self.project(*grids))
-        valid = self.find_valid_keys(caller, key_padding_mask, attn_mask, k)
+        with door(caller):
+            valid = self.find_valid_keys(key_padding_mask, attn_mask, k)
         scale, dropout = 1 / math.sqrt(q.shape[-1]), self.dropout if self.training else 0.0
         positions, weights = attend_tokens(
             self.operator, q, k, v, valid, scale=scale, dropout=dropout, weights=need_weights
@@ -63,13 +65,13 @@ class TorchAttention(nn.MultiheadAttention):
             return response, weights
         return response[0], None if weights is None else weights[0]
 
-    def find_valid_keys(self, caller: str, padding: Tensor | None, pairs: Tensor | None, key: Tensor) -> Tensor | None:
+    def find_valid_keys(self, padding: Tensor | None, pairs: Tensor | None, key: Tensor) -> Tensor | None:
         """Return the valid keys under a mask of keys `(b, n)` or `(n)` and one of pairs `(m, n)` or `(b·h, m, n)`."""
         if padding is not None:
             padding = _invert_boolean(padding).reshape(-1, 1, 1, padding.shape[-1])
         if pairs is not None:
             pairs = _invert_boolean(pairs).reshape(-1, 1 if pairs.dim() == 2 else self.num_heads, *pairs.shape[-2:])
-        valid, other = find_valid_positions(caller, padding, key), find_valid_positions(caller, pairs, key)
+        valid, other = find_valid_positions(padding, key), find_valid_positions(pairs, key)
         if valid is None or other is None:
             return other if valid is None else valid
         return valid & other
@@ -102,12 +104,13 @@ class TimmAttention(nn.Module):
         """Attend as timm's `Attention`: tokens `(b, n, c)`, a mask that is True (additive: 0) where a pair attends."""
         caller = f"timm's Attention replaced by {self.operator_name}"
         if is_causal:
-            raise causal_error(caller)
+            raise put_name(caller, causal_error())
         query, key, value = (_split_heads(positions, self.num_heads) for positions in self.qkv(x).chunk(3, -1))
         query, key = self.q_norm(query), self.k_norm(key)
         if attn_mask is not None:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        valid = find_valid_positions(caller, attn_mask, key)
+        with door(caller):
+            valid = find_valid_positions(attn_mask, key)
         dropout = self.attn_drop.p if self.training else 0.0
         positions, _ = attend_tokens(self.operator, query, key, value, valid, scale=self.scale, dropout=dropout)
         response = positions.flatten(2)

@@ -16,6 +16,7 @@ from PIL import Image
 
 from farfield._files import OwnedFolder
 from farfield._outputs import check_not_input, output_path
+from farfield._refusals import door
 from farfield.tasks.checkpoints import written
 from farfield.tasks.classify import Predicted
 from farfield.tasks.segment import Segmented
@@ -32,7 +33,8 @@ class PredictionFile(BasePredictionWriter):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a file that is one of the inputs."""
-        check_not_input("farfield predict", self.place(trainer), list_inputs(trainer))
+        with door("farfield predict"):
+            check_not_input(self.place(trainer), list_inputs(trainer))
 
     def place(self, trainer: Trainer) -> Path:
         """Return the path of the file."""
@@ -92,9 +94,10 @@ class PredictionFolder(BasePredictionWriter):
         if trainer.is_global_zero:
             place.parent.mkdir(parents=True, exist_ok=True)
             # It has a hidden name until then, so that an interrupted prediction is never taken for a finished one.
-            self.growing = OwnedFolder("farfield predict", hide_path(place), place)
-            self.growing.hold()
-            self.growing.empty()
+            self.growing = OwnedFolder(hide_path(place), place)
+            with door("farfield predict"):
+                self.growing.hold()
+                self.growing.empty()
         trainer.strategy.barrier()
 
     def write_on_batch_end(
@@ -118,7 +121,8 @@ class PredictionFolder(BasePredictionWriter):
         """Move the folder to its final name."""
         trainer.strategy.barrier()
         if self.growing is not None:
-            self.growing.become_target()
+            with door("farfield predict"):
+                self.growing.become_target()
         self.let_go()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
