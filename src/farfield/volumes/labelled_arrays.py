@@ -37,15 +37,16 @@ def read_labels(array: Any) -> tuple[Any, ImageMetadata | None]:
 def _read_matrix(tensor: Any) -> ImageMetadata | None:
     """Read the matrix from a tensor's positions to millimeters; its axes are called Z, Y, X in their order."""
     matrix = tensor.affine.detach().cpu().numpy().astype(float)
-    letters = "ZYX"[-(len(matrix) - 1) :]
-    leading = tensor.dim() - len(letters)
-    if leading not in (0, 1, 2):
+    letters, is_batch = "ZYX"[-(len(matrix) - 1) :], bool(getattr(tensor, "is_batch", False))
+    if tensor.dim() != 1 + is_batch + len(
+        letters
+    ):  # MONAI's tensors have channels, and may have a matrix of other axes
         return None
     affine = {letter: tuple(map(float, matrix[:-1, place])) for place, letter in enumerate(letters)}
     spacing = {letter: float(np.linalg.norm(step)) for letter, step in affine.items()}
     affine["origin"] = tuple(map(float, matrix[:-1, -1]))
     units = dict.fromkeys(spacing, "millimeter")
-    return ImageMetadata(("", "C", "IC")[leading] + letters, spacing, units, affine=affine)
+    return ImageMetadata("I" * is_batch + "C" + letters, spacing, units, affine=affine)
 
 
 def _read_coordinates(array: Any) -> ImageMetadata:
