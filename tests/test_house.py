@@ -452,8 +452,6 @@ ADDRESS = re.compile("https?:" + r"//([\w.-]+)(\S*)")
 # Hosts of documents, not of downloads.
 HOSTS = {"www.apache.org", "keepachangelog.com", "semver.org", "doi.org", "arxiv.org", "www.w3.org"}
 HOSTS |= {"docs.python.org", "docs.pytorch.org", "pytorch.org", "numpy.org"}
-# The one file that must name where a release is downloaded from, since conda-forge builds from there.
-HOSTS_OF = {"conda/recipe.yaml": {"pypi.org"}}
 
 
 def test_no_machine_paths_and_no_download_addresses() -> None:
@@ -464,9 +462,8 @@ def test_no_machine_paths_and_no_download_addresses() -> None:
         except UnicodeDecodeError:
             continue
         name = path.relative_to(ROOT).as_posix()
-        hosts = HOSTS | HOSTS_OF.get(name, set())
         found = MACHINE_PATH.findall(text)
-        found += [address.group() for address in ADDRESS.finditer(text) if address[1] not in hosts]
+        found += [address.group() for address in ADDRESS.finditer(text) if address[1] not in HOSTS]
         offenders += [f"{name}: {each}" for each in found]
     assert offenders == []
 

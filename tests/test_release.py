@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 import farfield
 
 ROOT = Path(__file__).parents[1]
+PAGE = "https" + "://example.org"
 # Python's name of a package -> conda's, where they differ.
 CONDA = {"torch": "pytorch", "xxhash": "python-xxhash"}
 
@@ -83,8 +84,10 @@ def complete() -> ModuleType:
 def test_the_completed_recipe_has_what_conda_forge_asks_for(tmp_path: Path) -> None:
     archive = tmp_path / f"farfield-{farfield.__version__}.tar.gz"
     archive.write_bytes(b"an archive")
-    text = complete().complete_recipe(read("conda/recipe.yaml"), archive, ["first", "second"])
+    address, homepage = f"{PAGE}/{archive.name}", PAGE
+    text = complete().complete_recipe(read("conda/recipe.yaml"), archive, address, homepage, ["first", "second"])
     found = recipe(text)
+    assert (found["source"]["url"], found["about"]["homepage"]) == (address, homepage)
     assert found["source"]["sha256"] == hashlib.sha256(b"an archive").hexdigest()
     assert found["extra"]["recipe-maintainers"] == ["first", "second"]
     # What the linter of conda-forge asks for: sections and their order, a build number, tests, about, one empty line.
@@ -96,7 +99,8 @@ def test_the_completed_recipe_has_what_conda_forge_asks_for(tmp_path: Path) -> N
     assert list(found["requirements"])[:3] == ["build", "host", "run"]
     assert text.endswith("second\n")
     rest = {key: value for key, value in found.items() if key != "extra"}
-    rest["source"] = {"url": found["source"]["url"]}
+    rest["source"] = {"path": ".."}
+    del rest["about"]["homepage"]
     assert rest == recipe()
 
 
@@ -104,4 +108,4 @@ def test_an_archive_of_another_version_is_refused(tmp_path: Path) -> None:
     archive = tmp_path / "farfield-9.9.9.tar.gz"
     archive.write_bytes(b"")
     with pytest.raises(ValueError, match=rf"9\.9\.9.*{re.escape(farfield.__version__)}"):
-        complete().complete_recipe(read("conda/recipe.yaml"), archive, ["first"])
+        complete().complete_recipe(read("conda/recipe.yaml"), archive, f"{PAGE}/{archive.name}", PAGE, ["first"])
