@@ -185,7 +185,7 @@ def find_steps(result: Tensor, distance: int, scale: Sequence[int]) -> float:
     """Return how much neighbours across borders between tiles differ, the mean over all borders."""
     found = []
     for dim, by in enumerate(scale, 2):
-        borders = torch.arange(distance * by, result.shape[dim], distance * by)
+        borders = torch.tensor(range(distance * by, result.shape[dim], distance * by))
         if len(borders):
             found.append((result.index_select(dim, borders) - result.index_select(dim, borders - 1)).abs().mean())
     return float(torch.stack(found).mean())
