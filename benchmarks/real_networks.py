@@ -49,6 +49,8 @@ from helpers import brains
 
 TOPAZ = Path(__file__).parents[1] / "build" / "topaz"
 WEIGHTS = "topaz/pretrained/denoise/unet-3d-10a-v0.2.4.sav"
+# Bytes of values between passes, on disk.
+DISK = 8 * 10**9
 # Stable Diffusion's: channels of each level, and of the latent grid.
 WIDTHS, LATENT = (128, 256, 512, 512), 4
 
@@ -157,7 +159,11 @@ def tile_with_halo(network: nn.Module, grid: Tensor, side: int, margin: int) -> 
 def each_way(name: str, tile: int, side: int, margin: int) -> Iterator[tuple[str, int, Callable[..., Tensor]]]:
     """Iterate over the ways to run a network: what it is called, the distance of borders, from network and grid."""
     yield "untiled", tile, lambda network, grid: network(grid)
-    yield "predict_whole", tile, lambda network, grid: predict_whole(network, grid, tile=Tiles(tile), quiet=True)
+    yield (
+        "predict_whole",
+        tile,
+        lambda network, grid: predict_whole(network, grid, tile=Tiles(tile, disk=DISK), quiet=True),
+    )
     core = side - 2 * margin
     yield f"tiles of {side}, middle {core}", core, lambda network, grid: tile_with_halo(network, grid, side, margin)
     if name == "vae":
@@ -179,7 +185,7 @@ def find_steps(result: Tensor, distance: int, scale: Sequence[int]) -> float:
     """Return how much neighbours across borders between tiles differ, the mean over all borders."""
     found = []
     for dim, by in enumerate(scale, 2):
-        borders = torch.arange(distance * by, result.shape[dim], distance * by)
+        borders = torch.tensor(range(distance * by, result.shape[dim], distance * by))
         if len(borders):
             found.append((result.index_select(dim, borders) - result.index_select(dim, borders - 1)).abs().mean())
     return float(torch.stack(found).mean())

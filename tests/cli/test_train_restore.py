@@ -181,6 +181,21 @@ def test_voxel_size_and_channels_go_from_tiff_to_zarr_and_back(tmp_path: Path) -
         )
 
 
+def test_a_stack_is_restored_from_any_format(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py", reason='needs the extra "hdf5"')
+    noisy = made_pair(0)[0]
+    tifffile.imwrite(tmp_path / "plain.tif", noisy, metadata={"axes": "ZYX"})
+    tifffile.imwrite(tmp_path / "packed.tif", noisy, metadata={"axes": "ZYX"}, compression="zlib")
+    with h5py.File(tmp_path / "stack.h5", "w") as file:
+        file.create_dataset("raw", data=noisy, chunks=True).attrs["element_size_um"] = [0.4, 0.2, 0.1]
+    for name in ("plain.tif", "packed.tif", "stack.h5"):
+        farfield("predict", **SMALL, data__root=tmp_path / name, seed_everything=0)
+    restored = [open_volume(tmp_path / f"{name}-restored.tif") for name in ("plain", "packed", "stack")]
+    for each in restored[1:]:
+        np.testing.assert_array_equal(np.asarray(each), np.asarray(restored[0]))
+    assert restored[2].metadata.spacing == pytest.approx({"Z": 0.4, "Y": 0.2, "X": 0.1})
+
+
 def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole = {"trainer.max_epochs": 3, "trainer.default_root_dir": "whole"}
     fit(tmp_path / "data", **whole)

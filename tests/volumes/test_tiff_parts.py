@@ -206,5 +206,5 @@ def test_images_of_one_zarr_group(tmp_path: Path) -> None:
         assert open_volume(tmp_path / "a.zarr").shape == (2, 9, 11)
     np.testing.assert_array_equal(open_volume(tmp_path / "a.zarr", series=1)[:], PLANES)
     np.save(tmp_path / "a.npy", PLANES)
-    with pytest.raises(ValueError, match=r"has 1 series, got series=1; fix: 0 to 0\."):
+    with pytest.raises(ValueError, match=r"has 1 series, got series=1; fix: series=0\."):
         open_volume(tmp_path / "a.npy", series=1)

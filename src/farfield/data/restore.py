@@ -22,7 +22,8 @@ from farfield.data.readers.tiff import (
     open_stack,
     open_stacks,
 )
-from farfield.data.readers.volumes import is_zarr, list_stack_files, list_volumes, open_stack_volume
+from farfield.data.readers.volumes import list_stack_files, list_volumes, open_stack_volume
+from farfield.volumes.readers import is_zarr
 
 # Share of the patches, the last ones, that is held out where there is no validation folder.
 _HELD_OUT = 0.1
@@ -74,7 +75,7 @@ class StackPairs(Loading):
         channel: Index of the channel to read from files of several; files of one channel are read as they are. To
             predict also a list: each of these channels is restored by itself.
         workers: Loader processes; 0 loads in the main process.
-        predict: What is restored: a TIFF file, a zarr array, an image of OME-Zarr, or a folder of these; None restores
+        predict: What is restored: a file or zarr that `volumes.open_volume` opens, or a folder of these; None restores
             `root`, which then is one of these, or has a folder of tests.
 
     Raises:

@@ -17,7 +17,7 @@ from farfield._refusals import door
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce, one_grid
-from farfield.streaming.arguments import Tiles, name_volumes, parse_tiles, refuse_meta
+from farfield.streaming.arguments import Tiles, arrange_volumes, parse_tiles, refuse_meta
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
 from farfield.streaming.plan import PatchPlan
@@ -29,8 +29,9 @@ from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.labelled_arrays import label_result
 from farfield.volumes.sink import FileOutput, numpy_dtype, output_for
-from farfield.volumes.source import VolumeSource, parse_layout
+from farfield.volumes.source import AxisLayout, VolumeSource, parse_layout
 from farfield.volumes.volume import describe_output
 
 
@@ -63,7 +64,9 @@ def predict_whole(
         volume: Anything with `shape` and slicing (arrays of NumPy, zarr and h5py, tensors of torch): `(*size)` of one
             channel, `(channels, *size)` or `(batch, channels, *size)`, depending on the number of spatial dims. That
             is the length of `tile` if it is a sequence, or else that of the model's first convolution. For a model of
-            several inputs a tuple of these, in the order of its arguments and of one size.
+            several inputs a tuple of these, in the order of its arguments and of one size. Letters of a
+            `farfield.volumes.Volume`, whatever their order, tell its axes: those of T, Z, Y, X that the network does
+            not have are samples, such as the planes of a stack for a 2-D network.
         tile: Size of the tiles that are written, without halo: one number, or one per spatial dim, None for those that
             are not cut; rounded up to multiples of the strides; by default the largest that memory allows. `Tiles`
             also has the memory of a tile, the disk space of values that are stored between passes, the halo of
@@ -85,9 +88,10 @@ def predict_whole(
 
     Returns:
         The result, with the volume's axes (several channels always have an axis). Without `out` a tensor on the
-        volume's device if the volume is a tensor, else an array of NumPy, or a dict or tuple of these as the model
-        returns several; otherwise the user's array, or the file at the path, opened for reading. An array or file has
-        several outputs as channels, one after the other; `open_volume` reads their names in a file.
+        volume's device if the volume is a tensor, else an array of NumPy (with the matrix of a tensor of MONAI, the
+        names and coordinates of an array of xarray), or a dict or tuple of these as the model returns several;
+        otherwise the user's array, or the file at the path, opened for reading. An array or file has several outputs
+        as channels, one after the other; `open_volume` reads their names in a file.
 
     Raises:
         ValueError: If the model is in training mode or does not take the volume's size; if an operation does not run in
@@ -139,20 +143,20 @@ def predict_whole(
         >>> torch.allclose(torch.stack(results), net(images), atol=1e-5)
         True
     """
-    known, volumes = name_volumes("predict_whole", volume)
-    refuse_aliasing(out, volumes)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
+    known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
+    refuse_aliasing(out, volumes)
     identity, saved = find_unfinished(path, overwrite, model, volumes)
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
-        planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved).plan()
+        planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
     else:
-        planned = check_plan(plan, volumes, tile, pad, reduce).bind("predict_whole", model)
+        planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
     if not quiet:
         print(planned, file=sys.stderr)
     graph, device = planned.graph_plan, device_of(model)
     refuse_meta(device)
-    sources = _read_volumes(planned, model, volumes)
+    sources = _read_volumes(planned, model, volumes, layouts)
     spec = _make_spec(known, planned, next(iter(sources.values())).channels)
     output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
     settings = (planned.tile, graph.labelled.halo, planned.patch_size, planned.stored, planned.on_disk, str(path))
@@ -180,15 +184,19 @@ def predict_whole(
             for number, each in enumerate(planned.passes * planned.samples)
         ]
         result = stream.run(passes, run, quiet)
-    split = planned.outputs.split
-    return result if out is not None else split(result, int(planned.layout.batch), planned.layout.channels)
+    if out is not None:
+        return result
+    result = planned.outputs.split(result, planned.layout.batch, planned.layout.channels)
+    return result if isinstance(volume, tuple) else label_result(volume, result, spec.metadata)
 
 
-def _read_volumes(plan: StreamingPlan, model: nn.Module, volumes: Mapping[str, Any]) -> dict[str, VolumeSource]:
+def _read_volumes(
+    plan: StreamingPlan, model: nn.Module, volumes: Mapping[str, Any], layouts: Sequence[AxisLayout | None]
+) -> dict[str, VolumeSource]:
     spatial_dims, padding, mode = plan.layout.spatial_dims, plan.padding, plan.pad or "reflect"
     sources = {}
-    for name, array in volumes.items():
-        layout = parse_layout(array.shape, spatial_dims)
+    for (name, array), known in zip(volumes.items(), layouts, strict=True):
+        layout = known or parse_layout(array.shape, spatial_dims)
         sources[name] = VolumeSource(array, layout, device_of(model), dtype_of(model), padding=padding, mode=mode)
     return sources
 
@@ -247,7 +255,7 @@ def _connect(stream: Stream, plan: StreamingPlan) -> tuple[ReadVolume, WriteOutp
         shape = plan.layout.shape(part.shape[0], part.shape[1], part.shape[2:])
         leading = [slice(None)] * (len(shape) - len(target))
         if apart:
-            leading[0] = slice(sample, sample + 1)
+            leading[: plan.layout.batch] = plan.layout.index_sample(sample)
         stream.write((*leading, *target), part.reshape(shape))
 
     return read, write

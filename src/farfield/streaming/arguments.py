@@ -18,10 +18,11 @@ from torch.nn.modules.conv import _ConvNd
 from farfield._checks import ShapeError, unknown
 from farfield._refusals import refusal
 from farfield.streaming.layers import SUMMARY_SHARE
+from farfield.volumes.axes_view import AxesView
 from farfield.volumes.checks import check_volume
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.source import AxisLayout, Span, parse_layout
-from farfield.volumes.volume import split_volume
+from farfield.volumes.volume import split_volume, take_samples
 
 # Bytes of memory below which a number is one of gigabytes.
 _LEAST_MEMORY = 2**10
@@ -163,6 +164,69 @@ def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[s
     return split[0][0], arrays
 
 
+def arrange_volumes(
+    caller: str, model: Any, tiles: Tiles, volume: Any
+) -> tuple[ImageMetadata | None, dict[str, Any], list[AxisLayout | None]]:
+    """Return what `name_volumes` does, with axes in the order of their letters, and the layouts that these tell.
+
+    Of a `Volume` the last letters of T, Z, Y and X are the network's spatial dims, and those before are samples: of a
+    stack the planes, for a 2-D network. None in place of the layout of an array without letters.
+    """
+    known, arrays = name_volumes(caller, volume)
+    layouts: list[AxisLayout | None] = [None] * len(arrays)
+    network = getattr(model, "network", model)
+    try:
+        dims = spatial_dims_of(network, tiles.size)
+    except (AttributeError, TypeError, ValueError):  # refused where the call is planned
+        return known, arrays, layouts
+    for index, (name, each) in enumerate(zip(arrays, volume if isinstance(volume, tuple) else (volume,), strict=True)):
+        metadata, array = split_volume(each)
+        if metadata is None:
+            continue
+        arrays[name], metadata, layouts[index] = _arrange_letters(name, array, metadata, network, dims)
+        known = metadata if index == 0 else known
+    return known, arrays, layouts
+
+
+def _arrange_letters(
+    name: str, array: Any, given: ImageMetadata, network: Any, dims: int
+) -> tuple[Any, ImageMetadata, AxisLayout | None]:
+    """Return an array in the order samples, channels, spatial dims, its metadata, and its layout if letters tell it."""
+    taken, metadata, _ = take_samples(f"the {name}", array, given)
+    axes, space = metadata.axes, [letter for letter in "TZYX" if letter in metadata.axes]
+    # Planes of ImageJ are called channels where nobody said what they are.
+    in_order = axes == "".join(sorted(axes, key="TCZYX".find))
+    if set(axes) - set("TCZYX") or len(set(axes)) < len(axes) or (len(space) < dims and in_order):
+        return array, given, None
+    if len(space) < dims:
+        raise refusal(
+            ShapeError,
+            f'the {name} has the axes "{axes}" {tuple(taken.shape)}, and the network takes {dims} spatial '
+            f'dims; fix: axes="{"TZYX"[-len(axes) :]}" of open_volume or ImageMetadata, if these are its axes.',
+        )
+    samples, channels = space[: len(space) - dims], "C" if "C" in axes else ""
+    if "Z" in samples and not channels:
+        convolution, planes = _first_convolution(network), taken.shape[axes.index("Z")]
+        if convolution is None and planes > 1:
+            raise refusal(
+                ShapeError,
+                f'the {name} has the axes "{axes}" {tuple(taken.shape)}, and {type(network).__name__} has no '
+                "convolution that tells whether its planes are samples or channels; fix: the letter C in place of Z "
+                "for channels, or numpy.asarray(volume)[:, None] for samples.",
+            )
+        if convolution is not None and 1 < planes == convolution.in_channels and samples == ["Z"]:
+            samples, channels = [], "Z"
+    order = [axes.index(letter) for letter in (*samples, *channels, *space[len(space) - dims :])]
+    if isinstance(taken, Tensor):
+        taken = taken.permute(order)
+    elif order != sorted(order):
+        taken = AxesView(taken, order, {})
+    layout = AxisLayout(len(samples), bool(channels), dims, tuple(zip(samples, taken.shape, strict=False)))
+    if 0 in taken.shape:
+        parse_layout(taken.shape, dims)
+    return taken, metadata.with_axes("".join(axes[place] for place in order)), layout
+
+
 def check_arguments(model: nn.Module, count: int) -> None:
     """Refuse another number of inputs than the network's `forward` takes."""
     try:
@@ -181,8 +245,10 @@ def check_arguments(model: nn.Module, count: int) -> None:
         ) from error
 
 
-def parse_layouts(shapes: Sequence[Sequence[int]], spatial_dims: int) -> list[AxisLayout]:
-    """Find the axes of volumes that a network takes together, and refuse them if they differ in batch or size."""
+def parse_layouts(
+    shapes: Sequence[Sequence[int]], spatial_dims: int, known: Sequence[AxisLayout | None] = ()
+) -> list[AxisLayout]:
+    """Find the axes of volumes of one network, where letters do not tell; refuse those of other batches or sizes."""
     for index, shape in enumerate(shapes):
         if len(shapes) > 1 and len(shape) < spatial_dims:
             raise refusal(
@@ -190,7 +256,8 @@ def parse_layouts(shapes: Sequence[Sequence[int]], spatial_dims: int) -> list[Ax
                 f"input {index} of shape {tuple(shape)} is no grid of {spatial_dims} spatial dims; fix: a "
                 "module around the network that has it, such as self.network(grid, self.other).",
             )
-    layouts = [parse_layout(shape, spatial_dims) for shape in shapes]
+    known = known or [None] * len(shapes)
+    layouts = [own or parse_layout(shape, spatial_dims) for own, shape in zip(known, shapes, strict=True)]
     batches = [layout.batch_and_channels(shape)[0] for layout, shape in zip(layouts, shapes, strict=True)]
     if len({(batch, *shape[len(shape) - spatial_dims :]) for batch, shape in zip(batches, shapes, strict=True)}) > 1:
         listed = "".join(f"\n  input {index}  {tuple(shape)}" for index, shape in enumerate(shapes))

@@ -42,7 +42,7 @@ from farfield.streaming.record import record_network
 from farfield.streaming.recording import Recording, Scales, make_patch_plan, plan_check
 from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import AxisScale, PlannedOutput, StreamingPlan, describe_structure
-from farfield.volumes.source import MODES
+from farfield.volumes.source import MODES, AxisLayout
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
 _MEMORY_SHARE, _DISK_SHARE = 0.25, 0.5
@@ -120,6 +120,8 @@ class Planner:
     # The path of the output, and what an unfinished prediction there was planned with.
     path: Path | None = None
     saved: Saved | None = None
+    # Of volumes with letters.
+    known_layouts: Sequence[AxisLayout | None] = ()
     # Known once the network is recorded.
     outputs: Outputs = field(default_factory=Outputs, init=False)
     # Number of samples, size, and whether it is reduced -> the network on volumes of these.
@@ -155,6 +157,12 @@ class Planner:
         padding = tuple((each // 2, each - each // 2) for each in missing)
         size = tuple(length + each for length, each in zip(self.size, missing, strict=True))
         mixed = few > 1 and (probe is None or probe.mixes_samples)
+        if mixed and "Z" in dict(self.layouts[0].samples):
+            raise ValueError(
+                f"{self.caller}: layers of {type(self.model).__name__} mix samples, so planes one after the other are "
+                'not its result on all of them; fix: one plane at a time, volume.crop({"Z": (0, 1)}), or all as one '
+                "batch, numpy.asarray(volume)[:, None]."
+            )
         batch, samples = (self.batch, 1) if mixed else (1, self.batch)
         recording = self._record_whole(batch, size, probe)
         tile = None if self.tiles.size is None else round_up_tile(self.tiles.size, size, recording.strides)
@@ -190,7 +198,7 @@ class Planner:
         check_reduction(self.reduce)
         check_arguments(self.network, len(self.shapes))
         dims = spatial_dims_of(self.network, self.tiles.size)
-        self.layouts = parse_layouts(self.shapes, dims)
+        self.layouts = parse_layouts(self.shapes, dims, self.known_layouts)
         pairs = [own.batch_and_channels(shape) for own, shape in zip(self.layouts, self.shapes, strict=True)]
         self.batch, self.channels = pairs[0][0], tuple(channels for _, channels in pairs)
         self.size = tuple(self.shapes[0][len(self.shapes[0]) - dims :])
@@ -254,7 +262,7 @@ class Planner:
         except (GraphError, ReductionError):
             raise
         except ValueError as error:
-            refuse_axes(self.network, self.channels, size, self.layouts[0].batch, error)
+            refuse_axes(self.network, self.channels, size, bool(self.layouts[0].batch), error)
             if not self.pad:
                 probe = self._record_first(1, [(_DIVISIBLE,) * len(size)])
             strides = probe.strides if probe else ()

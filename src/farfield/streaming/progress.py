@@ -140,7 +140,7 @@ class Stream:
     def read(self, name: str, index: int, region: Region, sample: int | None = None) -> Tensor:
         """Read a region of a volume for a tile, of all samples by default; refuse own positions that have changed."""
         source, tiles = self.volumes[name]
-        grid, own = source.read(region, sample), tiles[index]
+        grid, own = source.read(region, sample, index), tiles[index]
         spans = list(zip(own, region, strict=True))
         if any(start < first or stop > last for (start, stop), (first, last) in spans):
             return grid

@@ -169,7 +169,9 @@ class StreamingPlan:
             patch = " × ".join(map(str, self.patch_size))
             text.append(f'norms and pooling see the {patch} positions that a tile reads: statistics="tile"')
         if self.samples > 1:
-            text.append(f"{self.samples} samples one after the other: no layer mixes them")
+            names = {"T": "times", "Z": "planes"}
+            samples = " × ".join(f"{length} {names[letter]}" for letter, length in self.layout.samples if length > 1)
+            text.append(f"{samples or f'{self.samples} samples'} one after the other: no layer mixes them")
         for number, each in enumerate(self.passes):
             done = [("summarize", each.summarizes), ("store", each.stores)]
             what = ", ".join(f"{verb} {_list_names(names)}" for verb, names in done if names) or "write"
@@ -244,7 +246,14 @@ def _other_network(network: nn.Module, why: str) -> ValueError:
     )
 
 
-def check_plan(plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None, reduce: Reduce) -> StreamingPlan:
+def check_plan(
+    plan: Any,
+    volumes: Mapping[str, Any],
+    tile: Any,
+    pad: str | None,
+    reduce: Reduce,
+    known: Sequence[AxisLayout | None] = (),
+) -> StreamingPlan:
     """Return a plan that was given; refuse one of other volumes, or beside what it has itself."""
     if not isinstance(plan, StreamingPlan):
         raise refusal(TypeError, f"plan must be what plan_whole returns, got {type(plan).__name__}; fix: plan=None.")
@@ -252,8 +261,9 @@ def check_plan(plan: Any, volumes: Mapping[str, Any], tile: Any, pad: str | None
         raise refusal(ValueError, "got tile or pad beside plan, which has both; fix: give them to plan_whole.")
     if reduce is not None and fingerprint(reduce) != plan.reduction:
         raise refusal(ValueError, "got another reduce than plan was made with; fix: give it to plan_whole.")
-    layouts = parse_layouts([each.shape for each in volumes.values()], plan.layout.spatial_dims)
+    layouts = parse_layouts([each.shape for each in volumes.values()], plan.layout.spatial_dims, known)
     size = [length - sum(positions) for length, positions in zip(plan.size, plan.padding, strict=True)]
+    plan = replace(plan, layout=known[0]) if known and known[0] else plan  # a plan knows no letters
     planned = plan.layout.shape(plan.output.shape[0], plan.channels[0], size)
     first = tuple(next(iter(volumes.values())).shape)
     pairs = zip(layouts, volumes.values(), strict=True)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from farfield._refusals import door, refusal
 from farfield.streaming import Tiles, predict_whole
 from farfield.streaming.progress import write_whole
-from farfield.volumes import ImageMetadata
+from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.axes_view import AxesView
+from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.sink import check_path
 from farfield.volumes.source import narrowed, without_mask
 from farfield.volumes.volume import split_volume
@@ -118,8 +119,10 @@ def restore(
             f"the network restores grids of {len(multiples)} spatial dims, the stack has {len(stack.shape)}: "
             f"{tuple(stack.shape)}; fix: a network of {len(stack.shape)} spatial dims, or another stack.",
         )
-    channels = [stack]
+    channels = [array]
     if len(stack.shape) > len(multiples):
+        if known is not None:  # whatever its letter, the first axis has channels
+            stack = Volume(array, replace(known, axes="C" + known.axes[1:]))
         kept = range(1, len(stack.shape))
         channels = [AxesView(array, kept, {0: [channel]}) for channel in range(stack.shape[0])]
     scaled = ScaledNetwork(network, [find_grey_levels(channel) for channel in channels]).eval()
@@ -158,7 +161,7 @@ def _project_stack(network: nn.Module, stack: Any, multiples: Sequence[int]) -> 
 @door("restore")
 def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> tuple[float, float]:
     """Return the grey levels of two percentiles, from 0 to 100, of a stack that need not fit in memory."""
-    dtype = np.dtype(stack.dtype)
+    dtype, stack = np.dtype(stack.dtype), keep_chunks(stack)
     if dtype.kind == "u" and dtype.itemsize <= 2:
         low, high = _count_levels(stack, percentiles)
     else:

@@ -1,7 +1,8 @@
 """Volumes in files and in memory: opened with their axes, voxel size and channels, read by regions, written by tiles.
 
-TIFF, OME-TIFF, zarr, OME-Zarr and NumPy. Nothing is loaded before it is sliced, and an output is at its path only when
-it is complete. Needs the extra `stream`: `pip install "farfield[stream]"`.
+TIFF and its relatives, zarr, OME-Zarr, NumPy, HDF5, NIfTI, MRC and folders of planes. Nothing is loaded before it is
+sliced, and an output is at its path only when it is complete. Needs the extra `stream`, and some formats another:
+`pip install "farfield[stream,hdf5]"`.
 """
 
 from farfield.volumes.image_metadata import ImageMetadata

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from farfield._refusals import refusal
 from farfield.volumes.axes_view import AxesView
-from farfield.volumes.sink import unfinished_folder
+from farfield.volumes.chunk_cache import ChunkCache
+from farfield.volumes.file_name import FileArray
 from farfield.volumes.tiff_parts import paths_of
+from farfield.volumes.unfinished import unfinished_folder
 
 # Offset in a file + BASE takes the place of an address, because address 0 would be a null pointer.
 BASE = 2**12
@@ -74,8 +76,11 @@ def parts_overlap(one: Any, other: Any) -> bool:
 
 def places(array: Any) -> Iterator[StorageLocation]:
     """Yield where the numbers of an array are stored; nothing for unknown kinds of arrays."""
-    while isinstance(array, AxesView):
+    while isinstance(array, AxesView | ChunkCache):
         array = array.array
+    if isinstance(array, FileArray):
+        yield from (StorageLocation(file_key(file), None, file) for file in array.files)
+        return
     kinds = {"h5py": ("Dataset", hdf5_places), "zarr": ("Array", zarr_places)}
     for package, (kind, find) in kinds.items():
         module = sys.modules.get(package)  # if it is not imported, there are no such arrays

@@ -1,54 +1,105 @@
-"""Views of arrays on disk with other axes, which are read only where they are sliced."""
+"""Arrays that are read only where they are sliced, and views of them: other axes, parts, and some indices."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 
-class AxesView:
-    """A view of an array on disk with other axes: in another order, at some indices, or new ones of length 1."""
+def basic_index(index: Any, shape: Sequence[int]) -> list[int | range]:
+    """Return an index of integers, slices and an ellipsis as one integer, counted from the start, or range an axis.
+
+    Example:
+        >>> basic_index((..., slice(2, 9), -1), (4, 5, 6))
+        [range(0, 4), range(2, 5), 5]
+    """
+    given = list(index) if isinstance(index, tuple) else [index]
+    kinds = slice | int | np.integer | type(Ellipsis)
+    if any(not isinstance(each, kinds) or isinstance(each, bool) for each in given):
+        raise IndexError(f"a part of a volume on disk is given by integers and slices, got {index!r:.60}")
+    place = next((place for place, each in enumerate(given) if each is Ellipsis), len(given))
+    missing = len(shape) - len(given) + (place < len(given))
+    given[place : place + 1] = [slice(None)] * missing
+    if missing < 0 or len(given) != len(shape):
+        raise IndexError(f"too many indices: a volume of {len(shape)} axes, got {index!r:.60}")
+    # `range` counts from the end, and refuses what is outside, as indices do.
+    lengths = map(range, shape)
+    return [
+        own[each if isinstance(each, slice) else operator.index(each)] for own, each in zip(lengths, given, strict=True)
+    ]
+
+
+def as_slice(indices: range) -> slice:
+    """Return the slice that takes the indices of a range."""
+    return slice(indices.start, indices.stop if indices.stop >= 0 else None, indices.step)
+
+
+class SlicedArray:
+    """An array of which parts are read, by integers and slices: `read` is given a range for each axis."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Return a part as an array in memory."""
+        given = basic_index(index, self.shape)
+        part = self.read([range(each, each + 1) if isinstance(each, int) else each for each in given])
+        return part[tuple(0 if isinstance(each, int) else slice(None) for each in given)]
+
+    def read(self, wanted: Sequence[range]) -> np.ndarray:
+        """Return the part of some ranges."""
+        raise NotImplementedError
+
+
+class AxesView(SlicedArray):
+    """A view of an array on disk with other axes: in another order, of a part, at some indices, or of length 1."""
 
     # `axes`: of each axis of the view that of the array, None for a new one. `taken`: axis of the array -> the indices
     # that the view has; an axis with one index may be left out of it.
     def __init__(self, array: Any, axes: Sequence[int | None], taken: Mapping[int, Sequence[int]]) -> None:
         self.array, self.axes, self.taken = array, tuple(axes), taken
-        lengths = [len(taken[axis]) if axis in taken else length for axis, length in enumerate(array.shape)]
-        self.shape = tuple(1 if axis is None else lengths[axis] for axis in axes)
+        self.indices = [taken.get(axis, range(length)) for axis, length in enumerate(array.shape)]
+        self.shape = tuple(1 if axis is None else len(self.indices[axis]) for axis in axes)
         self.dtype = array.dtype
 
-    def __getitem__(self, index: Any) -> np.ndarray:
-        """Return a part of the view as an array in memory; integers, slices and an ellipsis are taken."""
-        given = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in given:
-            place = given.index(Ellipsis)
-            filled = (slice(None),) * (len(self.shape) - len(given) + 1)
-            given = (*given[:place], *filled, *given[place + 1 :])
-        given = (*given, *(slice(None),) * (len(self.shape) - len(given)))
-        wanted: list[Any] = [slice(None)] * len(self.array.shape)
-        for axis, each in zip(self.axes, given, strict=True):
+    def read(self, wanted: Sequence[range]) -> np.ndarray:
+        """Return the part of some ranges of the view."""
+        chosen = list(self.indices)
+        for axis, each in zip(self.axes, wanted, strict=True):
             if axis is not None:
-                wanted[axis] = slice(each, each + 1 or None) if isinstance(each, int | np.integer) else each
-        part = self.read(wanted)
+                chosen[axis] = chosen[axis][as_slice(each)]
+        part = self._read_indices([range(each[0], each[0] + 1) if len(each) == 1 else each for each in chosen])
         dropped = tuple(axis for axis in range(part.ndim) if axis not in self.axes)
         left = [axis for axis in range(part.ndim) if axis not in dropped]
         part = part.squeeze(dropped).transpose([left.index(axis) for axis in self.axes if axis is not None])
-        part = part[tuple(None if axis is None else slice(None) for axis in self.axes)]
-        return part[tuple(0 if isinstance(each, int | np.integer) else slice(None) for each in given)]
+        return part[tuple(None if axis is None else slice(None) for axis in self.axes)]
 
-    def read(self, wanted: list[slice]) -> np.ndarray:
-        """Return a part of the array; along the axes in `taken`, slices are of their indices."""
-        several = next((axis for axis, indices in self.taken.items() if len(indices) > 1), None)
-        single = {axis: slice(indices[0], indices[0] + 1) for axis, indices in self.taken.items() if axis != several}
-        index = [single.get(axis, each) for axis, each in enumerate(wanted)]
-        if several is None:
-            return np.asanyarray(self.array[tuple(index)])
+    def _read_indices(self, chosen: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return the part of some indices of the array; one axis at most has others than a range."""
+        backwards = tuple(axis for axis, each in enumerate(chosen) if isinstance(each, range) and each.step < 0)
+        spans = [
+            slice(None) if not isinstance(each, range) else as_slice(each[::-1] if axis in backwards else each)
+            for axis, each in enumerate(chosen)
+        ]
+        several = next((axis for axis, each in enumerate(chosen) if not isinstance(each, range)), None)
         parts = []
-        for place in self.taken[several][wanted[several]]:
-            index[several] = slice(place, place + 1)
-            parts.append(np.asanyarray(self.array[tuple(index)]))
+        for place in (0,) if several is None else chosen[several]:
+            if several is not None:
+                spans[several] = slice(place, place + 1)
+            parts.append(np.flip(np.asanyarray(self.array[tuple(spans)]), backwards))
         # The mask of an array that has one is kept, for the check of what reads the view.
         join = np.ma.concatenate if any(isinstance(part, np.ma.MaskedArray) for part in parts) else np.concatenate
-        return join(parts, several)
+        return parts[0] if several is None else join(parts, several)
+
+
+def crop_array(array: Any, index: Any) -> Any:
+    """Return a part of an array, by integers and slices: a view, of which nothing is read yet."""
+    given = basic_index(index, array.shape)
+    if isinstance(array, np.ndarray | Tensor):
+        return array[index]
+    taken = {axis: range(each, each + 1) if isinstance(each, int) else each for axis, each in enumerate(given)}
+    return AxesView(array, [axis for axis, each in enumerate(given) if not isinstance(each, int)], taken)

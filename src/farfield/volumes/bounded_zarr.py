@@ -25,6 +25,8 @@ from zarr.core.codec_pipeline import BatchedCodecPipeline
 
 # Codecs between others add headers and checksums to the bytes of a chunk.
 MARGIN = 2**16
+# How many times as long an entry of a zip file may become.
+EXPANSION = 64
 # Most bytes that lzma's decoder takes; those of its highest preset are half of it.
 DICTIONARY = 2**27
 # What decompresses so many bytes at most, by the codec's name; its settings are needed by lzma alone.
@@ -149,3 +151,14 @@ def bound_chunks(array: Any) -> None:
     if isinstance(codecs, BatchedCodecPipeline):  # else something other than zarr runs the codecs
         bounded = BatchedCodecPipeline.from_codecs([bound(each, chunk_bytes) for each in codecs])
         object.__setattr__(opened, "codec_pipeline", bounded)
+
+
+def check_entries(path: Any, entries: Iterable[Any]) -> None:
+    """Refuse a zip file of which an entry unpacks to far more than it takes in the file, before any is unpacked."""
+    for entry in entries:
+        if entry.file_size > EXPANSION * entry.compress_size + MARGIN:
+            raise ValueError(
+                f'open_volume: "{path}" has "{entry.filename}", which grows from {entry.compress_size:,} to '
+                f"{entry.file_size:,} bytes when it is unpacked, so it is damaged, or made to fill the memory; fix: "
+                "zip the folder without compression, as its chunks have their own."
+            )

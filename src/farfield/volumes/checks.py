@@ -16,6 +16,12 @@ COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
     """Refuse an object that is no array of numbers, such as a list, a path or a network, or has masked positions."""
+    if type(volume).__module__.partition(".")[0] == "h5py" and not volume:
+        raise refusal(
+            ValueError,
+            f"the HDF5 file of {name} is closed; fix: call {caller} while it is open, or "
+            'farfield.volumes.open_volume("file.h5::dataset").',
+        )
     if hasattr(volume, "shape") and hasattr(volume, "__getitem__"):
         check_numbers(name, volume)
         if getattr(volume, "is_meta", False):

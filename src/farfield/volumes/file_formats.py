@@ -12,7 +12,14 @@ import numpy as np
 
 from farfield.volumes import ome_zarr
 from farfield.volumes.image_metadata import ImageMetadata
-from farfield.volumes.tiff_metadata import IMAGEJ_AXES, OME_DTYPES, fits_imagej, imagej_options, ome_options
+from farfield.volumes.tiff_metadata import (
+    IMAGEJ_AXES,
+    OME_DTYPES,
+    fits_imagej,
+    georeference_tags,
+    imagej_options,
+    ome_options,
+)
 
 Mode = Literal["r", "r+"]
 
@@ -49,6 +56,8 @@ def open_npy(path: Path, spec: OutputSpec, mode: Mode) -> Any:
 def is_ome(path: Path, spec: OutputSpec) -> bool:
     """Whether a TIFF file is an OME-TIFF: by its name, or because ImageJ's format does not hold what is known of it."""
     named = path.name.lower().endswith((".ome.tif", ".ome.tiff"))
+    if spec.metadata.georeference:
+        return named
     return named or (spec.metadata.is_known and not is_imagej(path, spec) and refuse_ome(path, spec) is None)
 
 
@@ -89,6 +98,7 @@ def make_tiff(path: Path, spec: OutputSpec) -> Any:
         shape = [spec.shape[axis] for axis in imagej_order(spec)]
         tifffile.memmap(path, shape=shape, **options, **imagej_options(spec.metadata, spec.shape))
         return open_tiff(path, spec, "r+")
+    options["extratags"] = georeference_tags(spec.metadata)
     if is_ome(path, spec):
         options |= ome_options(spec.metadata, spec.shape, spec.dtype.name)
     else:
@@ -112,8 +122,12 @@ def open_tiff(path: Path, spec: OutputSpec, mode: Mode) -> Any:
 def chunk_lengths(spec: OutputSpec) -> list[int]:
     """Return the chunks of a zarr array: no larger than a tile, so that few chunks are written twice."""
     leading = len(spec.shape) - len(spec.tile)
+    # Times and planes are written one after the other.
     chunks = [
-        *spec.shape[:leading],
+        *(
+            1 if letter in "TZ" else length
+            for letter, length in zip(spec.metadata.axes, spec.shape[:leading], strict=False)
+        ),
         *(min(positions, length) for positions, length in zip(spec.tile, spec.shape[leading:], strict=True)),
     ]
     while math.prod(chunks) * spec.dtype.itemsize > CHUNK and any(length % 2 == 0 for length in chunks):
@@ -126,7 +140,11 @@ def make_zarr(path: Path, spec: OutputSpec) -> Any:
     """Make a zarr array of version 3; what is known of its axes is in its attributes."""
     import zarr
 
-    attributes: Any = {"farfield": asdict(spec.metadata)} if spec.metadata.is_known else None
+    # What is not known is left out where 0.2, which reads no other fields, has none of it.
+    known = {
+        name: each for name, each in asdict(spec.metadata).items() if each or name not in ("affine", "georeference")
+    }
+    attributes: Any = {"farfield": known} if spec.metadata.is_known else None
     chunks = tuple(chunk_lengths(spec))
     return zarr.create_array(str(path), shape=spec.shape, chunks=chunks, dtype=spec.dtype, attributes=attributes)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 # Letters of the axes of space, and the order in which axes are presented: time, channels, space.
 SPACE = "ZYX"
 ORDER = "ITQCZYX"
@@ -56,6 +58,9 @@ class ImageMetadata:
         units: Letter -> unit of that distance, by OME-Zarr's names, such as "micrometer" or "second".
         origin: Letter -> coordinate of the first position; 0 for those that are absent.
         channels: Names of the channels, one for each, or none.
+        affine: Letter -> step from one position to the next in the world's coordinates, as NIfTI and GeoTIFF have them;
+            "origin" -> world's coordinates of the first position.
+        georeference: GeoTIFF's description of the world, by the numbers of its tags.
 
     Example:
         >>> from farfield.volumes import ImageMetadata
@@ -69,11 +74,14 @@ class ImageMetadata:
     units: Mapping[str, str] = field(default_factory=dict)
     origin: Mapping[str, float] = field(default_factory=dict)
     channels: tuple[str, ...] = ()
+    affine: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    georeference: Mapping[str, Any] = field(default_factory=dict)
 
     def with_axes(self, axes: str) -> ImageMetadata:
         """Return the metadata of an array of other axes; what is known of axes that it has not is left out."""
         spacing, units, origin = (restrict(each, axes) for each in (self.spacing, self.units, self.origin))
-        return ImageMetadata(axes, spacing, units, origin, self.channels)
+        affine = {letter: step for letter, step in self.affine.items() if letter in axes or letter == "origin"}
+        return replace(self, axes=axes, spacing=spacing, units=units, origin=origin, affine=affine)
 
     def with_channels(self, indices: Iterable[int], count: int) -> ImageMetadata:
         """Return the metadata with the names of some of `count` channels; without names if there are not as many."""
@@ -83,7 +91,43 @@ class ImageMetadata:
     def resampled(self, ratios: Mapping[str, float]) -> ImageMetadata:
         """Return the metadata of a grid that has `ratios[letter]` positions for each position of an axis."""
         spacing = {letter: each / ratios.get(letter, 1) for letter, each in self.spacing.items()}
-        return replace(self, spacing=spacing)
+        affine = {letter: tuple(each / ratios.get(letter, 1) for each in step) for letter, step in self.affine.items()}
+        return replace(self, spacing=spacing, affine=affine)
+
+    def cropped(self, parts: Mapping[str, range]) -> ImageMetadata:
+        """Return the metadata of a part, of the positions `parts[letter]` of an axis: where it lies, and its steps."""
+        spacing, origin = dict(self.spacing), dict(self.origin)
+        affine = {letter: np.array(step) for letter, step in self.affine.items()}
+        channels = self.channels
+        for letter, part in parts.items():
+            if letter == "C" and channels:
+                channels = tuple(channels[index] for index in part if index < len(channels))
+            if letter in spacing:
+                if part.start:
+                    origin[letter] = origin.get(letter, 0.0) + part.start * spacing[letter]
+                spacing[letter] *= abs(part.step)
+            if letter in affine:
+                affine["origin"] = affine["origin"] + part.start * affine[letter]
+                affine[letter] = affine[letter] * part.step
+        steps = {letter: tuple(map(float, step)) for letter, step in affine.items()}
+        return replace(self, spacing=spacing, origin=origin, channels=channels, affine=steps)
+
+    def matrix(self, letters: str = SPACE) -> np.ndarray:
+        """Return `affine` as a matrix from positions along some axes, and 1, to coordinates of the world, and 1.
+
+        Args:
+            letters: The axes, in the order of the positions.
+
+        Raises:
+            KeyError: If no such step is known.
+
+        Example:
+            >>> image = ImageMetadata("YX", affine={"Y": (0.0, -2.0), "X": (2.0, 0.0), "origin": (5.0, 9.0)})
+            >>> image.matrix("XY") @ (1, 1, 1)
+            array([7., 7., 1.])
+        """
+        columns = np.array([self.affine[letter] for letter in (*letters, "origin")]).T
+        return np.vstack([columns, [0.0] * len(letters) + [1.0]])
 
     def in_one_unit(self, letters: str) -> tuple[str, dict[str, float]] | None:
         """Return a unit of length and the spacing of some axes in it; None if that of one is not known.
@@ -101,7 +145,7 @@ class ImageMetadata:
     @property
     def is_known(self) -> bool:
         """Whether anything but the letters is known."""
-        return bool(self.spacing or self.origin or self.channels)
+        return bool(self.spacing or self.origin or self.channels or self.affine)
 
 
 def restrict(by_letter: Mapping[str, Any], axes: str) -> dict[str, Any]:

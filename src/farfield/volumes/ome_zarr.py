@@ -1,4 +1,4 @@
-"""OME-Zarr: reading versions 0.4 and 0.5, and writing 0.5 with the levels of a pyramid beside each tile."""
+"""OME-Zarr: reading versions 0.1 to 0.5, and writing 0.5 with the levels of a pyramid beside each tile."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ class Level(NamedTuple):
     path: str  # name of its array in the group
     metadata: ImageMetadata  # its axes and voxel size
 
+    def metadata_for(self, dims: int) -> ImageMetadata:
+        """Return the metadata of an array of so many axes; without their letters if these are others."""
+        return self.metadata if len(self.metadata.axes) == dims else ImageMetadata("Q" * dims)
+
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 def read_images(attributes: Mapping[str, Any]) -> list[tuple[str, list[Level]]]:
@@ -34,18 +38,24 @@ def read_images(attributes: Mapping[str, Any]) -> list[tuple[str, list[Level]]]:
 
 def read_levels(image: Mapping[str, Any], channels: Sequence[str]) -> list[Level]:
     """Read the levels of an image from its entry, with the names of its channels."""
-    axes = "".join(map(axis_letter, image["axes"]))
-    units = known(axes, [parse_unit(axis.get("unit")) or axis.get("unit") for axis in image["axes"]])
+    # Versions 0.1 and 0.2 have no axes, which are always these; 0.3 has their names alone.
+    given = [{"name": axis} if isinstance(axis, str) else axis for axis in image.get("axes", "tczyx")]
+    axes = "".join(map(axis_letter, given))
+    units = known(axes, [parse_unit(axis.get("unit")) or axis.get("unit") for axis in given])
     levels = []
     for level in image["datasets"]:
-        steps = [*level["coordinateTransformations"], *image.get("coordinateTransformations", [])]
-        scale, origin = compose(steps, len(axes))
+        steps = [*level.get("coordinateTransformations", []), *image.get("coordinateTransformations", [])]
+        names = tuple(channels) if any(channels) else ()
+        scale_and_origin = compose(steps, len(axes))
+        if scale_and_origin is None:
+            levels.append(Level(level["path"], ImageMetadata(axes, channels=names)))
+            continue
+        scale, origin = scale_and_origin
         spacing = known(axes, map(parse_length, scale))
         spacing.pop("C", None)
         # A scale of 1 without a unit is what the format demands where nothing is known.
         spacing = {letter: each for letter, each in spacing.items() if each != 1 or letter in units}
         places = {letter: float(each) for letter, each in zip(axes, origin, strict=True) if each}
-        names = tuple(channels) if any(channels) else ()
         levels.append(Level(level["path"], ImageMetadata(axes, spacing, units, places, names)))
     return levels
 
@@ -56,15 +66,29 @@ def axis_letter(axis: Mapping[str, str]) -> str:
     return named if named in ("C", "T", *SPACE) else "Q"
 
 
-def compose(steps: Sequence[Mapping[str, Any]], dims: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scale and the translation of coordinate transformations that are applied one after the other."""
-    scale, origin = np.ones(dims), np.zeros(dims)
+def compose(steps: Sequence[Mapping[str, Any]], dims: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the scale and the translation of coordinate transformations that are applied one after the other.
+
+    None if they are none, or have others among them, such as an affine one: nothing is known then.
+    """
+    scale, origin, scaled = np.ones(dims), np.zeros(dims), False
     for step in steps:
-        if step["type"] == "scale":
-            scale, origin = scale * step["scale"], origin * step["scale"]
-        elif step["type"] == "translation":
+        if step["type"] == "scale" and _has_length(step.get("scale"), dims):
+            scale, origin, scaled = scale * step["scale"], origin * step["scale"], True
+        elif step["type"] == "translation" and _has_length(step.get("translation"), dims):
             origin = origin + step["translation"]
-    return scale, origin
+        elif step["type"] == "sequence":
+            inner = compose(step.get("transformations", ()), dims)
+            if inner is None:
+                return None
+            scale, origin, scaled = scale * inner[0], origin * inner[0] + inner[1], True
+        elif step["type"] != "identity":
+            return None
+    return (scale, origin) if scaled else None
+
+
+def _has_length(numbers: object, dims: int) -> bool:
+    return isinstance(numbers, Sequence) and len(numbers) == dims
 
 
 # ---- the levels of a pyramid -----------------------------------------------------------------------------------------
@@ -157,6 +181,8 @@ def refuse_axes(metadata: ImageMetadata) -> str | None:
         or {"I", "T"} <= set(metadata.axes)
     ):
         return f'it has no place for the axes "{metadata.axes}"'
+    if "ZC" in metadata.axes:
+        return "its channels come before z, and planes one after the other have them behind it"
     return None
 
 

@@ -287,6 +287,11 @@ def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bo
             TypeError,
             f"out must be a path, an array that takes slices, or None, got {type(out).__name__}; fix: out=None.",
         )
+    if _is_read_only(out):
+        raise refusal(
+            ValueError,
+            'out is opened read-only, and cannot be written to; fix: open it with mode="r+", or another out.',
+        )
     if tuple(out.shape) != spec.shape:
         raise refusal(
             ShapeError,
@@ -302,6 +307,14 @@ def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bo
             f"{spec.dtype}, or, in predict_whole, a network that returns an integer dtype of torch.",
         )
     return ArrayOutput(caller, out)
+
+
+def _is_read_only(array: Any) -> bool:
+    """Whether an array of NumPy, zarr or h5py is known to take no numbers."""
+    if isinstance(array, np.ndarray):
+        return not array.flags.writeable
+    file = getattr(array, "file", None)  # that of h5py
+    return bool(getattr(array, "read_only", False)) or getattr(file, "mode", "") == "r"
 
 
 def dtype_of_array(array: Any) -> np.dtype | None:

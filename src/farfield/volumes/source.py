@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import warnings
 import zlib
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from farfield._checks import ShapeError
 from farfield._refusals import refusal
+from farfield.volumes.aliasing import places
 from farfield.volumes.axes_view import AxesView
+from farfield.volumes.chunk_cache import keep_chunks
 
 Span = tuple[int, int]  # first index and the index after the last
 Region = tuple[Span, ...]  # one span per spatial dim
@@ -26,20 +29,29 @@ WHOLE = 2**24
 
 
 class AxisLayout(NamedTuple):
-    """The axes of an array: an optional batch axis, an optional channel axis, and the spatial axes."""
+    """The axes of an array: those of samples, which may have letters, of channels, and the spatial axes."""
 
-    batch: bool
+    batch: int
     channels: bool
     spatial_dims: int
+    samples: tuple[tuple[str, int], ...] = ()
 
     def batch_and_channels(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return the numbers of samples and channels of an array of this shape."""
-        return (shape[0] if self.batch else 1), (shape[self.batch] if self.channels else 1)
+        return math.prod(shape[: self.batch]), (shape[self.batch] if self.channels else 1)
 
     def shape(self, batch: int, channels: int, size: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of an array with these axes; several channels get an axis even if `channels` is False."""
-        leading = (batch,) * self.batch + (channels,) * (self.channels or channels > 1)
-        return (*leading, *size)
+        lengths = tuple(length for _, length in self.samples)
+        samples = lengths if lengths and math.prod(lengths) == batch else (batch,) * self.batch
+        return (*samples, *(channels,) * (self.channels or channels > 1), *size)
+
+    def index_sample(self, sample: int) -> tuple[slice, ...]:
+        """Return the index, along the axes of samples, of one of them, which are counted with the last axis fastest."""
+        if not self.samples:
+            return (slice(sample, sample + 1),) * self.batch
+        places = np.unravel_index(sample, [length for _, length in self.samples])
+        return tuple(slice(int(place), int(place) + 1) for place in places)
 
     def axes(self, channels: int, spatial_dims: int) -> str:
         """Return the letters of the axes of an array whose shape `shape` returns, as TIFF files name them."""
@@ -59,7 +71,7 @@ def parse_layout(shape: Sequence[int], spatial_dims: int) -> AxisLayout:
         )
     if 0 in shape:
         raise refusal(ShapeError, f"the volume has an empty axis, shape {tuple(shape)}; fix: leave that volume out.")
-    return AxisLayout(leading == 2, leading >= 1, spatial_dims)
+    return AxisLayout(int(leading == 2), leading >= 1, spatial_dims)
 
 
 class VolumeSource:
@@ -87,7 +99,7 @@ class VolumeSource:
         caller: str = "predict_whole",
     ) -> None:
         self.caller = caller
-        self.array, self.layout, self.device, self.dtype, self.mode = array, layout, device, dtype, mode
+        self.array, self.layout, self.device, self.dtype, self.mode = keep_chunks(array), layout, device, dtype, mode
         self.shape = tuple(int(length) for length in array.shape)
         self.padding = tuple(padding) if padding is not None else ((0, 0),) * layout.spatial_dims
         self.rounds = False  # whether there was a warning
@@ -99,8 +111,11 @@ class VolumeSource:
         own = self.shape[len(self.shape) - self.layout.spatial_dims :]
         return tuple(length + before + after for length, (before, after) in zip(own, self.padding, strict=True))
 
-    def read(self, region: Region, sample: int | None = None) -> Tensor:
-        """Read a region, indices of the padded volume, of one sample or all: a grid `(batch, channels, *size)`."""
+    def read(self, region: Region, sample: int | None = None, tile: int | None = None) -> Tensor:
+        """Read a region, indices of the padded volume, of one sample or all: a grid `(batch, channels, *size)`.
+
+        `tile` is the index of the tile that it is read for, which errors name.
+        """
         own = self.shape[len(self.shape) - self.layout.spatial_dims :]
         indices = [
             np.arange(start - before, stop - before)
@@ -108,7 +123,7 @@ class VolumeSource:
         ]
         mapped = [source_indices(index, length, self.mode) for index, length in zip(indices, own, strict=True)]
         slices = [slice(int(index.min()), int(index.max()) + 1) for index in mapped]
-        grid = self.to_grid(self.box(slices, sample))
+        grid = self.to_grid(self.box(slices, sample, tile))
         for axis, (index, unpadded, length) in enumerate(zip(mapped, indices, own, strict=True)):
             if (index != unpadded).any():
                 grid = grid.index_select(axis + 2, torch.from_numpy(index - index.min()).to(grid.device))
@@ -117,13 +132,19 @@ class VolumeSource:
                     grid = grid.index_fill(axis + 2, torch.from_numpy(outside).to(grid.device), 0)
         return grid
 
-    def box(self, slices: Sequence[slice], sample: int | None = None) -> Any:
+    def box(self, slices: Sequence[slice], sample: int | None = None, tile: int | None = None) -> Any:
         """Return a box of the array, without padding: a view of a tensor, or else a copy in memory."""
         leading = (slice(None),) * (len(self.shape) - self.layout.spatial_dims)
         if sample is not None and self.layout.batch:
-            leading = (slice(sample, sample + 1), *leading[1:])
+            leading = (*self.layout.index_sample(sample), *leading[self.layout.batch :])
         check_mapping(self.array)
-        box: Any = self.array[(*leading, *slices)]
+        try:
+            box: Any = self.array[(*leading, *slices)]
+        # Codecs and libraries of files raise all kinds of errors for damaged chunks.
+        except Exception as error:
+            what = f"{'a region' if tile is None else f'tile {tile}'}, positions "
+            what += " × ".join(f"{each.start}:{each.stop}" for each in slices)
+            raise self.explain_error(error, what) from error
         if isinstance(box, Tensor):
             return box
         box = without_mask(box)
@@ -140,6 +161,18 @@ class VolumeSource:
         box = np.array(box, dtype=kind, order="C")
         release(self.array)
         return box
+
+    def explain_error(self, error: Exception, what: str) -> Exception:
+        """Return the error of a volume that cannot be read, with the file that it is in, if it is in one."""
+        file = None
+        with contextlib.suppress(Exception):
+            file = next((place.file for place in places(self.array) if place.file is not None), None)
+        reason = str(error).removesuffix(".") or type(error).__name__
+        if file is None or isinstance(error, MemoryError):
+            error.add_note(f"{self.caller}: this is why {what}, cannot be read.")
+            return error
+        kind = ValueError if isinstance(error, ValueError) else OSError
+        return refusal(kind, f'cannot read {what}, of "{file}": {reason}; fix: write or download the file again.')
 
     def warn_of_rounding(self, box: np.ndarray) -> None:
         """Warn, once, of whole numbers that float32 rounds, if a box has any."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from xml.etree.ElementTree import ParseError
+
+import numpy as np
 
 from farfield.volumes.image_metadata import UNITS, ImageMetadata, known, parse_length, parse_unit
 
@@ -13,18 +17,87 @@ from farfield.volumes.image_metadata import UNITS, ImageMetadata, known, parse_l
 UNITLESS = "reference frame"
 # What ImageJ can hold.
 IMAGEJ_AXES, IMAGEJ_DTYPES, IMAGEJ_BYTES = "TZCYX", ("uint8", "uint16", "float32"), 2**31
+# The axes of an image of which tifffile leaves out some, in its description in OME-XML.
+_STATED = re.compile(r"axes ([A-Z]+)")
+# Numbers of GeoTIFF's tags, with their types: what describes the world; steps, tied points and the matrix.
+_GEO_KEYS, _GEO_STEPS = {34735: "H", 34736: "d", 34737: "s"}, (33550, 33922, 34264)
 OME_DTYPES = ("int8", "int16", "int32", "uint8", "uint16", "uint32", "float32", "float64", "complex64", "complex128")
 
 
-def read_tiff_metadata(file: Any, index: int = 0) -> ImageMetadata:
-    """Read the metadata of a series of images, by its index, of a `tifffile.TiffFile`."""
+def read_tiff_metadata(file: Any, index: int = 0, axes: str | None = None) -> ImageMetadata:
+    """Read the metadata of a series of images, by its index, of a `tifffile.TiffFile`, with its axes or others."""
     series = file.series[index]
-    axes = series.axes.upper()
+    axes = axes or series.axes.upper()
     if file.is_ome:
         return read_ome(find_ome_image(file, index), axes)
     if file.is_imagej and index == 0:
         return read_imagej(file.imagej_metadata or {}, series.keyframe, axes)
-    return ImageMetadata(axes)  # the resolution of other files is that of a printed page
+    sizes = _read_voxel_size(file, series.keyframe) if index == 0 else {}
+    spacing = {letter: each for letter, each in sizes.items() if letter in axes}
+    metadata = ImageMetadata(axes, spacing, dict.fromkeys(spacing, "micrometer"))
+    # The resolution of other files is that of a printed page.
+    return metadata if spacing else read_georeference(series.keyframe, metadata)
+
+
+def _read_voxel_size(file: Any, page: Any) -> dict[str, float]:
+    """Read the voxel size, in micrometers, that an LSM file or a scan of Aperio has."""
+    sizes: dict[str, Any] = {}
+    if file.is_lsm:
+        meters = file.lsm_metadata or {}
+        sizes = {letter: 1e6 * float(meters.get(f"VoxelSize{letter}", 0.0)) for letter in "ZYX"}
+    elif file.is_svs:
+        found = re.search(r"\|\s*MPP\s*=\s*([\d.]+)", page.description)
+        sizes = dict.fromkeys("YX", found[1]) if found else {}
+    return known(list(sizes), map(parse_length, sizes.values()))
+
+
+def stated_axes(file: Any, index: int) -> str:
+    """Return the axes that a file of farfield had when it was written; tifffile leaves out those of length 1."""
+    axes = str(file.series[index].axes).upper()
+    found = _STATED.fullmatch(str(find_ome_image(file, index).get("Description", ""))) if file.is_ome else None
+    return found[1] if found and "".join(letter for letter in found[1] if letter in axes) == axes else axes
+
+
+# ---- GeoTIFF ---------------------------------------------------------------------------------------------------------
+def read_georeference(page: Any, metadata: ImageMetadata) -> ImageMetadata:
+    """Return metadata with the steps in the world, and its description, of a GeoTIFF; as it is for others."""
+    tags = {code: page.tags.valueof(code) for code in (*_GEO_KEYS, *_GEO_STEPS)}
+    if tags[34735] is None or not {"Y", "X"} <= set(metadata.axes):
+        return metadata
+    scale, tied, matrix = ([float(each) for each in np.ravel(tags[code] or ())] for code in _GEO_STEPS)
+    if len(matrix) == 16:
+        steps = {"X": (matrix[0], matrix[4]), "Y": (matrix[1], matrix[5]), "origin": (matrix[3], matrix[7])}
+    elif len(scale) >= 2 and len(tied) == 6:
+        column, row, _, x, y, _ = tied
+        steps = {"X": (scale[0], 0.0), "Y": (0.0, -scale[1])}
+        steps["origin"] = (x - column * scale[0], y + row * scale[1])
+    else:
+        return metadata
+    kept = {
+        str(code): value if isinstance(value := tags[code], str) else np.ravel(value).tolist()
+        for code in _GEO_KEYS
+        if tags[code] is not None
+    }
+    return replace(metadata, affine=steps, georeference=kept)
+
+
+def georeference_tags(metadata: ImageMetadata) -> list[tuple[int, str, int, Any, bool]]:
+    """Return the tags of a GeoTIFF, as `tifffile` takes them; none where no georeference is known."""
+    if not metadata.georeference or not {"X", "Y", "origin"} <= set(metadata.affine):
+        return []
+    (a, d), (b, e), (c, f) = (metadata.affine[letter] for letter in ("X", "Y", "origin"))
+    if b == d == 0 and a > 0 > e:
+        tags: list[Any] = [(33550, "d", 3, (a, -e, 0.0), True), (33922, "d", 6, (0.0, 0.0, 0.0, c, f, 0.0), True)]
+    else:
+        rows = (a, b, 0.0, c, d, e, 0.0, f, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+        tags = [(34264, "d", 16, rows, True)]
+    for code, value in metadata.georeference.items():
+        kind = _GEO_KEYS[int(code)]
+        tags.append((int(code), kind, 0 if kind == "s" else len(value), value, True))
+    return tags
+
+
+# ---- OME and ImageJ --------------------------------------------------------------------------------------------------
 
 
 def find_ome_image(file: Any, index: int) -> dict[str, Any]:
@@ -137,6 +210,8 @@ def ome_options(metadata: ImageMetadata, shape: Sequence[int], dtype: str) -> di
             described[f"{key}Unit"] = UNITS[unit].symbol if unit in UNITS else UNITLESS
     if metadata.channels and len(metadata.channels) == dict(zip(metadata.axes, shape, strict=True)).get("C"):
         described["Channel"] = {"Name": list(metadata.channels)}
+    if 1 in shape:
+        described["Description"] = f"axes {axes}"
     # Not random: a call that was killed and repeated ends with the same bytes.
     described["UUID"] = str(uuid.uuid5(uuid.NAMESPACE_OID, repr((metadata, tuple(shape), dtype))))
     return {"ome": True, "metadata": described}

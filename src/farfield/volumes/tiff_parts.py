@@ -9,6 +9,8 @@ from pathlib import Path, PureWindowsPath
 from typing import IO, Any
 from xml.etree import ElementTree
 
+from farfield._checks import install_command
+
 # How many names errors list.
 SHOWN = 5
 AGAIN = "write, copy or download it again"
@@ -27,12 +29,24 @@ def check_parts(file: Any) -> None:
         raise ValueError(fault)
 
 
-def check_planes(file: Any, index: int = 0) -> None:
+def check_planes(file: Any, index: int = 0, level: int = 0) -> None:
     """Refuse a series of a TIFF image of which planes are in no file, or in one that was cut."""
-    series = file.series[index]
+    series = file.series[index].levels[level]
     fault = find_lost_planes(file, series) or find_cut(file, series)
     if fault is not None:
         raise ValueError(fault)
+
+
+def check_codecs(series: Any) -> None:
+    """Refuse a series whose compression is not installed, which would be known only when it is read."""
+    import tifffile
+
+    page = series.keyframe
+    for kinds, code in ((tifffile.TIFF.DECOMPRESSORS, page.compression), (tifffile.TIFF.UNPREDICTORS, page.predictor)):
+        # tifffile has none, or one that raises.
+        if code not in kinds or "Raise ImportError" in (kinds[code].__doc__ or ""):
+            problem = f"it is compressed by {getattr(code, 'name', code)}, which needs imagecodecs"
+            raise ValueError(f"{problem}; fix: {install_command('stream')}")
 
 
 def describe_series(series: Any) -> str:

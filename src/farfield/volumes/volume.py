@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import os
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from farfield._checks import ShapeError
-from farfield.volumes.axes_view import AxesView
+from farfield._refusals import refusal
+from farfield.volumes.axes_view import AxesView, basic_index, crop_array
 from farfield.volumes.image_metadata import SPACE, ImageMetadata, sorted_axes
-from farfield.volumes.ome_zarr import read_images
+from farfield.volumes.labelled_arrays import read_labels
+from farfield.volumes.readers import open_file
 from farfield.volumes.source import AxisLayout
-from farfield.volumes.tiff_metadata import read_tiff_metadata
-from farfield.volumes.tiff_parts import check_parts, check_planes, describe_series
-
-# How many images warnings list.
-SHOWN = 8
 
 
 class Volume:
     """An array, and what is known of its axes: `predict_whole` carries voxel size, units and channels to its output.
 
-    It has the shape, the dtype and the slices of the array.
+    It has the shape, the dtype and the slices of the array; `numpy.asarray` reads all of it. One that `open_volume`
+    opened pickles as its path, and is opened again.
 
     Args:
         array: Anything with `shape`, `dtype` and slicing.
@@ -52,6 +49,8 @@ class Volume:
                 "fix: a letter for each axis of the array."
             )
         self.array, self.metadata = array, metadata
+        # How `open_volume` was called, and what was taken of it since; None for other arrays.
+        self._opened: tuple[Any, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,14 +66,77 @@ class Volume:
         """Return a part of the array."""
         return self.array[index]
 
+    def crop(self, region: Any) -> Volume:
+        """Return a part, of which nothing is read yet, with its own voxel size and origin, and names of channels.
+
+        Args:
+            region: Letter of an axis -> its first index and the one after its last, or a slice; or integers and slices
+                of all axes, as in `numpy.s_[2:4, :, 0]`.
+
+        Raises:
+            ValueError: If there is no such axis, or it does not have these positions.
+            IndexError: If an index is none of these, or outside.
+
+        Example:
+            >>> stack = Volume(np.zeros((9, 64, 64), "uint8"), ImageMetadata("ZYX", {"Z": 0.3}))
+            >>> part = stack.crop({"Z": (2, 4), "X": slice(None, 32)})
+            >>> part.shape, part.metadata.origin
+            ((2, 64, 32), {'Z': 0.6})
+        """
+        index = self._parse_region(region) if isinstance(region, Mapping) else region
+        pairs = list(zip(self.metadata.axes, basic_index(index, self.shape), strict=True))
+        letters = "".join(letter for letter, each in pairs if not isinstance(each, int))
+        # An axis that is left out still tells where the others lie in the world; of one of several it is not known.
+        parts = {
+            letter: range(each, each + 1) if isinstance(each, int) else each
+            for letter, each in pairs
+            if self.metadata.axes.count(letter) == 1
+        }
+        part = Volume(crop_array(self.array, index), self.metadata.cropped(parts).with_axes(letters))
+        part._opened = self._opened and (*self._opened, index)
+        return part
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Read all of it, as an array of NumPy."""
+        if isinstance(self.array, Tensor):
+            whole = self.array.detach().cpu().numpy()
+        else:
+            whole = np.asanyarray(self.array[(slice(None),) * len(self.shape)])
+        return np.array(whole, dtype, copy=copy, subok=True)
+
+    def __reduce__(self) -> Any:
+        """Pickle what `open_volume` opened as the call that opens it again, and any other as its array."""
+        return (_open_again, self._opened) if self._opened else (Volume, (self.array, self.metadata))
+
+    def _parse_region(self, region: Mapping[str, slice | Sequence[int]]) -> tuple[slice, ...]:
+        """Return the index of a region that is given by letters."""
+        axes, index = self.metadata.axes, [slice(None)] * len(self.shape)
+        for letter, given in region.items():
+            place = axes.find(letter.upper())
+            if place < 0 or axes.count(letter.upper()) > 1:
+                raise ValueError(f'Volume.crop: the axes are "{axes}", got a region along "{letter}".')
+            length = self.shape[place]
+            part = given if isinstance(given, slice) else slice(*given)
+            bounds = [each for each in (part.start, part.stop) if each is not None]
+            if not range(length)[part] or any(not -length <= each <= length for each in bounds):
+                raise ValueError(
+                    f"Volume.crop: there are {length} positions along {letter}, got the region {given}; fix: from 0 to "
+                    f"{length}."
+                )
+            index[place] = part
+        return tuple(index)
+
     def __len__(self) -> int:
         """Return the length of the first axis."""
         return self.shape[0]
 
 
 def split_volume(volume: Any) -> tuple[ImageMetadata | None, Any]:
-    """Return the metadata of a `Volume` and its array; None and the array for any other."""
-    return (volume.metadata, volume.array) if isinstance(volume, Volume) else (None, volume)
+    """Return the metadata of a `Volume`, or of an array of xarray or MONAI, and its array; else None and the array."""
+    if isinstance(volume, Volume):
+        return volume.metadata, volume.array
+    array, metadata = read_labels(volume)
+    return metadata, array
 
 
 def describe_output(
@@ -100,36 +162,52 @@ def describe_output(
             axis, ratio = each
             letters[space + axis - 2] = letter
             ratios[letter] = float(ratio)
-    if layout.batch and metadata.axes[0] == "T":
-        letters[0] = "T"
+    for place in range(layout.batch):
+        letters[place] = metadata.axes[place] if metadata.axes[place] in "TZ" else letters[place]
     names = metadata.channels if channels == output_channels else ()
     axes = "".join(letters)
     return replace(metadata.with_axes(axes), channels=names).resampled(ratios)
 
 
 def open_volume(
-    path: str | Path, *, channel: int | Sequence[int] | None = None, level: int = 0, series: int | None = None
+    path: str | Path,
+    *,
+    channel: int | Sequence[int] | None = None,
+    level: int = 0,
+    series: int | None = None,
+    axes: str | None = None,
+    region: Mapping[str, slice | Sequence[int]] | None = None,
 ) -> Volume:
-    """Open an image or a volume for reading, with its voxel size: TIFF, OME-TIFF, zarr, OME-Zarr or NumPy.
+    """Open an image or a volume for reading, with its voxel size; nothing of it is loaded before it is sliced.
 
     Axes come in the order time, channels, z, y, x, whatever their order in the file. Time and channels of length 1 are
-    left out, so that a stack is `(z, y, x)`; a file of several times has an axis of channels in any case.
+    left out, so that a stack is `(z, y, x)`; a file of several times has an axis of channels in any case. Samples of a
+    colour image are its channels.
 
     Args:
-        path: A TIFF file, a folder that is a zarr array or an image of OME-Zarr 0.4 or 0.5, or a .npy file.
+        path: A TIFF file or one of its relatives (.svs, .btf, .lsm, .ndpi, .qptiff); a folder, a .zip file or an
+            address, such as `s3://…`, that is a zarr array or an image of OME-Zarr 0.1 to 0.5; a folder of planes, by
+            the numbers in their names; a .npy, NIfTI or MRC file; an HDF5 file, `"file.h5::dataset"` of several.
         channel: Index of the channel to read, or several, in that order; None for all.
-        level: Level of an OME-Zarr pyramid; 0 is the finest.
+        level: Level of a pyramid; 0 is the finest.
         series: Index of the image in a file of several, such as a scan and its thumbnail; None takes the first, with a
             warning that lists the others.
+        axes: A letter for each axis of the array in the file, in its order, where the file names none or wrong ones.
+        region: The part that is opened: letter of an axis -> its first index and the one after its last, or a slice.
 
     Returns:
-        The volume. Its array is mapped into memory where the file allows that, or else read as it is sliced.
+        The volume. Its array is mapped into memory where the file allows that, or else read as it is sliced. Its origin
+        is that of the region; its voxel size is that of the level.
 
     Raises:
         TypeError: If it is no path.
         FileNotFoundError: If there is no such file.
+        ImportError: If the format needs a library of another extra; the text has the line to install it.
         ValueError: If the file is of another format, or damaged; if planes of it are missing; if it names files outside
-            its folder as its parts; if it has no such channel, level or series.
+            its folder as its parts; if it has no such channel, level, series, axes or region.
+
+    Cost:
+        Reads the headers of the file, or of each file in a folder of planes.
 
     Example:
         >>> import tempfile, tifffile
@@ -142,145 +220,39 @@ def open_volume(
         >>> stack = open_volume(path)
         >>> stack.shape, stack.metadata.spacing["Z"], stack.metadata.units["Z"]
         ((4, 8, 8), 0.3, 'micrometer')
+        >>> part = open_volume(path, region={"Z": (2, 4)})
+        >>> part.shape, part.metadata.origin["Z"]
+        ((2, 8, 8), 0.6)
         >>> folder.cleanup()
     """
-    _check_path(path)
-    file = Path(path)
-    if not os.path.lexists(file):
-        raise FileNotFoundError(f'open_volume: there is no "{file}"; fix: the path of a file, or of a zarr folder.')
-    suffix = file.suffix.lower()
-    if level and suffix not in (".zarr", ""):
-        raise ValueError(f'open_volume: "{file}" has no levels, got level={level}; fix: level=0.')
-    if suffix in READERS:
-        array, metadata = READERS[suffix](file, series)
-    elif file.is_dir():
-        array, metadata = open_zarr_volume(file, level, series)
-    else:
-        *others, last = READERS
-        raise ValueError(
-            f'open_volume: "{file}" is neither a {", ".join(others)} or {last} file nor a folder of zarr; '
-            "fix: open it by its own library: predict_whole takes any array with a shape and slices, and "
-            "farfield.volumes.Volume(array, metadata) states its voxel size too."
-        )
-    return arrange(file, array, metadata, channel)
+    file, (array, metadata) = open_file(path, level, series)
+    if axes is not None:
+        letters = axes.upper()
+        if len(letters) != len(array.shape) or any(letters.count(each) > 1 for each in letters if each != "Q"):
+            raise ValueError(
+                f'open_volume: "{file}" has the shape {tuple(array.shape)}, got axes="{axes}"; fix: a letter for each '
+                "of its axes, in their order: T, C, Z, Y, X, and Q for others."
+            )
+        metadata = replace(metadata, axes=letters).with_axes(letters)
+    volume = arrange(file, array, metadata, channel)
+    options = {"channel": channel, "level": level, "series": series, "axes": axes}
+    given = os.fspath(file)
+    volume._opened = ({"path": given if "://" in given else os.path.abspath(given), **options},)
+    return volume if region is None else volume.crop(region)
 
 
-def _check_path(path: Any) -> None:
-    if not isinstance(path, str | os.PathLike):
-        fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
-        raise TypeError(f"open_volume: path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
+def _open_again(options: dict[str, Any], *indices: Any) -> Volume:
+    """Open a volume that was pickled, and take the same part."""
+    volume = open_volume(**options)
+    for index in indices:
+        volume = volume.crop(index)
+    return volume
 
 
-def choose_series(file: Path, described: Sequence[str], series: int | None) -> int:
-    """Return the index of the image to read of a file; the first by default, with a warning if there are others."""
-    count = len(described)
-    if series is not None and not 0 <= series < count:
-        fix = "series=0" if count == 1 else f"0 to {count - 1}"
-        raise ValueError(f'open_volume: "{file}" has {count} series, got series={series}; fix: {fix}.')
-    if series is None and count > 1:
-        others = "".join(f"\n  series {index}  {each}" for index, each in enumerate(described[:SHOWN]))
-        warnings.warn(
-            f'open_volume: "{file}" has {count} images, of which series 0 is read.{others}{"…" * (count > SHOWN)}\n'
-            f"  fix: open_volume(path, series=0) if that is the one, another number for another.",
-            stacklevel=4,
-        )
-    return series or 0
-
-
-def open_tiff_volume(file: Path, series: int | None) -> tuple[Any, ImageMetadata]:
-    """Open a series of a TIFF file: mapped into memory where it lies in one piece, else by tifffile's zarr."""
-    import tifffile
-    import zarr
-
-    try:
-        with tifffile.TiffFile(file) as opened:
-            check_parts(opened)
-            index = choose_series(file, [describe_series(each) for each in opened.series], series)
-            check_planes(opened, index)
-            metadata, chosen = read_tiff_metadata(opened, index), opened.series[index]
-            shape, in_one_piece = chosen.shape, chosen.dataoffset is not None
-        if in_one_piece:
-            return tifffile.memmap(file, series=index, mode="r").reshape(shape), metadata
-        store = tifffile.imread(file, aszarr=True, series=index, level=0)
-        return zarr.open_array(store, mode="r"), metadata
-    # tifffile raises all kinds of errors for damaged files.
-    except Exception as error:
-        if isinstance(error, OSError) or "open_volume: " in str(error):
-            raise
-        reason = str(error).removesuffix(".") or type(error).__name__
-        raise ValueError(f'open_volume: cannot read "{file}": {reason}.') from error
-
-
-def open_npy_volume(file: Path, series: int | None) -> tuple[Any, ImageMetadata]:
-    """Open a NumPy file, of whose axes nothing is known."""
-    choose_series(file, [""], series)
-    array = np.load(file, mmap_mode="r")
-    return array, ImageMetadata("Q" * array.ndim)
-
-
-# Suffix -> `(file, series) -> array, metadata`, for reading; `file_formats.FORMATS` are those of outputs.
-READERS: dict[str, Callable[[Path, int | None], tuple[Any, ImageMetadata]]] = {
-    ".tif": open_tiff_volume,
-    ".tiff": open_tiff_volume,
-    ".npy": open_npy_volume,
-}
-
-
-def open_zarr_volume(file: Path, level: int, series: int | None) -> tuple[Any, ImageMetadata]:
-    """Open a zarr array, or a level of an image of OME-Zarr."""
-    import zarr
-
-    from farfield.volumes.bounded_zarr import bound_chunks
-
-    try:
-        opened = zarr.open(str(file), mode="r")
-        images = read_images(opened.attrs) if isinstance(opened, zarr.Group) else []
-    # zarr raises all kinds of errors for folders that are none of its own.
-    except Exception as error:
-        reason = str(error).removesuffix(".") or type(error).__name__
-        planes = sorted(each.name for each in file.iterdir() if each.suffix.lower() in (".tif", ".tiff"))
-        fix = f'; fix: one file of it, "{file / planes[0]}", or numpy.stack of all of them' if planes else ""
-        raise ValueError(f'open_volume: cannot read "{file}" as zarr: {reason}{fix}.') from error
-    if isinstance(opened, zarr.Array):
-        if level:
-            raise ValueError(f'open_volume: "{file}" is one array without levels, got level={level}; fix: level=0.')
-        choose_series(file, [""], series)
-        bound_chunks(opened)
-        return opened, read_array_metadata(opened)
-    if not images:
-        inside = sorted(name for name, _ in opened.members())
-        named = f'one of its parts, "{file / inside[0]}" for example' if inside else "an image"
-        raise ValueError(f'open_volume: "{file}" is a group of zarr that is no image; fix: {named}.')
-    names = [f'"{name}" of {len(levels)} levels' for name, levels in images]
-    _, levels = images[choose_series(file, names, series)]
-    if not 0 <= level < len(levels):
-        raise ValueError(
-            f'open_volume: "{file}" has {len(levels)} levels, got level={level}; fix: 0 to {len(levels) - 1}.'
-        )
-    array = opened.get(levels[level].path)
-    if not isinstance(array, zarr.Array):
-        raise ValueError(
-            f'open_volume: "{file}" names "{levels[level].path}" as its level {level}, which is no array in it; '
-            "fix: write or download it again."
-        )
-    bound_chunks(array)
-    return array, levels[level].metadata
-
-
-def read_array_metadata(array: Any) -> ImageMetadata:
-    """Read the metadata that farfield writes into the attributes of a zarr array; unknown axes for other arrays."""
-    unknown = ImageMetadata("Q" * array.ndim)
-    try:
-        read = ImageMetadata(**json.loads(json.dumps(dict(array.attrs["farfield"]))))
-        return replace(read, channels=tuple(read.channels)) if len(read.axes) == array.ndim else unknown
-    except (KeyError, TypeError, ValueError):
-        return unknown
-
-
-def arrange(file: Path, array: Any, metadata: ImageMetadata, channel: int | Sequence[int] | None) -> Volume:
+def arrange(file: str | Path, array: Any, metadata: ImageMetadata, channel: int | Sequence[int] | None) -> Volume:
     """Return a volume whose axes are in order, with some channels; see `open_volume`."""
-    axes = metadata.axes.replace("S", "C") if "C" not in metadata.axes else metadata.axes
-    metadata = replace(metadata, axes=axes)
+    array, metadata, channel = take_samples(f'open_volume: "{file}"', array, metadata, channel)
+    axes = metadata.axes
     place = axes.find("C")
     count = array.shape[place] if place >= 0 else 1
     # An index of any type, such as NumPy's, or several.
@@ -306,3 +278,27 @@ def arrange(file: Path, array: Any, metadata: ImageMetadata, channel: int | Sequ
     if taken or order != list(range(len(array.shape))):
         array = AxesView(array, order, taken)
     return Volume(array, metadata.with_axes(letters))
+
+
+def take_samples(name: str, array: Any, metadata: ImageMetadata, channel: Any = None) -> tuple[Any, ImageMetadata, Any]:
+    """Return an array whose samples of colour are its channels, its metadata, and the channels that are still to take.
+
+    A file of several channels of several samples has one axis too many: an index of a channel takes its samples.
+    """
+    axes = metadata.axes
+    if "S" not in axes or "C" not in axes:
+        return array, replace(metadata, axes=axes.replace("S", "C")), channel
+    samples, channels = (array.shape[axes.index(letter)] for letter in "SC")
+    taken = 0
+    if samples > 1 and channels > 1:
+        if channel is None or np.ndim(channel) or not 0 <= operator.index(channel) < channels:
+            raise refusal(
+                ValueError,
+                f"{name} has {channels} channels of {samples} samples each, and a volume has one axis for both; fix: "
+                f"one of the channels, channel=0 of open_volume for example.",
+            )
+        taken, channel = operator.index(channel), None
+    left_out = axes.index("S" if samples == 1 else "C")
+    kept = [axis for axis in range(len(axes)) if axis != left_out]
+    letters = "".join(axes[axis] for axis in kept).replace("S", "C")
+    return AxesView(array, kept, {left_out: [taken]}), metadata.with_axes(letters), channel

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from farfield._refusals import door, refusal
 from farfield.data.readers.images import CLUTTER, FolderError, check_names, name_file, refuse
+from farfield.volumes.axes_view import AxesView
+from farfield.volumes.file_name import FileName
+from farfield.volumes.readers import open_tiff
 from farfield.volumes.tiff_parts import check_parts, check_planes, describe_series
 
 SUFFIXES = (".tif", ".tiff")
@@ -91,22 +94,35 @@ def open_tiff_file(path: Path) -> tifffile.TiffFile:
         return file
 
 
-def open_stack(path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None) -> NDArray[Any]:
-    """Open a stack `(z, y, x)` or an image `(y, x)`, unloaded if the file allows that; `axes` None takes the file's."""
+def open_stack(
+    path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None, *, lazy: bool = False
+) -> Any:
+    """Open a stack `(z, y, x)` or an image `(y, x)`, unloaded if the file allows that; `axes` None takes the file's.
+
+    One that is compressed is read, or, if `lazy`, read as it is sliced.
+    """
     with open_tiff_file(path) as file:
         shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
     place = _find_channels_axis(shape, letters)
     if channel is None or place is None:
         keep = _find_axes(path, shape, letters, spatial_dims)
-        return open_array(path).reshape([shape[axis] for axis in keep])
+        return _keep_axes(open_array(path, lazy), shape, keep, {})
     if not 0 <= channel < shape[place]:
         raise FolderError(
             f"StackPairs: {path} has {shape[place]} channels, and no channel {channel}.\n"
             f"  fix: --data.channel, a number from 0 to {shape[place] - 1}."
         )
-    one = open_array(path).reshape(shape)[(slice(None),) * place + (channel,)]
-    keep = _find_axes(path, one.shape, letters[:place] + letters[place + 1 :], spatial_dims, place)
-    return one.reshape([one.shape[axis] for axis in keep])
+    left, one = letters[:place] + letters[place + 1 :], (*shape[:place], *shape[place + 1 :])
+    keep = [axis + (axis >= place) for axis in _find_axes(path, one, left, spatial_dims, place)]
+    return _keep_axes(open_array(path, lazy), shape, keep, {place: [channel]})
+
+
+def _keep_axes(array: Any, shape: Sequence[int], keep: Sequence[int], taken: dict[int, list[int]]) -> Any:
+    """Return an array with some of its axes, at one index of an axis in `taken`; the others have length 1."""
+    if isinstance(array, np.ndarray):
+        index = tuple(taken[axis][0] if axis in taken else slice(None) for axis in range(len(shape)))
+        return array.reshape(shape)[index].reshape([shape[axis] for axis in keep])
+    return AxesView(array, keep, {axis: [0] for axis in range(len(shape)) if axis not in keep} | taken)
 
 
 def _find_channels_axis(shape: Sequence[int], letters: str) -> int | None:
@@ -128,8 +144,11 @@ def open_stacks(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
 
 
 @door("StackPairs")
-def open_array(path: Path) -> NDArray[Any]:
-    """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read."""
+def open_array(path: Path, lazy: bool = False) -> Any:
+    """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read.
+
+    `lazy` reads one that is compressed as it is sliced.
+    """
     with open_tiff_file(path) as file:
         series = file.series[0]
         if len(file.series) > 1:
@@ -142,6 +161,8 @@ def open_array(path: Path) -> NDArray[Any]:
             raise refusal(FolderError, f"{path} holds {series.dtype}; stacks are grey levels, whole numbers or floats.")
         in_one_piece = series.dataoffset is not None
     with name_file(path):
+        if lazy and not in_one_piece:
+            return open_tiff(FileName(path, "", 0, 0))[0]
         return tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
 
 

@@ -1,4 +1,4 @@
-"""Stacks to restore, with their voxel size: TIFF files, zarr arrays and images of OME-Zarr."""
+"""Stacks to restore, with their voxel size, of all formats that `open_volume` reads."""
 
 from __future__ import annotations
 
@@ -7,27 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.tiff import SUFFIXES, check_depths, list_stacks, open_array, open_stack, open_tiff_file
+from farfield.data.readers.tiff import SUFFIXES, check_depths, list_stacks, open_stack, open_tiff_file
 from farfield.volumes import Volume, open_volume
+from farfield.volumes.readers import is_zarr
 from farfield.volumes.tiff_metadata import read_tiff_metadata
 from farfield.volumes.tiff_parts import paths_of
-from farfield.volumes.volume import arrange
 
-# A folder with one of these files is a zarr array or group.
-_ZARR = ("zarr.json", ".zgroup", ".zarray")
-
-
-def is_zarr(path: Path) -> bool:
-    """Whether a path is a folder of zarr."""
-    return path.is_dir() and any((path / name).is_file() for name in _ZARR)
+# Suffixes of volumes that are no TIFF files.
+_OTHERS = (".nii", ".nii.gz", ".mrc", ".h5", ".hdf5")
 
 
 def list_volumes(folder: Path) -> list[Path]:
-    """List the TIFF files and zarr folders of a folder in sorted order, without hidden ones."""
+    """List the volumes of a folder, files and zarr folders, in sorted order, without hidden ones."""
     stacks = list_stacks(folder)
     check_depths(stacks)
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted([*stacks, *(path for path in entries if is_zarr(path) and not path.name.startswith("."))])
+    entries = [path for path in (folder.iterdir() if folder.is_dir() else ()) if not path.name.startswith(".")]
+    return sorted([*stacks, *(path for path in entries if is_zarr(path) or path.name.lower().endswith(_OTHERS))])
 
 
 def list_stack_files(path: Path) -> list[Path]:
@@ -39,7 +34,7 @@ def list_stack_files(path: Path) -> list[Path]:
 
 
 def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: int | Sequence[int] | None) -> Volume:
-    """Open a stack of a TIFF file or of zarr, unloaded; several channels give a volume with channels first."""
+    """Open a stack of any format, unloaded; several channels give a volume with channels first."""
     wanted = "ZYX"[-spatial_dims:]
     if path.suffix.lower() in SUFFIXES:
         with open_tiff_file(path) as file:
@@ -49,12 +44,10 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
             single = channel if isinstance(channel, int) else None
             if single is not None and "C" in metadata.axes:
                 metadata = metadata.with_channels([single], shape[metadata.axes.index("C")])
-            return Volume(open_stack(path, spatial_dims, axes, single), metadata.with_axes(wanted))
+            return Volume(open_stack(path, spatial_dims, axes, single, lazy=True), metadata.with_axes(wanted))
     try:
-        if path.suffix.lower() in SUFFIXES:
-            volume = arrange(path, open_array(path).reshape(shape), metadata, channel)
-        else:
-            volume = open_volume(path, channel=channel if _has_channels(path) else None)
+        has_channels = "C" in open_volume(path, axes=axes).metadata.axes
+        volume = open_volume(path, channel=channel if has_channels else None, axes=axes)
     except ValueError as error:
         raise FolderError(f"StackPairs: {str(error).removeprefix('open_volume: ')}") from error
     named = volume.metadata.axes
@@ -63,7 +56,3 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
         fix = f"fix: --data.channel, for a file of several channels; or a file of one stack with the axes {wanted}."
         raise FolderError(f'StackPairs: {path} has the axes "{named}" {volume.shape}.\n  {fix}')
     return volume
-
-
-def _has_channels(path: Path) -> bool:
-    return "C" in open_volume(path).metadata.axes

@@ -1,0 +1,218 @@
+"""HDF5, NIfTI and MRC files and folders of planes, each by its own library; a missing one is named with its extra."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from farfield.volumes.file_name import FileArray, FileName, Opened, load_library
+from farfield.volumes.image_metadata import ImageMetadata, known, parse_length
+from farfield.volumes.tiff_metadata import read_tiff_metadata
+from farfield.volumes.tiff_parts import check_codecs, check_parts, check_planes, leads_outside
+
+# Suffixes of files that are planes of a folder, and are read by tifffile or Pillow.
+_TIFF_PLANES, _OTHER_PLANES = (".tif", ".tiff"), (".png", ".bmp", ".jpg", ".jpeg")
+# How many names errors list.
+_SHOWN = 8
+
+
+# ---- HDF5 ------------------------------------------------------------------------------------------------------------
+def open_hdf5(file: FileName) -> Opened:
+    """Open a dataset of an HDF5 file; the only one of numbers in a file if none is named."""
+    h5py = load_library("h5py", "hdf5", "an HDF5 file")
+    opened = h5py.File(file.path, "r")
+    names: list[str] = []
+
+    def visit(name: str, each: Any) -> None:
+        if isinstance(each, h5py.Dataset) and each.dtype.kind in "bfiu" and len(each.shape or ()) > 1:
+            names.append(name)
+
+    opened.visititems(visit)
+    name = file.dataset or (names[0] if len(names) == 1 else "")
+    _refuse_links(file, h5py, opened, name)
+    found = opened.get(name) if name else None
+    if not isinstance(found, h5py.Dataset) or not found.shape:
+        if not names:
+            raise file.error("it has no arrays of two axes or more")
+        listed = ", ".join(f'"{each}"' for each in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+        what = f'no array "{name}", and ' if name else ""
+        raise file.error(f'it has {what}the arrays {listed}; fix: open_volume("{file.path}::{names[0]}"), for example')
+    _check_filters(file, h5py, found)
+    return found, _read_hdf5_metadata(found)
+
+
+def _refuse_links(file: FileName, h5py: Any, opened: Any, name: str) -> None:
+    """Refuse a dataset in another file: HDF5 opens whatever file a link names."""
+    parts = [part for part in name.split("/") if part]
+    for end in range(1, len(parts) + 1):
+        here = "/".join(parts[:end])
+        link = opened.get(here, getlink=True)
+        if link is not None and not isinstance(link, h5py.HardLink):
+            raise file.error(f'"{here}" is a link to "{link.path}"; fix: open what it leads to')
+    found = opened.get(name)
+    if isinstance(found, h5py.Dataset):
+        others = [each[0] for each in found.external or ()]
+        others += [each.file_name for each in found.virtual_sources()] if found.is_virtual else []
+        outside = [each for each in map(str, others) if leads_outside(each)]
+        if outside:
+            raise file.error(f'"{name}" is in "{outside[0]}", and only files in its folder, or below, are read')
+
+
+def _check_filters(file: FileName, h5py: Any, dataset: Any) -> None:
+    """Refuse a dataset whose compression is not installed, which would be known only when it is read."""
+    created = dataset.id.get_create_plist()
+    for number in range(created.get_nfilters()):
+        code, _, _, name = created.get_filter(number)
+        if not h5py.h5z.filter_avail(code):
+            named = name.decode(errors="replace") or f"filter {code}"
+            raise file.error(
+                f"its chunks are compressed by {named}, which HDF5 does not have; fix: pip install hdf5plugin, and "
+                "import hdf5plugin before"
+            )
+
+
+def _read_hdf5_metadata(dataset: Any) -> ImageMetadata:
+    """Read the axes that ilastik or the dimension scales name, and the voxel size of Fiji's and ilastik's files."""
+    count, attributes = len(dataset.shape), dataset.attrs
+    letters = [str(each.label)[:1].upper() for each in dataset.dims]
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        letters = [str(each["key"]).upper() for each in json.loads(attributes["axistags"])["axes"]]
+    sizes = np.ravel(attributes.get("element_size_um", ()))
+    if len(letters) != count or not set(letters) <= set("TCZYX") or len(set(letters)) < count:
+        letters = list("ZYX"[-count:]) if len(sizes) == 3 and count in (2, 3) else ["Q"] * count
+    spacing = known(list("ZYX"), map(parse_length, sizes)) if len(sizes) == 3 else {}
+    units = dict.fromkeys(spacing, "micrometer")
+    return ImageMetadata("".join(letters), spacing, units).with_axes("".join(letters))
+
+
+# ---- NIfTI and MRC ---------------------------------------------------------------------------------------------------
+_NIFTI_UNITS = {"mm": "millimeter", "micron": "micrometer", "meter": "meter", "sec": "second", "msec": "millisecond"}
+
+
+def open_nifti(file: FileName) -> Opened:
+    """Open a NIfTI file, whose axes x, y, z, time, channels come the first one fastest."""
+    nibabel = load_library("nibabel", "nifti", "a NIfTI file")
+    path = Path(file.path)
+    image = nibabel.load(path)
+    header, numbers, shape = image.header, image.dataobj, tuple(map(int, image.shape))
+    stored = math.prod(shape) * numbers.dtype.itemsize + int(numbers.offset)
+    packed = path.name.lower().endswith(".gz")
+    if not packed and path.stat().st_size < stored:
+        raise file.error(f"it ends after {path.stat().st_size:,} of {stored:,} bytes; fix: write or copy it again")
+    axes = "XYZTC"[: len(shape)] if len(shape) <= 5 else "Q" * len(shape)
+    unit, time_unit = header.get_xyzt_units()
+    letters = axes.strip("CQ")
+    spacing = known(letters, map(parse_length, header.get_zooms()[: len(letters)]))
+    given = {letter: _NIFTI_UNITS.get(time_unit if letter == "T" else unit) for letter in spacing}
+    # A zoom of 1 without a unit is what the format has where nothing is known.
+    spacing = {letter: each for letter, each in spacing.items() if given[letter] or each != 1}
+    units = {letter: each for letter, each in given.items() if each and letter in spacing}
+    matrix = np.asarray(image.affine, float)
+    steps = {letter: tuple(map(float, matrix[:3, place])) for place, letter in enumerate("XYZ") if letter in axes}
+    steps["origin"] = tuple(map(float, matrix[:3, 3]))
+    metadata = ImageMetadata(axes, spacing, units, {}, (), steps)
+    dtype = numbers.dtype if (numbers.slope, numbers.inter) == (1, 0) else np.dtype("float64")  # scaled when read
+    # A packed file is unpacked from its start each time.
+    return FileArray([path], shape, dtype, numbers.__getitem__, shape if packed else None), metadata
+
+
+def open_mrc(file: FileName) -> Opened:
+    """Open an MRC or CCP4 file, mapped into memory; its unit is the angstrom."""
+    mrcfile = load_library("mrcfile", "mrc", "an MRC file")
+    with mrcfile.mmap(file.path, mode="r") as opened:
+        header, shape, dtype = opened.header, opened.data.shape, opened.data.dtype
+        offset = header.nbytes + opened.extended_header.nbytes
+        stacked = "I" if opened.is_image_stack() or opened.is_volume_stack() else ""
+        order = [int(header[name]) for name in ("maps", "mapr", "mapc")]
+        sizes = {letter: parse_length(opened.voxel_size[letter.lower()]) for letter in "ZYX"}
+        start = {letter: float(header.origin[letter.lower()]) for letter in "ZYX"}
+    letters = "".join("XYZ"[each - 1] for each in order) if sorted(order) == [1, 2, 3] else "ZYX"
+    axes = stacked + letters[-(len(shape) - len(stacked)) :]
+    spacing = {letter: each for letter, each in sizes.items() if each is not None and letter in axes}
+    origin = {letter: each for letter, each in start.items() if each and letter in spacing}
+    array = np.memmap(file.path, dtype, "r", offset, shape)
+    return array, ImageMetadata(axes, spacing, dict.fromkeys(spacing, "angstrom"), origin)
+
+
+# ---- folders of planes -----------------------------------------------------------------------------------------------
+def list_planes(folder: Path) -> list[Path]:
+    """List the files of a folder that are images, by the numbers in their names, without hidden ones."""
+    planes = [
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in _TIFF_PLANES + _OTHER_PLANES and not path.name.startswith(".") and path.is_file()
+    ]
+
+    def number(path: Path) -> list[str | int]:
+        return [int(each) if each.isdecimal() else each for each in re.split(r"(\d+)", path.name.lower())]
+
+    return sorted(planes, key=number)
+
+
+def open_planes(file: FileName) -> Opened:
+    """Open a folder of images of one size and dtype as a stack; only the planes that are sliced are read."""
+    planes = list_planes(Path(file.path))
+    described = [_describe_plane(file, plane) for plane in planes]
+    shape, dtype, metadata = described[0]
+    for plane, (other, kind, _) in zip(planes, described, strict=True):
+        if (other, kind) != (shape, dtype):
+            raise file.error(
+                f'"{planes[0].name}" has the size {shape} of {dtype}, and "{plane.name}" {other} of {kind}; fix: '
+                "planes of one size and dtype in a folder"
+            )
+    read = partial(_read_planes, planes, shape)
+    array = FileArray(planes, (len(planes), *shape), dtype, read, (1, *shape))
+    return array, metadata.with_axes("Z" + metadata.axes)
+
+
+def _describe_plane(file: FileName, path: Path) -> tuple[tuple[int, ...], np.dtype, ImageMetadata]:
+    """Return the size, the dtype and what is known of an image, from its header."""
+    try:
+        if path.suffix.lower() in _TIFF_PLANES:
+            import tifffile
+
+            with tifffile.TiffFile(path) as opened:
+                check_parts(opened)
+                check_planes(opened)
+                check_codecs(opened.series[0])
+                metadata = read_tiff_metadata(opened)
+                shape, dtype = opened.series[0].shape, opened.series[0].dtype
+        else:
+            image_module = load_library("PIL.Image", "planes", "a folder of PNG or JPEG files")
+            with image_module.open(path) as image:
+                sample = np.asarray(image_module.new(image.mode, (1, 1)))
+                shape, dtype = (image.height, image.width, *sample.shape[2:]), sample.dtype
+                metadata = ImageMetadata("YXS"[: len(shape)])
+    # Both libraries raise all kinds of errors for damaged files.
+    except Exception as error:
+        if isinstance(error, ImportError):
+            raise
+        raise file.error(f'"{path.name}": {error or type(error).__name__}') from error
+    if len(metadata.axes.replace("S", "")) != 2:
+        raise file.error(f'"{path.name}" has the axes "{metadata.axes}" {tuple(shape)}, and is no plane')
+    return tuple(shape), np.dtype(dtype), metadata
+
+
+def _read_planes(planes: Sequence[Path], shape: tuple[int, ...], spans: tuple[slice, ...]) -> np.ndarray:
+    """Read the same part of some planes."""
+    parts = []
+    for path in planes[spans[0]]:
+        if path.suffix.lower() in _TIFF_PLANES:
+            import tifffile
+
+            plane = tifffile.imread(path)
+        else:
+            with load_library("PIL.Image", "planes", "a folder of PNG or JPEG files").open(path) as image:
+                plane = np.asarray(image)
+        if plane.shape != shape:
+            raise ValueError(f'"{path.name}" has the size {plane.shape} now, not {shape}')
+        parts.append(plane[spans[1:]])
+    return np.stack(parts)

@@ -1,0 +1,183 @@
+"""What opens the files of each format: arrays that are read as they are sliced, and what is known of their axes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from farfield.volumes.axes_view import AxesView
+from farfield.volumes.file_name import FileName, Opened, load_library, unknown_axes
+from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.library_formats import list_planes, open_hdf5, open_mrc, open_nifti, open_planes
+from farfield.volumes.ome_zarr import read_images
+from farfield.volumes.tiff_metadata import read_tiff_metadata, stated_axes
+from farfield.volumes.tiff_parts import check_codecs, check_parts, check_planes, describe_series
+
+TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".tf2", ".svs", ".lsm", ".ndpi", ".qptiff", ".scn", ".stk", ".bif")
+# A folder with one of these files is a zarr array or group.
+_ZARR = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
+
+
+def open_file(path: Any, level: int, series: int | None) -> tuple[Path | str, Opened]:
+    """Open a file by the reader of its format; return its path, or address, and what was opened; see `open_volume`."""
+    if not isinstance(path, str | os.PathLike):
+        fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
+        raise TypeError(f"open_volume: path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
+    text = os.fspath(path)
+    if "://" in text:
+        load_library("fsspec", "remote", "an address")
+        return text, _open_zarr(FileName(text, "", level, series))
+    name, _, dataset = (text, "", "") if os.path.lexists(text) else text.partition("::")
+    file = Path(name)
+    if not os.path.lexists(file):
+        raise FileNotFoundError(f'open_volume: there is no "{file}"; fix: the path of a file, or of a zarr folder.')
+    suffix = max((each for each in READERS if file.name.lower().endswith(each)), key=len, default="")
+    reader = READERS.get(suffix)
+    if file.is_dir():
+        reader = open_planes if not is_zarr(file) and list_planes(file) else _open_zarr
+    if reader is None:
+        raise ValueError(
+            f'open_volume: "{file}" is of no format that is read, such as .tif, .zarr or .npy; fix: open it by its own '
+            "library: predict_whole takes any array with a shape and slices, and farfield.volumes.Volume(array, "
+            "metadata) states its voxel size too."
+        )
+    place = FileName(file, dataset, level, series)
+    if dataset and reader is not open_hdf5:
+        raise ValueError(f'open_volume: "{file}" has no datasets, got "{dataset}"; fix: the path alone.')
+    if reader not in (open_tiff, _open_zarr, _open_zip):  # the others have one array
+        place.choose_level(1)
+        place.choose_series([""])
+    try:
+        # What is pickled and opened again has its dataset.
+        return (file if not dataset else text), reader(place)
+    # Libraries raise all kinds of errors for damaged files; those of the system have a number.
+    except Exception as error:
+        told = isinstance(error, ImportError) or "open_volume: " in str(error)
+        if told or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise place.error(str(error) or type(error).__name__) from error
+
+
+def is_zarr(path: Path) -> bool:
+    """Whether a path is a folder of zarr."""
+    return path.is_dir() and any((path / name).is_file() for name in _ZARR)
+
+
+# ---- NumPy and TIFF --------------------------------------------------------------------------------------------------
+def _open_npy(file: FileName) -> Opened:
+    array = np.load(file.path, mmap_mode="r")
+    return array, unknown_axes(array)
+
+
+def open_tiff(file: FileName) -> Opened:
+    """Open a level of a series of a TIFF file: mapped into memory where it lies in one piece, else by zarr."""
+    import tifffile
+    import zarr
+
+    with tifffile.TiffFile(file.path) as opened:
+        check_parts(opened)
+        index = file.choose_series([describe_series(each) for each in opened.series])
+        level = file.choose_level(len(opened.series[index].levels))
+        check_planes(opened, index, level)
+        whole, axes = opened.series[index], stated_axes(opened, index)
+        metadata, chosen, own = read_tiff_metadata(opened, index, axes), whole.levels[level], whole.axes.upper()
+        check_codecs(chosen)
+    ratios = {letter: _ratio(*pair) for letter, *pair in zip(own, chosen.shape, whole.shape, strict=True)}
+    array: Any
+    if chosen.dataoffset is not None:
+        array = tifffile.memmap(file.path, series=index, level=level, mode="r").reshape(chosen.shape)
+    else:
+        array = zarr.open_array(tifffile.imread(file.path, aszarr=True, series=index, level=level), mode="r")
+    if axes != own:  # tifffile leaves out axes of length 1
+        array = AxesView(array, [own.find(each) if each in own else None for each in axes], {})
+    return array, metadata.resampled(ratios)
+
+
+def _ratio(positions: int, whole: int) -> float:
+    """Return the positions of a level for each of the whole: 1 / n where it is the n-th of them, rounded either way."""
+    factor = max(1, round(whole / max(1, positions)))
+    return 1 / factor if positions in (whole // factor, -(-whole // factor)) else positions / whole
+
+
+# ---- zarr ------------------------------------------------------------------------------------------------------------
+def _open_zarr(file: FileName, store: Any = None, inside: str = "") -> Opened:
+    """Open a zarr array, or a level of an image of OME-Zarr."""
+    import zarr
+
+    from farfield.volumes.bounded_zarr import bound_chunks
+
+    try:
+        opened: Any = zarr.open(str(file.path) if store is None else store, path=inside or None, mode="r")
+        images = read_images(opened.attrs) if isinstance(opened, zarr.Group) else []
+    # zarr raises all kinds of errors for folders that are none of its own.
+    except Exception as error:
+        raise ValueError(f'open_volume: cannot read "{file.path}" as zarr: {error or type(error).__name__}.') from error
+    if isinstance(opened, zarr.Array):
+        if file.level:
+            raise ValueError(
+                f'open_volume: "{file.path}" is one array without levels, got level={file.level}; fix: level=0.'
+            )
+        file.choose_series([""])
+        bound_chunks(opened)
+        return opened, read_array_metadata(opened)
+    if not images:
+        parts = sorted(name for name, _ in opened.members())
+        named = f'one of its parts, "{os.path.join(file.path, parts[0])}" for example' if parts else "an image"
+        raise ValueError(f'open_volume: "{file.path}" is a group of zarr that is no image; fix: {named}.')
+    _, levels = images[file.choose_series([f'"{name}" of {len(levels)} levels' for name, levels in images])]
+    level = file.choose_level(len(levels))
+    # A path that leads out of the group is none of its own.
+    name = str(levels[level].path)
+    array = None if ".." in name.split("/") else opened.get(name)
+    if not isinstance(array, zarr.Array):
+        raise ValueError(
+            f'open_volume: "{file.path}" names "{levels[level].path}" as its level {level}, which is no array in it; '
+            "fix: write or download it again."
+        )
+    bound_chunks(array)
+    return array, levels[level].metadata_for(array.ndim)
+
+
+def read_array_metadata(array: Any) -> ImageMetadata:
+    """Read the metadata that farfield writes into the attributes of a zarr array; unknown axes for other arrays."""
+    try:
+        read = ImageMetadata(**json.loads(json.dumps(dict(array.attrs["farfield"]))))
+        affine = {letter: tuple(map(float, step)) for letter, step in read.affine.items()}
+        read = replace(read, channels=tuple(read.channels), affine=affine)
+        return read if len(read.axes) == array.ndim else unknown_axes(array)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return unknown_axes(array)
+
+
+def _open_zip(file: FileName) -> Opened:
+    """Open a zipped zarr; refuse one whose entries hold more than chunks do."""
+    import zipfile
+
+    from zarr.storage import ZipStore
+
+    from farfield.volumes.bounded_zarr import check_entries
+
+    with zipfile.ZipFile(file.path) as archive:
+        entries = archive.infolist()
+    check_entries(file.path, entries)
+    # A folder that was zipped as such is the only one in its file.
+    first = sorted({entry.filename.split("/")[0] for entry in entries if "/" in entry.filename})
+    is_root = any(entry.filename in _ZARR for entry in entries)
+    return _open_zarr(file, ZipStore(file.path, mode="r"), "" if is_root or len(first) != 1 else first[0])
+
+
+# Suffix -> what opens such files; `file_formats.FORMATS` are those of outputs.
+READERS: dict[str, Callable[[FileName], Opened]] = {
+    **dict.fromkeys(TIFF_SUFFIXES, open_tiff),
+    ".npy": _open_npy,
+    ".zip": _open_zip,
+    **dict.fromkeys((".h5", ".hdf5", ".he5", ".ims", ".nwb"), open_hdf5),
+    **dict.fromkeys((".nii", ".nii.gz"), open_nifti),
+    **dict.fromkeys((".mrc", ".map", ".rec", ".st", ".ali"), open_mrc),
+}

@@ -1,0 +1,537 @@
+"""Files of many formats: opened as their own libraries read them, cropped, in parts, and predicted."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+import zarr
+from torch import nn
+
+from farfield.data.readers.volumes import open_stack_volume
+from farfield.streaming import plan_whole, predict_whole
+from farfield.volumes import ImageMetadata, Volume, open_volume
+from helpers.streamed_nets import settled
+
+STACK = np.random.default_rng(0).integers(0, 200, (5, 20, 18)).astype("uint8")
+UM = dict.fromkeys("ZYX", "micrometer")
+SPACING = {"Z": 0.5, "Y": 0.25, "X": 0.125}
+
+
+def network(dims: int, channels: int = 1) -> nn.Module:
+    kind = (nn.Conv2d, nn.Conv3d)[dims - 2]
+    return settled(nn.Sequential(kind(channels, 2, 3, padding=1), nn.ReLU(), kind(2, 1, 3, padding=1)))
+
+
+# ---- one file of each format, and what its own library reads of it ---------------------------------------------------
+def write_tiff(path: Path, **options: Any) -> np.ndarray:
+    tifffile.imwrite(path, STACK, metadata={"axes": "ZYX"}, **options)
+    return tifffile.imread(path)
+
+
+def write_packed(path: Path, **options: Any) -> np.ndarray:
+    pytest.importorskip("imagecodecs", reason='needs imagecodecs, of the extra "stream"')
+    return write_tiff(path, **options)
+
+
+def write_scan(path: Path) -> np.ndarray:
+    """A pyramid in SubIFDs, in colour."""
+    scan = np.random.default_rng(1).integers(0, 200, (64, 96, 3)).astype("uint8")
+    with tifffile.TiffWriter(path, bigtiff=True) as file:
+        options: Any = {"tile": (32, 32), "photometric": "rgb", "compression": "zlib"}
+        described = {"axes": "YXS", "PhysicalSizeX": 0.5, "PhysicalSizeY": 0.25}
+        file.write(scan, subifds=2, metadata=described, **options)
+        file.write(scan[::2, ::2], subfiletype=1, **options)
+        file.write(scan[::4, ::4], subfiletype=1, **options)
+    return tifffile.imread(path).transpose(2, 0, 1)
+
+
+def write_zarr(path: Path, **options: Any) -> np.ndarray:
+    array = zarr.create_array(str(path), data=STACK, chunks=(2, 8, 9), **options)
+    return np.asarray(array[:])
+
+
+def write_old_zarr(path: Path, version: str) -> np.ndarray:
+    """OME-Zarr 0.1 to 0.3, which has no voxel size, and no axes or their names alone."""
+    group = zarr.create_group(str(path), zarr_format=2)
+    group.create_array("0", shape=(1, 1, 5, 20, 18), dtype="uint8", chunks=(1, 1, 1, 20, 18))[:] = STACK[None, None]
+    axes = {"axes": list("tczyx")} if version == "0.3" else {}
+    group.attrs["multiscales"] = [{"version": version, **axes, "datasets": [{"path": "0"}]}]
+    return STACK
+
+
+def zip_folder(path: Path, folder: Path) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(path, "w") as archive:
+        for each in sorted(folder.rglob("*")):
+            archive.write(each, each.relative_to(folder))
+
+
+def write_zip(path: Path) -> np.ndarray:
+    expected = write_zarr(path.with_suffix(".folder.zarr"))
+    zip_folder(path, path.with_suffix(".folder.zarr"))
+    return expected
+
+
+def write_hdf5(path: Path) -> np.ndarray:
+    h5py = pytest.importorskip("h5py", reason='needs the extra "hdf5"')
+    with h5py.File(path, "w") as file:
+        raw = file.create_dataset("volume/raw", data=STACK, chunks=(2, 8, 9), compression="gzip")
+        raw.attrs["element_size_um"] = [0.5, 0.25, 0.125]
+        return raw[:]
+
+
+def write_nifti(path: Path) -> np.ndarray:
+    nibabel = pytest.importorskip("nibabel", reason='needs the extra "nifti"')
+    image = nibabel.Nifti1Image(STACK.T, np.diag([0.125, 0.25, 0.5, 1.0]))
+    image.header.set_xyzt_units("micron", "sec")
+    nibabel.save(image, path)
+    return np.asarray(nibabel.load(path).dataobj).T
+
+
+def write_mrc(path: Path) -> np.ndarray:
+    mrcfile = pytest.importorskip("mrcfile", reason='needs the extra "mrc"')
+    with mrcfile.new(path) as file:
+        file.set_data(STACK.astype("int16"))
+        file.voxel_size = (0.125, 0.25, 0.5)
+        return file.data.copy()
+
+
+def write_planes(path: Path, suffix: str) -> np.ndarray:
+    path.mkdir()
+    pillow = pytest.importorskip("PIL.Image", reason='needs the extra "planes"') if suffix == ".png" else None
+    for number, plane in enumerate(STACK):
+        name = path / f"plane{8 + number}{suffix}"  # 8, 9, 10: by number and not by letter
+        if pillow is None:
+            tifffile.imwrite(name, plane)
+        else:
+            pillow.fromarray(plane).save(name)
+    return STACK
+
+
+def write_npy(path: Path) -> np.ndarray:
+    np.save(path, STACK)
+    return np.load(path)
+
+
+FORMATS: dict[str, tuple[str, Callable[[Path], np.ndarray]]] = {
+    "npy": ("a.npy", write_npy),
+    "tiff": ("a.tif", write_tiff),
+    "ome-tiff": ("a.ome.tif", lambda path: write_tiff(path, ome=True)),
+    "deflated": ("a.tif", lambda path: write_tiff(path, compression="zlib")),
+    "zstandard": ("a.tif", lambda path: write_packed(path, compression="zstd", tile=(16, 16))),
+    "lzw": ("a.tif", lambda path: write_packed(path, compression="lzw", predictor=True)),
+    "jpeg 2000": ("a.tif", lambda path: write_packed(path, compression="jpeg2000")),
+    "big strips": ("a.btf", lambda path: write_tiff(path, bigtiff=True, rowsperstrip=7)),
+    "big-endian": ("a.tif", lambda path: write_tiff(path, byteorder=">")),
+    "scan": ("a.ome.tif", write_scan),
+    "zarr 2": ("a.zarr", lambda path: write_zarr(path, zarr_format=2)),
+    "zarr 3": ("a.zarr", write_zarr),
+    "sharded zarr": ("a.zarr", lambda path: write_zarr(path, shards=(4, 16, 18))),
+    "zipped zarr": ("a.zarr.zip", write_zip),
+    "ome-zarr 0.1": ("a.zarr", lambda path: write_old_zarr(path, "0.1")),
+    "ome-zarr 0.2": ("a.zarr", lambda path: write_old_zarr(path, "0.2")),
+    "ome-zarr 0.3": ("a.zarr", lambda path: write_old_zarr(path, "0.3")),
+    "hdf5": ("a.h5", write_hdf5),
+    "nifti": ("a.nii", write_nifti),
+    "packed nifti": ("a.nii.gz", write_nifti),
+    "mrc": ("a.mrc", write_mrc),
+    "planes of tiff": ("planes", lambda path: write_planes(path, ".tif")),
+    "planes of png": ("planes", lambda path: write_planes(path, ".png")),
+}
+
+
+@pytest.fixture(params=FORMATS)
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, np.ndarray]:
+    name, write = FORMATS[request.param]
+    return tmp_path / name, write(tmp_path / name)
+
+
+def test_a_file_is_what_its_library_reads(opened: tuple[Path, np.ndarray]) -> None:
+    path, expected = opened
+    volume = open_volume(path)
+    np.testing.assert_array_equal(np.asarray(volume), expected)
+    assert (volume.shape, volume.dtype) == (expected.shape, expected.dtype)
+    np.testing.assert_array_equal(volume[1, 3:7], expected[1, 3:7])
+    np.testing.assert_array_equal(volume[..., -4:], expected[..., -4:])
+
+
+def test_a_part_of_a_file(opened: tuple[Path, np.ndarray]) -> None:
+    path, expected = opened
+    whole = open_volume(path)
+    cropped = whole.crop(np.s_[1:3, 4:19:3, -5:])
+    np.testing.assert_array_equal(np.asarray(cropped), expected[1:3, 4:19:3, -5:])
+    np.testing.assert_array_equal(np.asarray(cropped.crop(np.s_[0, ::-1])), expected[1, 4:19:3, -5:][::-1])
+    if set(whole.metadata.axes) <= set("CZYX"):
+        part = open_volume(path, region={"Y": (4, 12), "X": slice(2, None)})
+        np.testing.assert_array_equal(np.asarray(part), expected[:, 4:12, 2:])
+        spacing = whole.metadata.spacing
+        assert part.metadata.origin == {
+            letter: spacing[letter] * {"Y": 4, "X": 2}[letter] for letter in spacing if letter in "YX"
+        }
+
+
+def test_volumes_pickle_as_their_path(opened: tuple[Path, np.ndarray]) -> None:
+    path, expected = opened
+    part = open_volume(path).crop(np.s_[1:3, :, 4])
+    saved = pickle.dumps(part)
+    assert len(saved) < 2000
+    again = pickle.loads(saved)
+    assert again.metadata == part.metadata
+    np.testing.assert_array_equal(np.asarray(again), expected[1:3, :, 4])
+
+
+def test_a_file_is_predicted_as_an_array(opened: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    path, expected = opened
+    dims = 2 if expected.shape[0] == 3 else 3
+    net = network(dims, 3 if dims == 2 else 1)
+    found = predict_whole(net, open_volume(path), tile=(4, 9, 8)[-dims:], out=tmp_path / "out.zarr", quiet=True)
+    np.testing.assert_array_equal(found[:], predict_whole(net, expected, tile=(4, 9, 8)[-dims:], quiet=True))
+
+
+@pytest.mark.parametrize(("name", "unit"), [("hdf5", "micrometer"), ("nifti", "micrometer"), ("mrc", "angstrom")])
+def test_voxel_size_of_other_formats(name: str, unit: str, tmp_path: Path) -> None:
+    file, write = FORMATS[name]
+    write(tmp_path / file)
+    metadata = open_volume(tmp_path / file).metadata
+    assert (metadata.axes, dict(metadata.units)) == ("ZYX", dict.fromkeys("ZYX", unit))
+    assert dict(metadata.spacing) == pytest.approx(SPACING)
+
+
+def test_zarr_at_an_address() -> None:
+    fsspec = pytest.importorskip("fsspec", reason='needs the extra "remote"')
+    group = zarr.open_group("memory://stacks/a.zarr", mode="w")
+    group.create_array("0", data=STACK, chunks=(2, 8, 9))
+    axes = [{"name": letter, "type": "space", "unit": "micrometer"} for letter in "zyx"]
+    level = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [0.5, 0.25, 0.125]}]}
+    group.attrs["ome"] = {"version": "0.5", "multiscales": [{"axes": axes, "datasets": [level]}]}
+    volume = pickle.loads(pickle.dumps(open_volume("memory://stacks/a.zarr", region={"Z": (1, 4)})))
+    np.testing.assert_array_equal(np.asarray(volume), STACK[1:4])
+    assert (volume.metadata.spacing, volume.metadata.origin) == (SPACING, {"Z": 0.5})
+    with pytest.raises(ValueError, match=r'cannot read "memory://nothing/b\.zarr" as zarr'):
+        open_volume("memory://nothing/b.zarr")
+    fsspec.filesystem("memory").rm("/stacks", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "extra"),
+    [("a.h5", "h5py", "hdf5"), ("a.nii.gz", "nibabel", "nifti"), ("a.mrc", "mrcfile", "mrc")],
+)
+def test_a_library_that_is_absent(
+    name: str, library: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).touch()
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(
+        ImportError, match=rf"open_volume: an? \w+ file needs {library}; fix: pip install .*\[{extra}\]"
+    ):
+        open_volume(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["deflated", "hdf5", "nifti", "planes of tiff", "zipped zarr"])
+def test_farfield_predict_reads_what_open_volume_opens(name: str, tmp_path: Path) -> None:
+    file, write = FORMATS[name]
+    expected = write(tmp_path / file)
+    volume = open_stack_volume(tmp_path / file, 3, None, None)
+    assert not isinstance(volume.array, np.ndarray)  # nothing is loaded
+    np.testing.assert_array_equal(np.asarray(volume), expected)
+
+
+# ---- pyramids, axes, transformations ---------------------------------------------------------------------------------
+def test_levels_of_a_tiff(tmp_path: Path) -> None:
+    scan = write_scan(tmp_path / "a.ome.tif")
+    for level in range(3):
+        volume = open_volume(tmp_path / "a.ome.tif", level=level)
+        np.testing.assert_array_equal(np.asarray(volume), scan[:, :: 2**level, :: 2**level])
+        assert volume.metadata.spacing == {"Y": 0.25 * 2**level, "X": 0.5 * 2**level}
+    with pytest.raises(ValueError, match=r"has 3 levels, got level=3; fix: 0 to 2"):
+        open_volume(tmp_path / "a.ome.tif", level=3)
+
+
+def test_series_and_levels_of_a_scan_of_aperio(tmp_path: Path) -> None:
+    """A slide as Aperio writes it: the scan, a thumbnail, its levels, and the MPP in its description."""
+    scan = np.random.default_rng(1).integers(0, 200, (64, 96, 3)).astype("uint8")
+    with tifffile.TiffWriter(tmp_path / "a.svs") as file:
+        options: Any = {"photometric": "rgb", "metadata": None, "compression": "zlib"}
+        text = "Aperio Image Library v11\r\n96x64 [0,0 96x64] (32x32) |AppMag = 20|MPP = 0.499"
+        file.write(scan, tile=(32, 32), description=text, **options)
+        file.write(scan[::8, ::8], description="Aperio Image Library v11\r\n96x64 -> 12x8 - |", **options)
+        file.write(scan[::2, ::2], tile=(32, 32), description=text.replace("-", "->"), **options)
+    volume = open_volume(tmp_path / "a.svs", series=0)
+    np.testing.assert_array_equal(np.asarray(volume), scan.transpose(2, 0, 1))
+    assert volume.metadata.spacing == {"Y": 0.499, "X": 0.499}
+    half = open_volume(tmp_path / "a.svs", series=0, level=1)
+    assert (half.shape, half.metadata.spacing["X"]) == ((3, 32, 48), 0.998)
+
+
+def test_letters_in_place_of_those_of_a_file(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(120).reshape(5, 4, 3, 2))
+    volume = open_volume(tmp_path / "a.npy", axes="ZYXC")
+    assert (volume.metadata.axes, volume.shape) == ("CZYX", (2, 5, 4, 3))
+    np.testing.assert_array_equal(volume[1, 2], np.load(tmp_path / "a.npy")[2, ..., 1])
+    with pytest.raises(ValueError, match=r'has the shape \(5, 4, 3, 2\), got axes="ZYX"'):
+        open_volume(tmp_path / "a.npy", axes="ZYX")
+
+
+@pytest.mark.parametrize("region", [{"Z": (3, 9)}, {"Z": (2, 2)}, {"Q": (0, 1)}, {"C": (0, 1)}])
+def test_regions_that_are_not_there(region: Any, tmp_path: Path) -> None:
+    write_tiff(tmp_path / "a.ome.tif", ome=True)
+    with pytest.raises(ValueError, match=r"Volume.crop: (there are 5 positions along Z|the axes are \"ZYX\")"):
+        open_volume(tmp_path / "a.ome.tif", region=region)
+
+
+@pytest.mark.parametrize(
+    ("steps", "spacing", "origin"),
+    [
+        ([{"type": "scale", "scale": [2.0, 1.0, 0.5]}], {"Z": 2.0, "Y": 1.0, "X": 0.5}, {}),
+        ([{"type": "affine", "affine": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]}], {}, {}),
+        ([{"type": "scale", "path": "scales"}], {}, {}),
+        ([{"type": "identity"}], {}, {}),
+        (
+            [
+                {
+                    "type": "sequence",
+                    "transformations": [
+                        {"type": "scale", "scale": [2.0, 1.0, 0.5]},
+                        {"type": "translation", "translation": [3.0, 0.0, 0.0]},
+                    ],
+                }
+            ],
+            {"Z": 2.0, "Y": 1.0, "X": 0.5},
+            {"Z": 3.0},
+        ),
+        ([{"type": "sequence", "transformations": [{"type": "rotation", "rotation": []}]}], {}, {}),
+    ],
+)
+def test_transformations_that_are_no_scale_are_unknown(steps: Any, spacing: Any, origin: Any, tmp_path: Path) -> None:
+    group = zarr.create_group(str(tmp_path / "a.zarr"))
+    group.create_array("0", shape=STACK.shape, dtype="uint8")[:] = STACK
+    axes = [{"name": letter, "type": "space", "unit": "micrometer"} for letter in "zyx"]
+    image = {"axes": axes, "datasets": [{"path": "0", "coordinateTransformations": steps}]}
+    group.attrs["ome"] = {"version": "0.5", "multiscales": [image]}
+    metadata = open_volume(tmp_path / "a.zarr").metadata
+    assert (metadata.axes, metadata.spacing, metadata.origin) == ("ZYX", spacing, origin)
+
+
+@pytest.mark.parametrize("shape", [(1, 20, 18), (5, 1, 18), (1, 1, 1)])
+def test_one_plane_reopens_as_it_was(shape: tuple[int, ...], tmp_path: Path) -> None:
+    volume = Volume(np.ones(shape, "float32"), ImageMetadata("ZYX", SPACING, UM))
+    written = predict_whole(network(3), volume, out=tmp_path / "a.ome.tif", quiet=True)
+    again = open_volume(tmp_path / "a.ome.tif")
+    assert again.metadata == volume.metadata
+    np.testing.assert_array_equal(np.asarray(again), written)
+
+
+def test_a_georeference_goes_with_the_image(tmp_path: Path) -> None:
+    tags: Any = [
+        (33550, "d", 3, (2.0, 3.0, 0.0), True),
+        (33922, "d", 6, (0.0, 0.0, 0.0, 500.0, 900.0, 0.0), True),
+        (34735, "H", 8, (1, 1, 0, 1, 3072, 0, 1, 32633), True),
+        (34737, "s", 0, "WGS 84 / UTM 33N|", True),
+    ]
+    image = STACK[0]
+    tifffile.imwrite(tmp_path / "a.tif", image, extratags=tags, photometric="minisblack")
+    volume = open_volume(tmp_path / "a.tif", region={"Y": (4, 20), "X": (2, 18)})
+    np.testing.assert_allclose(volume.metadata.matrix("XY"), [[2, 0, 504], [0, -3, 888], [0, 0, 1]])
+    half = settled(nn.Sequential(nn.Conv2d(1, 1, 2, stride=2)))
+    predict_whole(half, volume, out=tmp_path / "out.tif", quiet=True)
+    with tifffile.TiffFile(tmp_path / "out.tif") as file:
+        found = file.pages[0].tags
+        assert found[33550].value == (4, 6, 0)
+        assert found[33922].value == (0, 0, 0, 504, 888, 0)
+        assert found[34735].value == tags[2][3]
+        assert found[34737].value.rstrip("\0") == tags[3][3]
+    predict_whole(half, volume, out=tmp_path / "out.zarr", quiet=True)
+    assert open_volume(tmp_path / "out.zarr").metadata == open_volume(tmp_path / "out.tif").metadata
+
+
+def test_a_matrix_of_monai_goes_with_the_tensor(tmp_path: Path) -> None:
+    data = pytest.importorskip("monai.data")
+    matrix = torch.tensor([[0.0, -2.0, 0.0, 7.0], [1.0, 0.0, 0.0, 5.0], [0.0, 0.0, 3.0, 9.0], [0.0, 0.0, 0.0, 1.0]])
+    tensor = data.MetaTensor(torch.from_numpy(STACK[None]).float(), affine=matrix.double())
+    half = settled(nn.Sequential(nn.Conv3d(1, 1, 2, stride=2, padding=(1, 0, 0))))
+    found = predict_whole(half, tensor, quiet=True)
+    expected = predict_whole(half, STACK[None], quiet=True)
+    np.testing.assert_array_equal(found.as_tensor().numpy(), expected)
+    torch.testing.assert_close(found.affine[:, 3], matrix[:, 3].double())
+    torch.testing.assert_close(found.affine[:3, 1], 2 * matrix[:3, 1].double())
+    predict_whole(half, tensor, out=tmp_path / "out.zarr", quiet=True)
+    metadata = open_volume(tmp_path / "out.zarr").metadata
+    np.testing.assert_allclose(metadata.matrix("ZYX"), found.affine.numpy())
+    assert metadata.spacing["Y"] == 4.0
+    assert metadata.units["Y"] == "millimeter"
+
+
+def test_names_of_xarray_go_with_the_array(tmp_path: Path) -> None:
+    xarray = pytest.importorskip("xarray")
+    coords = {"y": 10 + 0.5 * np.arange(20), "x": ("x", 0.25 * np.arange(18), {"units": "um"}), "band": ["r", "g", "b"]}
+    array = xarray.DataArray(STACK[:3].transpose(1, 2, 0), dims=["y", "x", "band"], coords=coords)
+    found = predict_whole(network(2, 3), array, tile=8, quiet=True)
+    np.testing.assert_array_equal(found, predict_whole(network(2, 3), STACK[:3], tile=8, quiet=True))
+    assert found.dims == ("band", "y", "x")
+    np.testing.assert_array_equal(found.coords["y"], coords["y"])
+    predict_whole(network(2, 3), array, tile=8, out=tmp_path / "out.ome.zarr", quiet=True)
+    metadata = open_volume(tmp_path / "out.ome.zarr").metadata
+    assert (metadata.spacing, metadata.origin) == ({"Y": 0.5, "X": 0.25}, {"Y": 10.0})
+    assert metadata.units == {"X": "micrometer"}
+
+
+# ---- letters that predict_whole obeys --------------------------------------------------------------------------------
+def test_channels_are_where_the_letters_say() -> None:
+    colour = np.random.default_rng(0).random((20, 18, 3)).astype("float32")
+    found = predict_whole(network(2, 3), Volume(colour, ImageMetadata("YXC")), tile=8, quiet=True)
+    np.testing.assert_array_equal(found, predict_whole(network(2, 3), colour.transpose(2, 0, 1), tile=8, quiet=True))
+    stack = np.random.default_rng(0).random((5, 1, 20, 18, 3)).astype("float32")
+    found = predict_whole(network(3, 3), Volume(stack, ImageMetadata("ZCYXS")), tile=8, quiet=True)
+    expected = predict_whole(network(3, 3), stack[:, 0].transpose(3, 0, 1, 2), tile=8, quiet=True)
+    np.testing.assert_array_equal(found, expected)
+    several = Volume(np.zeros((5, 2, 20, 18, 3)), ImageMetadata("ZCYXS"))
+    with pytest.raises(ValueError, match="predict_whole: the volume has 2 channels of 3 samples each"):
+        predict_whole(network(3, 3), several, quiet=True)
+
+
+def test_planes_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    volume, net = Volume(STACK, ImageMetadata("ZYX", SPACING, UM)), network(2)
+    expected = np.stack([predict_whole(net, plane, tile=8, quiet=True) for plane in STACK])
+    np.testing.assert_array_equal(predict_whole(net, volume, tile=8), expected)
+    assert "5 planes one after the other: no layer mixes them" in capsys.readouterr().err
+    plan = plan_whole(net, (5, 1, 20, 18), tile=8)
+    np.testing.assert_array_equal(predict_whole(net, volume, plan=plan, quiet=True), expected)
+    for name in ("a.tif", "a.ome.tif", "a.zarr", "a.ome.zarr"):
+        predict_whole(net, volume, tile=8, out=tmp_path / name, quiet=True)
+        again = open_volume(tmp_path / name)
+        np.testing.assert_array_equal(np.asarray(again), expected)
+        assert (again.metadata.axes, again.metadata.units) == ("ZYX", UM)
+        assert dict(again.metadata.spacing) == pytest.approx(SPACING)
+
+
+def test_planes_of_times_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    film = np.random.default_rng(0).random((2, 3, 4, 20, 18)).astype("float32")
+    volume, net = Volume(film, ImageMetadata("TCZYX", SPACING | {"T": 2.0}, UM | {"T": "second"})), network(2, 3)
+    expected = np.stack([[predict_whole(net, film[t, :, z], tile=8, quiet=True) for z in range(4)] for t in range(2)])
+    found = predict_whole(net, volume, tile=8, out=tmp_path / "a.ome.tif")
+    assert "2 times × 4 planes one after the other" in capsys.readouterr().err
+    np.testing.assert_array_equal(found, expected)
+    again = open_volume(tmp_path / "a.ome.tif")
+    assert (again.metadata.axes, again.shape) == ("TCZYX", (2, 1, 4, 20, 18))
+
+
+def test_planes_that_are_not_clear() -> None:
+    volume = Volume(STACK, ImageMetadata("ZYX"))
+    # As many channels as planes: planes are channels, as in other 2.5-D networks.
+    assert predict_whole(network(2, 5), volume, quiet=True).shape == (1, 20, 18)
+    last = Volume(torch.from_numpy(STACK).permute(1, 2, 0), ImageMetadata("YXZ"))
+    assert predict_whole(network(2, 5), last, quiet=True).shape == (1, 20, 18)
+    with pytest.raises(ValueError, match="no convolution that tells whether its planes are samples or channels"):
+        predict_whole(nn.InstanceNorm2d(5).eval(), volume, tile=(8, 8), quiet=True)
+    mixing = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False)).eval()
+    with pytest.raises(ValueError, match="layers of Sequential mix samples, so planes one after the other"):
+        predict_whole(mixing, volume, quiet=True)
+    # Planes of ImageJ are called channels where nobody said what they are.
+    assert predict_whole(network(3), Volume(STACK, ImageMetadata("CYX")), quiet=True).shape == STACK.shape
+    with pytest.raises(ValueError, match=r'the volume has the axes "YXC" \(5, 20, 18\), and the network takes 3'):
+        predict_whole(network(3), Volume(STACK, ImageMetadata("YXC")), quiet=True)
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
+    write_zarr(tmp_path / "a.zarr")
+    volume = open_volume(tmp_path / "a.zarr")
+    chunk = tmp_path / "a.zarr" / "c" / "1" / "1" / "0"
+    chunk.write_bytes(chunk.read_bytes()[:-9])
+    with pytest.raises(
+        (OSError, ValueError), match=r"cannot read (tile \d+|a region), positions .* of \".*a.zarr\": "
+    ) as caught:
+        predict_whole(network(3), volume, tile=8, quiet=True)
+    assert caught.value.__cause__ is not None
+    tifffile.imwrite(tmp_path / "a.tif", STACK, compression="zlib", metadata={"axes": "ZYX"})
+    volume = open_volume(tmp_path / "a.tif")
+    content = bytearray((tmp_path / "a.tif").read_bytes())
+    with tifffile.TiffFile(tmp_path / "a.tif") as file:
+        start = file.pages[3].dataoffsets[0]
+    content[start : start + 20] = bytes(20)
+    (tmp_path / "a.tif").write_bytes(content)
+    with pytest.raises((OSError, ValueError), match=r"cannot read (tile \d+|a region), positions .* of \".*a.tif\": "):
+        predict_whole(network(3), volume, tile=8, quiet=True)
+
+
+def test_a_codec_that_is_missing_is_named_at_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiff(tmp_path / "a.tif", compression="zlib")
+    content = (tmp_path / "a.tif").read_bytes()
+    with tifffile.TiffFile(tmp_path / "a.tif") as file:
+        places = [page.tags["Compression"].valueoffset for page in file.pages]
+    for place in places:
+        content = content[:place] + (34925 - 8).to_bytes(2, "little") + content[place + 2 :]
+    (tmp_path / "b.tif").write_bytes(content)
+    with pytest.raises(ValueError, match=r'cannot read ".*b.tif": .*34917'):
+        open_volume(tmp_path / "b.tif")
+
+
+def test_what_is_read_only_is_seen_before_the_first_pass(tmp_path: Path) -> None:
+    zarr.create_array(str(tmp_path / "a.zarr"), shape=STACK.shape, dtype="float32")
+    np.save(tmp_path / "a.npy", STACK.astype("float32"))
+    closed: list[Any] = [zarr.open(str(tmp_path / "a.zarr"), mode="r"), np.load(tmp_path / "a.npy", mmap_mode="r")]
+    for out in closed:
+        with pytest.raises(ValueError, match="predict_whole: out is opened read-only"):
+            predict_whole(network(3), STACK, out=out, quiet=True)
+
+
+def test_an_hdf5_file_that_is_closed(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py", reason='needs the extra "hdf5"')
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        volume = file.create_dataset("raw", data=STACK)
+    with pytest.raises(ValueError, match="the HDF5 file of volume is closed"):
+        predict_whole(network(3), volume, quiet=True)
+
+
+def test_a_damaged_npy_is_named(tmp_path: Path) -> None:
+    write_npy(tmp_path / "a.npy")
+    content = (tmp_path / "a.npy").read_bytes()
+    for cut in (content[:5], content[:90], content[:-7], b"\x93NUMPY" + content[40:]):
+        (tmp_path / "a.npy").write_bytes(cut)
+        with pytest.raises(ValueError, match=r'cannot read ".*a.npy": '):
+            open_volume(tmp_path / "a.npy")
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+class Counting:
+    """An array in chunks that counts how often each is decoded."""
+
+    def __init__(self, array: np.ndarray, chunks: tuple[int, ...]) -> None:
+        self.array, self.chunks, self.shape, self.dtype = array, chunks, array.shape, array.dtype
+        self.decoded = 0
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        spans = [each.indices(length)[:2] for each, length in zip(index, self.shape, strict=True)]
+        pairs = zip(spans, self.chunks, strict=True)
+        self.decoded += int(np.prod([-(-stop // own) - start // own for (start, stop), own in pairs]))
+        return self.array[index]
+
+
+@pytest.mark.parametrize("chunks", [(1, 64, 48), (8, 64, 48), (5, 23, 48)])
+def test_chunks_are_decoded_once_a_pass(chunks: tuple[int, ...]) -> None:
+    stack = np.random.default_rng(0).random((8, 64, 48)).astype("float32")
+    counting, net = Counting(stack, chunks), network(3)
+    found = predict_whole(net, counting, tile=(4, 8, 8), quiet=True)
+    np.testing.assert_array_equal(found, predict_whole(net, stack, tile=(4, 8, 8), quiet=True))
+    count = int(np.prod([-(-length // own) for length, own in zip(stack.shape, chunks, strict=True)]))
+    # The region that is checked before the first pass reads them too, by the same cache.
+    assert counting.decoded <= count
+
+
+def test_kept_chunks_are_bounded() -> None:
+    from farfield.volumes.chunk_cache import ChunkCache
+
+    stack = np.random.default_rng(0).integers(0, 9, (8, 64, 48)).astype("uint8")
+    cache = ChunkCache(Counting(stack, (1, 64, 48)), 3 * 64 * 48)
+    for start in (0, 5, 1, 3, 0):
+        np.testing.assert_array_equal(cache[start : start + 4, 5:9, -3:], stack[start : start + 4, 5:9, -3:])
+        assert cache.bytes <= 3 * 64 * 48
