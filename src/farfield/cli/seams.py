@@ -13,9 +13,9 @@ from farfield.cli.values import CommandLineError, Device, Size
 from farfield.models.storage import is_entry, read_pickled, read_weights
 from farfield.streaming import find_seams
 from farfield.volumes import Volume, open_volume
+from farfield.volumes.readers import READERS
 
-# Files of patches in a folder, and what people name the weights within a checkpoint and before each of their names.
-_SUFFIXES = (".tif", ".tiff", ".npy", ".zarr")
+# What people name the weights within a checkpoint, and before each of their names.
 _WEIGHTS, _PREFIXES = ("state_dict", "model_state_dict", "network_weights", "model"), ("network.", "module.", "model.")
 
 
@@ -40,7 +40,7 @@ def show_seams(
     alone are compared, and --tile has one number per axis.
 
     Args:
-        volume: A TIFF file, a zarr array, an OME-Zarr image or a .npy file.
+        volume: A file or folder of any format that volumes.open_volume opens, such as TIFF, OME-Zarr or NIfTI.
         tile: Size of the tiles, without halo: one number, or one per axis.
         network: The function that builds the network, such as my_networks:build, which takes no arguments.
         weights: The weights of --network, a file of torch.save or .safetensors; without it a TorchScript file.
@@ -108,7 +108,7 @@ def _load_weights(network: nn.Module, path: Path) -> None:
 def _open_patches(path: Path) -> list[Volume]:
     files = [path]
     if path.is_dir() and path.suffix != ".zarr":
-        files = sorted(each for each in path.iterdir() if each.suffix.lower() in _SUFFIXES)
+        files = sorted(each for each in path.iterdir() if each.name.lower().endswith((*READERS, ".zarr")))
     if not files:
-        raise ValueError(f"{path} has no files {', '.join(_SUFFIXES)}; fix: --patches, a folder that has.")
+        raise ValueError(f"{path} has no files of {', '.join(READERS)}; fix: --patches, a folder that has.")
     return [open_volume(each) for each in files]
