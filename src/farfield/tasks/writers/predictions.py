@@ -42,7 +42,11 @@ class PredictionFile(BasePredictionWriter):
 
 
 class PredictionTable(PredictionFile):
-    """Write the predictions of `Classify` to a CSV file with the columns path, class and probability."""
+    """Write the predictions of `Classify` to a CSV file with the columns path, class and probability.
+
+    Args:
+        path: The file; None writes `predictions.csv` into the trainer's `default_root_dir`.
+    """
 
     default = "predictions.csv"
 
