@@ -4,8 +4,10 @@
 
 A small 3-D U-Net whose convolutions are followed by instance norms is trained to restore simulated low light, on
 patches near bright positions, each with the statistics of its own. Then a stack that was held out is restored with the
-norms' statistics of the whole stack, and with those of what each tile reads, for tiles of several sizes; CARE's PSNR
-and SSIM of each are printed as JSON. `benchmarks/restoration.py make` makes the stacks.
+norms' statistics of the whole stack, with those of what each tile reads, for tiles of several sizes, and with
+constants, averaged over patches of the training (`freeze_statistics`). Printed as JSON are CARE's PSNR and SSIM of
+each, the step at borders of tiles (how much neighbours across one differ, by how much they do elsewhere; for the whole
+and constants at the borders of the first tiles), and CPU seconds. `benchmarks/restoration.py make` makes the stacks.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ import numpy as np
 import tifffile
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from farfield.data.patches import Patches
-from farfield.streaming import Tiles, plan_whole, predict_whole
+from farfield.streaming import Tiles, freeze_statistics, plan_whole, predict_whole
 from farfield.tasks.metrics import care_metrics
 
 CONDITIONS = ("condition_1", "condition_2", "condition_3")
 PATCH = (16, 32, 32)
 # Own positions of the tiles, which read 8 more on each side: the first read about as many as a patch has.
 TILES = ((4, 16, 16), (8, 32, 32), (16, 64, 64))
+# Patches of the training over which statistics are averaged.
+FROZEN = 256
 
 
 def convolve(inputs: int, outputs: int) -> nn.Sequential:
@@ -59,8 +63,8 @@ class SmallUNet(nn.Module):
         return grid + self.output(self.last(both))
 
 
-def train(root: Path, seed: int, steps: int, batch: int) -> nn.Module:
-    """Train the network on patches of all training stacks."""
+def find_patches(root: Path, seed: int) -> Dataset[tuple[Tensor, Tensor]]:
+    """Return patches of all training stacks, noisy and clean."""
     pairs = [
         Patches(
             f"{condition}/{path.name}",
@@ -73,13 +77,18 @@ def train(root: Path, seed: int, steps: int, batch: int) -> nn.Module:
         for condition in CONDITIONS
         for path in sorted((root / "train" / "GT").glob("*.tif"))
     ]
+    return ConcatDataset(pairs)
+
+
+def train(patches: Dataset[tuple[Tensor, Tensor]], seed: int, steps: int, batch: int) -> nn.Module:
+    """Train the network on patches."""
     torch.manual_seed(seed)
     network = SmallUNet()
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     done, start = 0, time.process_time()
     while done < steps:
-        for source, target in DataLoader(ConcatDataset(pairs), batch, shuffle=True, drop_last=True):
+        for source, target in DataLoader(patches, batch, shuffle=True, drop_last=True):
             loss = nn.functional.l1_loss(network(source), target)
             optimizer.zero_grad()
             loss.backward()
@@ -96,19 +105,36 @@ def train(root: Path, seed: int, steps: int, batch: int) -> nn.Module:
     return network.eval()
 
 
-def measure(network: nn.Module, root: Path, condition: str, ways: dict[str, Tiles]) -> dict[str, dict[str, float]]:
-    """Return PSNR and SSIM of the held-out stacks, before and after restoration."""
-    results: dict[str, list[tuple[float, float]]] = {}
+def find_step(grid: np.ndarray, tile: tuple[int, ...]) -> float:
+    """Return how much neighbours across borders of tiles differ, by how much they do elsewhere."""
+    across, elsewhere = [], []
+    for axis, own in enumerate(tile):
+        steps = np.abs(np.diff(grid, axis=axis))
+        borders = np.arange(steps.shape[axis]) % own == own - 1
+        across.append(np.compress(borders, steps, axis).mean())
+        elsewhere.append(np.compress(~borders, steps, axis).mean())
+    return float(np.mean(across) / np.mean(elsewhere))
+
+
+Ways = dict[str, tuple[nn.Module, Tiles]]
+
+
+def measure(root: Path, condition: str, ways: Ways) -> dict[str, dict[str, float]]:
+    """Return PSNR and SSIM of the held-out stacks, before and after restoration, steps and seconds."""
+    results: dict[str, list[tuple[float, ...]]] = {}
     for path in sorted((root / "test" / "GT").glob("*.tif")):
         truth = tifffile.imread(path)
         noisy = tifffile.imread(root / "test" / condition / path.name).astype(np.float32)
         low, high = np.percentile(noisy, (2, 99.8))
-        results.setdefault("noisy", []).append(care_metrics(truth, noisy)[:2])
-        for name, tiles in ways.items():
+        results.setdefault("noisy", []).append((*care_metrics(truth, noisy)[:2], find_step(noisy, TILES[0])))
+        for name, (network, tiles) in ways.items():
+            start = time.process_time()
             restored = predict_whole(network, (noisy - low) / (high - low), tile=tiles, pad="reflect", quiet=True)
-            results.setdefault(name, []).append(care_metrics(truth, restored)[:2])
+            seconds = time.process_time() - start
+            step = find_step(restored, tiles.size if tiles.statistics == "tile" else TILES[0])
+            results.setdefault(name, []).append((*care_metrics(truth, restored)[:2], step, seconds))
     return {
-        name: dict(zip(("psnr", "ssim"), np.mean(each, 0).round(4).tolist(), strict=True))
+        name: dict(zip(("psnr", "ssim", "step", "seconds"), np.mean(each, 0).round(4).tolist(), strict=False))
         for name, each in results.items()
     }
 
@@ -124,15 +150,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for seed in options.seeds:
-        network = train(options.root, seed, options.steps, options.batch)
-        ways = {"whole": Tiles((None, None, None))}
+        patches = find_patches(options.root, seed)
+        network = train(patches, seed, options.steps, options.batch)
+        whole = Tiles((None, None, None))
+        sources, _ = next(iter(DataLoader(patches, FROZEN, shuffle=True)))
+        ways: Ways = {"whole": (network, whole), "frozen": (freeze_statistics(network, sources), whole)}
         for size in TILES:
             tiles = Tiles(size, statistics="tile")
             read = plan_whole(network, (38, 118, 132), tile=tiles).patch_size
-            ways["tiles that read " + " × ".join(map(str, read))] = tiles
+            ways["tiles that read " + " × ".join(map(str, read))] = network, tiles
         for condition in options.conditions:
             print(
-                json.dumps({"seed": seed, "condition": condition, **measure(network, options.root, condition, ways)}),
+                json.dumps({"seed": seed, "condition": condition, **measure(options.root, condition, ways)}),
                 flush=True,
             )
 
