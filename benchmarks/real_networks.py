@@ -171,7 +171,8 @@ def each_way(name: str, tile: int, side: int, margin: int) -> Iterator[tuple[str
     else:
 
         def slide(network: nn.Module, grid: Tensor) -> Tensor:
-            return sliding_window_inference(grid, (side,) * 3, 1, network, overlap=0.25, mode="gaussian")
+            window = [min(side, length) for length in grid.shape[2:]]
+            return sliding_window_inference(grid, window, 1, network, overlap=0.25, mode="gaussian")
 
         yield f"MONAI's window, {side}", side * 3 // 4, slide
 
