@@ -76,15 +76,15 @@ def test_the_commands_take_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    # A file of one setting does not name a network and data.
     (tmp_path / "digits").write_text("seed_everything: 77\n")
+    named = ["--model.network", "kanet_qkv", "--data", "farfield.data.classify.Digits"]
     for value, seed in (
         ("digits", yaml.safe_load((RECIPES / "digits.yaml").read_text())["seed_everything"]),
         ("./digits", 77),
     ):
         with pytest.raises(SystemExit) as stopped:
-            main(
-                ["fit", "--config", value, "--print_config", *(["--model.network", "kanet_qkv"] if seed == 77 else [])]
-            )
+            main(["fit", "--config", value, "--print_config", *(named if seed == 77 else [])])
         assert stopped.value.code == 0
         assert f"seed_everything: {seed}\n" in capsys.readouterr().out
 
