@@ -91,7 +91,7 @@ def _find_operation(name: str, overload: str, arguments: str) -> Any:
         return None
     if packet not in flop_registry:  # those of the convolution: a clamp and an addition have none
         at = arguments.split().index("X")
-        register_flop_formula(packet)(lambda *shapes, out_shape: conv_flop_count(*shapes[at : at + 2], out_shape))
+        register_flop_formula(packet)(lambda *shapes, out_shape: conv_flop_count(shapes[at], shapes[at + 1], out_shape))
     return operation
 
 
