@@ -15,9 +15,8 @@ from hypothesis import strategies as some
 from PIL import Image
 
 from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
-from farfield.data.classify import Digits, ImageFolders
+from farfield.data.classify import Digits, ImageFolders, draw_subset, split_by_class
 from farfield.data.readers.images import FolderError
-from farfield.data.splits import draw_subset, split_by_class
 from helpers.made_images import make_folder, make_root
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -58,12 +57,14 @@ def test_digits_hold_out_a_fifth_of_each_class_always_the_same() -> None:
         one.setup("fit")
     train, val = data.parts["train"], data.parts["val"]
     assert (len(train), len(val)) == (1437, 360)  # type: ignore[arg-type]
-    assert torch.equal(val.images, again.parts["val"].images)  # type: ignore[attr-defined]
-    counts = Counter(val.labels)  # type: ignore[attr-defined]
+    for (image, _), (same, _) in zip(val.entries, again.parts["val"].entries, strict=True):  # type: ignore[attr-defined]
+        assert torch.equal(image, same)
+    counts = Counter(label for _, label in val.entries)  # type: ignore[attr-defined]
     assert set(counts) == set(range(10))
     assert max(counts.values()) - min(counts.values()) <= 2
     # No held-out digit is trained on, nor one equal to it to the pixel.
-    assert not {image.numpy().tobytes() for image in train.images} & {image.numpy().tobytes() for image in val.images}  # type: ignore[attr-defined]
+    pixels = [{image.numpy().tobytes() for image, _ in part.entries} for part in (train, val)]  # type: ignore[attr-defined]
+    assert not pixels[0] & pixels[1]
 
 
 def test_a_batch_of_digits_is_normalised_and_three_channels_of_32_pixels() -> None:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from farfield._refusals import door
 from farfield.data.readers.images import FolderError, list_some, refuse
-from farfield.data.readers.text import CALLER, TextPiece
+from farfield.data.readers.text import TextPiece
 from farfield.data.sampler import Draw, DrawnSamples
 
 _SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
@@ -79,18 +78,18 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
-        raise FolderError(f"{CALLER}: there is no tokenizer folder {folder}; fix: a folder that save_pretrained wrote.")
+        raise FolderError(f"there is no tokenizer folder {folder}; fix: a folder that save_pretrained wrote.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True, trust_remote_code=False)
     # transformers and tokenizers raise all kinds of errors for damaged files, even a plain Exception.
     except Exception as error:
         raise FolderError(
-            f"{CALLER}: {folder} holds no tokenizer: {error}\n  fix: a folder that a tokenizer's save_pretrained wrote."
+            f"{folder} holds no tokenizer: {error}\n  fix: a folder that a tokenizer's save_pretrained wrote."
         ) from error
     missing = [name for name in _SPECIAL if getattr(tokenizer, f"{name}_token") is None]
     if missing:
         raise FolderError(
-            f"{CALLER}: the tokenizer in {folder} has no {', '.join(missing)} token, which a masked language model "
+            f"the tokenizer in {folder} has no {', '.join(missing)} token, which a masked language model "
             f"needs; fix: the tokenizer of a BERT, RoBERTa or ELECTRA, or none, so that one is trained."
         )
     return tokenizer
@@ -164,17 +163,9 @@ class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):
         return masked[0], labels[0], self.names[index]
 
 
-class Fixed(Dataset[Any]):
-    """Samples that are masked in the same way on each access, so that metrics on them can be compared."""
-
-    def __init__(self, samples: Dataset[Any]) -> None:
-        self.drawn = DrawnSamples(samples)
-
-    def __len__(self) -> int:
-        return len(self.drawn)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.drawn[Draw(index, index)]
+def read_fixed(samples: Dataset[Any], index: int) -> Any:
+    """Read a sample, masked in the same way each time, so that metrics can be compared."""
+    return DrawnSamples(samples)[Draw(index, index)]
 
 
 def read_blanks(lines: Sequence[TextPiece], tokenizer: Any, length: int) -> list[tuple[Tensor, Tensor, str]]:
@@ -184,7 +175,7 @@ def read_blanks(lines: Sequence[TextPiece], tokenizer: Any, length: int) -> list
     blank = [piece.line for piece, words in zip(lines, encoded, strict=True) if mask not in words]
     if blank:
         raise FolderError(
-            f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
+            f"{lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
             f"fill: {list_some(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
         )
     _check_lengths(lines, [len(words) - 2 for words in encoded], length, "or shorter lines")
@@ -223,7 +214,6 @@ def tokenise(
     return torch.from_numpy(np.array(tokens, np.int32)), bounds, names
 
 
-@door(CALLER)
 def _check_lengths(
     pieces: Sequence[TextPiece], lengths: Sequence[int], length: int, otherwise: str = "or too_long=split"
 ) -> None:

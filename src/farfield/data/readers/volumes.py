@@ -49,10 +49,10 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
         has_channels = "C" in open_volume(path, axes=axes).metadata.axes
         volume = open_volume(path, channel=channel if has_channels else None, axes=axes)
     except ValueError as error:
-        raise FolderError(f"StackPairs: {str(error).removeprefix('open_volume: ')}") from error
+        raise FolderError(f"{str(error).removeprefix('open_volume: ')}") from error
     named = volume.metadata.axes
     several = isinstance(channel, Sequence) and len(channel) > 1
     if len(volume.shape) != spatial_dims + several or (named.strip("Q") and not named.endswith(wanted)):
         fix = f"fix: --data.channel, for a file of several channels; or a file of one stack with the axes {wanted}."
-        raise FolderError(f'StackPairs: {path} has the axes "{named}" {volume.shape}.\n  {fix}')
+        raise FolderError(f'{path} has the axes "{named}" {volume.shape}.\n  {fix}')
     return volume
