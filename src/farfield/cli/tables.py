@@ -1,4 +1,4 @@
-"""`farfield operators | models | cost | measure | info`: tables as text, JSON or CSV.
+"""`farfield operators | models | cost | measure`: tables as text, JSON or CSV.
 
 Heavy modules are imported only after the command line is parsed.
 """
@@ -319,11 +319,3 @@ def _roofline_table(measured: Measurements, title: str) -> Table:
         "this rate, or of the MACs at the rate of the matrix product, whichever is longer.",
     ]
     return Table(f"{title}, on {rows[0]['device']}", columns, rows, notes)
-
-
-def show_machine() -> Table:
-    """Show versions, devices, threads, installed extras and kernels."""
-    from farfield.cli.machine import machine_rows
-
-    columns = [Column("what", "", left=True), Column("value", "", left=True)]
-    return Table("farfield on this machine", columns, machine_rows())

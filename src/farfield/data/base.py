@@ -53,14 +53,14 @@ def _advise_folder(path: Path, entry: str) -> str:
     near = difflib.get_close_matches(path.name, beside, n=3) if around[0] == path.absolute().parent else []
     if near:
         return f"--data.root {around[0] / near[0]}" + "".join(f", or {around[0] / name}" for name in near[1:]) + "."
-    return f"--data.root with a folder that exists; {around[0]} has {_show_folders(beside)}."
+    return f"--data.root with a folder that exists; {around[0]} has {list_some(beside) or 'no folders'}."
 
 
 def refuse_level(root: Path, entry: str, others: Sequence[Path]) -> None:
     """Raise FolderError if one of some folders has the entry of a root, which `root` itself has not."""
     other = next((folder for folder in others if (folder / entry).is_dir()), None)
     if other is not None:
-        held = _show_folders([folder.name for folder in list_folders(root)])
+        held = list_some(folder.name for folder in list_folders(root)) or "no folders"
         raise FolderError(
             f"{root} is not the folder of the data: it has {held}, and not {entry}.\n"
             f"  fix: --data.root {other}, which has {entry}."
@@ -70,10 +70,6 @@ def refuse_level(root: Path, entry: str, others: Sequence[Path]) -> None:
 def list_folders(folder: Path) -> list[Path]:
     """Return the folders in a folder, without hidden ones, in sorted order."""
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def _show_folders(names: Sequence[str]) -> str:
-    return list_some(names) or "no folders"
 
 
 class Listed(Dataset[Any]):

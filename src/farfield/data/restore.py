@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,12 +232,9 @@ def _open_target(path: Path, spatial_dims: int, axes: str | None, channel: int |
     try:
         return open_stack(path, spatial_dims, axes, channel)
     except FolderError:
-        if spatial_dims == 2:
-            raise
-        try:
-            return open_stack(path, 2, channel=channel)
-        except FolderError:
-            pass
+        if spatial_dims == 3:
+            with suppress(FolderError):
+                return open_stack(path, 2, channel=channel)
         raise
 
 

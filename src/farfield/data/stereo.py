@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -89,10 +89,8 @@ class StereoFrames(Loading):
 
     def _list_root(self, stage: str) -> None:
         frames, unknown = self._frames(check_root(self.root)), self.zero_is_unknown
-        cropped = partial(_read_cropped_frame, zero_is_unknown=unknown, crop=self.crop)
-        self.parts["train"] = self._listed(frames["train"], cropped)
-        for name in ("val", "test"):
-            self.parts[name] = self._listed(frames[name], partial(read_whole_frame, zero_is_unknown=unknown))
+        for name, view in (("train", self.crop), ("val", normalize_pair), ("test", normalize_pair)):
+            self.parts[name] = self._listed(frames[name], partial(read_frame, view, unknown))
         self._list_named(frames["test"])
 
     def _list_named(self, frames: Sequence[Frame]) -> None:
@@ -136,23 +134,18 @@ def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     refuse(f"pairs in {root} have no disparities", missing, fix)
 
 
-def read_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Read a pair as `uint8` images, and its disparities, infinite where they are not known."""
+def read_frame(view: Callable[..., Any], zero_is_unknown: bool, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a view of a pair, read as `uint8` images, and its disparities, infinite where they are not known."""
     # Some renderers write disparities as negative shifts to the left.
     disparity = np.abs(read_disparity(cast(Path, frame.disparity)))
     known = np.isfinite(disparity) & ((disparity > 0) | (not zero_is_unknown))
     truth = torch.from_numpy(np.where(known, disparity, np.float32(_UNKNOWN)))
-    return read_pixels(frame.left), read_pixels(frame.right), truth
+    return view(read_pixels(frame.left), read_pixels(frame.right), truth)
 
 
-def read_whole_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Read a pair as normalised images, and its disparities."""
-    left, right, disparity = read_frame(frame, zero_is_unknown)
+def normalize_pair(left: Tensor, right: Tensor, disparity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise a pair of `uint8` images, and leave its disparities unchanged."""
     return normalize_image(left), normalize_image(right), disparity
-
-
-def _read_cropped_frame(frame: Frame, zero_is_unknown: bool, crop: RandomCrop) -> tuple[Tensor, Tensor, Tensor]:
-    return crop(*read_frame(frame, zero_is_unknown))
 
 
 def _read_images(frame: Frame) -> tuple[Tensor, Tensor, str, str]:

@@ -136,13 +136,7 @@ class Classify(TrainingTask):
             {"params": [parameter for parameter in trained if parameter in decayed]},
             {"params": [parameter for parameter in trained if parameter not in decayed], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.SGD(
-            [group for group in groups if group["params"]],
-            lr=settings["learning_rate"],
-            momentum=settings["momentum"],
-            nesterov=settings["nesterov"],
-            weight_decay=settings["weight_decay"],
-        )
+        optimizer = self._build_sgd([group for group in groups if group["params"]], settings["learning_rate"])
         return {"optimizer": optimizer, "lr_scheduler": self._scheduler(optimizer)}
 
     def _evaluation_scores(self, images: Tensor) -> Tensor:
@@ -194,8 +188,6 @@ class Classify(TrainingTask):
         return SequentialLR(optimizer, [rising, main], milestones=[warmup])
 
 
-# A callback of the trainer and not an argument of `Classify`, as training does not depend on it:
-# --trainer.callbacks+ farfield.tasks.classify.MirroredScores
 class MirroredScores(Callback):
     """Evaluate and predict with the mean of the scores of an image and of its mirror image; needs `Classify`.
 

@@ -113,7 +113,7 @@ class Segment(TrainingTask):
         images, labels = batch
         logits = self._logits(images)
         if self.hparams["upsample_logits"]:
-            logits = _enlarge_logits(logits, labels)
+            logits = functional.interpolate(logits, labels.shape[1:], mode="bilinear")
         else:
             labels = reduce_labels(labels, logits)
         loss = compute_pixel_loss(logits, labels)
@@ -134,12 +134,7 @@ class Segment(TrainingTask):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return SGD on `parameter_groups`, and its schedule per step."""
         settings = self.hparams
-        optimizer = torch.optim.SGD(
-            self.parameter_groups(),
-            lr=settings["learning_rate"],
-            momentum=settings["momentum"],
-            weight_decay=settings["weight_decay"],
-        )
+        optimizer = self._build_sgd(self.parameter_groups(), settings["learning_rate"])
         steps, power = self.trainer.estimated_stepping_batches, settings["power"]
         schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps) ** power)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -178,7 +173,7 @@ class Segment(TrainingTask):
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
-        logits = _enlarge_logits(self._logits(images).float(), labels)
+        logits = functional.interpolate(self._logits(images).float(), labels.shape[1:], mode="bilinear")
         self.log(
             f"{stage}/loss", compute_pixel_loss(logits, labels), on_epoch=True, sync_dist=True, batch_size=len(images)
         )
@@ -222,9 +217,3 @@ def reduce_labels(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes
     """Reduce labels to the size of logits, by nearest neighbour: each position has the label at its centre."""
     small = functional.interpolate(labels[:, None].float(), logits.shape[2:], mode="nearest-exact")
     return small[:, 0].to(labels.dtype)
-
-
-def _enlarge_logits(
-    logits: Float[Tensor, "b classes y x"], labels: Int[Tensor, "b h w"]
-) -> Float[Tensor, "b classes h w"]:
-    return functional.interpolate(logits, labels.shape[1:], mode="bilinear")

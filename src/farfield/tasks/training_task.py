@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from farfield.tasks.checkpoints import check_same_network
-from farfield.tasks.replay import Replay
 
 
 class TrainingTask(LightningModule):
@@ -71,8 +75,37 @@ class TrainingTask(LightningModule):
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.
         return grid.to(next((weight.dtype for weight in self.network.parameters()), grid.dtype))
 
+    def _build_sgd(self, parameters: Iterable[Any], rate: float) -> SGD:
+        """Build SGD on parameters, or groups of them, with the momentum and the weight decay of the task."""
+        names = ("momentum", "nesterov", "weight_decay")
+        return SGD(parameters, rate, **{name: self.hparams[name] for name in names if name in self.hparams})
+
     def _log_loss(self, loss: Tensor, size: int) -> None:
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=size)
 
     def _log_rate(self) -> None:
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+# A run killed in the middle of an epoch resumes at the start of that epoch and draws the same dropout masks again.
+# From a checkpoint written in the middle of an epoch (every_n_train_steps) it does not, as its loader starts the epoch
+# again.
+class Replay(Callback):
+    """Seed torch's random generators by (seed, epoch, process) before the first batch of every epoch."""
+
+    def __init__(self) -> None:
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Seed before the first batch, as the loader draws from the same generator after the start of the epoch."""
+        if batch_idx == 0:
+            mixed = np.random.SeedSequence((self.seed, trainer.current_epoch, trainer.global_rank))
+            torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seed, for the checkpoint."""
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the seed of the resumed run from its checkpoint."""
+        self.seed = int(state_dict["seed"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -94,30 +94,14 @@ def list_train_aug(root: Path, sbd: Path) -> list[Pair]:
     """List VOC's 10,582 training images, (SBD train and val, and VOC train) without VOC val, with SBD's masks."""
     # The folder of cls, train.txt and val.txt, or the one around it.
     sbd = sbd / "dataset" if (sbd / "dataset").is_dir() else sbd
-    ids = {
-        place: {words[0] for words in read_list(path)}
-        for place, path in {
-            "sbd train": sbd / "train.txt",
-            "sbd val": sbd / "val.txt",
-            "train": root / LISTS / "train.txt",
-            "val": root / LISTS / "val.txt",
-        }.items()
-    }
-    # VOC's own masks take precedence.
-    pairs = [
-        Pair(_find_image(root / _IMAGES, name), root / _MASKS / f"{name}.png")
-        if name in ids["train"]
-        else Pair(_find_image(root / _IMAGES, name), sbd / "cls" / f"{name}.mat")
-        for name in list_augmented(ids["sbd train"], ids["sbd val"], ids["train"], ids["val"])
-    ]
+    files = (sbd / "train.txt", sbd / "val.txt", root / LISTS / "train.txt", root / LISTS / "val.txt")
+    sbd_train, sbd_val, train, val = ({words[0] for words in read_list(file)} for file in files)
+    pairs = []
+    for name in sorted((sbd_train | sbd_val | train) - val):
+        # VOC's own masks take precedence.
+        mask = root / _MASKS / f"{name}.png" if name in train else sbd / "cls" / f"{name}.mat"
+        pairs.append(Pair(_find_image(root / _IMAGES, name), mask))
     return _check_complete(pairs, sbd)
-
-
-def list_augmented(
-    sbd_train: Iterable[str], sbd_val: Iterable[str], voc_train: Iterable[str], voc_val: Iterable[str]
-) -> list[str]:
-    """List the names of train_aug in sorted order."""
-    return sorted({*sbd_train, *sbd_val, *voc_train} - {*voc_val})
 
 
 def _find_image(folder: Path, name: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,10 +31,8 @@ class Text(NamedTuple):
         while place < len(lengths) and kept + lengths[place] <= wanted:
             kept += lengths[place]
             place += 1
-        return (
-            self._replace(lines=self.lines[:place]),
-            Text(self.file, self.lines[place:], self.first + place),
-        )
+        rest = Text(self.file, self.lines[place:], self.first + place)
+        return self._replace(lines=self.lines[:place]), rest
 
     def pieces(self, unit: str) -> Iterator[TextPiece]:
         """Yield the lines that are not blank or, with the unit `"documents"`, the documents between blank lines."""
@@ -87,13 +85,9 @@ def read_parts(root: Path, share: float) -> dict[str, list[Text]]:
         both = [text.cut(share) for text in _read_texts(root)]
         parts = {"train": [first for first, _ in both], "val": [last for _, last in both]}
     for name, texts in parts.items():
-        _check_not_blank(root, name, texts)
+        if not any(line.strip() for text in texts for line in text.lines):
+            raise FolderError(
+                f"the {name} part of {root} has no text in its {len(texts)} files; "
+                f"fix: longer texts, another val_share, or folders train and val."
+            )
     return parts
-
-
-def _check_not_blank(root: Path, name: str, texts: Sequence[Text]) -> None:
-    if not any(line.strip() for text in texts for line in text.lines):
-        raise FolderError(
-            f"the {name} part of {root} has no text in its {len(texts)} files; "
-            f"fix: longer texts, another val_share, or folders train and val."
-        )
