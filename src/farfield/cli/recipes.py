@@ -30,12 +30,7 @@ def recipe_files() -> dict[str, Path]:
 
 
 def find_configuration(value: str) -> str:
-    """Return the path of a configuration: that of the recipe of this name if there is one, otherwise the value itself.
-
-    Example:
-        >>> Path(find_configuration("digits")).name
-        'digits.yaml'
-    """
+    """Return the path of a configuration: of the recipe of this name if there is one, else the value itself."""
     files = recipe_files()
     if value in files:
         return str(files[value])

@@ -89,10 +89,9 @@ class Listed(Dataset[Any]):
 
 
 class Loading(LightningDataModule):
-    """Check and list the data, and build the loaders of `parts`: "train", "val", "test" and "predict".
+    """Check and list the data, and build the loaders of `parts`: "train", "val", "test" and "predict"."""
 
-    The name of the data module is put in front of all errors here: a `FolderError` of a reader has none.
-    """
+    # Readers raise a `FolderError` without a name; the name of the data module is put in front of it here.
 
     # Whether evaluation and prediction have batches of one sample, as sizes may differ.
     one_by_one = False

@@ -17,9 +17,9 @@ from farfield.data.base import Loading
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.text import Text, read_parts, read_text_file
 from farfield.data.tokenizer import (
-    Collate,
     TokenSamples,
     build_tokenizer,
+    collate_tokens,
     list_special_words,
     load_tokenizer,
     read_blanks,
@@ -183,7 +183,7 @@ class TextFolder(Loading):
         return samples if part == "train" else self._listed(range(len(samples)), partial(read_fixed, samples))
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> Any:
-        return super()._loader(samples, collate_fn=Collate(self.tokenizer.pad_token_id), **options)
+        return super()._loader(samples, collate_fn=partial(collate_tokens, self.tokenizer.pad_token_id), **options)
 
 
 class _LazyDatasets(dict[str, Dataset[Any]]):

@@ -101,37 +101,24 @@ def list_special_words(tokenizer: Any) -> dict[str, str]:
 
 
 class Batch(NamedTuple):
-    """Samples of tokens, padded to the length of the longest.
+    """Samples of tokens, padded to the length of the longest."""
 
-    Attributes:
-        words: `(b, n)`, ids of words, some of them replaced by the mask or by a random word.
-        mask: `(b, n)`, True where a token is valid.
-        labels: `(b, n)`, the original words where they are to be predicted, elsewhere -100.
-        names: The names of the samples.
-    """
-
-    words: Tensor
-    mask: Tensor
-    labels: Tensor
+    words: Tensor  # `(b, n)`, ids of words, some of them replaced by the mask or by a random word
+    mask: Tensor  # `(b, n)`, True where a token is valid
+    labels: Tensor  # `(b, n)`, the original words where they are to be predicted, elsewhere -100
     names: list[str]
 
 
-class Collate:
-    """Pad samples to the longest of a batch, with the id `padding`."""
-
-    def __init__(self, padding: int) -> None:
-        self.padding = padding
-
-    def __call__(self, samples: Sequence[tuple[Tensor, Tensor, str]]) -> Batch:
-        """Return the batch of some samples `(words, labels, name)`."""
-        words, labels, names = zip(*samples, strict=True)
-        lengths = torch.tensor([len(each) for each in words])
-        return Batch(
-            pad_sequence(list(words), batch_first=True, padding_value=self.padding),
-            torch.arange(int(lengths.max())) < lengths[:, None],
-            pad_sequence(list(labels), batch_first=True, padding_value=_IGNORED),
-            list(names),
-        )
+def collate_tokens(padding: int, samples: Sequence[tuple[Tensor, Tensor, str]]) -> Batch:
+    """Return the batch of some samples `(words, labels, name)`, padded to the longest with the id `padding`."""
+    words, labels, names = zip(*samples, strict=True)
+    lengths = torch.tensor([len(each) for each in words])
+    return Batch(
+        pad_sequence(list(words), batch_first=True, padding_value=padding),
+        torch.arange(int(lengths.max())) < lengths[:, None],
+        pad_sequence(list(labels), batch_first=True, padding_value=_IGNORED),
+        list(names),
+    )
 
 
 class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):

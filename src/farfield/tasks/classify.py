@@ -23,8 +23,6 @@ from torch.optim.lr_scheduler import (
 )
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from farfield._checks import shape_error
-from farfield._refusals import put_name
 from farfield.tasks.training_task import TrainingTask
 
 Decay = Literal["weights", "weights and depthwise", "all"]
@@ -146,14 +144,8 @@ class Classify(TrainingTask):
     def _scores(self, batch: tuple[Tensor, Tensor], score: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = batch
         scores = score(images)
-        classes = self.classes
-        if scores.ndim != 2 or (classes and scores.shape[1] != len(classes)):
-            expected = f"each of the data's {len(classes)} classes" if classes else "each class"
-            problem = f"the network must give one score for {expected}."
-            fix = "end the network with global pooling and a linear layer, or flatten its output."
-            if classes and scores.ndim == 2:
-                fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
-            raise put_name("Classify", shape_error(problem, fix, images=images, scores=scores))
+        fix = "end the network with global pooling and a linear layer, or flatten its output."
+        self._check_outputs("give one score for {}", fix, 2, images=images, scores=scores)
         return scores, labels
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

@@ -91,7 +91,6 @@ class Detect(TrainingTask):
         max_detections: int = 100,
     ) -> None:
         super().__init__(network)
-        self.measures: MeanAveragePrecision | None = None
         # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
         self.train()
 
@@ -159,9 +158,6 @@ class Detect(TrainingTask):
                 "fix: --model.learning_rate 0.02, the learning rate itself."
             )
         return settings["lr_per_image"] * size * trainer.world_size * trainer.accumulate_grad_batches
-
-    def _reset(self) -> None:
-        self.measures = None
 
     def _evaluate(self, stage: str, batch: _Batch, batch_idx: int) -> None:
         images, targets = batch

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from farfield._checks import shape_error, unknown
+from farfield._checks import unknown
 from farfield._refusals import put_name
 from farfield.tasks.classify import decayed_parameters
 from farfield.tasks.training_task import TrainingTask
@@ -92,7 +92,6 @@ class Segment(TrainingTask):
         if freeze_norms:
             for norm in _list_norms(network):
                 norm.requires_grad_(False)
-        self.measures: MetricCollection | None = None
         # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
         self.train()
 
@@ -158,18 +157,9 @@ class Segment(TrainingTask):
 
     def _logits(self, images: Tensor) -> Tensor:
         logits = self(images)
-        classes = self.classes
-        if logits.ndim != 4 or (classes and logits.shape[1] != len(classes)):
-            expected = f"each of the data's {len(classes)} classes" if classes else "each class"
-            problem = f"the network must return one logit for {expected} per position."
-            fix = "a network without global pooling, whose output is (batch, classes, height, width)."
-            if logits.ndim == 4:
-                fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
-            raise put_name("Segment", shape_error(problem, fix, images=images, logits=logits))
+        fix = "a network without global pooling, whose output is (batch, classes, height, width)."
+        self._check_outputs("return one logit for {} per position", fix, 4, images=images, logits=logits)
         return logits
-
-    def _reset(self) -> None:
-        self.measures = None
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch

@@ -12,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from farfield._checks import shape_error
+from farfield._refusals import put_name
 from farfield.tasks.checkpoints import check_same_network
 
 
@@ -26,6 +28,8 @@ class TrainingTask(LightningModule):
         # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network", *self.not_saved])
         self.network: Any = network
+        # What `_evaluate` sums up over an epoch: metrics of torchmetrics, made at the first batch.
+        self.measures: Any = None
 
     @property
     def classes(self) -> list[str]:
@@ -66,10 +70,22 @@ class TrainingTask(LightningModule):
         raise NotImplementedError
 
     def _reset(self) -> None:
-        """Reset what `_evaluate` sums up over an epoch; by default there is nothing."""
+        self.measures = None
 
     def _measure(self, stage: str) -> None:
         """Log what `_evaluate` has summed up over an epoch; by default there is nothing."""
+
+    def _check_outputs(self, what: str, fix: str, dims: int, **tensors: Tensor) -> None:
+        """Refuse outputs, the last tensor, that do not have `dims` dims and a channel for each class of the data."""
+        *_, outputs = tensors.values()
+        number = len(self.classes)
+        if outputs.ndim == dims:
+            if number in (0, outputs.shape[1]):
+                return
+            fix = f"build it with num_classes={number} (--model.network.num_classes {number})."
+        classes = f"each of the data's {number} classes" if number else "each class"
+        problem = f"the network must {what.format(classes)}."
+        raise put_name(type(self).__name__, shape_error(problem, fix, **tensors))
 
     def _as_weights(self, grid: Tensor) -> Tensor:
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.

@@ -28,14 +28,11 @@ _WAYS = 100
 
 
 class FolderError(ValueError):
-    """An argument, folder, file or checkpoint from which a data module cannot read its data; the text names it.
-
-    It is a refusal: the data module puts its own name in front, see `Loading`.
-    """
+    """An argument, folder, file or checkpoint from which a data module cannot read its data; the text names it."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.is_unnamed = True
+        self.is_unnamed = True  # as a `refusal`: the data module puts its own name in front, see `Loading`
 
 
 def list_some(names: Iterable[object], separator: str = ", ") -> str:

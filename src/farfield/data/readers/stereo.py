@@ -36,17 +36,11 @@ _LONGEST_HEADER = 4096
 
 
 class FrameLayout(NamedTuple):
-    """Where a set keeps the parts of a frame, as regular expressions on paths.
-
-    Attributes:
-        left: The pattern of the paths of left images, relative to the folder of the set.
-        right: The path of the right image, with references to the groups of `left`.
-        disparities: Possible paths of the disparities, in the same way; the first that exists is used.
-    """
+    """Where a set keeps the parts of a frame, as regular expressions on paths below the folder of the set."""
 
     left: re.Pattern[str]
-    right: str
-    disparities: tuple[str, ...]
+    right: str  # with references to the groups of `left`
+    disparities: tuple[str, ...]  # in the same way; the first that exists is used
 
 
 # A path belongs to the first layout that it matches. `Frame.is_test` separates FlyingThings3D's TRAIN and TEST.

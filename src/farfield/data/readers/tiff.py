@@ -94,10 +94,7 @@ def open_tiff_file(path: Path) -> tifffile.TiffFile:
 def open_stack(
     path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None, *, lazy: bool = False
 ) -> Any:
-    """Open a stack `(z, y, x)` or an image `(y, x)`, unloaded if the file allows that; `axes` None takes the file's.
-
-    One that is compressed is read, or, if `lazy`, read as it is sliced.
-    """
+    """Open a stack `(z, y, x)` or an image `(y, x)`; `axes` None takes the file's, `lazy` as for `open_array`."""
     with open_tiff_file(path) as file:
         shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
     place = _find_channels_axis(shape, letters)
@@ -141,10 +138,7 @@ def open_stacks(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
 
 
 def open_array(path: Path, lazy: bool = False) -> Any:
-    """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read.
-
-    `lazy` reads one that is compressed as it is sliced.
-    """
+    """Open the first series of a TIFF file: mapped into memory if it lies in one piece, else read, if `lazy` later."""
     with open_tiff_file(path) as file:
         series = file.series[0]
         if len(file.series) > 1:
