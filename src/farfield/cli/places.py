@@ -7,10 +7,9 @@ from functools import cache
 import torch
 
 from farfield import cost
-from farfield._checks import unknown
-from farfield._refusals import put_name
 from farfield.cli.network_builder import build_named
 from farfield.cli.output import Column, Row, Table, joined, millions
+from farfield.cli.tables import select
 from farfield.cli.values import Size
 from farfield.insertion import InsertionPlace, places
 from farfield.nn import GridAttention
@@ -43,8 +42,7 @@ def list_places(
     """
     if not (model or network):
         raise ValueError("give a network, --network kanet_qkv, or a trained one, --model")
-    if operator not in OPERATORS:
-        raise put_name("farfield places", unknown("operator", operator, OPERATORS))
+    select("places", "operator", [operator], OPERATORS)
     if model:
         # It needs the packages of training, which a network that is named does not.
         from farfield.cli.loaded_network import load

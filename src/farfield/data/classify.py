@@ -135,7 +135,7 @@ class ImageFolders(_Classification):
             raise FolderError(f"there is no folder {check_root(self.root)}/{wanted}.")
 
     def _images(self, entries: Sequence[tuple[Any, Any]], paths: Sequence[Path] = ()) -> Listed:
-        return self._listed(entries, partial(read_labelled, self.evaluation_transform), paths)
+        return self._listed(entries, partial(_read_labelled, self.evaluation_transform), paths)
 
     def _list_named(self, paths: Sequence[Path]) -> None:
         self.parts["predict"] = self._images([(path, str(path)) for path in paths], paths)
@@ -163,7 +163,7 @@ class ImageFolders(_Classification):
         if self.subset is not None:
             kept = kept[draw_subset([labels[index] for index in kept], self.subset, self.seed)]
         return {
-            "train": self._listed([entries[index] for index in kept], partial(read_labelled, self.training_transform)),
+            "train": self._listed([entries[index] for index in kept], partial(_read_labelled, self.training_transform)),
             "val": self._images([entries[index] for index in held]),
         }
 
@@ -242,7 +242,7 @@ def list_labelled_images(folder: Path) -> list[tuple[str, int]]:
     ]
 
 
-def read_labelled(transform: Callable[[Any], Tensor], entry: tuple[str | Path, Any]) -> tuple[Tensor, Any]:
+def _read_labelled(transform: Callable[[Any], Tensor], entry: tuple[str | Path, Any]) -> tuple[Tensor, Any]:
     """Read and transform an image; return it with its label or name."""
     path, label = entry
     return transform(read_image(path)), label

@@ -123,7 +123,7 @@ class CocoFolders(Loading):
                 fix = "correct them, or train boxes alone: --data.masks false."
                 refuse_here("masks are faulty", list(find_faults(part, "segmentation", find_mask_fault)), fix)
             files = [part.path(image) for image in part.images]
-            fault = partial(find_image_fault, part)
+            fault = partial(_find_image_fault, part)
             note = Note(part.folder, [*files, part.file])
             fix = "replace these images or correct their entries, or remove both."
             check_each(part.images, fault, self.check, note, f"images of {part.file} are not as listed", fix)
@@ -138,7 +138,7 @@ class CocoFolders(Loading):
         if not with_masks:
             rank_zero_info(f"CocoFolders: {self.root}: boxes without masks.")
         self.category_ids, self.classes = list(parts["val"].categories), list(parts["val"].categories.values())
-        parts["train"] = select_training(parts["train"], self.leave_out)
+        parts["train"] = _select_training(parts["train"], self.leave_out)
         self.parts |= {name: AnnotatedImages(part, name == "train", with_masks) for name, part in parts.items()}
         if "test" not in parts:
             if stage == "test":
@@ -150,7 +150,10 @@ class CocoFolders(Loading):
             self._list_numbered(paths, names, [image["id"] for image in part.images])
 
     def _list_numbered(self, paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> None:
-        self.parts["predict"] = self._listed(number_images(paths, names, numbers), read_numbered_image, paths)
+        entries = list(zip(paths, names, numbers, strict=True))
+        outputs = (output_path(Path(), os.path.splitext(name)[0], number=number) for _, name, number in entries)
+        check_names((output.as_posix() for output in outputs), "several images have", "pictures")
+        self.parts["predict"] = self._listed(entries, _read_numbered_image, paths)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data entries of a checkpoint: those of `Loading` and the ids of the categories."""
@@ -243,21 +246,13 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
         return target | {"area": torch.tensor(areas, dtype=torch.float32)}
 
 
-def number_images(paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> list[tuple[Path, str, int]]:
-    """Return the path of each image to predict, its name below the folder, and its number or id."""
-    entries = list(zip(paths, names, numbers, strict=True))
-    stems = [output_path(Path(), os.path.splitext(name)[0], number=number).as_posix() for _, name, number in entries]
-    check_names(stems, "several images have", "pictures")
-    return entries
-
-
-def read_numbered_image(entry: tuple[Path, str, int]) -> tuple[Tensor, str, str, int]:
+def _read_numbered_image(entry: tuple[Path, str, int]) -> tuple[Tensor, str, str, int]:
     """Read an image to predict; return it with its path, its name, and its number or id."""
     path, name, number = entry
     return images.to_dtype(read_image_tensor(path), torch.float32, scale=True), str(path), name, number
 
 
-def select_training(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
+def _select_training(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
     """Return the training images and their objects without what `leave_out` names."""
     kept, objects = part.images, part.objects
     if "faulty_boxes" in leave_out:
@@ -274,7 +269,7 @@ def select_training(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
     return Annotated(part.file, part.folder, kept, objects, part.categories)
 
 
-def find_image_fault(part: Annotated, image: Mapping[str, Any]) -> str | None:
+def _find_image_fault(part: Annotated, image: Mapping[str, Any]) -> str | None:
     """Decode an image and compare its size with that in its entry; return what is wrong, or None."""
     path = part.path(image)
     fault = find_fault(path)
