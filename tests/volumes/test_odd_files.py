@@ -168,13 +168,35 @@ def link(file: Any) -> str:
     return "it has the arrays"
 
 
-def virtual(file: Any) -> str:
-    import h5py
+def virtual(source: str, name: str, text: str) -> Callable[[Any], Any]:
+    """A virtual dataset, whose source is beside it: others, an external one, or in what a link leads to."""
 
-    layout = h5py.VirtualLayout(shape=STACK.shape, dtype="uint8")
-    layout[:] = h5py.VirtualSource("../elsewhere.h5", "raw", shape=STACK.shape)
-    file.create_virtual_dataset("raw", layout)
-    return "elsewhere.h5"
+    def make(file: Any) -> Any:
+        import h5py
+
+        file["inner"] = h5py.ExternalLink("other.h5", "/")
+        file["soft"] = h5py.SoftLink("/inner/raw")
+        file["group/same"] = STACK
+        file.create_dataset("bytes", shape=STACK.shape, dtype="uint8", external="/etc/hostname")
+        for made, (other, inside) in {"chain": (".", "inner/raw"), "raw": (source, name)}.items():
+            layout = h5py.VirtualLayout(shape=STACK.shape, dtype="uint8")
+            layout[:] = h5py.VirtualSource(other, inside, shape=STACK.shape)
+            file.create_virtual_dataset(made, layout)
+        return text or STACK
+
+    return make
+
+
+VIRTUAL = {
+    "elsewhere": ("../elsewhere.h5", "raw", '"raw" has parts in "../elsewhere.h5"'),
+    "beside it": ("other.h5", "raw", '"raw" has parts in "other.h5"'),
+    "by a link": (".", "inner/raw", '"inner" is a link to "/"'),
+    "by a link from the root": (".", "/./inner/raw", '"inner" is a link to "/"'),
+    "by a soft link": (".", "soft", '"soft" is a link to "/inner/raw"'),
+    "by another virtual one": (".", "chain", '"inner" is a link to "/"'),
+    "outside": (".", "bytes", '"bytes" is in "/etc/hostname", and only files in its folder'),
+    "itself": (".", "group/same", ""),
+}
 
 
 def external(file: Any) -> str:
@@ -289,7 +311,8 @@ CASES: dict[str, Case] = {
         "a.h5",
         hdf5(lambda file: str(file.create_dataset("a", data=[1, 2])) and "it has no arrays"),
     ),
-    "hdf5 of another file": ("a.h5", hdf5(virtual)),
+    **{f"hdf5, virtual, {name}": ("a.h5::raw", hdf5(virtual(*made))) for name, made in VIRTUAL.items()},
+    "hdf5 by a link": ("a.h5::inner/raw", hdf5(virtual(".", "chain", '"inner" is a link to "/"'))),
     "hdf5 outside": ("a.h5", hdf5(external)),
     "nifti with a slope": ("a.nii", nifti(STACK, slope=2.0, inter=3.0)),
     "packed nifti with a slope": ("a.nii.gz", nifti(STACK, slope=2.0, inter=3.0)),
@@ -310,16 +333,16 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("name", CASES)
 def test_odd_files_are_right_or_refused_by_name(name: str, tmp_path: Path) -> None:
     file, write = CASES[name]
-    path = tmp_path / file
+    path = tmp_path / file.partition("::")[0]
     expected = write(path)
     if isinstance(expected, str):
         with pytest.raises((ValueError, OSError)) as caught:
-            open_volume(path)
+            open_volume(tmp_path / file)
         assert expected in str(caught.value)
         assert str(path) in str(caught.value)
         assert str(caught.value).startswith("open_volume: ")
         return
-    volume = open_volume(path)
+    volume = open_volume(tmp_path / file)
     assert volume.dtype.newbyteorder("=") == expected.dtype.newbyteorder("=")
     np.testing.assert_array_equal(np.asarray(volume), expected)
 

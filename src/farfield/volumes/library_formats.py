@@ -50,20 +50,35 @@ def open_hdf5(file: FileName) -> Opened:
 
 
 def _refuse_links(file: FileName, h5py: Any, opened: Any, name: str) -> None:
-    """Refuse a dataset in another file: HDF5 opens whatever file a link names."""
-    parts = [part for part in name.split("/") if part]
+    """Refuse a dataset in another file, and a virtual one of which a part is: HDF5 opens whatever file is named."""
+    names = [name]
+    for here in names:  # which grows by the sources of virtual datasets
+        _refuse_link(file, h5py, opened, here)
+        found = opened.get(here)
+        if not isinstance(found, h5py.Dataset):
+            continue
+        outside = [str(each[0]) for each in found.external or () if leads_outside(str(each[0]))]
+        if outside:
+            raise file.error(f'"{here}" is in "{outside[0]}", and only files in its folder, or below, are read')
+        for source in found.virtual_sources() if found.is_virtual else ():
+            if source.file_name != ".":
+                raise file.error(f'"{here}" has parts in "{source.file_name}"; fix: open that file')
+            if "%" in source.dset_name:  # HDF5 puts numbers in its place, so that it is more than one dataset
+                raise file.error(
+                    f'"{here}" has parts in datasets "{source.dset_name}", which are not known; fix: copy it'
+                )
+            if source.dset_name not in names:
+                names.append(source.dset_name)
+
+
+def _refuse_link(file: FileName, h5py: Any, opened: Any, name: str) -> None:
+    """Refuse a path of which a part is a link to another place."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
     for end in range(1, len(parts) + 1):
         here = "/".join(parts[:end])
         link = opened.get(here, getlink=True)
         if link is not None and not isinstance(link, h5py.HardLink):
             raise file.error(f'"{here}" is a link to "{link.path}"; fix: open what it leads to')
-    found = opened.get(name)
-    if isinstance(found, h5py.Dataset):
-        others = [each[0] for each in found.external or ()]
-        others += [each.file_name for each in found.virtual_sources()] if found.is_virtual else []
-        outside = [each for each in map(str, others) if leads_outside(each)]
-        if outside:
-            raise file.error(f'"{name}" is in "{outside[0]}", and only files in its folder, or below, are read')
 
 
 def _check_filters(file: FileName, h5py: Any, dataset: Any) -> None:
