@@ -22,11 +22,13 @@ from farfield.streaming.arguments import cores, parse_positions, refuse_large_su
 from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
 from farfield.streaming.progress import Pass, Saved, Stream, find_unfinished
 from farfield.volumes.aliasing import refuse_aliasing
+from farfield.volumes.axes_view import AxesView
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
+from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import box_index, numpy_dtype, output_for
 from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
-from farfield.volumes.volume import describe_output, split_volume
+from farfield.volumes.volume import describe_output, split_volume, take_samples
 
 # Bytes of a tile by default; computing its response takes a few times as much memory.
 _TILE = 2**24
@@ -99,17 +101,18 @@ def respond_whole(
         >>> np.allclose(respond_whole(layer, grid, tile=(16, 16, 10), quiet=True), whole, atol=1e-5)
         True
     """
-    known, grid = split_volume(grid)
     inputs = {"grid": grid, "context": context, "mask": mask, "context_mask": context_mask}
-    given = {name: volume for name, volume in inputs.items() if volume is not None or name == "grid"}
-    _check(layer, given)
+    split = {name: split_volume(volume) for name, volume in inputs.items() if volume is not None or name == "grid"}
+    _check(layer, {name: array for name, (_, array) in split.items()})
     if tile is not None:
         tile = parse_positions("tile", tile, 1, optional=True)
-    refuse_aliasing(out, inputs)
+    given, known, spatial_dims = _order_inputs(split, tile)
+    grid, context, mask, context_mask = map(given.get, inputs)
+    refuse_aliasing(out, given)
     path = Path(out) if isinstance(out, str | Path) else None
     identity, saved = find_unfinished(path, None, layer, given)
     tile = saved.tile if tile is None and saved is not None else tile
-    layout = _find_layout(layer, grid, tile)
+    layout = parse_layout(grid.shape, spatial_dims) if spatial_dims else _find_layout(layer, grid, tile)
     volumes, keys = _open_grid("grid", layer, grid, mask, layout, tile), "grid"
     source, tiles = volumes["grid"]
     if context is not None:
@@ -152,6 +155,44 @@ def _check(layer: GridAttention, given: Mapping[str, Any]) -> None:
         )
     if layer.training and layer.coefficient_norm is not None:
         raise refusal(ValueError, "batch norm in training needs the whole grid; fix: layer.eval().")
+
+
+def _order_inputs(
+    split: Mapping[str, tuple[ImageMetadata | None, Any]], tile: object
+) -> tuple[dict[str, Any], ImageMetadata | None, int | None]:
+    """Return the inputs with channels where their letters say, the grid's metadata, and its spatial dims if known."""
+    given, (known, grid), dims = {name: array for name, (_, array) in split.items()}, split["grid"], None
+    for name, mask in (("grid", "mask"), ("context", "context_mask")):
+        metadata, array = split.get(name, (None, None))
+        if metadata is None:
+            continue
+        array, metadata, _ = take_samples(f"the {name}", array, metadata)
+        axes = metadata.axes
+        if "C" not in axes or set(axes) - set("TCZYX") or len(set(axes)) < len(axes):
+            continue
+        # A time or a plane before channels is a sample, as (batch, channels, *size).
+        samples = int(axes[0] in "TZ" and axes[1] == "C")
+        if name == "grid" and isinstance(tile, Sequence):
+            samples = max(0, len(axes) - 1 - len(tile))
+        elif name == "context":
+            samples = len(grid.shape) - 1 - dims if dims else samples
+        space = "".join(letter for letter in "TZYX" if letter in axes)
+        letters = space[:samples] + "C" + space[samples:]
+        given[name] = _order_axes(array, axes, letters)
+        masked, valid = split.get(mask, (None, None))
+        if masked is not None and sorted(masked.axes) == sorted(space):
+            given[mask] = _order_axes(valid, masked.axes, space)
+        if name == "grid":
+            grid, known, dims = given[name], metadata.with_axes(letters), len(space) - samples
+    return given, known, dims
+
+
+def _order_axes(array: Any, axes: str, letters: str) -> Any:
+    """Return an array with its axes in the order of some letters."""
+    order = [axes.index(letter) for letter in letters]
+    if isinstance(array, Tensor):
+        return array.permute(order)
+    return array if order == sorted(order) else AxesView(array, order, {})
 
 
 def _find_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:
