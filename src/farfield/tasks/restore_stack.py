@@ -23,7 +23,7 @@ from farfield.volumes.axes_view import AxesView
 from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.sink import check_path
 from farfield.volumes.source import narrowed, without_mask
-from farfield.volumes.volume import split_volume
+from farfield.volumes.volume import split_volume, take_samples
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
 _PERCENTILES = (2.0, 99.8)
@@ -111,6 +111,9 @@ def restore(
         (5, 9, 11)
     """
     known, array = split_volume(stack)
+    if known is not None:
+        array, known, _ = take_samples("the stack", array, known)
+        stack = Volume(array, known)
     has_channels = known is not None and "C" in known.axes
     multiples = getattr(network, "multiples", (1,) * (len(stack.shape) - has_channels))
     if len(stack.shape) - len(multiples) not in (0, 1):
@@ -121,8 +124,12 @@ def restore(
         )
     channels = [array]
     if len(stack.shape) > len(multiples):
-        if known is not None:  # whatever its letter, the first axis has channels
-            stack = Volume(array, replace(known, axes="C" + known.axes[1:]))
+        if known is not None:
+            axes, place = known.axes, max(0, known.axes.find("C"))
+            if place:
+                array = AxesView(array, [place, *(axis for axis in range(len(axes)) if axis != place)], {})
+            # Whatever its letter, the first axis has channels.
+            stack = Volume(array, replace(known, axes="C" + axes[:place] + axes[place + 1 :]))
         kept = range(1, len(stack.shape))
         channels = [AxesView(array, kept, {0: [channel]}) for channel in range(stack.shape[0])]
     scaled = ScaledNetwork(network, [find_grey_levels(channel) for channel in channels]).eval()
