@@ -17,6 +17,7 @@ from torch import nn
 
 from farfield.data.readers.volumes import open_stack_volume
 from farfield.streaming import plan_whole, predict_whole
+from farfield.tasks.restore_stack import find_grey_levels
 from farfield.volumes import ImageMetadata, Volume, open_volume
 from helpers.streamed_nets import settled
 
@@ -424,6 +425,21 @@ def test_planes_of_times_one_after_the_other(tmp_path: Path, capsys: pytest.Capt
     assert (again.metadata.axes, again.shape) == ("TCZYX", (2, 1, 4, 20, 18))
 
 
+def test_planes_of_several_inputs_are_samples() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 1, 3, padding=1)
+
+        def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return self.conv(torch.cat([one, other], 1))
+
+    # As many planes as the convolution has channels, of both inputs.
+    net, one, other = settled(Joined()), STACK[:2], STACK[2:4]
+    found = predict_whole(net, (Volume(one, ImageMetadata("ZYX")), Volume(other, ImageMetadata("ZYX"))), quiet=True)
+    np.testing.assert_array_equal(found, predict_whole(net, (one[:, None], other[:, None]), quiet=True)[:, 0])
+
+
 def test_planes_that_are_not_clear() -> None:
     volume = Volume(STACK, ImageMetadata("ZYX"))
     # As many channels as planes: planes are channels, as in other 2.5-D networks.
@@ -513,7 +529,7 @@ class Counting:
         spans = [each.indices(length)[:2] for each, length in zip(index, self.shape, strict=True)]
         pairs = zip(spans, self.chunks, strict=True)
         self.decoded += int(np.prod([-(-stop // own) - start // own for (start, stop), own in pairs]))
-        return self.array[index]
+        return self.array[index]  # with its mask, as some libraries' arrays
 
 
 @pytest.mark.parametrize("chunks", [(1, 64, 48), (8, 64, 48), (5, 23, 48)])
@@ -525,6 +541,14 @@ def test_chunks_are_decoded_once_a_pass(chunks: tuple[int, ...]) -> None:
     count = int(np.prod([-(-length // own) for length, own in zip(stack.shape, chunks, strict=True)]))
     # The region that is checked before the first pass reads them too, by the same cache.
     assert counting.decoded <= count
+
+
+def test_masks_of_chunks_are_seen() -> None:
+    stack = np.ma.masked_equal(np.arange(8 * 64 * 48, dtype="float32").reshape(8, 64, 48), 5000)
+    with pytest.raises(ValueError, match=r"predict_whole: 1 of [\d,]+ positions that were read are masked"):
+        predict_whole(network(3), Counting(stack, (8, 64, 48)), tile=(4, 8, 8), quiet=True)
+    with pytest.raises(ValueError, match=r"restore: 1 of [\d,]+ positions that were read are masked"):
+        find_grey_levels(Counting(stack, (8, 64, 48)))
 
 
 def test_kept_chunks_are_bounded() -> None:

@@ -214,7 +214,9 @@ def _arrange_letters(
                 "convolution that tells whether its planes are samples or channels; fix: the letter C in place of Z "
                 "for channels, or numpy.asarray(volume)[:, None] for samples.",
             )
-        if convolution is not None and 1 < planes == convolution.in_channels and samples == ["Z"]:
+        # Of several inputs the network may join the channels, whose number then is none of one input's.
+        is_single = not name.startswith("input ")
+        if convolution is not None and is_single and 1 < planes == convolution.in_channels and samples == ["Z"]:
             samples, channels = [], "Z"
     order = [axes.index(letter) for letter in (*samples, *channels, *space[len(space) - dims :])]
     if isinstance(taken, Tensor):
