@@ -22,7 +22,7 @@ from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.sink import check_path
-from farfield.volumes.source import narrowed, without_mask
+from farfield.volumes.source import explain_error, narrowed, without_mask
 from farfield.volumes.volume import split_volume, take_samples
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
@@ -173,7 +173,7 @@ def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES
         low, high = _count_levels(stack, percentiles)
     else:
         step = max(1, math.ceil(math.prod(stack.shape) / _COUNTED))
-        planes = np.stack([without_mask(stack[index]) for index in range(0, stack.shape[0], step)])
+        planes = np.stack([_read_plane(stack, index) for index in range(0, stack.shape[0], step)])
         if not np.isfinite(planes).all():
             faults = int((~np.isfinite(planes)).sum())
             raise refusal(
@@ -191,10 +191,19 @@ def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES
     return low, high
 
 
+def _read_plane(stack: Any, index: int) -> NDArray[Any]:
+    try:
+        plane = stack[index]
+    # Codecs and libraries of files raise all kinds of errors for damaged chunks.
+    except Exception as error:
+        raise explain_error(error, stack, "restore", f"plane {index}") from error
+    return without_mask(plane)
+
+
 def _count_levels(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
     counts = np.zeros(256 ** np.dtype(stack.dtype).itemsize, np.int64)
     for index in range(stack.shape[0]):
-        counts += np.bincount(without_mask(stack[index]).ravel(), minlength=len(counts))
+        counts += np.bincount(_read_plane(stack, index).ravel(), minlength=len(counts))
     up_to = np.cumsum(counts)
     # Interpolated as in numpy.percentile.
     levels = []

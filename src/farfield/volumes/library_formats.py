@@ -16,12 +16,10 @@ import numpy as np
 from farfield.volumes.file_name import FileArray, FileName, Opened, load_library
 from farfield.volumes.image_metadata import ImageMetadata, known, parse_length
 from farfield.volumes.tiff_metadata import read_tiff_metadata
-from farfield.volumes.tiff_parts import check_codecs, check_parts, check_planes, leads_outside
+from farfield.volumes.tiff_parts import check_codecs, check_parts, check_planes, leads_outside, listed
 
 # Suffixes of files that are planes of a folder, and are read by tifffile or Pillow.
 _TIFF_PLANES, _OTHER_PLANES = (".tif", ".tiff"), (".png", ".bmp", ".jpg", ".jpeg")
-# How many names errors list.
-_SHOWN = 8
 
 
 # ---- HDF5 ------------------------------------------------------------------------------------------------------------
@@ -42,9 +40,10 @@ def open_hdf5(file: FileName) -> Opened:
     if not isinstance(found, h5py.Dataset) or not found.shape:
         if not names:
             raise file.error("it has no arrays of two axes or more")
-        listed = ", ".join(f'"{each}"' for each in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
         what = f'no array "{name}", and ' if name else ""
-        raise file.error(f'it has {what}the arrays {listed}; fix: open_volume("{file.path}::{names[0]}"), for example')
+        raise file.error(
+            f'it has {what}the arrays {listed(names)}; fix: open_volume("{file.path}::{names[0]}"), for example'
+        )
     _check_filters(file, h5py, found)
     return found, _read_hdf5_metadata(found)
 
@@ -166,8 +165,9 @@ def list_planes(folder: Path) -> list[Path]:
         if path.suffix.lower() in _TIFF_PLANES + _OTHER_PLANES and not path.name.startswith(".") and path.is_file()
     ]
 
-    def number(path: Path) -> list[str | int]:
-        return [int(each) if each.isdecimal() else each for each in re.split(r"(\d+)", path.name.lower())]
+    def number(path: Path) -> tuple[list[str | int], str]:
+        parts = [int(each) if each.isdecimal() else each for each in re.split(r"(\d+)", path.name.lower())]
+        return parts, path.name  # of names that differ in zeros and capitals alone, always the same order
 
     return sorted(planes, key=number)
 
