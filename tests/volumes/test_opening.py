@@ -222,6 +222,12 @@ def test_zarr_at_an_address() -> None:
     assert (volume.metadata.spacing, volume.metadata.origin) == (SPACING, {"Z": 0.5})
     with pytest.raises(ValueError, match=r'cannot read "memory://nothing/b\.zarr" as zarr'):
         open_volume("memory://nothing/b.zarr")
+    group.attrs["ome"] = {
+        "version": "0.5",
+        "multiscales": [{"axes": axes, "datasets": [level | {"path": "../a.zarr/0"}]}],
+    }
+    with pytest.raises(ValueError, match=r'^open_volume: cannot read "memory://stacks/a\.zarr": .*\.\.'):
+        open_volume("memory://stacks/a.zarr")
     fsspec.filesystem("memory").rm("/stacks", recursive=True)
 
 

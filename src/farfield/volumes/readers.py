@@ -31,9 +31,26 @@ def open_file(path: Any, level: int, series: int | None) -> tuple[Path | str, Op
         fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
         raise refusal(TypeError, f"path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
     text = os.fspath(path)
+    found: Path | str
     if "://" in text:
         load_library("fsspec", "remote", "an address")
-        return text, _open_zarr(FileName(text, "", level, series))
+        found, place, reader = text, FileName(text, "", level, series), _open_zarr
+    else:
+        found, place, reader = _find_reader(text, level, series)
+    try:
+        return found, reader(place)
+    # Libraries raise all kinds of errors for damaged files; those of the system have a number.
+    except Exception as error:
+        told = is_refusal(error) or isinstance(error, ImportError)
+        if told or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise place.error(str(error) or type(error).__name__) from error
+
+
+def _find_reader(
+    text: str, level: int, series: int | None
+) -> tuple[Path | str, FileName, Callable[[FileName], Opened]]:
+    """Return the path of a file, with its dataset, what is read of it, and the reader of its format."""
     name, _, dataset = (text, "", "") if os.path.lexists(text) else text.partition("::")
     file = Path(name)
     if not os.path.lexists(file):
@@ -55,15 +72,8 @@ def open_file(path: Any, level: int, series: int | None) -> tuple[Path | str, Op
     if reader not in (open_tiff, _open_zarr, _open_zip):  # the others have one array
         place.choose_level(1)
         place.choose_series([""])
-    try:
-        # What is pickled and opened again has its dataset.
-        return (file if not dataset else text), reader(place)
-    # Libraries raise all kinds of errors for damaged files; those of the system have a number.
-    except Exception as error:
-        told = is_refusal(error) or isinstance(error, ImportError)
-        if told or (isinstance(error, OSError) and error.errno is not None):
-            raise
-        raise place.error(str(error) or type(error).__name__) from error
+    # What is pickled and opened again has its dataset.
+    return (file if not dataset else text), place, reader
 
 
 def is_zarr(path: Path) -> bool:
