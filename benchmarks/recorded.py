@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from farfield.streaming import StreamingPlan, Tiles, plan_whole, predict_whole
+from farfield.streaming.plan import RegionCheck
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -163,7 +164,10 @@ def measure_times(options: argparse.Namespace) -> dict[str, Any]:
         "tiles": len(plan.cores),
         "number of passes": len(plan.passes),
         "MACs": plan.recomputed,
-        "planned": max(plan.tile_bytes + (0 if plan.on_disk else plan.stored_bytes), getattr(plan.check, "bytes", 0)),
+        "planned": max(
+            plan.tile_bytes + (0 if plan.on_disk else plan.stored_bytes),
+            plan.check.bytes if isinstance(plan.check, RegionCheck) else 0,
+        ),
         "stored": plan.stored_bytes,
         "on disk": plan.on_disk,
     }

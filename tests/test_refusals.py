@@ -1,12 +1,18 @@
 """Errors get the name of the function that was called once, at its door (`farfield._refusals`)."""
 
+import importlib.util
 import pickle
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from farfield import cost, maps, models, ops
 from farfield._refusals import door, is_refusal, put_name, refusal
+from farfield.insertion import insert
+from farfield.nn import GridAttention, layer_kernels
 
 
 @door("inner")
@@ -68,3 +74,32 @@ def test_doors_are_compiled() -> None:
 
     grid = torch.ones(3)
     assert torch.equal(torch.compile(double, fullgraph=True, backend="eager")(grid), 2 * grid)
+
+
+GRID = torch.zeros(1, 8, 4, 4)
+DOORS: dict[str, Callable[[], object]] = {
+    "axis_means": lambda: ops.axis_means(GRID.long()),
+    "GridAttention": lambda: GridAttention(8, "dot", heads=np.array([1, 2])),
+    "GridAttention.respond": lambda: GridAttention(8, "dot").respond(
+        GRID.expand(2, -1, -1, -1), GridAttention(8, "dot").summarize(GRID)
+    ),
+    "cost.predict": lambda: cost.predict("dot", size=(4, 4), channels=np.int64(8)),
+    "maps.layers": lambda: maps.layers(torch.nn.Linear(2, 2), torch.zeros(1, 2)),
+    "maps.health": lambda: maps.health(torch.nn.Linear(2, 2), torch.zeros(1, 2)),
+    "insert": lambda: insert(torch.nn.Sequential(), ["0", torch.nn.ReLU()], torch.nn.ReLU, example=GRID),
+    "unet_residual": lambda: models.unet_residual(first_channels=np.array([1, 2])),
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_the_function_that_was_called_is_named(name: str) -> None:
+    with pytest.raises((TypeError, ValueError, LookupError)) as raised:
+        DOORS[name]()
+    assert str(raised.value).startswith(f"{name}: ")
+    assert not is_refusal(raised.value)
+
+
+def test_the_formulas_of_flops_are_registered_once_however_often_the_module_is_read() -> None:
+    again = importlib.util.module_from_spec(layer_kernels.__spec__)
+    layer_kernels.__spec__.loader.exec_module(again)  # raises where a formula is registered twice
+    assert again._private_operations() == layer_kernels._private_operations()

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -151,12 +152,17 @@ def _mask_fix(name: str, mask: Tensor, grid: Tensor) -> str:
     return f"one value per position, without channels, {right}{f': {made}' if made else ''}."
 
 
+def check_whole(name: str, value: object, smallest: int) -> None:
+    """Refuse a value that is not a whole number, or below the smallest allowed."""
+    if not isinstance(value, int) or value < smallest:
+        # Such as numpy's int64: a whole number, but it would stand in saved configurations.
+        fix = f"; fix: int({value})" if isinstance(value, Integral) and int(value) >= smallest else ""
+        raise refusal(ValueError, f"{name} must be a whole number from {smallest}, got {value!r}{fix}.")
+
+
 def check_heads(heads: int, channels: int, owner: str) -> None:
     """Refuse a number of heads that does not divide the channels; the error names the nearest number that does."""
-    if not isinstance(heads, int) or heads < 1:
-        # Such as numpy's int64: a whole number, but it would stand in saved configurations.
-        fix = f"; fix: int({heads})" if hasattr(heads, "__index__") and heads >= 1 else ""
-        raise refusal(ValueError, f"heads must be a whole number from 1, got {heads!r}{fix}.")
+    check_whole("heads", heads, 1)
     if channels % heads:
         divisors = [divisor for divisor in range(1, channels + 1) if channels % divisor == 0]
         nearest = min(divisors, key=lambda divisor: (abs(divisor - heads), divisor))

@@ -226,11 +226,11 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
         (b"a\nb\xff\xfe", r"is not UTF-8: byte 3 \(0xff, line 2\): invalid start byte; fix: iconv"),
         (b"a\0b", r"is not text: byte 1 is 0; fix: another file, or save it as UTF-8\."),
         ("a\nb".encode("utf-16-le"), r"is not text: byte 1 is 0"),
-        (None, r"cannot read .*Is a directory"),
+        (None, r": Is a directory"),
     ],
 )
 def test_a_file_that_is_no_text_is_named(tmp_path: Path, content: bytes | None, text: str) -> None:
     path = tmp_path / "list.txt"
     path.mkdir() if content is None else path.write_bytes(content)
-    with pytest.raises(FolderError, match=rf"(?s).*list\.txt.*{text}|{text}"):
+    with pytest.raises(FolderError, match=rf"(?s)list\.txt.*{text}"):
         read_utf8(path)

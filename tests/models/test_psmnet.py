@@ -270,7 +270,7 @@ def test_size_that_16_does_not_divide() -> None:
         ({"max_disparity": 0}, "psmnet_stacked: max_disparity must be a multiple of 16, got 0."),
         ({"first_channels": 0}, "psmnet_stacked: first_channels must be a whole number from 1, got 0."),
         ({"model": "psmnet_basik"}, 'models.PSMNet: no model "psmnet_basik"; nearest: psmnet_basic, psmnet_stacked.'),
-        ({"operator": "siamse"}, 'models.PSMNet: no operator "siamse"; nearest: siamese'),
+        ({"operator": "siamse"}, 'psmnet_stacked: no operator "siamse"; nearest: siamese'),
     ],
 )
 def test_wrong_options(options: dict[str, object], text: str) -> None:

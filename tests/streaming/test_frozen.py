@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from farfield.nn import SqueezeExcite
 from farfield.streaming import MeanOverFlips, freeze_statistics, plan_whole, predict_whole
+from farfield.volumes import ImageMetadata, Volume
 from helpers.drawn_networks import draw_network, draw_tile, draw_values
 from helpers.streamed_nets import CONVOLUTIONS, attention, relative, settled
 
@@ -266,6 +267,35 @@ def test_what_is_kept_is_listed() -> None:
         assert relative(predict_whole(frozen, grid, tile=16, quiet=True), frozen(grid)) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [
+        (lambda grid: torch.einsum("bchw->bc", grid) / 100, True),
+        (lambda grid: grid.flatten(2).norm(dim=2) / 10, True),
+        (lambda grid: torch.linalg.vector_norm(grid, dim=(2, 3)) / 10, True),
+        (lambda grid: grid.flatten(2).logsumexp(2), True),
+        (lambda grid: torch.sum(input=grid, dim=(2, 3)) / 100, False),
+        (lambda grid: grid.std((2, 3)), False),
+        (lambda grid: torch.amax(grid, (2, 3)), False),
+    ],
+)
+def test_what_grows_with_the_number_of_positions_is_no_constant(
+    function: Callable[[Tensor], Tensor], kept: bool
+) -> None:
+    patches, layers = torch.rand(2, 1, 24, 24), [nn.Conv2d(1, 4, 3, padding=1), nn.InstanceNorm2d(4), Gate(function)]
+    frozen = freeze_statistics(nn.Sequential(*layers).eval(), patches)
+    assert [call.kept for call in frozen.kept] == ["its result grows with the number of positions"] * kept
+    assert len(frozen.frozen) == 2 - kept
+
+
+def test_letters_of_patches_are_obeyed() -> None:
+    net, patch = make_small(), np.random.default_rng(0).random((20, 24, 3)).astype("float32")
+    net[0] = nn.Conv2d(3, 4, 3, padding=1)
+    named = freeze_statistics(net.eval(), Volume(patch, ImageMetadata("YXC")))
+    plain = freeze_statistics(net.eval(), np.moveaxis(patch, -1, 0).copy())
+    assert all(map(torch.equal, named.constants.buffers(), plain.constants.buffers()))
+
+
 def test_only_some_layers_and_the_rest_later() -> None:
     net = settled(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.GELU(), nn.GroupNorm(2, 4)))
     patches, grid = torch.rand(3, 1, 16, 16), torch.rand(1, 1, 40, 30)
@@ -340,6 +370,28 @@ def test_flips_and_several_inputs() -> None:
     assert len(plan_whole(flipped, (1, 40, 40), tile=16).passes) == 1
 
 
+class Asserting(nn.Sequential):
+    """Refuses lengths that are even."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(1, 4, 3, padding=1), nn.InstanceNorm2d(4))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        torch._assert(grid.shape[3] % 2 or grid.shape[3] > 9, "odd lengths alone")
+        return super().forward(grid)
+
+
+class Branching(nn.Conv2d):
+    """Subtracts a mean on large grids alone."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, 3, padding=1)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        grid = super().forward(grid)
+        return grid - grid.mean((2, 3), keepdim=True) if grid.shape[2] > 40 else grid
+
+
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no module": (lambda: freeze_statistics(abs, torch.rand(1, 16, 16)), TypeError, "network must be"),
     "training": (lambda: freeze_statistics(make_small().train(), torch.rand(1, 16, 16)), ValueError, "model.eval"),
@@ -364,6 +416,41 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ),
         ValueError,
         "1: layer: it attends to all positions",
+    ),
+    "a class": (
+        lambda: freeze_statistics(nn.Conv2d, torch.rand(1, 9, 9)),
+        TypeError,
+        r"fix: an instance of it, Conv2d",
+    ),
+    "a path in place of paths": (
+        lambda: freeze_statistics(make_small(), torch.rand(1, 9, 9), only="12"),
+        TypeError,
+        r'fix: only=\["12"\]',
+    ),
+    "only none": (
+        lambda: freeze_statistics(make_small(), torch.rand(1, 9, 9), only=[]),
+        ValueError,
+        "only names no layer, of 1: F.instance_norm",
+    ),
+    "no values": (
+        lambda: freeze_statistics(make_small().to("meta"), torch.rand(1, 9, 9)),
+        ValueError,
+        "on the device meta",
+    ),
+    "an assertion": (
+        lambda: freeze_statistics(Asserting().eval(), [torch.rand(1, 9, 9), torch.rand(1, 9, 8)]),
+        ValueError,
+        r"does not run on a patch of shape \(1, 9, 8\): odd",
+    ),
+    "batches": (
+        lambda: freeze_statistics(make_small(), [(torch.rand(2, 1, 9, 9), torch.rand(3, 1, 9, 9))]),
+        ValueError,
+        "one batch and one size",
+    ),
+    "another way": (
+        lambda: freeze_statistics(Branching().eval(), torch.rand(1, 9, 9)),
+        ValueError,
+        "does not run on the patches",
     ),
     "scripted": (
         lambda: freeze_statistics(torch.jit.script(make_small()[0]), torch.rand(1, 9, 9)),

@@ -33,7 +33,7 @@ def test_a_network_at_the_address_of_another_has_a_plan_of_its_own() -> None:
 
     def plan(weights: int) -> object:
         model = copy.deepcopy(networks()[weights])
-        return Planner("predict_whole", model, [VOLUME.shape], parse_tiles((4, 4)), None, None).plan()
+        return Planner(model, [VOLUME.shape], parse_tiles((4, 4)), None, None).plan()
 
     plans = [[plan(weights) for weights in range(3)] for _ in range(3)]
     assert len({id(own) for own in plans[0]}) == 3

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield.streaming import GlobalLayer, SeamReport, find_seams, freeze_statistics
+from farfield.volumes import ImageMetadata, Volume
 from helpers.streamed_nets import attention, relative, settled
 
 
@@ -307,6 +308,14 @@ def test_a_part_of_a_large_volume_is_read() -> None:
     assert "128 × 128 of 4000 × 4000" in str(seams)
 
 
+def test_planes_one_after_the_other_and_an_axis_that_is_not_cut() -> None:
+    planes = Volume(ramp(5, 64, 64)[0].numpy(), ImageMetadata("ZYX"))
+    assert find_seams(with_layers(nn.InstanceNorm2d(4)), planes, 32).size == (64, 64)
+    # A stride of 2 makes 25 of 49, which tiles do not cut.
+    strided = settled(nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.InstanceNorm2d(4)))
+    assert find_seams(strided, ramp(49, 64), (None, 16)).layers[0].name == "1: F.instance_norm"
+
+
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no module": (lambda: find_seams(abs, ramp(32, 32), 16), TypeError, "network must be"),
     "training": (lambda: find_seams(with_layers().train(), ramp(32, 32), 16), ValueError, "model.eval"),
@@ -320,6 +329,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "does not run on a patch of shape",
     ),
+    "no values": (lambda: find_seams(with_layers().to("meta"), ramp(64, 64), 32), ValueError, "on the device meta"),
     "shortened": (lambda: find_seams(settled(nn.Conv2d(1, 1, 3)), ramp(64, 64), 32), ValueError, "no multiple or"),
 }
 

@@ -58,6 +58,8 @@ def import_function(name: str, option: str = "--network") -> Callable[..., Any]:
     module, _, function = name.rpartition(".")
     if function == "py" and Path(name).is_file():
         fix = f"the function in it that builds the network, {option} {Path(name).stem}.FUNCTION"
+        if Path(name).parent != Path():
+            fix += f", in the folder {Path(name).parent} or with it on PYTHONPATH"
         raise ValueError(f"{option} {name} is a file; fix: {fix}.")
     if module == OURS[:-1] and not hasattr(models, function):
         raise put_name(option, unknown_network(function))

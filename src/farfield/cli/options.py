@@ -216,8 +216,9 @@ def _check_value(name: str, value: Any, kind: str) -> None:
 
 def _is_float(value: Any) -> bool:
     try:
-        return not isinstance(value, bool) and math.isfinite(float(value))
-    except (TypeError, ValueError):
+        # Lightning's command line reads `.inf`, and not the word.
+        return type(value) in (int, float) or (isinstance(value, str) and math.isfinite(float(value)))
+    except ValueError:
         return False
 
 

@@ -64,6 +64,10 @@ def show_seams(
 
 def _load_network(network: str | None, weights: Path | None, model: str | None) -> nn.Module:
     if model is not None:
+        if weights is not None:
+            raise CommandLineError(
+                "--model has its weights; fix: leave --weights out, or --network in place of --model"
+            )
         # It needs the packages of training, which a network that is named does not.
         from farfield.cli.loaded_network import load
 

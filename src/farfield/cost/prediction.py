@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from farfield._checks import check_heads, check_size, unknown
-from farfield._refusals import door, put_name, refusal
+from farfield._checks import check_heads, check_size, check_whole, unknown
+from farfield._refusals import door, refusal
 from farfield.cost.counting import Cost, CountedCall, count, run
 from farfield.cost.formulas import (
     FORMULAS,
@@ -112,7 +112,7 @@ def formula_name(operator: object) -> str:
             'fix: GridAttention(64, "factorized_gaussian"), for example.'
         )
     if not isinstance(operator, Operator):
-        raise put_name("cost.predict", unknown("operator", operator, FORMULAS))
+        raise unknown("operator", operator, FORMULAS)
     name = find_name(operator)
     if name is None:
         raise LookupError(
@@ -125,8 +125,7 @@ def formula_name(operator: object) -> str:
 def check_positive(**numbers: int) -> None:
     """Raise ValueError for a number that is not an integer or is below 1."""
     for name, number in numbers.items():
-        if not isinstance(number, int) or number < 1:
-            raise refusal(ValueError, f"{name} must be a whole number from 1, got {number!r}.")
+        check_whole(name, number, 1)
 
 
 def count_parameters(operator: str, s: Sizes) -> tuple[int, int]:
@@ -158,7 +157,7 @@ def printed_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int, con
         convention = next(name for name, paper in PAPERS.items() if operator in paper.rows)
     paper = PAPERS[convention]
     if operator not in paper.rows:
-        raise put_name("cost.predict", unknown(f"operator of {convention}", operator, paper.rows))
+        raise unknown(f"operator of {convention}", operator, paper.rows)
     return paper.size(operator, s, steps, batch)
 
 

@@ -187,7 +187,7 @@ def _read_to_predict(shorter_side: int | None, entry: tuple[Path, str]) -> tuple
 
 
 def read_pixels(path: Path) -> Tensor:
-    """Read an image as a `uint8` tensor `(3, height, width)`; errors name the caller."""
+    """Read an image as a `uint8` tensor `(3, height, width)`."""
     return images.pil_to_tensor(read_image(path))
 
 

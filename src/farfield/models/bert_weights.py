@@ -121,7 +121,7 @@ def _name_source(name: str) -> str:
 
 def fill_from_file(net: _Network, path: Path) -> _Network:
     """Copy a file's weights, Hugging Face's or those of a saved `Bert`, into a `Bert`, and return it."""
-    with door(f"{net.name}"):
+    with door(str(net.name)):
         tensors = read_weights(path)
     _check_number_of_heads(net, path.parent / "config.json")
     if set(tensors) == set(net.state_dict()):

@@ -228,9 +228,9 @@ def rebuild(config: dict[str, Any]) -> nn.Module:
     """Build the model of a saved configuration, without its weights."""
     build = _FAMILIES.get(config["model"])
     if build is None:
-        raise put_name("models.from_pretrained", unknown("model", config["model"], _FAMILIES))
+        raise unknown("model", config["model"], _FAMILIES)
     if config.get("operator", "softmax") not in OPERATORS:
-        raise put_name("models.from_pretrained", unknown("operator", config["operator"], OPERATORS))
+        raise unknown("operator", config["operator"], OPERATORS)
     return build(**config)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from farfield import _checks
 from farfield._checks import unknown
-from farfield._refusals import put_name
+from farfield._refusals import door, put_name
 from farfield.ops.table import OPERATORS, Operator, find_name
 
 
@@ -36,8 +37,7 @@ def find_operator(caller: str, operator: Any) -> Operator:
     return OPERATORS[operator]
 
 
-def check_whole(model: str, name: str, value: int, smallest: int) -> None:
+def check_whole(model: str, name: str, value: object, smallest: int) -> None:
     """Refuse a value that is not a whole number, or below the smallest allowed."""
-    if not isinstance(value, int) or value < smallest:
-        fix = f"; fix: int({value})" if hasattr(value, "__index__") and value >= smallest else ""
-        raise ValueError(f"{model}: {name} must be a whole number from {smallest}, got {value!r}{fix}.")
+    with door(model):
+        _checks.check_whole(name, value, smallest)

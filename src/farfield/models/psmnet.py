@@ -104,7 +104,7 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         self.reset_parameters()
         if operator is not None:
             options: dict[str, Any] = {"inner_channels": inner_channels, "value_channels": value_channels}
-            options["project"] = find_operator("models.PSMNet", operator).projections("qkvo")
+            options["project"] = find_operator(model, operator).projections("qkvo")
             # Residual with its output projection at zero: it starts as the identity.
             attention = GridAttention(4 * first_channels, operator, heads=heads, scale=scale, residual=True, **options)
             self.features.attention = attention

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from farfield._refusals import door
 from farfield.nn.bare import is_bare
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.layer_kernels import Geometry, convolve_and, norm_and_clamp
@@ -170,7 +169,6 @@ class Convolved(Fusable, nn.Sequential):
         del self.norm
 
 
-@door("convolved")
 def convolved(
     channels: int,
     out_channels: int,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import conv_flop_count, register_flop_formula
+from torch.utils.flop_counter import conv_flop_count, flop_registry, register_flop_formula
 
 from farfield.ops.fast import kernels
 from farfield.ops.function import accelerate
@@ -89,9 +89,9 @@ def _find_operation(name: str, overload: str, arguments: str) -> Any:
     operation = getattr(packet, overload, None)
     if operation is None or [each.name for each in operation._schema.arguments] != arguments.split():
         return None
-    # Those of the convolution: a clamp and an addition have none.
-    grid = arguments.split().index("X")
-    register_flop_formula(packet)(lambda *shapes, out_shape: conv_flop_count(shapes[grid], shapes[grid + 1], out_shape))
+    if packet not in flop_registry:  # those of the convolution: a clamp and an addition have none
+        at = arguments.split().index("X")
+        register_flop_formula(packet)(lambda *shapes, out_shape: conv_flop_count(shapes[at], shapes[at + 1], out_shape))
     return operation
 
 

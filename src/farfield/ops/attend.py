@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from farfield._checks import ShapeError, add_memory_note, check_attention, check_grid, check_same_kind
-from farfield._refusals import put_name, refusal
+from farfield._refusals import door, refusal
 from farfield.ops import engine
 from farfield.ops.projection import IDENTITY, Call, project_to_scores
 from farfield.ops.table import OPERATORS
@@ -63,13 +63,10 @@ def attend(
     For an operator with a score, `weight` or ones project queries and keys to one channel per head (SAN 4).
     """
     operator = OPERATORS[name]
-    try:
+    with door(f"{name}_attention"):
         if operator.score == "learned":
             _check_weight(query, weight)
         check_attention(query, key, value, heads, mask, query_mask)
-    except (TypeError, ValueError) as error:
-        put_name(f"{name}_attention", error)
-        raise
     score = IDENTITY
     if operator.score is not None:
         vector = query.new_ones(query.shape[1]) if weight is None else weight

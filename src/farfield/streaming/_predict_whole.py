@@ -17,7 +17,7 @@ from farfield._refusals import door
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce, one_grid
-from farfield.streaming.arguments import Tiles, arrange_volumes, parse_tiles, refuse_meta
+from farfield.streaming.arguments import Tiles, arrange_volumes, check_network, parse_tiles, refuse_meta
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
 from farfield.streaming.plan import PatchPlan
@@ -147,9 +147,10 @@ def predict_whole(
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
     refuse_aliasing(out, volumes)
     identity, saved = find_unfinished(path, overwrite, model, volumes)
+    check_network(model, "model", "predict_whole(model, …)")
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
-        planned = Planner("predict_whole", model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
+        planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
     else:
         planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
     if not quiet:

@@ -148,7 +148,7 @@ def round_up_tile(tile: int | Sequence[int | None], size: Sequence[int], multipl
     )
 
 
-def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[str, Any]]:
+def name_volumes(caller: str, volume: Any, called: str = "volume") -> tuple[ImageMetadata | None, dict[str, Any]]:
     """Return the metadata of the first volume, or None, and the arrays with names that errors give them."""
     if isinstance(volume, Mapping | list) or (isinstance(volume, tuple) and not volume):
         raise refusal(
@@ -158,32 +158,31 @@ def name_volumes(caller: str, volume: Any) -> tuple[ImageMetadata | None, dict[s
         )
     several = volume if isinstance(volume, tuple) else None
     split = [split_volume(each) for each in several or (volume,)]
-    arrays = {f"input {index}" if several else "volume": array for index, (_, array) in enumerate(split)}
+    arrays = {f"input {index}" if several else called: array for index, (_, array) in enumerate(split)}
     for name, array in arrays.items():
         check_volume(caller, name, array)
     return split[0][0], arrays
 
 
 def arrange_volumes(
-    caller: str, model: Any, tiles: Tiles, volume: Any
+    caller: str, model: Any, tiles: Tiles, volume: Any, called: str = "volume"
 ) -> tuple[ImageMetadata | None, dict[str, Any], list[AxisLayout | None]]:
     """Return what `name_volumes` does, with axes in the order of their letters, and the layouts that these tell.
 
     Of a `Volume` the last letters of T, Z, Y and X are the network's spatial dims, and those before are samples: of a
     stack the planes, for a 2-D network. None in place of the layout of an array without letters.
     """
-    known, arrays = name_volumes(caller, volume)
+    known, arrays = name_volumes(caller, volume, called)
     layouts: list[AxisLayout | None] = [None] * len(arrays)
-    network = getattr(model, "network", model)
     try:
-        dims = spatial_dims_of(network, tiles.size)
+        dims = spatial_dims_of(model, tiles.size)
     except (AttributeError, TypeError, ValueError):  # refused where the call is planned
         return known, arrays, layouts
     for index, (name, each) in enumerate(zip(arrays, volume if isinstance(volume, tuple) else (volume,), strict=True)):
         metadata, array = split_volume(each)
         if metadata is None:
             continue
-        arrays[name], metadata, layouts[index] = _arrange_letters(name, array, metadata, network, dims)
+        arrays[name], metadata, layouts[index] = _arrange_letters(name, array, metadata, model, dims)
         known = metadata if index == 0 else known
     return known, arrays, layouts
 
@@ -227,6 +226,22 @@ def _arrange_letters(
     if 0 in taken.shape:
         parse_layout(taken.shape, dims)
     return taken, metadata.with_axes("".join(axes[place] for place in order)), layout
+
+
+def check_network(network: Any, name: str, call: str) -> None:
+    """Refuse what is no module; `call` is the call as it should be."""
+    if isinstance(network, nn.Module):
+        return
+    fix = f"the network comes first, {call}"
+    if isinstance(network, type):
+        fix = f"an instance of it, {network.__name__}(…)"
+    elif callable(network):
+        builder = getattr(network, "__name__", "builder")
+        fix = (
+            f"its result, {builder}(…), if it builds the network; else wrap it in a torch.nn.Module whose forward "
+            "calls it"
+        )
+    raise refusal(TypeError, f"{name} must be a torch.nn.Module, got {type(network).__name__}; fix: {fix}.")
 
 
 def check_arguments(model: nn.Module, count: int) -> None:

@@ -16,7 +16,15 @@ from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.network_copy import Copier, clone
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming.arguments import Tiles, refuse_training, spatial_dims_of
+from farfield.streaming.arguments import (
+    Tiles,
+    arrange_volumes,
+    check_network,
+    parse_layouts,
+    refuse_meta,
+    refuse_training,
+    spatial_dims_of,
+)
 from farfield.streaming.global_calls import (
     FollowedRun,
     GlobalCall,
@@ -27,9 +35,7 @@ from farfield.streaming.global_calls import (
     follow_modules,
 )
 from farfield.streaming.planning import Planner
-from farfield.volumes.checks import check_volume
-from farfield.volumes.source import VolumeSource, parse_layout
-from farfield.volumes.volume import split_volume
+from farfield.volumes.source import VolumeSource
 
 
 @looks_at_a_copy
@@ -85,23 +91,23 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
         >>> torch.allclose(whole, frozen(image[None])[0], atol=1e-5)
         True
     """
-    if not isinstance(network, nn.Module):
-        raise refusal(
-            TypeError,
-            f"network must be a torch.nn.Module, got {type(network).__name__}; fix: the network comes first, "
-            "freeze_statistics(network, patches).",
-        )
+    check_network(network, "network", "freeze_statistics(network, patches)")
     refuse_training(network)
+    refuse_meta(device_of(network))
+    if isinstance(only, str):
+        raise refusal(TypeError, f'only must be a sequence of paths, got "{only}"; fix: only=["{only}"].')
     samples = read_patches("freeze_statistics", network, patches)
     first = next(samples)
     tiles = Tiles((None,) * (first[0].dim() - 2))
-    planner = Planner("freeze_statistics", network, [each.shape for each in first], tiles, None, None)
-    calls = find_global_calls(planner)
+    planner = Planner(network, [each.shape for each in first], tiles, None, None)
+    calls = find_global_calls(planner.record_calls())
     able = [call for call in calls if not call.kept]
     chosen = [call for call in able if only is None or call.key[0] in only]
     for path in only or ():
         if all(path != call.key[0] for call in chosen):
             raise unknown("layer", path, [call.key[0] for call in able])
+    if able and not chosen:
+        raise refusal(ValueError, f"only names no layer, of {', '.join(map(str, able))}; fix: leave it out, for all.")
     if not chosen:
         listed = "".join(f"\n  {call}: {call.kept}" for call in calls)
         reason, fix = "sums over no positions", "the network as it is, whose tiles need a halo alone"
@@ -116,7 +122,13 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
         for statistics in observe_patches(observed, chain([first], samples)):
             means.add(statistics)
     for call in chosen:
-        if call.key not in means or not all(each.isfinite().all() for each in means[call.key]):
+        if call.key not in means:
+            raise refusal(
+                ValueError,
+                f"{call} does not run on the patches, on whose sizes the network takes another way; fix: patches as "
+                "large as the training's.",
+            )
+        if not all(each.isfinite().all() for each in means[call.key]):
             raise refusal(
                 ValueError,
                 f"the statistics of {call} are not finite on the patches; fix: patches and weights that give finite "
@@ -130,16 +142,15 @@ def read_patches(caller: str, network: nn.Module, patches: Any) -> Iterator[tupl
     empty = True
     several = isinstance(patches, Iterable) and not isinstance(patches, str | bytes | Mapping)
     for index, patch in enumerate(patches if several and not hasattr(patches, "shape") else [patches]):
+        name = f"patch {index}"
+        _, arrays, known = arrange_volumes(caller, network, Tiles(), patch, name)
+        shapes = [array.shape for array in arrays.values()]
+        try:
+            dims = spatial_dims_of(network, None)
+        except ValueError:
+            dims = len(shapes[0]) - 2
         inputs = []
-        for each in patch if isinstance(patch, tuple) else (patch,):
-            _, array = split_volume(each)
-            name = f"patch {index}"
-            check_volume(caller, name, array)
-            try:
-                dims = spatial_dims_of(network, None)
-            except ValueError:
-                dims = len(array.shape) - 2
-            layout = parse_layout(array.shape, dims)
+        for array, layout in zip(arrays.values(), parse_layouts(shapes, dims, known), strict=True):
             source = VolumeSource(array, layout, device_of(network), dtype_of(network), caller=caller)
             inputs.append(source.read(tuple((0, length) for length in source.size)))
             if not inputs[-1].isfinite().all():
@@ -201,7 +212,7 @@ def observe_patches(
     for sample in samples:
         try:
             _, statistics = observed.run(*sample)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             shapes = ", ".join(str(tuple(each.shape[1:])) for each in sample)
             name = type(observed.network).__name__
             text = f"{name} does not run on a patch of shape {shapes}: {error}"

@@ -21,12 +21,14 @@ from torch.overrides import TorchFunctionMode
 from farfield.nn.tracing import tensors
 from farfield.streaming.graph import FunctionCall, Value, name_function
 from farfield.streaming.labels import LabelledGraph, find_gathered, label_graph
-from farfield.streaming.planning import Planner
 from farfield.streaming.record import is_layer
+from farfield.streaming.recording import Recording
 from farfield.streaming.rules.aligned import ALIGNED_RULES
 from farfield.streaming.rules.sums import find_norm
 from farfield.streaming.spans import axes_of
 
+# Parts of the names of operations whose result does not grow with the number of positions.
+_AVERAGES = ("mean", "var", "std", "max", "min", "pool")
 # The path of the module that calls, the function, and how often the module called it before.
 Key = tuple[str, str, int]
 # Operations that sum over positions and give no statistics of channels.
@@ -45,9 +47,8 @@ class GlobalCall(NamedTuple):
         return f"{path}: {function}" + (f" ({number + 1})" if number else "")
 
 
-def find_global_calls(planner: Planner) -> list[GlobalCall]:
+def find_global_calls(recording: Recording) -> list[GlobalCall]:
     """Return the calls of a network that sum over all positions, in order."""
-    recording = planner.record_calls()
     graph, size = recording.graph, recording.size
     positions, samples = dict[int, str](), dict[int, str]()
     labelled = label_graph(graph, size, range(len(size)), halo=[0] * len(size), refused=positions)
@@ -89,6 +90,8 @@ def _find_obstacle(
         return "it attends to all positions"
     if any(op.startswith(_PRODUCTS) for op in ops):
         return "a product over positions is no statistic of a channel"
+    if call.function not in _SUMS and not all(any(part in op for part in _AVERAGES) for op in ops):
+        return "its result grows with the number of positions"
     values = [_find_value(labelled, call, shape) for shape in call.shapes]
     for value in values:
         if value is None or axes_of(labelled.layouts[value]):
@@ -198,7 +201,7 @@ def find_statistics(key: Key, function: Any, args: Any, kwargs: Any, result: Any
     if "adaptive" in name:
         # Regions of another size have other positions: their mean is one number a channel.
         found = [each.mean(tuple(range(2, each.dim())), keepdim=True) for each in found]
-    return [each / _count_summed(args, each) for each in found] if name in _SUMS else found
+    return [each / _count_summed(args, kwargs, each) for each in found] if name in _SUMS else found
 
 
 def answer_with(key: Key, function: Any, args: Any, kwargs: Any, constants: Sequence[Tensor]) -> Any:
@@ -214,7 +217,7 @@ def answer_with(key: Key, function: Any, args: Any, kwargs: Any, constants: Sequ
         if not result.is_floating_point():
             return result
         constant = _fit(next(rest), result.shape).to(result.dtype)
-        return constant * _count_summed(args, result) if name in _SUMS else constant
+        return constant * _count_summed(args, kwargs, result) if name in _SUMS else constant
 
     # The call states the shape.
     return replace(function(*args, **kwargs))
@@ -253,5 +256,5 @@ def _fit(constant: Tensor, shape: Sequence[int]) -> Tensor:
     return constant.repeat(times).expand(*shape)
 
 
-def _count_summed(args: Any, result: Tensor) -> float:
-    return args[0].numel() / max(1, result.numel())
+def _count_summed(args: Any, kwargs: Any, result: Tensor) -> float:
+    return tensors((args, kwargs))[0].numel() / max(1, result.numel())

@@ -25,6 +25,7 @@ from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, ReductionEr
 from farfield.streaming.arguments import (
     Tiles,
     check_arguments,
+    check_network,
     cut_axes,
     parse_layouts,
     parse_tiles,
@@ -104,14 +105,14 @@ def plan_whole(
         if not isinstance(each, Sequence) or isinstance(each, str):
             given = f"a volume of shape {tuple(each.shape)}" if hasattr(each, "shape") else f"{each!r:.60}"
             raise refusal(TypeError, f"shape must be numbers, got {given}; fix: plan_whole(model, volume.shape).")
-    return Planner("plan_whole", model, shapes, parse_tiles(tile), pad, reduce).plan()
+    check_network(model, "model", "plan_whole(model, …)")
+    return Planner(model, shapes, parse_tiles(tile), pad, reduce).plan()
 
 
 @dataclass
 class Planner:
     """Plans a call of `predict_whole` or `plan_whole`, of which these are the arguments."""
 
-    caller: str
     model: Any
     shapes: Sequence[Sequence[int]]
     tiles: Tiles
@@ -129,17 +130,6 @@ class Planner:
 
     def plan(self) -> StreamingPlan:
         """Make the plan."""
-        if not isinstance(self.model, nn.Module):
-            fix = f"the network comes first, {self.caller}(model, …)"
-            if isinstance(self.model, type):
-                fix = f"an instance of it, {self.model.__name__}(…)"
-            elif callable(self.model):
-                name = getattr(self.model, "__name__", "builder")
-                fix = (
-                    f"its result, {name}(…), if it builds the network; else wrap it in a torch.nn.Module whose "
-                    "forward calls it"
-                )
-            raise refusal(TypeError, f"model must be a torch.nn.Module, got {type(self.model).__name__}; fix: {fix}.")
         try:
             return self._plan()
         except GraphError as error:
@@ -158,10 +148,11 @@ class Planner:
         size = tuple(length + each for length, each in zip(self.size, missing, strict=True))
         mixed = few > 1 and (probe is None or probe.mixes_samples)
         if mixed and "Z" in dict(self.layouts[0].samples):
-            raise ValueError(
-                f"{self.caller}: layers of {type(self.model).__name__} mix samples, so planes one after the other are "
-                'not its result on all of them; fix: one plane at a time, volume.crop({"Z": (0, 1)}), or all as one '
-                "batch, numpy.asarray(volume)[:, None]."
+            raise refusal(
+                ValueError,
+                f"layers of {type(self.model).__name__} mix samples, so planes one after the other are not its result "
+                'on all of them; fix: one plane at a time, volume.crop({"Z": (0, 1)}), or all as one batch, '
+                "numpy.asarray(volume)[:, None].",
             )
         batch, samples = (self.batch, 1) if mixed else (1, self.batch)
         recording = self._record_whole(batch, size, probe)
@@ -228,7 +219,7 @@ class Planner:
             graph = record_network(self.model, volumes, finish)
         except (RecordingError, CannotCopyError) as error:
             raise GraphError(str(error)) from error
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             if is_refusal(error):
                 raise
             if str(error).startswith("MeanOverFlips: "):  # which runs in the function that was called

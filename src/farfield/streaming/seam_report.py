@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import install_command
+from farfield._refusals import door, refusal
 from farfield.streaming.plan import Halo
 
 # The largest difference, by the range of the output, up to which there is no seam.
@@ -245,6 +246,7 @@ class SeamReport:
         if len(self.layers) > _SHOWN:
             yield f"and {len(self.layers) - _SHOWN} more"
 
+    @door("SeamReport.plot")
     def plot(self, path: str | Path) -> None:
         """Draw both predictions, their difference, and the curve along a line across a border of tiles.
 
@@ -261,7 +263,7 @@ class SeamReport:
             from matplotlib.figure import Figure
         except ImportError as error:
             fix = install_command("demo")
-            raise ImportError(f"SeamReport.plot: it needs matplotlib, which is not installed; fix: {fix}") from error
+            raise refusal(ImportError, f"it needs matplotlib, which is not installed; fix: {fix}") from error
         one, other = self.predictions
         difference = (one - other).abs()
         channel, *place = (int(each) for each in torch.unravel_index(difference.argmax(), difference.shape))

@@ -20,9 +20,11 @@ from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import (
     Tiles,
-    name_volumes,
+    arrange_volumes,
+    check_network,
     parse_layouts,
     parse_tiles,
+    refuse_meta,
     refuse_training,
     round_up,
     round_up_tile,
@@ -78,8 +80,8 @@ def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None]
             input's; if a patch is not finite, or the network does not run on it.
 
     Cost:
-        About 70 tiles, 256 tiles in which single layers are constant or four for each layer, the part untiled where it
-        takes a quarter of the free memory at most, and the patches.
+        Up to about 130 tiles, 256 tiles in which single layers are constant or four for each layer, the part untiled
+        where it takes a quarter of the free memory at most, and the patches.
 
     Example:
         >>> from farfield.streaming import find_seams
@@ -90,13 +92,9 @@ def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None]
         >>> find_seams(nn.Conv2d(1, 8, 3, padding=1).eval(), torch.rand(1, 96, 96), tile=32).choice
         'halo'
     """
-    if not isinstance(network, nn.Module):
-        raise refusal(
-            TypeError,
-            f"network must be a torch.nn.Module, got {type(network).__name__}; fix: the network comes first, "
-            "find_seams(network, volume, tile).",
-        )
+    check_network(network, "network", "find_seams(network, volume, tile)")
     refuse_training(network)
+    refuse_meta(device_of(network))
     scripted = any(isinstance(module, torch.jit.ScriptModule) for module in network.modules())
     examine = _examine if scripted else looks_at_a_copy(_examine, "find_seams")
     with torch.no_grad():
@@ -105,7 +103,7 @@ def find_seams(network: nn.Module, volume: Any, tile: int | Sequence[int | None]
 
 
 def _examine(network: nn.Module, volume: Any, tile: Any, patches: Any) -> SeamReport:
-    part = _Part(network, volume, parse_tiles(tile).size)
+    part = _Part(network, volume, parse_tiles(tile))
     tilings = [part.find_tiles(part.halo, shifted) for shifted in (False, True)]
     observed = [[part.run(region) for _, region in tiles] for tiles in tilings]
     one, other = (
@@ -214,21 +212,22 @@ def _find_removed(
 class _Part:
     """The part of a volume that is examined, and how the network runs on tiles of it."""
 
-    def __init__(self, network: nn.Module, volume: Any, size: Any) -> None:
+    def __init__(self, network: nn.Module, volume: Any, tiles: Tiles) -> None:
         self.network, self.notes = network, list[str]()
-        _, volumes = name_volumes("find_seams", volume)
-        if size is None:
+        _, volumes, known = arrange_volumes("find_seams", network, tiles, volume)
+        if tiles.size is None:
             raise refusal(TypeError, "tile must be the size of tiles, got None; fix: tile=64, for example.")
-        dims = spatial_dims_of(network, size)
-        layouts = parse_layouts([each.shape for each in volumes.values()], dims)
+        dims = spatial_dims_of(network, tiles.size)
+        layouts = parse_layouts([each.shape for each in volumes.values()], dims, known)
         sources = [
             VolumeSource(array, layout, device_of(network), dtype_of(network), caller="find_seams")
             for array, layout in zip(volumes.values(), layouts, strict=True)
         ]
         self.volume_size = sources[0].size
-        self.shapes = [(1, source.channels, *self.volume_size) for source in sources]
-        self.calls, strides = self._find_calls((None,) * dims)
-        self.tile = round_up_tile(size, self.volume_size, strides)
+        shapes = [(1, source.channels, *self.volume_size) for source in sources]
+        self.planner = Planner(network, shapes, Tiles((None,) * dims), None, None)
+        self.calls, strides = self._find_calls()
+        self.tile = round_up_tile(tiles.size, self.volume_size, strides)
         self.size = _choose_size(self.tile, self.volume_size, strides)
         if self.size == self.tile:
             raise refusal(
@@ -241,7 +240,7 @@ class _Part:
             round_up(own // stride, 2) // 2 * stride if own < length else 0
             for own, length, stride in zip(self.tile, self.size, strides, strict=True)
         )
-        self.shapes = [(*shape[:2], *self.size) for shape in self.shapes]
+        self.planner.shapes = [(*shape[:2], *self.size) for shape in shapes]
         self.missing: tuple[int, ...] = ()
         self.halo = self._find_halo(strides)
         self.grids = read_varied(
@@ -250,14 +249,14 @@ class _Part:
         self.observed = ObservedNetwork(network, self.calls)
         self.ratios: list[Fraction] = []
 
-    def _find_calls(self, tile: tuple[None, ...]) -> tuple[list[GlobalCall], tuple[int, ...]]:
+    def _find_calls(self) -> tuple[list[GlobalCall], tuple[int, ...]]:
         """Return the calls that sum over all positions, and the strides."""
-        planner = Planner("find_seams", self.network, self.shapes, Tiles(tile), None, None)
         try:
-            return find_global_calls(planner), planner.record_calls().strides
+            recording = self.planner.record_calls()
+            return find_global_calls(recording), recording.strides
         except (ValueError, TypeError) as error:
             self.notes.append(f"its layers are not known: {_first_line(error)}")
-            return [], (1,) * len(tile)
+            return [], (1,) * len(self.volume_size)
 
     def _find_halo(self, strides: Sequence[int]) -> Halo:
         """Return the halo that its operations need; where that is not known or too large, one of a part of the tile."""
@@ -280,8 +279,9 @@ class _Part:
 
     def _plan(self, tiles: Tiles) -> tuple[GraphPlan | None, str]:
         """Return how the network runs on the part; None, and why not, if it does not."""
+        self.planner.tiles = tiles
         try:
-            return Planner("find_seams", self.network, self.shapes, tiles, None, None).plan().graph_plan, ""
+            return self.planner.plan().graph_plan, ""
         except (ValueError, TypeError) as error:
             return None, _first_line(error)
 
@@ -304,7 +304,7 @@ class _Part:
         grids = [grid[(slice(None), slice(None), *inside)] for grid in self.grids]
         try:
             output, statistics = self.observed.run(*grids, frozen=frozen or {})
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             size = tuple(grids[0].shape[2:])
             text = f"{type(self.network).__name__} does not run on a tile of size {size}: {error}"
             raise refusal(ValueError, f"{text}\n  fix: a tile that it takes.") from error
@@ -315,7 +315,9 @@ class _Part:
     def _check_output(self, grid: Tensor, size: Sequence[int]) -> None:
         ratios = [Fraction(own, length) for own, length in zip(grid.shape[2:], size, strict=False)]
         known = len(ratios) == grid.dim() - 2 == len(size)
-        if not known or any(1 not in (each.numerator, each.denominator) for each in ratios):
+        # Along an axis that is not cut, tiles have the whole, whatever its length is.
+        axes = zip(ratios, self.tile, self.size, strict=False)
+        if not known or any(own < length and 1 not in (by.numerator, by.denominator) for by, own, length in axes):
             raise refusal(
                 ValueError,
                 f"{type(self.network).__name__} returns a grid of size {tuple(grid.shape[2:])} for a tile of size "
@@ -375,7 +377,7 @@ def _choose_size(tile: Sequence[int], size: Sequence[int], strides: Sequence[int
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).splitlines()[0].removeprefix("find_seams: ").partition("; fix")[0]
+    text = str(error).splitlines()[0].partition("; fix")[0]
     return text.rpartition("does not run in tiles: ")[2]
 
 

@@ -197,7 +197,18 @@ class Classify(TrainingTask):
 # A callback of the trainer and not an argument of `Classify`, as training does not depend on it:
 # --trainer.callbacks+ farfield.tasks.classify.MirroredScores
 class MirroredScores(Callback):
-    """Evaluate and predict with the mean of the scores of an image and of its mirror image; needs `Classify`."""
+    """Evaluate and predict with the mean of the scores of an image and of its mirror image; needs `Classify`.
+
+    This is a callback of the trainer and not an argument of `Classify`, because training does not depend on it:
+    `--trainer.callbacks+ farfield.tasks.classify.MirroredScores`. Evaluation takes twice as long.
+
+    Raises:
+        TypeError: At the start, if the task is not `Classify`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(logger=False, accelerator="cpu", callbacks=[MirroredScores()])
+    """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set `mirrors` of the task."""

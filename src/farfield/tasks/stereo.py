@@ -123,11 +123,25 @@ class Stereo(TrainingTask):
 
 
 class DisparityErrors(Metric):
-    """Errors of disparities, over the pixels whose true disparity is known and below `max_disparity`; 0 without any.
+    """Errors of disparities, over the pixels whose true disparity is known and below the largest.
 
-    `epe` is the mean of `|d - d*|` over all such pixels of all frames, in pixels, `error_3px` the share of pixels with
-    `|d - d*| > 3`, and `d1`, KITTI's, that of pixels with `|d - d*| > 3` and `|d - d*| > 0.05 d*`. `epe_batches_of_8`,
-    as in PSMNet's code, is the mean over the pixels of each eight consecutive frames, then over these groups.
+    - `epe`, the end-point error: the mean of `|d - d*|` over all such pixels of all frames, in pixels;
+    - `epe_batches_of_8`, as in PSMNet's code: the mean over the pixels of each eight frames, then over these groups;
+    - `error_3px`: the share of pixels with `|d - d*| > 3`;
+    - `d1`, KITTI's: the share of pixels with `|d - d*| > 3` and `|d - d*| > 0.05 d*`.
+
+    Groups of eight are consecutive frames; a group without such pixels counts as 0. Without any such pixel all errors
+    are 0. With several processes, all frames of the first come before those of the second and so on, and then they are
+    grouped.
+
+    Args:
+        max_disparity: True disparities below it count.
+
+    Example:
+        >>> errors = DisparityErrors(192)
+        >>> errors.update(torch.tensor([[[1.0, 9.0, 50.0]]]), torch.tensor([[[2.0, 4.0, float("inf")]]]))
+        >>> {name: float(value) for name, value in errors.compute().items()}
+        {'epe': 3.0, 'epe_batches_of_8': 3.0, 'error_3px': 0.5, 'd1': 0.5}
     """
 
     full_state_update = False

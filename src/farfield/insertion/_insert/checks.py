@@ -70,11 +70,10 @@ def check_types(model: Any, where: Any, make: Any) -> None:
         raise TypeError(f"insert: model is {type(model).__name__} and where is {type(where).__name__}; fix: {call}.")
     paths = [where] if isinstance(where, str) else () if where is None else where
     if isinstance(where, nn.Module) or not isinstance(paths, Iterable) or not all(isinstance(p, str) for p in paths):
-        kind = "a function" if callable(where) and not isinstance(where, nn.Module) else type(where).__name__
-        index = str(where) if isinstance(where, int) else None
-        listed = where[0] if isinstance(where, list) and where else where
-        if isinstance(listed, nn.Module):
-            kind = type(listed).__name__
+        several = where if isinstance(where, list | tuple) else ()
+        listed = next((each for each in several if not isinstance(each, str)), where)
+        kind = "a function" if callable(listed) and not isinstance(listed, nn.Module) else type(listed).__name__
+        index = str(listed) if isinstance(listed, int) else None
         path = next((path for path, module in model.named_modules() if module is listed or path == index), None)
         fix = call if path is None else f'its path, "{path}"'
         raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {fix}.")

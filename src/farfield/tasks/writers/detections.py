@@ -22,7 +22,12 @@ from farfield.tasks.writers.predictions import PALETTE, PredictionFolder, gather
 
 
 class DetectionFolder(PredictionFolder):
-    """Write the predictions of `Detect` to a folder: `results.json` in COCO's format, and `pictures/<name>.jpg`.
+    """Write the predictions of `Detect` to a folder: `results.json` and `pictures/<name>.jpg`.
+
+    `results.json` has COCO's format of results, with the annotations' ids of images and categories and the `file_name`
+    of each image; images of a folder without annotations are numbered from 1 in the order of their names. It holds all
+    detections; pictures show those with a score above `draw_above`, each object in its own colour. If the annotations
+    name an image outside their folder, its picture is `<last part of its name>-<id>.jpg`.
 
     Args:
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.

@@ -20,10 +20,18 @@ _COLUMNS = ("name", "blank", "rank", "word", "probability")
 
 
 class FilledTable(PredictionFile):
-    """Write the predictions of `MaskedLM`: `.csv` with a row for each likely word, or `.json` with all of each sample.
+    """Write the predictions of `MaskedLM` to a file: `.csv` with a row for each likely word, or `.json`.
+
+    In JSON each sample has its `name`, its `text` as it was read, the text with the likeliest words, `filled`, and in
+    `blanks` the likely words of each blank with their probabilities. An existing file is replaced.
 
     Args:
         path: The file; None writes `predictions.json` into the trainer's `default_root_dir`.
+
+    Raises:
+        ValueError: If the file name ends in neither `.csv` nor `.json`.
+        FileExistsError: Before the first prediction, if the file is one of the inputs.
+        CheckpointError: If the file cannot be written.
     """
 
     default = "predictions.json"
