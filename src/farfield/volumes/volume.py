@@ -304,6 +304,13 @@ def arrange(file: str | Path, array: Any, metadata: ImageMetadata, channel: int 
     return Volume(array, metadata.with_axes(letters))
 
 
+def take_channels(path: Path, volume: Volume, channel: int | Sequence[int]) -> Volume:
+    """Return some channels of a volume that `open_volume` opened at a path with all of them, as it does itself."""
+    part = arrange(path, volume.array, volume.metadata, channel)
+    part._opened = volume._opened and ({**volume._opened[0], "channel": channel},)
+    return part
+
+
 def take_samples(name: str, array: Any, metadata: ImageMetadata, channel: Any = None) -> tuple[Any, ImageMetadata, Any]:
     """Return an array whose samples of colour are its channels, its metadata, and the channels that are still to take.
 
