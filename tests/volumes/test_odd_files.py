@@ -178,7 +178,7 @@ def virtual(source: str, name: str, text: str) -> Callable[[Any], Any]:
         file["inner"] = h5py.ExternalLink("other.h5", "/")
         file["soft"] = h5py.SoftLink("/inner/raw")
         file["group/same"] = STACK
-        file.create_dataset("bytes", shape=STACK.shape, dtype="uint8", external="/etc/hostname")
+        file.create_dataset("bytes", shape=STACK.shape, dtype="uint8", external="beside")
         for made, (other, inside) in {"chain": (".", "inner/raw"), "raw": (source, name)}.items():
             layout = h5py.VirtualLayout(shape=STACK.shape, dtype="uint8")
             layout[:] = h5py.VirtualSource(other, inside, shape=STACK.shape)
@@ -195,14 +195,14 @@ VIRTUAL = {
     "by a link from the root": (".", "/./inner/raw", '"inner" is a link to "/"'),
     "by a soft link": (".", "soft", '"soft" is a link to "/inner/raw"'),
     "by another virtual one": (".", "chain", '"inner" is a link to "/"'),
-    "outside": (".", "bytes", '"bytes" is in "/etc/hostname", and only files in its folder'),
+    "outside": (".", "bytes", '"bytes" is in "beside"; fix: '),
     "itself": (".", "group/same", ""),
 }
 
 
 def external(file: Any) -> str:
     file.create_dataset("raw", shape=STACK.shape, dtype="uint8", external="/etc/hostname")
-    return "only files in its folder"
+    return '"raw" is in "/etc/hostname"; fix: '
 
 
 def nifti(array: np.ndarray, **header: Any) -> Callable[[Path], np.ndarray]:

@@ -18,17 +18,17 @@ from farfield.nn import GridAttention
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
-from farfield.streaming.arguments import cores, parse_positions, refuse_large_summary, round_up_tile
+from farfield.streaming.arguments import arrange_letters, cores, parse_positions, refuse_large_summary, round_up_tile
 from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
 from farfield.streaming.progress import Pass, Saved, Stream, find_unfinished
 from farfield.volumes.aliasing import refuse_aliasing
-from farfield.volumes.axes_view import AxesView
+from farfield.volumes.axes_view import order_axes
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import box_index, numpy_dtype, output_for
 from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
-from farfield.volumes.volume import describe_output, split_volume, take_samples
+from farfield.volumes.volume import describe_output, split_volume
 
 # Bytes of a tile by default; computing its response takes a few times as much memory.
 _TILE = 2**24
@@ -106,7 +106,7 @@ def respond_whole(
     _check(layer, {name: array for name, (_, array) in split.items()})
     if tile is not None:
         tile = parse_positions("tile", tile, 1, optional=True)
-    given, known, spatial_dims = _order_inputs(split, tile)
+    given, known, spatial_dims = _order_inputs(layer, split, tile)
     grid, context, mask, context_mask = map(given.get, inputs)
     refuse_aliasing(out, given)
     path = Path(out) if isinstance(out, str | Path) else None
@@ -158,41 +158,28 @@ def _check(layer: GridAttention, given: Mapping[str, Any]) -> None:
 
 
 def _order_inputs(
-    split: Mapping[str, tuple[ImageMetadata | None, Any]], tile: object
+    layer: GridAttention, split: Mapping[str, tuple[ImageMetadata | None, Any]], tile: object
 ) -> tuple[dict[str, Any], ImageMetadata | None, int | None]:
     """Return the inputs with channels where their letters say, the grid's metadata, and its spatial dims if known."""
-    given, (known, grid), dims = {name: array for name, (_, array) in split.items()}, split["grid"], None
+    given, known = {name: array for name, (_, array) in split.items()}, split["grid"][0]
+    samples = spatial_dims = None
     for name, mask in (("grid", "mask"), ("context", "context_mask")):
         metadata, array = split.get(name, (None, None))
-        if metadata is None:
+        if metadata is None or not set(metadata.axes) & {"C", "S"}:
             continue
-        array, metadata, _ = take_samples(f"the {name}", array, metadata)
-        axes = metadata.axes
-        if "C" not in axes or set(axes) - set("TCZYX") or len(set(axes)) < len(axes):
+        axes, space = metadata.axes, [letter for letter in "TZYX" if letter in metadata.axes]
+        if samples is None:  # a time or a plane before channels is a sample, as (batch, channels, *size)
+            is_sample = axes[0] in "TZ" and axes[1] in "CS"
+            samples = len(space) - len(tile) if name == "grid" and isinstance(tile, Sequence) else int(is_sample)
+        given[name], metadata, layout = arrange_letters(name, array, metadata, layer, len(space) - samples)
+        if layout is None:
             continue
-        # A time or a plane before channels is a sample, as (batch, channels, *size).
-        samples = int(axes[0] in "TZ" and axes[1] == "C")
-        if name == "grid" and isinstance(tile, Sequence):
-            samples = max(0, len(axes) - 1 - len(tile))
-        elif name == "context":
-            samples = len(grid.shape) - 1 - dims if dims else samples
-        space = "".join(letter for letter in "TZYX" if letter in axes)
-        letters = space[:samples] + "C" + space[samples:]
-        given[name] = _order_axes(array, axes, letters)
         masked, valid = split.get(mask, (None, None))
         if masked is not None and sorted(masked.axes) == sorted(space):
-            given[mask] = _order_axes(valid, masked.axes, space)
+            given[mask] = order_axes(valid, [masked.axes.index(letter) for letter in space])
         if name == "grid":
-            grid, known, dims = given[name], metadata.with_axes(letters), len(space) - samples
-    return given, known, dims
-
-
-def _order_axes(array: Any, axes: str, letters: str) -> Any:
-    """Return an array with its axes in the order of some letters."""
-    order = [axes.index(letter) for letter in letters]
-    if isinstance(array, Tensor):
-        return array.permute(order)
-    return array if order == sorted(order) else AxesView(array, order, {})
+            known, spatial_dims = metadata, layout.spatial_dims
+    return given, known, spatial_dims
 
 
 def _find_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:

@@ -19,7 +19,7 @@ from farfield.streaming import Tiles, predict_whole
 from farfield.streaming.progress import write_whole
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import refuse_aliasing
-from farfield.volumes.axes_view import AxesView
+from farfield.volumes.axes_view import AxesView, order_axes
 from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.sink import check_path
 from farfield.volumes.source import explain_error, narrowed, without_mask
@@ -113,6 +113,9 @@ def restore(
     known, array = split_volume(stack)
     if known is not None:
         array, known, _ = take_samples("the stack", array, known)
+        axes = known.axes
+        order = sorted(range(len(axes)), key=lambda axis: axes[axis] != "C")  # channels, then the others
+        array, known = order_axes(array, order), known.with_axes("".join(axes[axis] for axis in order))
         stack = Volume(array, known)
     has_channels = known is not None and "C" in known.axes
     multiples = getattr(network, "multiples", (1,) * (len(stack.shape) - has_channels))
@@ -124,12 +127,8 @@ def restore(
         )
     channels = [array]
     if len(stack.shape) > len(multiples):
-        if known is not None:
-            axes, place = known.axes, max(0, known.axes.find("C"))
-            if place:
-                array = AxesView(array, [place, *(axis for axis in range(len(axes)) if axis != place)], {})
-            # Whatever its letter, the first axis has channels.
-            stack = Volume(array, replace(known, axes="C" + axes[:place] + axes[place + 1 :]))
+        if known is not None:  # whatever its letter, the first axis has channels
+            stack = Volume(array, replace(known, axes="C" + known.axes[1:]))
         kept = range(1, len(stack.shape))
         channels = [AxesView(array, kept, {0: [channel]}) for channel in range(stack.shape[0])]
     scaled = ScaledNetwork(network, [find_grey_levels(channel) for channel in channels]).eval()

@@ -113,6 +113,13 @@ class AxesView(SlicedArray):
         return parts[0] if several is None else join(parts, several)
 
 
+def order_axes(array: Any, order: Sequence[int]) -> Any:
+    """Return an array with its axes in another order: a view, of which nothing is read yet."""
+    if isinstance(array, Tensor):
+        return array.permute(*order)
+    return array if list(order) == sorted(order) else AxesView(array, order, {})
+
+
 def crop_array(array: Any, index: Any) -> Any:
     """Return a part of an array, by integers and slices: a view, of which nothing is read yet."""
     given = basic_index(index, array.shape)

@@ -16,7 +16,7 @@ import numpy as np
 from farfield.volumes.file_name import FileArray, FileName, Opened, load_library
 from farfield.volumes.image_metadata import ImageMetadata, known, parse_length
 from farfield.volumes.tiff_metadata import read_tiff_metadata
-from farfield.volumes.tiff_parts import check_codecs, check_parts, check_planes, leads_outside, listed
+from farfield.volumes.tiff_parts import check_codecs, check_parts, check_planes, listed
 
 # Suffixes of files that are planes of a folder, and are read by tifffile or Pillow.
 _TIFF_PLANES, _OTHER_PLANES = (".tif", ".tiff"), (".png", ".bmp", ".jpg", ".jpeg")
@@ -56,16 +56,13 @@ def _refuse_links(file: FileName, h5py: Any, opened: Any, name: str) -> None:
         found = opened.get(here)
         if not isinstance(found, h5py.Dataset):
             continue
-        outside = [str(each[0]) for each in found.external or () if leads_outside(str(each[0]))]
-        if outside:
-            raise file.error(f'"{here}" is in "{outside[0]}", and only files in its folder, or below, are read')
+        if found.external:  # which HDF5 seeks in the folder of the process
+            raise file.error(f'"{here}" is in "{found.external[0][0]}"; fix: write its numbers into the file')
         for source in found.virtual_sources() if found.is_virtual else ():
             if source.file_name != ".":
                 raise file.error(f'"{here}" has parts in "{source.file_name}"; fix: open that file')
-            if "%" in source.dset_name:  # HDF5 puts numbers in its place, so that it is more than one dataset
-                raise file.error(
-                    f'"{here}" has parts in datasets "{source.dset_name}", which are not known; fix: copy it'
-                )
+            if "%" in source.dset_name:  # in whose place HDF5 puts numbers, of datasets that are not known
+                raise file.error(f'"{here}" has parts in datasets "{source.dset_name}"; fix: copy it into one')
             if source.dset_name not in names:
                 names.append(source.dset_name)
 

@@ -25,32 +25,27 @@ TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".tf2", ".svs", ".lsm", ".ndpi
 _ZARR = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
 
 
-def open_file(path: Any, level: int, series: int | None) -> tuple[Path | str, Opened]:
-    """Open a file by the reader of its format; return its path, or address, and what was opened; see `open_volume`."""
+def open_file(path: Any, level: int, series: int | None) -> Opened:
+    """Open a file by the reader of its format; see `open_volume`."""
     if not isinstance(path, str | os.PathLike):
         fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
         raise refusal(TypeError, f"path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
-    text = os.fspath(path)
-    found: Path | str
-    if "://" in text:
-        load_library("fsspec", "remote", "an address")
-        found, place, reader = text, FileName(text, "", level, series), _open_zarr
-    else:
-        found, place, reader = _find_reader(text, level, series)
+    file, reader = _find_reader(os.fspath(path), level, series)
     try:
-        return found, reader(place)
+        return reader(file)
     # Libraries raise all kinds of errors for damaged files; those of the system have a number.
     except Exception as error:
         told = is_refusal(error) or isinstance(error, ImportError)
         if told or (isinstance(error, OSError) and error.errno is not None):
             raise
-        raise place.error(str(error) or type(error).__name__) from error
+        raise file.error(str(error) or type(error).__name__) from error
 
 
-def _find_reader(
-    text: str, level: int, series: int | None
-) -> tuple[Path | str, FileName, Callable[[FileName], Opened]]:
-    """Return the path of a file, with its dataset, what is read of it, and the reader of its format."""
+def _find_reader(text: str, level: int, series: int | None) -> tuple[FileName, Callable[[FileName], Opened]]:
+    """Return a file, with its dataset, and the reader of its format."""
+    if "://" in text:
+        load_library("fsspec", "remote", "an address")
+        return FileName(text, "", level, series), _open_zarr
     name, _, dataset = (text, "", "") if os.path.lexists(text) else text.partition("::")
     file = Path(name)
     if not os.path.lexists(file):
@@ -72,8 +67,7 @@ def _find_reader(
     if reader not in (open_tiff, _open_zarr, _open_zip):  # the others have one array
         place.choose_level(1)
         place.choose_series([""])
-    # What is pickled and opened again has its dataset.
-    return (file if not dataset else text), place, reader
+    return place, reader
 
 
 def is_zarr(path: Path) -> bool:

@@ -207,8 +207,9 @@ def open_volume(
 
     Args:
         path: A TIFF file or one of its relatives (.svs, .btf, .lsm, .ndpi, .qptiff); a folder, a .zip file or an
-            address, such as `s3://…`, that is a zarr array or an image of OME-Zarr 0.1 to 0.5; a folder of planes, by
-            the numbers in their names; a .npy, NIfTI or MRC file; an HDF5 file, `"file.h5::dataset"` of several.
+            address of a folder, such as `https://…`, that is a zarr array or an image of OME-Zarr 0.1 to 0.5; a folder
+            of planes, by the numbers in their names; a .npy, NIfTI or MRC file; an HDF5 file, `"file.h5::dataset"` of
+            several.
         channel: Index of the channel to read, or several, in that order; None for all.
         level: Level of a pyramid; 0 is the finest.
         series: Index of the image in a file of several, such as a scan and its thumbnail; None takes the first, with a
@@ -246,21 +247,21 @@ def open_volume(
         ((2, 8, 8), 0.6)
         >>> folder.cleanup()
     """
-    file, (array, metadata) = open_file(path, level, series)
+    array, metadata = open_file(path, level, series)
     if axes is not None:
         letters = axes.upper()
         is_strange = any(each not in ORDER + "S" or (letters.count(each) > 1 and each != "Q") for each in letters)
         if is_strange or len(letters) != len(array.shape):
             raise refusal(
                 ValueError,
-                f'"{file}" has the shape {tuple(array.shape)}, got axes="{axes}"; fix: a letter for each '
+                f'"{path}" has the shape {tuple(array.shape)}, got axes="{axes}"; fix: a letter for each '
                 "of its axes, in their order: T, C, Z, Y, X, and Q for others.",
             )
         metadata = replace(metadata, axes=letters).with_axes(letters)
-    volume = arrange(file, array, metadata, channel)
+    volume = arrange(path, array, metadata, channel)
     # The series that was chosen, so that the warning about others comes once.
     options = {"channel": channel, "level": level, "series": series or 0, "axes": axes}
-    given = os.fspath(file)
+    given = os.fspath(path)
     volume._opened = ({"path": given if "://" in given else os.path.abspath(given), **options},)
     return volume if region is None else volume.crop(region)
 
