@@ -55,7 +55,7 @@ def respond_whole(
         layer: The attention.
         grid: Anything with `shape` and slicing, `(channels, *size)` or `(batch, channels, *size)`. If `tile` is a
             sequence, its length is the number of spatial dims; otherwise channels are the second axis if that has as
-            many as the layer, or else the first.
+            many as the layer, or else the first. Of a `Volume` with the letter C they are where that is.
         context: Where keys and values come from, as in `layer(grid, context)`; with batch and channels as `grid`.
         mask: True at the valid positions of the grid; its shape is that of the grid without channels.
         context_mask: The same for the context.

@@ -85,7 +85,8 @@ def restore(
     Args:
         network: From grids `(1, 1, *size)` to such grids, or to images `(1, 1, y, x)` if it has `project`; it is put in
             eval mode. The scales of a probabilistic network are dropped.
-        stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)` or `(y, x)`, or `(channels, …)`.
+        stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)` or `(y, x)`, or `(channels, …)`; a `Volume` has
+            channels where its letters say.
         tile: Size of the tiles that are written at a time: one number, or one per spatial dim, None for those that are
             not cut, or `streaming.Tiles`; by default the largest that memory allows. Not used with `project`.
         out: A path ending in .tif, .ome.tif, .zarr or .ome.zarr, for results that do not fit in memory; None returns an
