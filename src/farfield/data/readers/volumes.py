@@ -51,7 +51,7 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
         if channel is not None and "C" in volume.metadata.axes:
             volume = take_channels(path, volume, channel)
     except ValueError as error:
-        raise FolderError(f"{str(error).removeprefix('open_volume: ')}") from error
+        raise FolderError(str(error).removeprefix("open_volume: ")) from error
     named = volume.metadata.axes
     several = isinstance(channel, Sequence) and len(channel) > 1
     if len(volume.shape) != spatial_dims + several or (named.strip("Q") and not named.endswith(wanted)):
