@@ -207,10 +207,11 @@ class Digits(_Classification):
         if self.subset is not None:
             kept = kept[draw_subset(bunch.target[kept], self.subset, self.seed)]
         labels = bunch.target.tolist()
-        trained, whole = (partial(_transform_labelled, each) for each in (self.training_transform, v2.Identity()))
+        trained = partial(_transform_labelled, self.training_transform)
         self.parts["train"] = self._listed([(large[index], labels[index]) for index in kept], trained)
-        self.parts["val"] = self.parts["test"] = self._listed([(large[index], labels[index]) for index in held], whole)
-        self.parts["predict"] = self._listed([(large[index], f"digit {index}") for index in held], whole)
+        # Those held out are as they are, pairs of an image and its label or name.
+        self.parts["val"] = self.parts["test"] = self._listed([(large[index], labels[index]) for index in held], tuple)
+        self.parts["predict"] = self._listed([(large[index], f"digit {index}") for index in held], tuple)
 
 
 def split_by_class(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
