@@ -19,10 +19,11 @@ from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce, one_grid
 from farfield.streaming.arguments import Tiles, arrange_volumes, check_network, parse_tiles, refuse_meta
 from farfield.streaming.check import RegionCheck, run_check
+from farfield.streaming.engines.local import run_local
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
 from farfield.streaming.plan import PatchPlan
 from farfield.streaming.planning import Planner
-from farfield.streaming.progress import Pass, Saved, Stream, find_unfinished
+from farfield.streaming.progress import Saved, Stream, find_unfinished
 from farfield.streaming.recording import run_patch
 from farfield.streaming.spans import Box, Span
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
@@ -169,22 +170,17 @@ def predict_whole(
     }
     resumed = Saved(planned.tile, planned.stored, planned.on_disk)
     tiled = {name: (source, planned.cores) for name, source in sources.items()}
-    stream = Stream(output, identity, resumed, tiled)
     folder = output.folder if isinstance(output, FileOutput) else None
     with (
-        closing(stream),
+        closing(Stream(output, identity, resumed, tiled)) as stream,
         closing(Store(graph, planned.on_disk, folder, device)) as store,
         _outside_inference(device),
     ):
-        if (stream.stage, stream.tile) == (0, 0):
-            _check_region(planned, model, stream, quiet)
         on_patch = partial(run_patch, graph) if isinstance(graph, PatchPlan) else None
-        run = TiledRun(graph, on_patch, store, *_connect(stream, planned))
-        passes = [
-            Pass(len(planned.cores), partial(run.run_task, number), each.macs)
-            for number, each in enumerate(planned.passes * planned.samples)
-        ]
-        result = stream.run(passes, run, quiet)
+        run = TiledRun(graph, on_patch, store, *_connect(stream, planned), stream.parts_of, planned.samples)
+        if not stream.open(run):
+            _check_region(planned, model, stream, quiet)
+        result = run_local(stream, quiet)
     if out is not None:
         return result
     result = planned.outputs.split(result, planned.layout.batch, planned.layout.channels)
@@ -203,12 +199,15 @@ def _read_volumes(
 
 
 def _make_spec(known: ImageMetadata | None, plan: StreamingPlan, channels: int) -> OutputSpec:
-    output = plan.output
-    shape = plan.layout.shape(output.shape[0], output.shape[1], [stop - start for start, stop in output.kept])
-    metadata = describe_output(known, plan.layout, channels, output.shape[1], output.scales)
+    output, layout = plan.output, plan.layout
+    shape = layout.shape(output.shape[0], output.shape[1], [stop - start for start, stop in output.kept])
+    box = [*shape[: len(shape) - len(output.written)], *output.written]
+    if plan.samples > 1:
+        box[: layout.batch] = [1] * layout.batch
+    metadata = describe_output(known, layout, channels, output.shape[1], output.scales)
     if plan.outputs.names:
         metadata = replace(metadata, channels=plan.outputs.channel_names())
-    return OutputSpec(shape, numpy_dtype(output.dtype), output.written, metadata)
+    return OutputSpec(shape, numpy_dtype(output.dtype), tuple(box), metadata)
 
 
 def _check_region(plan: StreamingPlan, model: nn.Module, stream: Stream, quiet: bool) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,10 @@ from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
 from farfield.streaming.arguments import cores, parse_positions, refuse_large_summary, round_up_tile
-from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
-from farfield.streaming.progress import Pass, Saved, Stream, find_unfinished
+from farfield.streaming.engines.local import run_local
+from farfield.streaming.passes import Pass
+from farfield.streaming.progress import Saved, Stream, find_unfinished
+from farfield.streaming.records import Record, empty_record
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
@@ -122,12 +125,15 @@ def respond_whole(
     channels = layer.value_channels if layer.output is None else layer.channels
     shape, positions = layout.shape(source.batch, channels, source.size), _size_of(tiles[0])
     metadata = describe_output(known, layout, source.channels, channels)
-    spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), positions, metadata)
+    lettered = list(zip(metadata.axes, shape, strict=True))[: len(shape) - len(positions)]
+    # Each time and plane is a chunk.
+    box = (*(1 if letter in "TZ" else length for letter, length in lettered), *positions)
+    spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), box, metadata)
     output = output_for("respond_whole", out, spec, grid, None)
     identity["tile or halo"] = repr((positions, _size_of(volumes[keys][1][0]), str(path)))
-    stream = Stream(output, identity, Saved(positions), volumes)
-    with closing(stream):
-        return _Response(layer, keys, stream).run(quiet)
+    with closing(Stream(output, identity, Saved(positions), volumes)) as stream:
+        stream.open(_Response(layer, keys, stream))
+        return run_local(stream, quiet)
 
 
 def _size_of(region: Region) -> tuple[int, ...]:
@@ -228,18 +234,28 @@ class _Response:
 
     def __init__(self, layer: GridAttention, keys: str, stream: Stream) -> None:
         self.attention, self.keys, self.stream = layers.make_streamable(layer), keys, stream
-        self.runs: Runs = []
         self.whole: Any = None
 
-    def run(self, quiet: bool) -> Any:
-        """Run the passes: with a context, queries that come from sums of the grid get one of their own."""
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes: with a context, queries that come from sums of the grid get one of their own."""
         summaries = [(self.keys, True, self.keys == "grid")]
         if self.keys != "grid" and not self.attention.operator.queries_from.side_by_side:
             summaries.append(("grid", False, True))
         each_pass = [(name, partial(self.summarize, name, *of)) for name, *of in summaries] + [("grid", self.respond)]
         volumes = self.stream.volumes
-        passes = [Pass(len(volumes[name][1]), task, math.prod(volumes[name][0].size)) for name, task in each_pass]
-        return self.stream.run(passes, self, quiet)
+        return [
+            Pass(len(volumes[name][1]), task, math.prod(volumes[name][0].size), lambda key: layers.merge_attention)
+            for name, task in each_pass
+        ]
+
+    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
+        """Go on: nothing is stored."""
+        return True
+
+    def first_pass(self, number: int) -> int:
+        """Return the first pass of all."""
+        return 0
 
     def read(self, name: str, index: int) -> tuple[Tensor, dict[str, Any]]:
         """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""
@@ -249,7 +265,7 @@ class _Response:
         place = {"mask": mask, "origin": tuple(start for start, _ in core), "size": source.size}
         return self.stream.read(name, index, core), place
 
-    def summarize(self, name: str, of_keys: bool, of_queries: bool, index: int) -> None:
+    def summarize(self, name: str, of_keys: bool, of_queries: bool, index: int) -> Record:
         tile, place = self.read(name, index)
         parts = layers.summarize_attention(self.attention, tile, of_keys=of_keys, of_queries=of_queries, **place)
         if index == 0 and of_keys and layers.has_grid_summary(self.attention):
@@ -259,22 +275,20 @@ class _Response:
         if not layers.are_numbers(parts):
             fix = f"a {'mask' if name == 'grid' else 'context_mask'} that is False there"
             raise layers.not_finite("respond_whole", place["origin"], name, fix)
-        add_parts(self.runs, parts, layers.merge_attention)
+        return empty_record() | {"parts": {"attention": parts}}
 
-    def respond(self, index: int) -> None:
+    def respond(self, index: int) -> Record:
         tile, place = self.read("grid", index)
         if self.whole is None:
-            parts, is_masked = merge_runs(self.runs, layers.merge_attention), _mask_of(self.keys) in self.stream.volumes
+            each = [self.stream.parts_of(number)["attention"] for number in range(len(self.passes) - 1)]
+            parts, is_masked = (
+                functools.reduce(layers.merge_attention, each),
+                _mask_of(self.keys) in self.stream.volumes,
+            )
             self.whole = layers.finish_attention(parts, tile.device, complete=not is_masked)
         summary, sums = self.whole
         response = self.attention.respond(tile, summary, **place, query_sums=sums)
         source, tiles = self.stream.volumes["grid"]
         shape = source.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
         self.stream.write(box_index(shape, tiles[index]), response.reshape(shape))
-
-    def state(self) -> dict[str, Any]:
-        return {"runs": list(self.runs)}
-
-    def load(self, state: Mapping[str, Any], stage: int, tile: int) -> bool:
-        self.runs = load_runs(state["runs"])
-        return True
+        return empty_record()

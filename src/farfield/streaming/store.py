@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class StoredInMemory:
         # As it is read from a file: the order in which a kernel adds, and so its rounding, follows from strides.
         return read_box(self.whole, region_of(whole_box(self.layout)), box).contiguous()
 
-    def holds(self, checksums: Mapping[str, int], tiles: Sequence[int]) -> bool:
+    def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
         """Whether nothing of these tiles is needed."""
         return not tiles
 
@@ -151,7 +151,7 @@ class StoredInFile:
     def _block(self, array: Any, index: int) -> np.ndarray:
         return np.asarray(array[self.offsets[index] : self.offsets[index + 1]])
 
-    def holds(self, checksums: Mapping[str, int], tiles: Sequence[int]) -> bool:
+    def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
         """Whether the file holds the blocks of these tiles, by their checksums; they are then read and continued."""
         needed = {index: checksums.get(str(index)) for index in tiles if self.parts[index] is not None}
         if not needed:
