@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from farfield.streaming import _predict_whole, passes
+from farfield.streaming import passes, prediction
 
 
 class StopError(Exception):
@@ -27,7 +27,7 @@ def stopping(tasks: int) -> Iterator[None]:
         return run(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_predict_whole, "run_check", lambda *arguments: None)  # which runs tiles of its own
+        patch.setattr(prediction, "run_check", lambda *arguments: None)  # which runs tiles of its own
         patch.setattr(passes.TiledRun, "run_task", counted)
         with pytest.raises(StopError):
             yield
@@ -43,6 +43,6 @@ def recording_tasks() -> Iterator[list[tuple[int, int]]]:
         return run(tiled, number, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_predict_whole, "run_check", lambda *arguments: None)  # which runs tiles of its own
+        patch.setattr(prediction, "run_check", lambda *arguments: None)  # which runs tiles of its own
         patch.setattr(passes.TiledRun, "run_task", recorded)
         yield seen

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
-from farfield.streaming import Tiles, _predict_whole, plan_whole, predict_whole
+from farfield.streaming import Tiles, plan_whole, predict_whole, prediction
 from farfield.streaming.passes import Store
 from farfield.streaming.plan import find_stored, make_graph_plan
 from farfield.streaming.store import StoredInFile
@@ -116,7 +116,7 @@ class Watch:
             look()
             return finish(output)
 
-        patch.setattr(_predict_whole, "run_check", lambda *arguments: None)  # which has passes of its own
+        patch.setattr(prediction, "run_check", lambda *arguments: None)  # which has passes of its own
         patch.setattr(StoredInFile, "write", counted_write)
         patch.setattr(Store, "begin", counted_begin)
         patch.setattr(FileOutput, "finish", counted_finish)
@@ -535,7 +535,7 @@ def test_a_killed_prediction_goes_on_with_the_keys_that_are_stored(
 ) -> None:
     net, out = settled(Middle()), tmp_path / "out.npy"
     plan = plan_whole(net, VOLUMES[2].shape, tile=Tiles(8, disk=DISK))
-    monkeypatch.setattr(_predict_whole, "run_check", lambda *arguments: None)  # which reads the volume too
+    monkeypatch.setattr(prediction, "run_check", lambda *arguments: None)  # which reads the volume too
     want = predict_whole(net, VOLUMES[2], plan=plan, quiet=True)
     with pytest.raises(InterruptedError):
         predict_whole(net, Stopping(reads), plan=plan, out=out, quiet=True)

@@ -130,7 +130,7 @@ def test_levels_do_not_depend_on_the_boxes(
         levels[0][:] = finest
         for finer, coarser, factor in zip(levels, levels[1:], factors, strict=False):
             ends = zip(coarser.shape, tile, strict=True)
-                starts = list(itertools.product(*(range(0, length, step) for length, step in ends)))
+            starts = list(itertools.product(*(range(0, length, step) for length, step in ends)))
             random.shuffle(starts)
             for start in starts:
                 index = tuple(slice(first, first + each) for first, each in zip(start, tile, strict=True))

@@ -257,6 +257,12 @@ class _Response:
         """Return the first pass of all."""
         return 0
 
+    def clean(self, number: int) -> None:
+        """Remove nothing: nothing is stored."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
     def read(self, name: str, index: int) -> tuple[Tensor, dict[str, Any]]:
         """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""
         source, tiles = self.stream.volumes[name]

@@ -17,7 +17,7 @@ from farfield.streaming.records import Merge, Record, Records, empty_record
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of
-from farfield.streaming.store import SUFFIX, StoredInFile, StoredInMemory
+from farfield.streaming.store import SUFFIX, StoredInBlocks, StoredInFile, StoredInMemory
 
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
@@ -60,10 +60,17 @@ class Sums(dict[int, Parts]):
 
 
 class Store(dict[Value, StoredInMemory | StoredInFile]):
-    """The values that are stored between the passes of a plan, each from its own pass to the last that reads it."""
+    """The values that are stored between the passes of a plan, each from its own pass to the last that reads it.
 
-    def __init__(self, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device) -> None:
+    If several processes share it, each block is a file of its own, in `folder`.
+    """
+
+    def __init__(
+        self, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device, *, shared: bool = False
+    ) -> None:
         self.plan = plan
+        # Those of which each block is a file: none, or all.
+        self.blocks: dict[Value, StoredInBlocks] = {}
         for value in plan.stored:
             info, layout = plan.labelled.graph.info(value), plan.labelled.layouts[value]
             if not on_disk:
@@ -72,10 +79,17 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
             path = None if folder is None else folder / f"{name_value(value)}{SUFFIX}"
             boxes = [plan.own_box(value, tile) for tile in plan.tiles]
             name = f'"{plan.labelled.graph.nodes[value.node].path}"'
-            self[value] = StoredInFile(path, name, info, boxes, device)
+            if shared:
+                self[value] = self.blocks[value] = StoredInBlocks(path, name, info, boxes, device)
+            else:
+                self[value] = StoredInFile(path, name, info, boxes, device)
 
-    def begin(self, stage: int) -> None:
+    def begin(self, sample: int, stage: int) -> None:
         """Let go of what no pass from this one on reads; what this one stores takes over files of that."""
+        for each in self.blocks.values():
+            each.begin(sample)
+        if self.blocks:
+            return
         stored, made, info = self.plan.stored, self.plan.stages[stage].writes, self.plan.labelled.graph.info
         sizes = {value: info(value).bytes for value in stored}
         # Pass 0 is of another sample, which reads nothing of the sample before.
@@ -96,6 +110,12 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
         for value in gone:
             if value not in made and value not in kept:
                 self[value].remove()
+
+    def clean(self, sample: int, stage: int) -> None:
+        """Remove what no pass from this one on reads, where that is in files of its own."""
+        for value, each in self.blocks.items():
+            each.begin(sample)
+            each.clean(is_read=self.plan.level_of(value) <= stage <= self.plan.stored[value])
 
     def clear(self) -> None:
         """Remove all."""
@@ -159,7 +179,7 @@ class TiledRun:
             self.sums, self.sample = Sums(self.plan, lambda each: self.parts_of(sample * stages + each)), sample
         if number != self.number:
             # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
-            self.store.begin(stage)
+            self.store.begin(sample, stage)
             self.number = number
         return (
             self._run_regions(stage, index) if self.run_patch is None else self._run_patch(self.run_patch, stage, index)
@@ -167,7 +187,9 @@ class TiledRun:
 
     def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
         """Go on with a pass of which some tiles are finished; False if what was stored for it is gone."""
-        holds = self.store.holds(sums, number % len(self.plan.stages), finished)
+        sample, stage = divmod(number, len(self.plan.stages))
+        self.store.clean(sample, stage)
+        holds = self.store.holds(sums, stage, finished)
         if holds and finished:
             self.number = number
         return holds
@@ -175,6 +197,14 @@ class TiledRun:
     def first_pass(self, number: int) -> int:
         """Return the first pass of the same sample."""
         return number - number % len(self.plan.stages)
+
+    def clean(self, number: int) -> None:
+        """Remove what was stored in files of its own, and no pass from this one on reads."""
+        self.store.clean(number // len(self.plan.stages), number % len(self.plan.stages))
+
+    def close(self) -> None:
+        """Let go of stored values."""
+        self.store.close()
 
     def _run_patch(self, run_patch: RunPatch, stage: int, index: int) -> Record:
         tile = self.plan.tiles[index]

@@ -27,7 +27,7 @@ from farfield.volumes.source import Region, VolumeSource, checksum
 from farfield.volumes.unfinished import STATE, explain_disk_errors, unfinished_folder, was_moved
 
 # Of the file that tells what the records beside it are of.
-FIELDS = {"identity": dict, "positions": list, "stored": list, "on_disk": bool}
+FIELDS = {"identity": dict, "positions": list, "stored": list, "on_disk": bool, "shared": bool, "threads": int}
 
 
 class Saved(NamedTuple):
@@ -37,6 +37,8 @@ class Saved(NamedTuple):
     # Node and output of each value that is stored between passes.
     stored: tuple[tuple[int, int], ...] = ()
     on_disk: bool = False
+    # Whether several processes work on it: each block of a stored value is a file.
+    shared: bool = False
 
 
 class Run(Protocol):
@@ -52,6 +54,12 @@ class Run(Protocol):
     def first_pass(self, number: int) -> int:
         """Return the first pass that a pass depends on."""
 
+    def clean(self, number: int) -> None:
+        """Remove what was stored and no pass from this one on reads, where several processes work."""
+
+    def close(self) -> None:
+        """Let go of files and memory."""
+
 
 class Stream:
     """The tasks of a prediction: reads tiles of volumes, writes boxes of the output, and keeps records of the tiles."""
@@ -64,13 +72,16 @@ class Stream:
         volumes: Mapping[str, tuple[VolumeSource, Sequence[Region]]],
     ) -> None:
         self.caller, self.output, self.identity, self.volumes = output.caller, output, identity, volumes
-        self.planned = planned
+        self.planned, self.threads = planned, torch.get_num_threads()
+        self.run: Run | None = None
         self.passes: list[Pass] = []
         self.records: list[Records] = []
         # Of the tile that runs.
         self.record = empty_record()
         # Of each volume and tile, once it is read.
         self.checksums: dict[str, dict[str, int]] = {}
+        # Passes whose checksums are known, of those that other processes run.
+        self.known = 0
         self.overflowed = False  # whether there was a warning
 
     def open(self, run: Run) -> bool:
@@ -81,8 +92,18 @@ class Stream:
                 return False
             return self._open(self.output, run)
 
+    def attach(self, output: FileOutput, run: Run, threads: int) -> None:
+        """Work on the tiles of an output that another process has made."""
+        output.attach()
+        self._plan(run)
+        self.threads = threads
+        torch.set_num_threads(threads)  # the order of sums, and so their rounding, follows from their number
+
     def run_task(self, number: int, index: int) -> None:
         """Run a pass on a tile, and keep its record."""
+        while self.planned.shared and self.known < number:
+            self._learn(self.records[self.known].read())
+            self.known += 1
         self.record = empty_record()
         with torch.no_grad():
             parts = self.passes[number].run_tile(index)
@@ -100,7 +121,7 @@ class Stream:
 
     def _plan(self, run: Run) -> None:
         """Plan the passes of the run, and those that write coarser levels of an output."""
-        self.passes, folder = list(run.passes), None
+        self.run, self.passes, folder = run, list(run.passes), None
         if isinstance(self.output, FileOutput):
             folder = self.output.folder
             for level, count in enumerate(self.output.levels(), 1):
@@ -154,7 +175,9 @@ class Stream:
             self.record["written"].append([spans, own_sum])
 
     def close(self) -> None:
-        """Unlock the output for other processes."""
+        """Let go of files and memory, and unlock the output for other processes."""
+        if self.run is not None:
+            self.run.close()
         self.output.let_go()
 
     def explained(self) -> AbstractContextManager[None]:
@@ -192,8 +215,9 @@ class Stream:
         output.owned.empty()
         try:
             output.make()
-            positions, stored, on_disk = self.planned
+            positions, stored, on_disk, shared = self.planned
             state = {"identity": self.identity, "positions": positions, "stored": stored, "on_disk": on_disk}
+            state |= {"shared": shared, "threads": self.threads}
             replace_file(output.folder / STATE, pack(state))
         except OSError:
             with contextlib.suppress(OSError):
@@ -227,12 +251,16 @@ class Stream:
                 for each in self.records[first:]:
                     each.clear()
         for record in itertools.chain.from_iterable(records):
-            for name, read in record["read"].items():
-                self.checksums.setdefault(name, {}).update(read)
+            self._learn(record)
         for name, read in self.checksums.items():
             for key in list(read):  # the sample, if each runs by itself, and the tile
                 *sample, index = map(int, key.split())
                 self.read(name, index, self.volumes[name][1][index], *sample)
+
+    def _learn(self, record: Record) -> None:
+        """Know the checksums of tiles that were read."""
+        for name, read in record["read"].items():
+            self.checksums.setdefault(name, {}).update(read)
 
     def _check_written(self, output: FileOutput, opened: bool, written: Sequence[Sequence[Any]]) -> None:
         """Let passes run again that wrote what the output does not hold any more."""
@@ -249,9 +277,9 @@ class Stream:
         if opened:
             output.make()
             check_path(output.path, output.overwrite)  # again: the file at the path is another
-        for own, records in zip(written, self.records, strict=True):
-            if own:
-                records.clear()
+        first = next((number for number, own in enumerate(written) if own), len(self.records))
+        for records in self.records[first:]:
+            records.clear()
 
 
 def _warn(text: str) -> None:
@@ -276,7 +304,7 @@ def find_unfinished(
     if state is None or any(state["identity"].get(name) != own for name, own in identity.items()):
         return identity, None
     stored = tuple((int(node), int(output)) for node, output in state["stored"])
-    return identity, Saved(tuple(state["positions"]), stored, state["on_disk"])
+    return identity, Saved(tuple(state["positions"]), stored, state["on_disk"], state["shared"])
 
 
 def _read_saved(path: Path, overwrite: bool | None) -> dict[str, Any] | None:

@@ -128,6 +128,10 @@ class FileOutput:
             with self.growing.open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, self.growing.stat().st_size)
 
+    def attach(self) -> None:
+        """Open the unfinished file that another process has made."""
+        self.array = self.format.open(self.growing, self.spec, "r+")
+
     def open(self) -> bool:
         """Open the unfinished file, or the one moved to its path; False if it is missing, damaged or another."""
         if self.growing.is_symlink():

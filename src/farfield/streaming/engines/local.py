@@ -72,3 +72,9 @@ class _InOnePiece:
 
     def first_pass(self, number: int) -> int:
         return 0
+
+    def clean(self, number: int) -> None:
+        """Nothing is stored."""
+
+    def close(self) -> None:
+        """Nothing is open."""
