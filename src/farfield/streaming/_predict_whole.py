@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from farfield._refusals import door
+from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce
 from farfield.streaming.arguments import Tiles, arrange_volumes, check_network, parse_tiles, refuse_meta
+from farfield.streaming.engines.cluster import check_cluster, run_on_cluster
 from farfield.streaming.engines.local import run_local
 from farfield.streaming.planning import Planner
 from farfield.streaming.prediction import Prediction
@@ -39,6 +40,7 @@ def predict_whole(
     overwrite: bool = False,
     quiet: bool = False,
     plan: StreamingPlan | None = None,
+    client: Any = None,
 ) -> Any:
     """Predict a volume tile by tile, with the result of `model(volume)`: attention and norms see the whole volume.
 
@@ -76,6 +78,9 @@ def predict_whole(
         quiet: Whether to print neither the plan nor the progress on standard error.
         plan: What `plan_whole` returned for this network and a volume of this shape, in place of `tile` and `pad`.
             It reduces as it was planned. Parameters and buffers are those that `model` has now.
+        client: A `dask.distributed.Client`, whose workers run the tiles: the result is that of one process, byte for
+            byte on processors of one kind. They must see the folder of `out`, a path ending in .zarr, by the same
+            path, and a volume is best one of `open_volume`, which each worker opens itself.
 
     Returns:
         The result, with the volume's axes (several channels always have an axis). Without `out` a tensor on the
@@ -134,6 +139,8 @@ def predict_whole(
         >>> torch.allclose(torch.stack(results), net(images), atol=1e-5)
         True
     """
+    if client is not None:
+        check_cluster(client, out)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
     refuse_aliasing(out, volumes)
@@ -155,14 +162,18 @@ def predict_whole(
         # Summaries and stored values are known by their node, and another version may record other nodes.
         "version of torch": torch.__version__,
     }
-    prediction = Prediction(model, planned, tiles, volume, identity, saved is not None and saved.shared)
+    if client is not None and saved is not None and not saved.shared:
+        fix = "repeat the call without client, or remove that folder"
+        raise refusal(ValueError, f'"{path}.unfinished" was begun by one process; fix: {fix}.')
+    shared = client is not None or (saved is not None and saved.shared)
+    prediction = Prediction(model, planned, tiles, volume, identity, shared)
     prediction.arranged = known, volumes, layouts
     output = output_for("predict_whole", out, prediction.spec, next(iter(volumes.values())), overwrite)
     stream, run = prediction.connect(output)
     with closing(stream), prediction.surroundings():
         if not stream.open(run):
             prediction.check_region(stream, quiet)
-        result = run_local(stream, quiet)
+        result = run_local(stream, quiet) if client is None else run_on_cluster(client, prediction, stream, quiet)
     if out is not None:
         return result
     result = planned.outputs.split(result, planned.layout.batch, planned.layout.channels)

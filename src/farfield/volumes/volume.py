@@ -62,6 +62,11 @@ class Volume:
         """The array's dtype."""
         return self.array.dtype
 
+    @property
+    def is_reopened(self) -> bool:
+        """Whether it pickles as the call that opened it."""
+        return self._opened is not None
+
     def __getitem__(self, index: Any) -> Any:
         """Return a part of the array."""
         return self.array[index]
