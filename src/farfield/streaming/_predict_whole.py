@@ -18,13 +18,14 @@ from farfield.streaming.adapt import Reduce
 from farfield.streaming.arguments import Tiles, arrange_volumes, check_network, parse_tiles, refuse_meta
 from farfield.streaming.engines.cluster import check_cluster, run_on_cluster
 from farfield.streaming.engines.local import run_local
+from farfield.streaming.engines.parts import Part, check_part, plan_in_turns, run_part
 from farfield.streaming.planning import Planner
 from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
-from farfield.volumes.sink import output_for
+from farfield.volumes.sink import FileOutput, output_for
 
 
 @looks_at_a_copy
@@ -41,6 +42,7 @@ def predict_whole(
     quiet: bool = False,
     plan: StreamingPlan | None = None,
     client: Any = None,
+    part: Part | None = None,
 ) -> Any:
     """Predict a volume tile by tile, with the result of `model(volume)`: attention and norms see the whole volume.
 
@@ -81,6 +83,8 @@ def predict_whole(
         client: A `dask.distributed.Client`, whose workers run the tiles: the result is that of one process, byte for
             byte on processors of one kind. They must see the folder of `out`, a path ending in .zarr, by the same
             path, and a volume is best one of `open_volume`, which each worker opens itself.
+        part: The share of this process, where several are started by hand or as an array of jobs, with the same other
+            arguments and a path ending in .zarr; the call returns None, and one of `Part.parse("reduce")` the result.
 
     Returns:
         The result, with the volume's axes (several channels always have an axis). Without `out` a tensor on the
@@ -141,36 +145,34 @@ def predict_whole(
     """
     if client is not None:
         check_cluster(client, out)
+    if part is not None:
+        check_part(part, out)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
     refuse_aliasing(out, volumes)
-    identity, saved = find_unfinished(path, overwrite, model, volumes)
     check_network(model, "model", "predict_whole(model, …)")
-    if plan is None:
-        shapes = [each.shape for each in volumes.values()]
-        planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
-    else:
-        planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
-    if not quiet:
-        print(planned, file=sys.stderr)
     refuse_meta(device_of(model))
-    identity |= {
-        "tile or halo": repr(
-            (planned.tile, planned.graph_plan.labelled.halo, planned.patch_size, planned.stored, str(path))
-        ),
-        "pad or reduce": f"{planned.pad} {planned.padding} {planned.reduction}",
-        # Summaries and stored values are known by their node, and another version may record other nodes.
-        "version of torch": torch.__version__,
-    }
-    if client is not None and saved is not None and not saved.shared:
-        fix = "repeat the call without client, or remove that folder"
-        raise refusal(ValueError, f'"{path}.unfinished" was begun by one process; fix: {fix}.')
-    shared = client is not None or (saved is not None and saved.shared)
-    prediction = Prediction(model, planned, tiles, volume, identity, shared)
-    prediction.arranged = known, volumes, layouts
-    output = output_for("predict_whole", out, prediction.spec, next(iter(volumes.values())), overwrite)
-    stream, run = prediction.connect(output)
+    with plan_in_turns(path, part, lambda: find_unfinished(path, overwrite, model, volumes)) as (identity, saved):
+        if (client or part) and saved is not None and not saved.shared:
+            fix = "repeat the call in one process, or remove that folder"
+            raise refusal(ValueError, f'"{path}.unfinished" was begun by one process; fix: {fix}.')
+        if plan is None:
+            shapes = [each.shape for each in volumes.values()]
+            planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
+        else:
+            planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
+        if not quiet:
+            print(planned, file=sys.stderr)
+        shared = saved.shared if saved is not None else bool(client or part)
+        prediction = Prediction(model, planned, tiles, volume, identity | _identify(planned, path), shared)
+        prediction.arranged = known, volumes, layouts
+        output = output_for("predict_whole", out, prediction.spec, next(iter(volumes.values())), overwrite)
+        stream, run = prediction.connect(output)
+        if part is not None and isinstance(output, FileOutput):
+            stream.join(output, run)
     with closing(stream), prediction.surroundings():
+        if part is not None:
+            return run_part(part, stream, quiet)
         if not stream.open(run):
             prediction.check_region(stream, quiet)
         result = run_local(stream, quiet) if client is None else run_on_cluster(client, prediction, stream, quiet)
@@ -178,3 +180,14 @@ def predict_whole(
         return result
     result = planned.outputs.split(result, planned.layout.batch, planned.layout.channels)
     return result if isinstance(volume, tuple) else label_result(volume, result, prediction.spec.metadata)
+
+
+def _identify(plan: StreamingPlan, path: Path | None) -> dict[str, str]:
+    """Return what identifies the plan of an unfinished prediction."""
+    settings = (plan.tile, plan.graph_plan.labelled.halo, plan.patch_size, plan.stored, str(path))
+    return {
+        "tile or halo": repr(settings),
+        "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",
+        # Summaries and stored values are known by their node, and another version may record other nodes.
+        "version of torch": torch.__version__,
+    }

@@ -92,6 +92,16 @@ class Stream:
                 return False
             return self._open(self.output, run)
 
+    def join(self, output: FileOutput, run: Run) -> None:
+        """Open an output that several processes write: the first makes it, and none checks what others have written."""
+        with self.explained():
+            state = self._read_state(output)
+            if state is None:
+                self._make(output)
+        self.attach(output, run, self.threads if state is None else state["threads"])
+        for records in self.records:
+            records.settle()
+
     def attach(self, output: FileOutput, run: Run, threads: int) -> None:
         """Work on the tiles of an output that another process has made."""
         output.attach()
@@ -188,28 +198,33 @@ class Stream:
 
     def _open(self, output: FileOutput, run: Run) -> bool:
         """Lock the output and open it, with the records of an unfinished one of the same identity, or make it anew."""
-        overwrite = output.overwrite
         with contextlib.ExitStack() as unlocked:
             output.owned.hold()
             unlocked.callback(output.owned.let_go)
-            output.restore_replaced()
-            check_path(output.path, overwrite)  # again: the path may exist since it was checked
-            state = _read_saved(output.path, overwrite)
-            changed = [name for name, own in self.identity.items() if state and state["identity"].get(name) != own]
-            if changed and not overwrite:
-                raise refusal(
-                    ValueError,
-                    f'"{output.folder}" holds an unfinished prediction with another '
-                    f"{' and '.join(changed)}; fix: call it with the same {' and '.join(changed)} to finish that; to "
-                    f"begin anew, remove that folder{overwrite_fix(overwrite)}.",
-                )
-            if state is None or changed:
+            state = self._read_state(output)
+            if state is None:
                 self._make(output)
                 self._plan(run)
             else:
                 self._reopen(output, run)
             unlocked.pop_all()
-        return state is not None and not changed
+        return state is not None
+
+    def _read_state(self, output: FileOutput) -> dict[str, Any] | None:
+        """Return the state of an unfinished output of the same identity; None if there is none, or it is replaced."""
+        overwrite = output.overwrite
+        output.restore_replaced()
+        check_path(output.path, overwrite)  # again: the path may exist since it was checked
+        state = _read_saved(output.path, overwrite)
+        changed = [name for name, own in self.identity.items() if state and state["identity"].get(name) != own]
+        if changed and not overwrite:
+            raise refusal(
+                ValueError,
+                f'"{output.folder}" holds an unfinished prediction with another '
+                f"{' and '.join(changed)}; fix: call it with the same {' and '.join(changed)} to finish that; to "
+                f"begin anew, remove that folder{overwrite_fix(overwrite)}.",
+            )
+        return None if changed else state
 
     def _make(self, output: FileOutput) -> None:
         output.owned.empty()
