@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,7 +26,16 @@ from farfield.volumes.source import Region, VolumeSource, checksum
 from farfield.volumes.unfinished import STATE, explain_disk_errors, unfinished_folder, was_moved
 
 # Of the file that tells what the records beside it are of.
-FIELDS = {"identity": dict, "positions": list, "stored": list, "on_disk": bool, "shared": bool, "threads": int}
+FIELDS = {
+    "identity": dict,
+    "positions": list,
+    "stored": list,
+    "on_disk": bool,
+    "shared": bool,
+    "threads": int,
+    # Boxes and checksums of the whole output, once it is finished.
+    "written": list,
+}
 
 
 class Saved(NamedTuple):
@@ -127,6 +135,9 @@ class Stream:
     def finish(self) -> Any:
         """Return the finished output."""
         with self.explained():
+            if isinstance(self.output, FileOutput) and not was_moved(self.output.path):
+                # Records are removed after the file is moved, and a process may be killed between.
+                self._save(self.output, [box for each in self.records for box in each.read()["written"]])
             return self.output.finish()
 
     def _plan(self, run: Run) -> None:
@@ -206,7 +217,7 @@ class Stream:
                 self._make(output)
                 self._plan(run)
             else:
-                self._reopen(output, run)
+                self._reopen(output, run, state["written"])
             unlocked.pop_all()
         return state is not None
 
@@ -230,25 +241,26 @@ class Stream:
         output.owned.empty()
         try:
             output.make()
-            positions, stored, on_disk, shared = self.planned
-            state = {"identity": self.identity, "positions": positions, "stored": stored, "on_disk": on_disk}
-            state |= {"shared": shared, "threads": self.threads}
-            replace_file(output.folder / STATE, pack(state))
+            self._save(output, [])
         except OSError:
             with contextlib.suppress(OSError):
                 output.owned.remove()
             raise
 
-    def _reopen(self, output: FileOutput, run: Run) -> None:
+    def _save(self, output: FileOutput, written: Sequence[Any]) -> None:
+        positions, stored, on_disk, shared = self.planned
+        state = {"identity": self.identity, "positions": positions, "stored": stored, "on_disk": on_disk}
+        state |= {"shared": shared, "threads": self.threads, "written": written}
+        replace_file(output.folder / STATE, pack(state))
+
+    def _reopen(self, output: FileOutput, run: Run, written: Sequence[Any]) -> None:
         """Go on with an unfinished output: what it and stored values do not hold any more runs again."""
         opened = output.open()
-        if not opened:
-            output.make()
-            check_path(output.path, output.overwrite)  # again: the file at the path is another
+        if was_moved(output.path) and opened and all(_holds(output, each) for each in written):
+            return  # all is done but to remove the folder
         self._plan(run)
-        if not was_moved(output.path):
-            for each in self.records[len(run.passes) :]:  # what is in coarser levels has no checksum
-                each.clear()
+        for each in self.records[len(run.passes) :]:  # what is in coarser levels has no checksum
+            each.clear()
         records = [each.settle() for each in self.records]
         self._check_written(output, opened, [[box for each in own for box in each["written"]] for own in records])
         number = next((number for number, each in enumerate(self.records) if not each.is_complete()), len(self.records))
@@ -279,22 +291,24 @@ class Stream:
 
     def _check_written(self, output: FileOutput, opened: bool, written: Sequence[Sequence[Any]]) -> None:
         """Let passes run again that wrote what the output does not hold any more."""
-        boxes = [(tuple(slice(*span) for span in box), own) for each in written for box, own in each]
-        covered = sum(math.prod(span.stop - span.start for span in box) for box, _ in boxes)
-        complete = covered == math.prod(output.spec.shape) or not was_moved(output.path)
-        if opened and complete and all(output.holds(*each) for each in boxes):
+        if opened and not was_moved(output.path) and all(_holds(output, each) for own in written for each in own):
             return
-        if boxes:
+        output.make()
+        check_path(output.path, output.overwrite)  # again: the file at the path is another
+        first = next((number for number, own in enumerate(written) if own), len(self.records))
+        if first < len(self.records):
             _warn(
                 f'{self.caller}: "{output.growing}" does not hold any more what was written to it; it is made anew, '
-                f"and its {len(boxes)} tiles are computed again."
+                f"and its {sum(map(len, written))} tiles are computed again."
             )
-        if opened:
-            output.make()
-            check_path(output.path, output.overwrite)  # again: the file at the path is another
-        first = next((number for number, own in enumerate(written) if own), len(self.records))
         for records in self.records[first:]:
             records.clear()
+
+
+def _holds(output: FileOutput, written: Sequence[Any]) -> bool:
+    """Whether an output holds a box that was written, by its checksum."""
+    box, own_sum = written
+    return output.holds(tuple(slice(*span) for span in box), own_sum)
 
 
 def _warn(text: str) -> None:

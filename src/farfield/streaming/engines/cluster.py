@@ -14,6 +14,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farfield import __version__
 from farfield._checks import install_command
 from farfield._files import replace_file
 from farfield._refusals import refusal
@@ -248,7 +248,7 @@ def _describe_worker(folder: str, device: str) -> dict[str, Any]:
     """Return what a worker has; run on each."""
     token = Path(folder) / _TOKEN
     return {
-        "farfield": __version__,
+        "farfield": version("farfield"),
         "torch": torch.__version__,
         "token": token.read_text(encoding="ascii") if token.is_file() else None,
         "has_device": device == "cpu" or torch.get_device_module(device).is_available(),
