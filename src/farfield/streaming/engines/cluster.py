@@ -70,8 +70,8 @@ def check_cluster(client: Any, out: Any) -> None:
 def run_on_cluster(client: Any, prediction: Prediction, stream: Stream, quiet: bool) -> Any:
     """Run the tasks that are left on the workers; return the finished output."""
     output = stream.output
-    if not isinstance(output, FileOutput) or stream.run is None:
-        raise TypeError("workers need a file that is opened")
+    if not isinstance(output, FileOutput) or stream.run is None:  # finished, but for its folder
+        return stream.finish()
     setup = _save_job(prediction, output, stream.threads)
     workers = _check_workers(client, prediction, output)
     if not quiet:
