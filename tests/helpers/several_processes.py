@@ -50,7 +50,7 @@ CASES = {
     "norms": Case(norms, {"tile": Tiles(16, disk=10**7), "pad": "reflect"}),
     "attention": Case(attended, {"tile": 16}),
     "softmax on disk": Case(Softmax, {"tile": 16, "pad": "constant"}),
-    "flips": Case(lambda: MeanOverFlips(norms()), {"tile": (16, 32), "pad": "reflect"}),
+    "flips": Case(lambda: MeanOverFlips(norms(), axes=(0, 1)), {"tile": (16, 32), "pad": "reflect"}),
     "labels": Case(norms, {"tile": 16, "pad": "reflect", "reduce": "argmax"}),
 }
 

@@ -64,9 +64,8 @@ def start(workers: int, **options: Any) -> Any:
         n_workers=workers,
         threads_per_worker=1,
         host="127.0.0.1",
-        dashboard_address=None,
+        dashboard_address="127.0.0.1:0",
         memory_limit=0,
-        preload=[],
         env={"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])},
         **options,
     )
@@ -125,11 +124,8 @@ def test_other_numbers_of_workers(workers: int, wanted: dict, tmp_path: Path) ->
         for case in CASES:
             call(case, tmp_path / f"{case}.ome.zarr", client=connected)
     for case in CASES:
-        got = {
-            path: each.replace(f'"{case}"'.encode(), b'"name"')
-            for path, each in content(tmp_path / f"{case}.ome.zarr").items()
-        }
-        assert got == want(case, ".ome.zarr", wanted, tmp_path / case if (tmp_path / case).mkdir() else tmp_path / case)
+        got = content(tmp_path / f"{case}.ome.zarr")
+        assert got == want(case, ".ome.zarr", wanted, tmp_path)
 
 
 def start_part(case: str, out: Path, part: str) -> subprocess.Popen:
@@ -139,9 +135,7 @@ def start_part(case: str, out: Path, part: str) -> subprocess.Popen:
 
 def test_parts_in_any_order(tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
-    with pytest.raises(
-        TimeoutError, match=r"predict_whole: 15 of 20 tiles of pass 1 are not finished after 0.3 seconds"
-    ):
+    with pytest.raises(TimeoutError, match=r"predict_whole: 15 of 20 tiles of pass 1 are not finished after 0.3 s"):
         call("norms", out, part=Part(4, 4, timeout=0.3))
     parts = [start_part("norms", out, f"{number}/3") for number in (3, 1, 2)]
     assert [each.wait() for each in parts] == [0, 0, 0]
@@ -160,9 +154,7 @@ def test_passes_one_by_one(tmp_path: Path) -> None:
         for number in (2, 1):
             assert call("labels", out, part=Part(number, 2, only=only)) is None
         if only == 1:
-            with pytest.raises(
-                TimeoutError, match="20 of 20 tiles of pass 2 are not finished yet, from tile 0 on; fix:"
-            ):
+            with pytest.raises(TimeoutError, match="20 of 20 tiles of pass 2 are not finished yet, from tile 0 on;"):
                 call("labels", out, part=Part.parse("reduce"))
     call("labels", out, part=Part.parse("reduce"))
     call("labels", tmp_path / "want.ome.zarr")
@@ -247,13 +239,12 @@ def test_volumes_are_opened_by_the_workers(client: Any, tmp_path: Path) -> None:
         "dask": dask.array.from_array(volume, chunks=(7, 30)),
     }
     predict_whole(network, volume, tile=16, out=tmp_path / "want.zarr", quiet=True)
+    expected = content(tmp_path / "want.zarr")
     for name, each in given.items():
         out = tmp_path / f"{name}.zarr"
         predict_whole(network, each, tile=16, out=out, client=client, quiet=True)
-        chunks = {path: bytes_ for path, bytes_ in content(out).items() if path != "zarr.json"}
-        assert chunks == {
-            path: bytes_ for path, bytes_ in content(tmp_path / "want.zarr").items() if path != "zarr.json"
-        }
+        # What is known of axes differs: a file has letters.
+        assert content(out) | {"zarr.json": expected["zarr.json"]} == expected
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -283,9 +274,7 @@ def test_what_is_no_client(tmp_path: Path) -> None:
 
 def test_another_version_on_a_worker(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "version", lambda name: "9.9")
-    with pytest.raises(
-        ValueError, match=r"predict_whole: worker tcp.* has farfield .*, and here is 9\.9; fix: the same"
-    ):
+    with pytest.raises(ValueError, match=r"predict_whole: worker tcp.* has farfield .*, and here is 9\.9; fix:"):
         call("attention", tmp_path / "out.zarr", client=client)
 
 
@@ -296,28 +285,23 @@ def test_a_folder_that_workers_do_not_see(client: Any, tmp_path: Path, monkeypat
 
 
 def test_a_worker_without_the_memory(tmp_path: Path) -> None:
-    with (
-        distributed.LocalCluster(
-            n_workers=1, processes=False, memory_limit="10MB", host="127.0.0.1", dashboard_address=None
-        ) as started,
-        distributed.Client(started) as connected,
-        pytest.raises(ValueError, match=r"may take 10,000,000 bytes of memory, and a tile takes .*; fix: a larger"),
-    ):
-        volume = np.zeros((1, 1000, 1000), "float32")
-        predict_whole(
-            network_of("attention"), volume, tile=1000, out=tmp_path / "out.zarr", client=connected, quiet=True
-        )
+    options = {"n_workers": 1, "processes": False, "memory_limit": "10MB", "dashboard_address": "127.0.0.1:0"}
+    volume, network = np.zeros((1, 1000, 1000), "float32"), network_of("attention")
+    with distributed.LocalCluster(host="127.0.0.1", **options) as started, distributed.Client(started) as connected:
+        text = r"may take 10,000,000 bytes of memory, and a tile takes .*; fix: a larger"
+        with pytest.raises(ValueError, match=text):
+            predict_whole(network, volume, tile=1000, out=tmp_path / "out.zarr", client=connected, quiet=True)
 
 
 def test_a_network_that_workers_cannot_load(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text(
-        "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def forward(self, grid):\n        return self[0](grid)\n"
+        "from torch import nn\n\nclass Net(nn.Sequential):\n    def forward(self, own):\n        return self[0](own)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     import only_here  # type: ignore[import-not-found]
 
     network = settled(only_here.Net(nn.Conv2d(1, 2, 3, padding=1)))
-    text = r"predict_whole: the network or its volume cannot be loaded on a worker \(ModuleNotFoundError: .*only_here.*fix:"
+    text = r"predict_whole: the network .* cannot be loaded on a worker \(ModuleNotFoundError: .*only_here.*fix:"
     with pytest.raises(ValueError, match=text):
         predict_whole(network, volume_of(), tile=16, out=tmp_path / "out.zarr", client=client, quiet=True)
 
@@ -329,9 +313,7 @@ def test_a_prediction_that_one_process_has_begun(client: Any, tmp_path: Path) ->
         with pytest.raises(ZeroDivisionError):
             call("attention", out)
     for several in ({"client": client}, {"part": Part(1, 2)}):
-        with pytest.raises(
-            ValueError, match="was begun by one process; fix: repeat the call in one process, or remove"
-        ):
+        with pytest.raises(ValueError, match="was begun by one process; fix: repeat the call in one process"):
             call("attention", out, **several)
 
 
@@ -340,9 +322,9 @@ def test_an_error_of_a_tile_is_that_of_one_process(client: Any, tmp_path: Path) 
     volume[0, 50, 60] = np.nan
     network = network_of("norms")
     options = CASES["norms"].options
-    with pytest.raises(ValueError, match="predict_whole: .*not finite") as alone:
+    with pytest.raises(ValueError, match=r"predict_whole: .*not finite") as alone:
         predict_whole(network, volume, out=tmp_path / "alone.zarr", quiet=True, **options)
-    with pytest.raises(ValueError, match="predict_whole: .*not finite") as several:
+    with pytest.raises(ValueError, match=r"predict_whole: .*not finite") as several:
         predict_whole(network, volume, out=tmp_path / "several.zarr", client=client, quiet=True, **options)
     assert str(several.value) == str(alone.value)
 

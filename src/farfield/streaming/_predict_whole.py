@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from farfield._refusals import door, refusal
+from farfield._refusals import door
 from farfield.nn.devices import device_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce
@@ -21,7 +21,7 @@ from farfield.streaming.engines.local import run_local
 from farfield.streaming.engines.parts import Part, check_part, plan_in_turns, run_part
 from farfield.streaming.planning import Planner
 from farfield.streaming.prediction import Prediction
-from farfield.streaming.progress import find_unfinished
+from farfield.streaming.progress import find_unfinished, refuse_shared
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
@@ -153,9 +153,7 @@ def predict_whole(
     check_network(model, "model", "predict_whole(model, …)")
     refuse_meta(device_of(model))
     with plan_in_turns(path, part, lambda: find_unfinished(path, overwrite, model, volumes)) as (identity, saved):
-        if (client or part) and saved is not None and not saved.shared:
-            fix = "repeat the call in one process, or remove that folder"
-            raise refusal(ValueError, f'"{path}.unfinished" was begun by one process; fix: {fix}.')
+        shared = refuse_shared(path, saved, several=client is not None or part is not None)
         if plan is None:
             shapes = [each.shape for each in volumes.values()]
             planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
@@ -163,7 +161,6 @@ def predict_whole(
             planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
         if not quiet:
             print(planned, file=sys.stderr)
-        shared = saved.shared if saved is not None else bool(client or part)
         prediction = Prediction(model, planned, tiles, volume, identity | _identify(planned, path), shared)
         prediction.arranged = known, volumes, layouts
         output = output_for("predict_whole", out, prediction.spec, next(iter(volumes.values())), overwrite)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -91,6 +91,12 @@ class Prediction:
         """Leave out what follows from the arguments."""
         fields = ("model", "plan", "tiles", "volume", "identity", "shared")
         return {name: each for name, each in vars(self).items() if name in fields}
+
+    def sent(self, convert: Callable[[str, Any], Any]) -> Prediction:
+        """Return the prediction with each volume as it is sent."""
+        if not isinstance(self.volume, tuple):
+            return replace(self, volume=convert("volume", self.volume))
+        return replace(self, volume=tuple(convert(f"volume-{each}", own) for each, own in enumerate(self.volume)))
 
     def bind(self) -> Prediction:
         """Return the prediction with its plan bound to the network, after it was sent."""

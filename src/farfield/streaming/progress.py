@@ -336,6 +336,14 @@ def find_unfinished(
     return identity, Saved(tuple(state["positions"]), stored, state["on_disk"], state["shared"])
 
 
+def refuse_shared(path: Path | None, saved: Saved | None, *, several: bool) -> bool:
+    """Return whether several processes write an output; refuse them where one has begun it."""
+    if saved is None or not several or saved.shared:
+        return several if saved is None else saved.shared
+    fix = "repeat the call in one process, or remove that folder"
+    raise refusal(ValueError, f'"{path}.unfinished" was begun by one process; fix: {fix}.')
+
+
 def _read_saved(path: Path, overwrite: bool | None) -> dict[str, Any] | None:
     """Read the state of the unfinished prediction for a path; None if there is none, or it is damaged and replaced."""
     file = unfinished_folder(path) / STATE

@@ -12,26 +12,26 @@ import sys
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farfield._checks import install_command
 from farfield._files import replace_file
 from farfield._refusals import refusal
 from farfield.nn.devices import device_of
 from farfield.streaming.engines.local import count_units, show_progress
-from farfield.streaming.prediction import Prediction
-from farfield.streaming.progress import Stream
+from farfield.streaming.progress import Run, Stream
 from farfield.volumes.aliasing import find_mapped_file
 from farfield.volumes.axes_view import AxesView
-from farfield.volumes.sink import FileOutput
+from farfield.volumes.file_formats import OutputSpec
+from farfield.volumes.sink import ArrayOutput, FileOutput
 from farfield.volumes.volume import Volume
 
 # Tasks that a worker has at once: one runs, the others wait there.
@@ -40,6 +40,37 @@ _IN_FLIGHT = 2
 _RETRIES = 2
 # In the folder of the unfinished output: what workers load, and a file by which they show that they see it.
 _JOB, _TOKEN = "job.pickle", "token"
+
+
+class Job(Protocol):
+    """A call that is sent to workers."""
+
+    caller: str
+    shared: bool
+
+    @property
+    def model(self) -> nn.Module:
+        """What runs."""
+
+    @property
+    def spec(self) -> OutputSpec:
+        """The output."""
+
+    @property
+    def tile_bytes(self) -> int:
+        """The most memory that a task takes, beside parameters."""
+
+    def sent(self, convert: Callable[[str, Any], Any]) -> Job:
+        """Return the call with each volume as it is sent, by its name."""
+
+    def bind(self) -> Job:
+        """Return the call, after it was sent."""
+
+    def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, Run]:
+        """Return the tasks, and what runs them."""
+
+    def surroundings(self) -> AbstractContextManager[None]:
+        """Return the context in which tasks run."""
 
 
 class _Setup(NamedTuple):
@@ -63,17 +94,17 @@ def check_cluster(client: Any, out: Any) -> None:
         raise refusal(
             ValueError,
             f"with a client, out must be a path ending in .zarr or .ome.zarr, got {given}: workers write whole chunks, "
-            'each in a file, and no memory or file is shared; fix: out="prediction.ome.zarr".',
+            'each in a file, and no memory or file is shared; fix: out="job.ome.zarr".',
         )
 
 
-def run_on_cluster(client: Any, prediction: Prediction, stream: Stream, quiet: bool) -> Any:
+def run_on_cluster(client: Any, job: Job, stream: Stream, quiet: bool) -> Any:
     """Run the tasks that are left on the workers; return the finished output."""
     output = stream.output
     if not isinstance(output, FileOutput) or stream.run is None:  # finished, but for its folder
         return stream.finish()
-    setup = _save_job(prediction, output, stream.threads)
-    workers = _check_workers(client, prediction, output)
+    setup = _save_job(job, output, stream.threads)
+    workers = _check_workers(client, job, output)
     if not quiet:
         print(f"{len(workers)} workers of {client.scheduler.address}, {client.dashboard_link}", file=sys.stderr)
     with show_progress(stream, quiet) as bar:
@@ -147,19 +178,17 @@ def _killed(number: int, index: int, error: Any) -> Exception:
 
 
 # ---- before the start ------------------------------------------------------------------------------------------------
-def _save_job(prediction: Prediction, output: FileOutput, threads: int) -> _Setup:
+def _save_job(job: Job, output: FileOutput, threads: int) -> _Setup:
     """Save what workers load once beside the output."""
     import cloudpickle
 
-    several = prediction.volume if isinstance(prediction.volume, tuple) else (prediction.volume,)
-    sent = tuple(_portable(each, output.folder / f"volume-{place}.npy") for place, each in enumerate(several))
-    volume = sent if isinstance(prediction.volume, tuple) else sent[0]
+    sent = job.sent(lambda name, volume: _portable(volume, output.folder / f"{name}.npy"))
     try:
-        content = cloudpickle.dumps(replace(prediction, volume=volume))
+        content = cloudpickle.dumps(sent)
     except Exception as error:
         raise refusal(
             TypeError,
-            f"{type(prediction.model).__name__} or its volume cannot be sent to workers: {error}; fix: a module that "
+            f"{type(job.model).__name__} or its volume cannot be sent to workers: {error}; fix: a module that "
             "pickle takes, and open_volume(path) for the volume.",
         ) from error
     replace_file(output.folder / _JOB, content)
@@ -210,12 +239,12 @@ def _open_mapped(
     return np.ndarray(shape, dtype, buffer, offset, strides)
 
 
-def _check_workers(client: Any, prediction: Prediction, output: FileOutput) -> Mapping[str, Any]:
+def _check_workers(client: Any, job: Job, output: FileOutput) -> Mapping[str, Any]:
     """Refuse workers that would not give the same bytes, see the folder, or have the memory."""
     workers = client.scheduler_info(n_workers=-1)["workers"]
     if not workers:
         raise refusal(ValueError, "the client has no workers; fix: start some, and wait, client.wait_for_workers(1).")
-    token, device = uuid.uuid4().hex, device_of(prediction.model)
+    token, device = uuid.uuid4().hex, device_of(job.model)
     (output.folder / _TOKEN).write_text(token, encoding="ascii")
     told = client.run(_describe_worker, str(output.folder.absolute()), device.type, on_error="return")
     own = _describe_worker(str(output.folder.absolute()), device.type)
@@ -235,10 +264,10 @@ def _check_workers(client: Any, prediction: Prediction, output: FileOutput) -> M
         if not said["has_device"]:
             raise refusal(ValueError, f"{name} has no {device.type}, which the network is on; fix: model.cpu().")
         limit = workers.get(address, {}).get("memory_limit") or 0
-        if 0 < limit < prediction.tile_bytes:
+        if 0 < limit < job.tile_bytes:
             raise refusal(
                 ValueError,
-                f"{name} may take {limit:,} bytes of memory, and a tile takes {prediction.tile_bytes:,}; fix: a larger "
+                f"{name} may take {limit:,} bytes of memory, and a tile takes {job.tile_bytes:,}; fix: a larger "
                 "memory_limit, or smaller tiles, tile=….",
             )
     return workers
@@ -258,7 +287,7 @@ def _describe_worker(folder: str, device: str) -> dict[str, Any]:
 # ---- on a worker -----------------------------------------------------------------------------------------------------
 # One task at a time in a process, whatever its threads: the last prediction stays open.
 _LOCK = threading.Lock()
-_OPENED: dict[_Setup, tuple[Prediction, Stream]] = {}
+_OPENED: dict[_Setup, tuple[Job, Stream]] = {}
 
 
 def _run_remote(setup: _Setup, number: int, index: int) -> None:
@@ -269,12 +298,12 @@ def _run_remote(setup: _Setup, number: int, index: int) -> None:
                 stream.close()
             _OPENED.clear()
             _OPENED[setup] = _load_job(setup)
-        prediction, stream = _OPENED[setup]
-        with prediction.surroundings(), _read_here():
+        job, stream = _OPENED[setup]
+        with job.surroundings(), _read_here():
             stream.run_task(number, index)
 
 
-def _load_job(setup: _Setup) -> tuple[Prediction, Stream]:
+def _load_job(setup: _Setup) -> tuple[Job, Stream]:
     """Load the prediction, if it is the one that the client sent the hash of."""
     file = Path(setup.folder) / _JOB
     content = file.read_bytes()
@@ -283,18 +312,18 @@ def _load_job(setup: _Setup) -> tuple[Prediction, Stream]:
     import pickle
 
     try:
-        prediction: Prediction = pickle.loads(content)  # its hash came over the connection
+        job: Job = pickle.loads(content)  # its hash came over the connection
     except Exception as error:
         raise refusal(
             ValueError,
             f"the network or its volume cannot be loaded on a worker ({type(error).__name__}: {error}); fix: the files "
             "that define them on each worker, by the same names.",
         ) from error
-    prediction = prediction.bind()
-    output = FileOutput(prediction.caller, Path(setup.folder.removesuffix(".unfinished")), prediction.spec, None)
-    stream, run = prediction.connect(output)
+    job = job.bind()
+    output = FileOutput(job.caller, Path(setup.folder.removesuffix(".unfinished")), job.spec, None)
+    stream, run = job.connect(output)
     stream.attach(output, run, setup.threads)
-    return prediction, stream
+    return job, stream
 
 
 @contextlib.contextmanager
