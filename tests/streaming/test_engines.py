@@ -285,7 +285,13 @@ def test_a_folder_that_workers_do_not_see(client: Any, tmp_path: Path, monkeypat
 
 
 def test_a_worker_without_the_memory(tmp_path: Path) -> None:
-    options = {"n_workers": 1, "processes": False, "memory_limit": "10MB", "dashboard_address": "127.0.0.1:0"}
+    options = {
+        "n_workers": 1,
+        "processes": False,
+        "protocol": "tcp://",
+        "memory_limit": "10MB",
+        "dashboard_address": "127.0.0.1:0",
+    }
     volume, network = np.zeros((1, 1000, 1000), "float32"), network_of("attention")
     with distributed.LocalCluster(host="127.0.0.1", **options) as started, distributed.Client(started) as connected:
         text = r"may take 10,000,000 bytes of memory, and a tile takes .*; fix: a larger"

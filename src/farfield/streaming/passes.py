@@ -115,7 +115,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
         """Remove what no pass from this one on reads, where that is in files of its own."""
         for value, each in self.blocks.items():
             each.begin(sample)
-            each.clean(is_read=self.plan.level_of(value) <= stage <= self.plan.stored[value])
+            each.clean(is_read=stage <= self.plan.stored[value])
 
     def clear(self) -> None:
         """Remove all."""

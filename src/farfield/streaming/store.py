@@ -255,10 +255,10 @@ class StoredInBlocks(StoredInFile):
             return False
 
     def clean(self, *, is_read: bool) -> None:
-        """Remove the files of other samples, and of this one unless it is still read."""
-        kept = self._folder.name if is_read else ""
+        """Remove the files of earlier samples, and of this one unless it is still read; other processes may be ahead."""
         for folder in self._folder.parent.glob(f"*-{self._folder.name.partition('-')[2]}"):
-            if folder.name != kept:
+            sample = int(folder.name.partition("-")[0])
+            if sample < self.sample or (sample == self.sample and not is_read):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def remove(self) -> None:

@@ -62,11 +62,6 @@ class Volume:
         """The array's dtype."""
         return self.array.dtype
 
-    @property
-    def is_reopened(self) -> bool:
-        """Whether it pickles as the call that opened it."""
-        return self._opened is not None
-
     def __getitem__(self, index: Any) -> Any:
         """Return a part of the array."""
         return self.array[index]
@@ -154,6 +149,11 @@ def _parse_part(letter: str, given: Any) -> slice:
             f'{given!r:.60}; fix: {{"{letter}": (0, 4)}}, for example.',
         ) from None
     return slice(*limits)
+
+
+def is_reopened(volume: Volume) -> bool:
+    """Whether a volume pickles as the call that opened it."""
+    return volume._opened is not None
 
 
 def split_volume(volume: Any) -> tuple[ImageMetadata | None, Any]:

@@ -32,7 +32,7 @@ from farfield.volumes.aliasing import find_mapped_file
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.sink import ArrayOutput, FileOutput
-from farfield.volumes.volume import Volume
+from farfield.volumes.volume import Volume, is_reopened
 
 # Tasks that a worker has at once: one runs, the others wait there.
 _IN_FLIGHT = 2
@@ -198,7 +198,7 @@ def _save_job(job: Job, output: FileOutput, threads: int) -> _Setup:
 def _portable(volume: Any, file: Path) -> Any:
     """Return what a worker opens itself: a volume by its path, an array in memory by a file beside the output."""
     if isinstance(volume, Volume):
-        return volume if volume.is_reopened else Volume(_portable(volume.array, file), volume.metadata)
+        return volume if is_reopened(volume) else Volume(_portable(volume.array, file), volume.metadata)
     if isinstance(volume, AxesView):
         return AxesView(_portable(volume.array, file), volume.axes, volume.taken)
     if isinstance(volume, Tensor):
@@ -250,6 +250,8 @@ def _check_workers(client: Any, job: Job, output: FileOutput) -> Mapping[str, An
     own = _describe_worker(str(output.folder.absolute()), device.type)
     for address, said in told.items():
         name = f"worker {address}"
+        if isinstance(said, OSError):  # it has ended meanwhile, and costs its tasks
+            continue
         if isinstance(said, Exception):
             reason = f"{name} cannot import farfield.streaming ({type(said).__name__}: {said})"
             raise refusal(ValueError, f"{reason}; fix: the same environment there as here.")

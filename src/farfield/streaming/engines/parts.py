@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,11 +59,6 @@ class Part:
         if match is None or int(match[1]) == 0:
             raise ValueError(f'Part: "{text}" is no part; fix: "3/16", the third of sixteen, or "reduce".')
         return cls(int(match[1]), int(match[2]), timeout, only)
-
-    def share(self, tiles: int) -> range:
-        """Return the tiles of this part: neighbours, which have chunks in common."""
-        first, last = (tiles * place // self.count for place in (self.index - 1, self.index))
-        return range(max(0, first), max(0, last))
 
 
 def check_part(part: Any, out: Any) -> None:
@@ -121,15 +116,17 @@ def run_part(part: Part, stream: Stream, quiet: bool) -> Any:
                 _wait(stream, number - 1, part)
                 if stream.run is not None:
                     stream.run.clean(number)
-                for index in _left(records.finished(), part.share(each.tiles)):
+                for index in _left(part, each.tiles, records.finished()):
                     stream.run_task(number, index)
                     bar.update(count_units(each))
                 records.settle()
     return stream.finish() if part.index == 0 else None
 
 
-def _left(finished: set[int], share: Sequence[int]) -> list[int]:
-    return [index for index in share if index not in finished]
+def _left(part: Part, tiles: int, finished: set[int]) -> list[int]:
+    """Return the tiles of a part that are left: its share is of neighbours, which have chunks in common."""
+    first, last = (tiles * place // part.count for place in (part.index - 1, part.index))
+    return [index for index in range(first, last) if index not in finished]
 
 
 def _wait(stream: Stream, number: int, part: Part) -> None:
