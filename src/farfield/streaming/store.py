@@ -255,7 +255,7 @@ class StoredInBlocks(StoredInFile):
             return False
 
     def clean(self, *, is_read: bool) -> None:
-        """Remove the files of earlier samples, and of this one unless it is still read; other processes may be ahead."""
+        """Remove the files of earlier samples, and of this one unless it is read; other processes may be ahead."""
         for folder in self._folder.parent.glob(f"*-{self._folder.name.partition('-')[2]}"):
             sample = int(folder.name.partition("-")[0])
             if sample < self.sample or (sample == self.sample and not is_read):
