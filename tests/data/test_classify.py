@@ -57,14 +57,12 @@ def test_digits_hold_out_a_fifth_of_each_class_always_the_same() -> None:
         one.setup("fit")
     train, val = data.parts["train"], data.parts["val"]
     assert (len(train), len(val)) == (1437, 360)  # type: ignore[arg-type]
-    for (image, _), (same, _) in zip(val.entries, again.parts["val"].entries, strict=True):  # type: ignore[attr-defined]
-        assert torch.equal(image, same)
-    counts = Counter(label for _, label in val.entries)  # type: ignore[attr-defined]
+    assert torch.equal(val.images, again.parts["val"].images)  # type: ignore[attr-defined]
+    counts = Counter(val.labels)  # type: ignore[attr-defined]
     assert set(counts) == set(range(10))
     assert max(counts.values()) - min(counts.values()) <= 2
     # No held-out digit is trained on, nor one equal to it to the pixel.
-    pixels = [{image.numpy().tobytes() for image, _ in part.entries} for part in (train, val)]  # type: ignore[attr-defined]
-    assert not pixels[0] & pixels[1]
+    assert not {image.numpy().tobytes() for image in train.images} & {image.numpy().tobytes() for image in val.images}  # type: ignore[attr-defined]
 
 
 def test_a_batch_of_digits_is_normalised_and_three_channels_of_32_pixels() -> None:

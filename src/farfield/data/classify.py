@@ -207,11 +207,26 @@ class Digits(_Classification):
         if self.subset is not None:
             kept = kept[draw_subset(bunch.target[kept], self.subset, self.seed)]
         labels = bunch.target.tolist()
-        trained = partial(_transform_labelled, self.training_transform)
-        self.parts["train"] = self._listed([(large[index], labels[index]) for index in kept], trained)
-        # Those held out are as they are, pairs of an image and its label or name.
-        self.parts["val"] = self.parts["test"] = self._listed([(large[index], labels[index]) for index in held], tuple)
-        self.parts["predict"] = self._listed([(large[index], f"digit {index}") for index in held], tuple)
+        self.parts["train"] = _Images(large[kept], [labels[index] for index in kept], self.training_transform)
+        self.parts["val"] = self.parts["test"] = _Images(large[held], [labels[index] for index in held])
+        self.parts["predict"] = _Images(large[held], [f"digit {index}" for index in held])
+
+
+class _Images(Dataset[Any]):
+    """Images held in memory, transformed on access, each with its label or name."""
+
+    # In one tensor: views of it in a list would each take all of it along to a loader process.
+    def __init__(
+        self, images: Tensor, labels: Sequence[Any], transform: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.images, self.labels, self.transform = images, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        image = self.images[index]
+        return (image if self.transform is None else self.transform(image)), self.labels[index]
 
 
 def split_by_class(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -247,8 +262,3 @@ def _read_labelled(transform: Callable[[Any], Tensor], entry: tuple[str | Path, 
     """Read and transform an image; return it with its label or name."""
     path, label = entry
     return transform(read_image(path)), label
-
-
-def _transform_labelled(transform: Callable[[Tensor], Tensor], entry: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    image, label = entry
-    return transform(image), label
