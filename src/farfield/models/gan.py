@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from farfield._checks import shape_error, unknown
+from farfield._checks import shape_error
 from farfield._refusals import put_name
-from farfield.models.choices import bind_arguments, check_whole, find_operator
+from farfield.models.choices import bind_arguments, check_numbers, check_operator, find_operator
 from farfield.models.gan_parts import DiscriminatorBlock, GeneratorBlock, bound_weight, draw_bound_weights
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
@@ -140,10 +140,8 @@ class Discriminator(nn.Module):
             fix = f"images of {self.side} pixels (--data.image_size {self.side}), or a network with another side."
             raise put_name("sagan", shape_error(problem, fix, images=images))
         if self.classes is not None and labels is None:
-            raise ValueError(
-                "sagan: the discriminator has classes, so that it needs the label of each image; "
-                "fix: discriminator(images, labels), or a network with num_classes=0."
-            )
+            problem = "the discriminator has classes, so that it needs the label of each image"
+            raise ValueError(f"sagan: {problem}; fix: discriminator(images, labels), or a network with num_classes=0.")
         grid = images
         for place, block in enumerate(self.blocks):
             grid = block(grid)
@@ -202,16 +200,14 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
         discriminator_channels: int = 64,
         normalized: bool = True,
     ) -> None:
-        config = bind_arguments(locals())
         super().__init__()
-        _check_sides(model, operator, side, attention_at)
-        check_whole(model, "num_classes", num_classes, 0)
-        sizes = {"noise_channels": noise_channels, "generator_channels": generator_channels}
-        sizes |= {"discriminator_channels": discriminator_channels}
-        for name, number in sizes.items():
-            check_whole(model, name, number, 1)
+        self.config = bind_arguments(locals(), ("sagan",))
+        check_operator(model, operator)
+        _check_sides(model, side, attention_at)
+        check_numbers(model, 0, num_classes=num_classes)
+        channels = {"generator_channels": generator_channels, "discriminator_channels": discriminator_channels}
+        check_numbers(model, noise_channels=noise_channels, **channels)
         self.noise_channels, self.num_classes = noise_channels, num_classes
-        self.config = config
         common = (operator, normalized, side, attention_at, num_classes)
         self.generator = Generator(*common, noise_channels, generator_channels)
         self.discriminator = Discriminator(*common, discriminator_channels)
@@ -251,20 +247,14 @@ def sagan(
     return SAGAN(**locals())
 
 
-def _check_sides(model: str, operator: str | Operator | None, side: int, attention_at: int) -> None:
-    if model != "sagan":
-        raise put_name("models.SAGAN", unknown("model", model, ["sagan"]))
-    if operator is not None:
-        find_operator(model, operator)
-    check_whole(model, "side", side, 4 * _SMALLEST)
+def _check_sides(model: str, side: int, attention_at: int) -> None:
+    check_numbers(model, 4 * _SMALLEST, side=side)
     if side & (side - 1):
         raise ValueError(f"{model}: side must be a power of two from {4 * _SMALLEST}, got {side}.")
     allowed = [2 * _SMALLEST * 2**level for level in range(_count_halvings(side) - 1)]
     if attention_at not in allowed:
-        raise ValueError(
-            f"{model}: attention_at must be the side of a grid inside both networks, "
-            f"{', '.join(map(str, allowed))} for images of {side}, got {attention_at!r}."
-        )
+        sides = f"{', '.join(map(str, allowed))} for images of {side}, got {attention_at!r}."
+        raise ValueError(f"{model}: attention_at must be the side of a grid inside both networks, {sides}")
 
 
 def _build_attention(channels: int, operator: str | Operator | None, normalized: bool) -> nn.Module:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from farfield._checks import shape_error, unknown
+from farfield._checks import shape_error
 from farfield._refusals import put_name
-from farfield.models.choices import bind_arguments, check_whole, find_operator
+from farfield.models.choices import bind_arguments, check_numbers, find_operator
 from farfield.models.compact import check_image
 from farfield.models.psmnet_parts import BasicBlock, Hourglass, classifier, conv_norm_relu, draw_kernels, residual
 from farfield.models.storage import Stored
@@ -23,7 +23,6 @@ from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself
 from farfield.ops.table import Operator
 
-_VARIANTS = ("psmnet_stacked", "psmnet_basic")
 # Height and width of the windows of spatial pyramid pooling, in the order in which its branches are concatenated.
 _POOLS = (8, 16, 32, 64)
 # Of the four stages: channels in units of those of the first, number of blocks, first stride, dilation.
@@ -91,14 +90,12 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         first_channels: int = 32,
         scale: float | None = None,
     ) -> None:
-        config = bind_arguments(locals())
         super().__init__()
-        if model not in _VARIANTS:
-            raise put_name("models.PSMNet", unknown("model", model, _VARIANTS))
-        check_whole(model, "first_channels", first_channels, 1)
+        self.config = bind_arguments(locals(), ("psmnet_stacked", "psmnet_basic"))
+        check_numbers(model, first_channels=first_channels)
         if not isinstance(max_disparity, int) or max_disparity < _WHOLE_STRIDE or max_disparity % _WHOLE_STRIDE:
             raise ValueError(f"{model}: max_disparity must be a multiple of {_WHOLE_STRIDE}, got {max_disparity!r}.")
-        self.config, self.name, self.max_disparity = config, model, max_disparity
+        self.name, self.max_disparity = model, max_disparity
         self.features = Features(first_channels)
         self.compare: nn.Module = (Hourglasses if model == "psmnet_stacked" else ResidualBlocks)(first_channels)
         self.reset_parameters()
