@@ -260,7 +260,7 @@ def test_an_error_of_the_network_leaves_nothing_behind() -> None:
         (
             (1.5, 2),
             TypeError,
-            r"^layer_row: position must be integers, got \(1.5, 2\); fix: .*, the middle is \(1, 2\)",
+            r"^layer_row: position must be integers, .*got \(1.5, 2\); fix: .*; the middle is \(1, 2\)",
         ),
         (13, ShapeError, r"position \(13,\) does not lie in a grid of size \(13,\)"),
     ],

@@ -54,9 +54,8 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
     """
     for shape in inputs:
         if isinstance(shape, tuple | list) and shape and all(isinstance(length, int) for length in shape):
-            raise refusal(
-                TypeError, f"inputs must be tensors, got the shape {tuple(shape)}; fix: torch.zeros{tuple(shape)}."
-            )
+            given = tuple(shape)
+            raise refusal(TypeError, f"inputs must be tensors, got the shape {given}; fix: torch.zeros{given}.")
     with (
         torch.no_grad(),
         copied(network, share_parameters, reports=True) as own,
@@ -76,19 +75,13 @@ def check_has_attention(network: nn.Module, layers: dict[str, Layer]) -> None:
     """Raise ValueError if a network called no attention."""
     if layers:
         return
-    kind = getattr(network, "name", type(network).__name__)
+    problem = f"{getattr(network, 'name', type(network).__name__)} has no GridAttention that runs"
     replaced = [path for path, module in network.named_modules() if is_replaced(module)]
     if replaced:
-        raise refusal(
-            ValueError,
-            f"{kind} has no GridAttention that runs, and the operator replaced in the attention of its own "
-            f"library ({', '.join(replaced[:3])}) is not measured; fix: maps.layers, which has its rows.",
-        )
-    raise refusal(
-        ValueError,
-        f"{kind} has no GridAttention that runs; fix: a network with attention (farfield.models), "
-        f"farfield.insert to put some into this one, or farfield.replace_attention for a transformer.",
-    )
+        other = f"replaced in the attention of its own library ({', '.join(replaced[:3])}) is not measured"
+        raise refusal(ValueError, f"{problem}, and the operator {other}; fix: maps.layers, which has its rows.")
+    fix = "a network with attention (farfield.models), farfield.insert to put some into this one"
+    raise refusal(ValueError, f"{problem}; fix: {fix}, or farfield.replace_attention for a transformer.")
 
 
 @contextmanager

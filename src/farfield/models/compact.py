@@ -152,7 +152,11 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
     ) -> None:
         super().__init__()
         self.config = bind_arguments(locals(), VARIANTS)
-        variant = _find_variant(model, operator)
+        variant = VARIANTS[model]
+        check_operator(model, operator)
+        if operator is not None and variant.path not in OPERATORS:
+            problem = "has no attention whose operator could be replaced"
+            raise ValueError(f"{model}: {problem}; fix: models.kanet(operator).")
         _check_sizes(model, num_classes, in_channels, width, dropout)
         strides, places = _check_strides(model, strides, output_stride)
         self.name, self.in_channels, self.strides = model, in_channels, tuple(stride for stride, _ in places)
@@ -192,9 +196,8 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         if not is_bare(self.rows, nn.Sequential):
             return self.head(self.run(self.rows, self.stem(image)))
         first, others = [*self.rows][:_FIRST_ROWS], [*self.rows][_FIRST_ROWS:]
-        channels = (
-            2 * _round_channels(_STEM * self.config["width"]) + self.row_channels[0]
-        )  # of the grids of these layers
+        # Of the grids of these layers.
+        channels = 2 * _round_channels(_STEM * self.config["width"]) + self.row_channels[0]
 
         def enter(part: Tensor) -> Tensor:
             return self.run_each(first, self.stem(part))
@@ -274,13 +277,6 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         self.config.pop("global_pool", None)
         if self.global_pool != "avg":
             self.config["global_pool"] = self.global_pool
-
-
-def _find_variant(model: str, operator: str | Operator | None) -> Variant:
-    check_operator(model, operator)
-    if operator is not None and VARIANTS[model].path not in OPERATORS:
-        raise ValueError(f"{model}: has no attention whose operator could be replaced; fix: models.kanet(operator).")
-    return VARIANTS[model]
 
 
 def _build_row(

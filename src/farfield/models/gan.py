@@ -58,10 +58,10 @@ class GeneratorBlock(nn.Module):
     def __init__(self, channels: int, out_channels: int, num_classes: int) -> None:
         super().__init__()
         self.first_norm = ConditionalNorm(channels, num_classes)
-        self.first = bound_weight(nn.Conv2d(channels, out_channels, 3, padding=1))
+        self.first = _bound_weight(nn.Conv2d(channels, out_channels, 3, padding=1))
         self.second_norm = ConditionalNorm(out_channels, num_classes)
-        self.second = bound_weight(nn.Conv2d(out_channels, out_channels, 3, padding=1))
-        self.shortcut = bound_weight(nn.Conv2d(channels, out_channels, 1))
+        self.second = _bound_weight(nn.Conv2d(out_channels, out_channels, 3, padding=1))
+        self.shortcut = _bound_weight(nn.Conv2d(channels, out_channels, 1))
 
     def forward(self, grid: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"] | None) -> Float[Tensor, "b d y x"]:
         """Return a grid of twice the size."""
@@ -78,10 +78,10 @@ class DiscriminatorBlock(nn.Module):
         super().__init__()
         # The block whose input is an image does not activate it.
         self.activate, self.halve = activate, halve
-        self.first = bound_weight(nn.Conv2d(channels, out_channels, 3, padding=1))
-        self.second = bound_weight(nn.Conv2d(out_channels, out_channels, 3, padding=1))
+        self.first = _bound_weight(nn.Conv2d(channels, out_channels, 3, padding=1))
+        self.second = _bound_weight(nn.Conv2d(out_channels, out_channels, 3, padding=1))
         has_shortcut = halve or channels != out_channels
-        self.shortcut = bound_weight(nn.Conv2d(channels, out_channels, 1)) if has_shortcut else nn.Identity()
+        self.shortcut = _bound_weight(nn.Conv2d(channels, out_channels, 1)) if has_shortcut else nn.Identity()
 
     def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
         """Return the sum of convolutions and shortcut."""
@@ -92,14 +92,14 @@ class DiscriminatorBlock(nn.Module):
         return self.shortcut(F.avg_pool2d(grid, 2)) + F.avg_pool2d(out, 2)
 
 
-def bound_weight(layer: nn.Conv2d | nn.Linear | nn.Embedding) -> nn.Module:
+def _bound_weight(layer: nn.Conv2d | nn.Linear | nn.Embedding) -> nn.Module:
     """Set the bias to 0 and add spectral norm: the weight over its largest singular value, from a power iteration."""
     if not isinstance(layer, nn.Embedding) and layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return spectral_norm(layer)
 
 
-def draw_bound_weights(net: nn.Module) -> None:
+def _draw_bound_weights(net: nn.Module) -> None:
     """Draw the weights that have spectral norm anew, and the vectors of its power iteration."""
     layers = [cast(nn.Conv2d | nn.Linear, layer) for layer in net.modules() if is_parametrized(layer, "weight")]
     for layer in layers:
@@ -110,7 +110,7 @@ def draw_bound_weights(net: nn.Module) -> None:
         if isinstance(module, GridAttention):
             module.reset_parameters()
     for layer in layers:
-        bound_weight(layer)
+        _bound_weight(layer)
 
 
 class GatedAttention(nn.Module):
@@ -162,17 +162,17 @@ class Generator(nn.Module):
         super().__init__()
         self.noise_channels, self.num_classes = noise_channels, num_classes
         widths = [channels * 2**level for level in reversed(range(_count_halvings(side)))]
-        self.linear = bound_weight(nn.Linear(noise_channels, widths[0] * _SMALLEST**2))
+        self.linear = _bound_weight(nn.Linear(noise_channels, widths[0] * _SMALLEST**2))
         pairs = itertools.pairwise([widths[0], *widths])
         self.blocks = nn.ModuleList(GeneratorBlock(before, after, num_classes) for before, after in pairs)
         self.attending = _count_halvings(attention_at) - 1
         self.attention = _build_attention(widths[self.attending], operator, normalized)
         self.norm = nn.BatchNorm2d(channels)
-        self.last = bound_weight(nn.Conv2d(channels, 3, 3, padding=1))
+        self.last = _bound_weight(nn.Conv2d(channels, 3, 3, padding=1))
 
     def reset_parameters(self) -> None:
         """Draw the weights with spectral norm."""
-        draw_bound_weights(self)
+        _draw_bound_weights(self)
 
     def forward(
         self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None
@@ -211,13 +211,13 @@ class Discriminator(nn.Module):
         self.blocks.append(DiscriminatorBlock(widths[-1], widths[-1], halve=False))
         self.attending = _count_halvings(side) - _count_halvings(attention_at) - 1
         self.attention = _build_attention(widths[self.attending], operator, normalized)
-        self.score = bound_weight(nn.Linear(widths[-1], 1))
+        self.score = _bound_weight(nn.Linear(widths[-1], 1))
         # The projection discriminator: the score has the dot product of the features and an embedding of the class too.
-        self.classes = bound_weight(nn.Embedding(num_classes, widths[-1])) if num_classes else None
+        self.classes = _bound_weight(nn.Embedding(num_classes, widths[-1])) if num_classes else None
 
     def reset_parameters(self) -> None:
         """Draw the weights with spectral norm."""
-        draw_bound_weights(self)
+        _draw_bound_weights(self)
 
     def forward(
         self, images: Float[Tensor, "b 3 side side"], labels: Int[Tensor, " b"] | None = None

@@ -206,8 +206,8 @@ class Features(nn.Module):
         before, stages = channels, []
         for factor, blocks, stride, dilation in _STAGES:
             after = factor * channels
-            stage = [BasicBlock(before, after, stride, dilation)]
-            stage += [BasicBlock(after, after, 1, dilation) for _ in range(blocks - 1)]
+            stage = [_BasicBlock(before, after, stride, dilation)]
+            stage += [_BasicBlock(after, after, 1, dilation) for _ in range(blocks - 1)]
             stages.append(nn.Sequential(*stage))
             before = after
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
@@ -237,7 +237,7 @@ class Hourglasses(nn.Module):
         super().__init__()
         self.enter = nn.Sequential(*_conv_norm_3d(2 * channels, channels), *_conv_norm_3d(channels, channels))
         self.residual = _residual(channels)
-        self.hourglasses = nn.ModuleList(Hourglass(channels) for _ in range(3))
+        self.hourglasses = nn.ModuleList(_Hourglass(channels) for _ in range(3))
         self.classifiers = nn.ModuleList(_classifier(channels) for _ in range(3))
 
     def forward(self, volume: Float[Tensor, "b c i h w"]) -> list[Float[Tensor, "b 1 i h w"]]:
@@ -295,7 +295,7 @@ def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, size: tuple[in
     return (enlarged.softmax(1) * values[:, None, None]).sum(1, keepdim=True)
 
 
-class BasicBlock(nn.Module):
+class _BasicBlock(nn.Module):
     """`shortcut(x) + norm(convolve(relu(norm(convolve(x)))))`: a residual block without a ReLU after the sum."""
 
     def __init__(self, before: int, after: int, stride: int, dilation: int) -> None:
@@ -313,7 +313,7 @@ class BasicBlock(nn.Module):
         return self.shortcut(grid) + self.second(self.first(grid))
 
 
-class Hourglass(nn.Module):
+class _Hourglass(nn.Module):
     """Halve the size twice and double it twice, with twice the channels; grids of earlier hourglasses are added."""
 
     def __init__(self, channels: int) -> None:
