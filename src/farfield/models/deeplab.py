@@ -128,7 +128,11 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         self.head = build_head(self.features, output, num_classes, channels, heads, residual, normalized)
         _draw_head(self.head)
         if weights is not None:
-            _fill_backbone(model, self.backbone, Path(weights))
+            # The backbone has this name in torchvision's segmentation networks and in `DeepLab`.
+            with door(model):
+                read = read_weights(Path(weights)).items()
+            tensors = {name.removeprefix("backbone."): tensor for name, tensor in read}
+            fill(model, Path(weights), self.backbone, tensors)
 
     def reset_parameters(self) -> None:
         """Draw the convolutions of the backbone, as torchvision or `CompactNet`, and of the head."""
@@ -265,14 +269,6 @@ def _draw_head(head: nn.Module) -> None:
             nn.init.normal_(convolution.weight, std=0.01)
             if convolution.bias is not None:
                 nn.init.zeros_(convolution.bias)
-
-
-def _fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
-    # The file may have weights of other parts too.
-    # The backbone has this name in torchvision's segmentation networks and in `DeepLab`.
-    with door(model):
-        tensors = {name.removeprefix("backbone."): tensor for name, tensor in read_weights(path).items()}
-    fill(model, path, backbone, tensors)
 
 
 def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor]) -> None:

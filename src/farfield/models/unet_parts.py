@@ -202,12 +202,11 @@ def append_attention(
     return nn.Sequential(OrderedDict(block=block, attention=attention if alone else PreActivated(attention)))
 
 
-def draw_convolutions(net: nn.Module) -> nn.Module:
+def draw_convolutions(net: nn.Module) -> None:
     """Initialize convolutions as in the papers: Glorot uniform, biases 0; attention keeps its own initialization."""
     for module in net.modules():
         if isinstance(module, _ConvNd):
             draw(module)
-    return net
 
 
 def find_reach(low: int, high: int, levels: int, block: int, radius: int | None) -> tuple[int, int]:
