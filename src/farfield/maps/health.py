@@ -111,17 +111,17 @@ def run(model: nn.Module, example: Any) -> tuple[dict[str, Layer], Sequence[Tens
         # Copied: the next module may work in place.
         return kept[-1].clone()
 
-    with record_layers(model) as recorded:
-        for module in model.modules():
-            if isinstance(module, GridAttention):
-                module.register_forward_hook(keep, prepend=True)
-        outputs = [tensor for tensor in tensors(call(model, example)) if tensor.requires_grad]
-        # Copied before the backward pass, which calls checkpointed layers again.
-        layers, responses = dict(recorded), list(kept)
-        if not (outputs and responses):
-            return layers, [None] * len(layers)
-        weights = [noise(output, seed) for seed, output in enumerate(outputs)]
-        return layers, torch.autograd.grad(outputs, responses, weights, allow_unused=True)
+    recorded = record_layers(model)
+    for module in model.modules():
+        if isinstance(module, GridAttention):
+            module.register_forward_hook(keep, prepend=True)
+    outputs = [tensor for tensor in tensors(call(model, example)) if tensor.requires_grad]
+    # Copied before the backward pass, which calls checkpointed layers again.
+    layers, responses = dict(recorded), list(kept)
+    if not (outputs and responses):
+        return layers, [None] * len(layers)
+    weights = [noise(output, seed) for seed, output in enumerate(outputs)]
+    return layers, torch.autograd.grad(outputs, responses, weights, allow_unused=True)
 
 
 def is_identity(attention: GridAttention) -> bool:

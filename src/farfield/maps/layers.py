@@ -9,7 +9,7 @@ import math
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,14 +68,11 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
         if isinstance(shape, tuple | list) and shape and all(isinstance(length, int) for length in shape):
             given = tuple(shape)
             raise refusal(TypeError, f"inputs must be tensors, got the shape {given}; fix: torch.zeros{given}.")
-    with (
-        torch.no_grad(),
-        copied(network, share_parameters, reports=True) as own,
-        record_layers(own) as recorded,
-        _record_tokens(own, recorded),
-    ):
+    with torch.no_grad(), copied(network, share_parameters, reports=True) as own:
         originals: dict[Any, Any] = dict(zip(own.modules(), network.modules(), strict=True))
-        own.eval()(*inputs)
+        recorded = record_layers(own)
+        with _record_tokens(own, recorded):
+            own.eval()(*inputs)
     check_has_attention(network, recorded)
     return {
         name: layer._replace(attention=originals.get(layer.attention, layer.attention))
@@ -96,9 +93,8 @@ def check_has_attention(network: nn.Module, layers: dict[str, Layer]) -> None:
     raise refusal(ValueError, f"{problem}; fix: {fix}, or farfield.replace_attention for a transformer.")
 
 
-@contextmanager
-def record_layers(network: nn.Module) -> Iterator[dict[str, Layer]]:
-    """Record every call of an attention module within the context, in a dictionary as `layers` returns."""
+def record_layers(network: nn.Module) -> dict[str, Layer]:
+    """Return a dictionary as `layers` does, which later calls of the attention of a network, a copy, are added to."""
     recorded: dict[str, Layer] = {}
     names = {module: name for name, module in network.named_modules() if isinstance(module, GridAttention)}
 
@@ -108,12 +104,9 @@ def record_layers(network: nn.Module) -> Iterator[dict[str, Layer]]:
         copies = {name: value.detach().clone() for name, value in given.items() if value is not None}
         add_layer(recorded, names[module], Layer(module, **copies))
 
-    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in names]
-    try:
-        yield recorded
-    finally:
-        for handle in handles:
-            handle.remove()
+    for module in names:
+        module.register_forward_pre_hook(record, with_kwargs=True)
+    return recorded
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -126,7 +119,7 @@ def _is_replaced(module: nn.Module) -> bool:
 
 @contextmanager
 def _record_tokens(network: nn.Module, recorded: dict[str, Layer]) -> Iterator[None]:
-    """Add a layer to a dictionary for every call of a replaced attention of a network within the context."""
+    """Add a layer to a dictionary for every call of a replaced attention of a network, a copy, within the context."""
     paths = {module: path for path, module in network.named_modules() if _is_replaced(module)}
     if not paths:
         yield
@@ -144,18 +137,14 @@ def _record_tokens(network: nn.Module, recorded: dict[str, Layer]) -> Iterator[N
         if running and threading.get_ident() == thread:
             add_layer(recorded, running[-1], layer_of(call, patches.of(running[-1], call)))
 
-    with ExitStack() as stack:
-        for module in network.modules():
-            handles = []
-            if module in paths:
-                # Behind an error that the network catches, the module is left too.
-                handles = [module.register_forward_pre_hook(enter)]
-                handles.append(module.register_forward_hook(leave, always_call=True))
-            elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                handles = [module.register_forward_hook(patches.see)]
-            for handle in handles:
-                stack.callback(handle.remove)
-        stack.enter_context(record_token_calls(record))
+    for module in network.modules():
+        if module in paths:
+            module.register_forward_pre_hook(enter)
+            # Behind an error that the network catches, the module is left too.
+            module.register_forward_hook(leave, always_call=True)
+        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            module.register_forward_hook(patches.see)
+    with record_token_calls(record):
         yield
 
 
