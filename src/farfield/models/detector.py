@@ -6,7 +6,7 @@ Letters as in the papers: b is the number of basis channels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,8 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         self.config = bind_arguments(locals(), ("mask_rcnn", "faster_rcnn"))
         setup = setup if isinstance(setup, Setup) else Setup(**setup)
         self.config |= {"setup": asdict(setup), "attention": list(attention)}
-        check_numbers(model, num_classes=num_classes, basis=basis, **asdict(setup) | {"frozen": 1})
         check_numbers(model, 0, frozen=setup.frozen)
+        check_numbers(model, num_classes=num_classes, basis=basis, **asdict(replace(setup, frozen=True)))
         entry = find_operator(model, operator)
         self.name, self.num_classes, self.setup = model, num_classes, setup
         pyramid = _build_pyramid(model, backbone, setup)
