@@ -25,7 +25,7 @@ from farfield.nn.initialization import DrawnByItself, draw
 from farfield.nn.norm import CoefficientNorm
 from farfield.ops.engine import attend, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide
-from farfield.ops.projection import Call, ProjectionRuns, project_to_scores
+from farfield.ops.projection import Call, project_to_scores
 from farfield.ops.slots import Summary
 from farfield.ops.table import OPERATORS, Operator, find_name
 
@@ -268,12 +268,10 @@ class GridAttention(nn.Module):
     def call_for(self, grid: Tensor) -> Call:
         """Return the operator with this module's projections, as matrices and biases or to be run, and its norm."""
         letters = (self.query, self.key, self.value, self.output)
-        projections, runs = zip(*(read_projection(part, grid) for part in letters), strict=True)
-        query, key, value, output = projections
+        query, key, value, output = (read_projection(part, grid) for part in letters)
         if self.operator.score is not None:
             vector = grid.new_ones(self.inner_channels) if self.weight is None else self.weight.to(grid.dtype)
             query = project_to_scores(query, vector, self.heads)
             key = key if self.key is self.query else project_to_scores(key, vector, self.heads)
         key = query if self.key is self.query else key
-        norm = self.coefficient_norm
-        return Call(self.operator, self.heads, self.scale, query, key, value, output, norm, ProjectionRuns(*runs))
+        return Call(self.operator, self.heads, self.scale, query, key, value, output, self.coefficient_norm)

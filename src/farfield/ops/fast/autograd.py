@@ -48,7 +48,8 @@ def _plain_sums(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: T
 
 def _pair_projections(parts: Sequence[Tensor | None]) -> tuple[Projection, Projection]:
     """Return the projections of keys and of queries."""
-    return Projection(*parts[:2]), Projection(*parts[2:])
+    matrix, bias, other_matrix, other_bias = parts
+    return Projection(matrix, bias), Projection(other_matrix, other_bias)
 
 
 def _sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> tuple[Any, ...]:
@@ -66,7 +67,9 @@ def project_and_summarize(
 ) -> tuple[Tensor | None, Summary]:
     """Return the queries `(b, h, d, n)` of positions, or None, and the summary; `query` if it is no `key`."""
     # Of large tensors, the positions alone are kept for the backward pass.
-    queries, values, weights, count, peak, _ = _project_and_sum(plan, positions, valid, *key, *query)
+    queries, values, weights, count, peak, _ = _project_and_sum(
+        plan, positions, valid, key.matrix, key.bias, query.matrix, query.bias
+    )
     return queries, Summary(values, weights, count, None, peak, False, plan.complete)
 
 
@@ -82,12 +85,12 @@ def respond_from(
     """Return `(b, 1, p, m)` with a matrix `(h, p, c)` of responses, else `(b, h, c, m)`, as positions lie in memory."""
     # Kept for the backward pass are the positions, the summary, and queries of few channels.
     parts = (summary.values, summary.weights, summary.count, summary.peak)
-    return cast(Tensor, _respond(plan, positions, *projection, query, *parts, matrix, bias))
+    return cast(Tensor, _respond(plan, positions, projection.matrix, projection.bias, query, *parts, matrix, bias))
 
 
 def _project_and_keep(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
     """Return the same as `_plain_sums`, and the projected rows `(b, rows, n)` if they are small."""
-    matrix, bias = stack_projections(*_pair_projections(projections))
+    matrix, bias, _ = stack_projections(*_pair_projections(projections))
     if plan.kernel is None:
         rows = project(positions, Projection(matrix, bias))
         *outputs, rows = *_sum_rows(plan, positions, valid, rows), rows
@@ -108,7 +111,7 @@ def _gradients_of_sums(
     (plan, positions, valid, *projections), (_, peak, rows) = arguments, kept
     grad_queries, grad_values, grad_weights = grad_outputs
     projection, other = _pair_projections(projections)
-    (matrix, bias), grad_rows, grad_matrix = stack_projections(projection, other), None, None
+    (matrix, bias, _), grad_rows, grad_matrix = stack_projections(projection, other), None, None
     grads_of_outputs = (grad_queries, grad_values, grad_weights)
     kernel = plan.kernel
     if kernel is not None and kernel.derive is not None and kernels.why_not(*grads_of_outputs, ordered=False) is None:

@@ -66,7 +66,7 @@ def split_gradients(grads: Projection, key: Projection, query: Projection) -> It
     start = 0
     for one in (key, query):
         end = start if one.matrix is None else start + len(one.matrix)
-        for part, grad in zip(one, grads, strict=True):
+        for part, grad in zip(one[:2], grads[:2], strict=True):
             yield None if part is None or grad is None else grad[start:end]
         start = end
 

@@ -229,7 +229,7 @@ def _form(call: Call, target: Target | None) -> str:
 
 def _why_not_any(call: Call, grid: Tensor) -> str | None:
     """Return why no line for attention as a whole runs, or None."""
-    if call.runs_projections:
+    if any(each.run is not None for each in (call.query, call.key, call.value, call.output)):
         return "a projection runs on positions, as one with a hook does"
     return kernels.AUTOCAST if autocast_dtype(grid) not in (None, grid.dtype) else kernels.why_not(grid)
 
@@ -259,7 +259,7 @@ def summarize(
     operator, (positions, valid) = call.operator, (gathered.positions, gathered.valid[:, None])
     if operator.basis is None or not operator.keys_from.side_by_side or values is not positions:
         return None
-    if call.runs_projections:
+    if call.query.run or call.key.run or call.value.run:
         return None
     key = call.key if operator.reads_keys else None
     query = call.query if itself and (call.key.matrix is None) == (call.query.matrix is None) else None
@@ -269,12 +269,13 @@ def summarize(
     # The same projection is computed once.
     own, other = key or IDENTITY, IDENTITY if query is None or key is query else query
     lines = _SUMS.get((operator.basis,), ())
-    kernel = next((line for line in lines if line.why_not(plan, positions, *own, *other) is None), None)
+    matrices = own.matrix, own.bias, other.matrix, other.bias
+    kernel = next((line for line in lines if line.why_not(plan, positions, *matrices) is None), None)
     plan = plan._replace(kernel=kernel)
-    if kernel is None or not are_free(positions, *own, *other):
+    if kernel is None or not are_free(positions, *matrices):
         return project_and_summarize(plan, positions, valid, own, other)
     stacked = own if other.matrix is None else steps.stack_projections(own, other)
-    query_rows, sums, weights, count, peak, _ = kernel.run(plan, positions, valid, *stacked)
+    query_rows, sums, weights, count, peak, _ = kernel.run(plan, positions, valid, stacked.matrix, stacked.bias)
     return query_rows, Summary(sums, weights, count, None, peak, False, complete)
 
 
@@ -283,7 +284,7 @@ def respond(
 ) -> Tensor | None:
     """Respond `(b, out, m)`, the bias being one slot more; None if the equation must."""
     operator, positions = call.operator, query_positions.positions
-    if call.runs_projections or operator.basis is None or not operator.queries_from.side_by_side:
+    if call.query.run is not None or operator.basis is None or not operator.queries_from.side_by_side:
         return None
     plan = ResponsePlan(operator, _RESPONSES.get((operator.coefficients,), ()))
     if are_free(positions, *call.query, query, *summary[:3], summary.peak, matrix, bias):
