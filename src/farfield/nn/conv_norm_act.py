@@ -65,23 +65,6 @@ class Convolved(Fusable, nn.Sequential):
         return self.convolution.padding_mode == "zeros" and (norm is None or has_numbers(norm))
 
     @property
-    def splits_channels(self) -> bool:
-        """Whether `beside` gives what the module gives: each of its channels is computed from one of the grid."""
-        if not (is_bare(self, Convolved) and self.has_bare_layers and self.is_pointwise_at_last):
-            return False
-        weight = self.convolution.weight
-        return weight.shape[1] == 1 and len(weight) == self.convolution.groups
-
-    @property
-    def adds_channels(self) -> bool:
-        """Whether `across` gives what the module gives: a 1x1 convolution, and a norm or nothing behind it."""
-        if not (is_bare(self, Convolved) and self.has_bare_layers) or "activation" in self._modules:
-            return False
-        layer = self.convolution
-        moves = layer.padding not in ("same", "valid") and any(layer.padding)
-        return not moves and layer.groups == 1 and {*layer.weight.shape[2:], *layer.stride} == {1}
-
-    @property
     def is_pointwise_at_last(self) -> bool:
         """Whether its activation, if it has one, computes each number from one."""
         return "activation" not in self._modules or is_bare(self._modules["activation"], *POINTWISE)
@@ -167,6 +150,23 @@ class Convolved(Fusable, nn.Sequential):
             convolution.weight, convolution.bias, mean, variance, norm.eps, norm.weight, norm.bias
         )
         del self.norm
+
+
+def splits_channels(part: nn.Module) -> bool:
+    """Whether `Convolved.beside` gives what a part gives: each of its channels is computed from one of the grid."""
+    if not (is_bare(part, Convolved) and part.has_bare_layers and part.is_pointwise_at_last):
+        return False
+    weight = part.convolution.weight
+    return weight.shape[1] == 1 and len(weight) == part.convolution.groups
+
+
+def adds_channels(part: nn.Module) -> bool:
+    """Whether `Convolved.across` gives what a part gives: a 1x1 convolution, and a norm or nothing behind it."""
+    if not (is_bare(part, Convolved) and part.has_bare_layers) or "activation" in part._modules:
+        return False
+    layer = part.convolution
+    moves = layer.padding not in ("same", "valid") and any(layer.padding)
+    return not moves and layer.groups == 1 and {*layer.weight.shape[2:], *layer.stride} == {1}
 
 
 def convolved(

@@ -12,7 +12,6 @@ from farfield.ops.grid import Gathered
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator
 
-
 Run = Callable[[Tensor], Tensor]  # positions (b, in, n) -> (b, out, n)
 
 
