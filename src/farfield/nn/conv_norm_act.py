@@ -14,7 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from farfield.nn.bare import is_bare
 from farfield.nn.bn_folding import Fusable
-from farfield.nn.layer_kernels import Geometry, convolve_and, norm_and_clamp
+from farfield.nn.layer_kernels import add_pointwise, convolve_and_clamp, norm_and_clamp
 from farfield.nn.spatial_dims import LAYERS, layers
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import is_itself, is_recorded, is_recorded_by_autograd, is_watched
@@ -115,8 +115,8 @@ class Convolved(Fusable, nn.Sequential):
         layer, kernel = self.convolution, piece.weight
         groups = layer.groups * len(kernel) // len(layer.weight)  # the groups of this piece of a depthwise convolution
         if piece.statistics is None and not isinstance(layer.padding, str) and self.clamps:
-            geometry = Geometry(layer.padding, layer.stride, layer.dilation, groups)
-            clamped = convolve_and(grid, kernel, piece.bias, geometry, clamp=BOUNDS)
+            how = layer.padding, layer.stride, layer.dilation, groups
+            clamped = convolve_and_clamp(grid, kernel, piece.bias, BOUNDS, *how)
             if clamped is not None:
                 return clamped
         out = convolve(grid, kernel, piece.bias, layer.stride, layer.padding, layer.dilation, groups)
@@ -144,7 +144,7 @@ class Convolved(Fusable, nn.Sequential):
         # Another part may have the same convolution and a norm of its own.
         self.convolution = convolution = copy.deepcopy(self.convolution)
         # In float32 at least, for networks in half precision.
-        dtype = torch.promote_types(norm.running_var.dtype, torch.float32)
+        dtype = accumulation(norm.running_var.dtype)
         mean, variance = norm.running_mean.to(dtype), norm.running_var.to(dtype)
         convolution.weight, convolution.bias = fuse_conv_bn_weights(
             convolution.weight, convolution.bias, mean, variance, norm.eps, norm.weight, norm.bias
@@ -237,7 +237,7 @@ def convolve(grid: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any
 
 def add_convolved(out: Tensor, grid: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Add a 1x1 convolution of a grid to `out`, in place of it or of the convolution's output, which is not saved."""
-    added = convolve_and(grid, weight, bias, Geometry(), add_to=out)
+    added = add_pointwise(out, grid, weight, bias)
     return convolve(grid, weight, bias).add_(out) if added is None else added
 
 
@@ -270,7 +270,7 @@ def scale_and_shift(
     mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return the factor and the offset by which a norm acts in eval mode, in float32 at least."""
-    dtype = torch.promote_types(variance.dtype, torch.float32)
+    dtype = accumulation(variance.dtype)
     scale = (variance.to(dtype) + eps).rsqrt()
     scale = scale if weight is None else scale * weight
     mean = mean.to(dtype)

@@ -180,16 +180,14 @@ def _project_responses(
         work = _count_work(call, query.shape[3], slots, query.shape[1] * query.shape[2], width)
         if work.folds_output(slots, basis=call.operator.basis is not None):
             last, by_slots = None, by_head(call, query.dtype)
-    if fast:
-        responses = table.respond(call, query_positions, query, summary, by_slots, bias if last is None else None)
-        if responses is not None and last is None:
-            return responses
-    else:
-        responses = None
+    own = bias if last is None else None
+    responses = table.respond(call, query_positions, query, summary, by_slots, own) if fast else None
     if responses is None and by_slots is None:
         responses = respond(call.operator, query, summary, scale).flatten(1, 2)
     elif responses is None:
         responses = respond(call.operator, query, summary.project_values(cast(Tensor, by_slots)), scale).sum(1)
+    elif last is None:  # they have the bias
+        return responses
     if last is not None:
         responses = last.to(responses.dtype) @ responses
     return responses if bias is None else responses + bias[:, None].to(responses.dtype)

@@ -67,27 +67,22 @@ class _FoldedNorm(Protocol):
     @property
     def bias(self) -> Tensor | None:
         """The shift of the responses; None if they are not shifted."""
-        ...
 
     @property
     def weight(self) -> Tensor:
         """The factors that are learned."""
-        ...
 
     @property
     def is_factor(self) -> bool:
         """Whether the norm does no more than to multiply the queries of each head with a factor, `factors`."""
-        ...
 
     def factors(self) -> Tensor:
         """Return these factors, `(heads,)`."""
-        ...
 
     def __call__(
         self, query: Tensor, query_valid: Tensor, summary: Summary, operator: Operator | None = None
     ) -> tuple[Tensor, Summary, Tensor | None]:
         """Return the queries, the summary, and a shift `(channels,)` of the responses or None."""
-        ...
 
 
 class Call(NamedTuple):

@@ -232,18 +232,6 @@ def _respond_to(
     return combine(slots, coefficients, positions)
 
 
-def _respond_in_blocks(
-    plan: ResponsePlan,
-    positions: Tensor,
-    matrix: Tensor | None,
-    bias: Tensor | None,
-    query: Tensor,
-    *parts: Tensor | None,
-) -> Tensor:
-    """Respond as `_respond_to` does, by a kernel if there is one."""
-    return respond_by(plan, positions, query, _build_summary(parts[:4]), *parts[4:])
-
-
 def _save_query(arguments: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments of `_respond_to` that are kept: the positions, and the queries only if they are small."""
     plan, positions, matrix, bias, query, *parts = arguments
@@ -313,7 +301,9 @@ _project_and_sum = accelerate(
 )
 _respond = accelerate(
     _respond_to,
-    _respond_in_blocks,
+    lambda plan, positions, matrix, bias, query, *parts: respond_by(
+        plan, positions, query, _build_summary(parts[:4]), *parts[4:]
+    ),
     _gradients_of_response,
     save=_save_query,
     restore=_restore_query,
