@@ -82,7 +82,7 @@ class TransformerLayer(nn.Module):
             # The papers have no scale. Transformers have one, and only products before a softmax need it.
             scale=(channels // heads) ** -0.5 if entry.has_scale else 1.0,
         )
-        if attention_dropout and not drops(self.attention.operator):
+        if attention_dropout and (entry.score == "learned" or not entry.keys_from == entry.queries_from == ALL):
             raise ValueError(
                 f"TransformerLayer: {attention_dropout=} drops weights of tokens, and {self.attention.operator_name} "
                 f"pools tokens or learns a score vector; fix: attention_dropout=0.0."
@@ -162,8 +162,3 @@ class TransformerLayer(nn.Module):
         if operator.basis is None or operator.score is not None:
             return False
         return operator.keys_from == operator.queries_from == ALL
-
-
-def drops(operator: Operator) -> bool:
-    """Whether attention dropout is possible: the operator weighs every token and learns no score vector."""
-    return operator.score != "learned" and operator.keys_from == operator.queries_from == ALL

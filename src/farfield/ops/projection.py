@@ -22,10 +22,6 @@ class Projection(NamedTuple):
     bias: Tensor | None = None  # `(out,)`
     run: Run | None = None  # on positions, before the matrix: of a module that no matrix defines
 
-    def by_head(self, heads: int) -> Tensor:
-        """Split the matrix by the output channels of each head: `(h, out/h, in)`."""
-        return self.matrix.unflatten(0, (heads, -1))  # type: ignore[union-attr]  # never called on the identity
-
 
 IDENTITY = Projection()
 

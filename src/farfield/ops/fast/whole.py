@@ -210,7 +210,8 @@ def slots_of_scores(call: Call, grid: Tensor) -> tuple[Tensor, Tensor]:
         positions, score = grid.flatten(2), expand_batch(cast(Tensor, call.query.matrix).float(), len(grid))
         rows, sums = kernels.call("project_and_sum", positions, score, None, None)
         means = sums / positions.shape[2]  # of x, and of s_h x for each head
-        heads = torch.bmm(by_head(call, torch.float32), call.value.by_head(call.heads).float())  # W_h, (h, out, c)
+        value = cast(Tensor, call.value.matrix).float().unflatten(0, (call.heads, -1))
+        heads = torch.bmm(by_head(call, torch.float32), value)  # W_h, (h, out, c)
         slots = torch.bmm(means[:, 0].expand(call.heads, -1, -1), heads.mT).transpose(0, 1)
         if not _weighs_keys(call.operator):
             return slots, rows
