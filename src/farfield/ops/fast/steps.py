@@ -15,7 +15,7 @@ from torch import Tensor
 from farfield.ops.fast import kernels
 from farfield.ops.fast.combination import combine
 from farfield.ops.grid import in_channels_last
-from farfield.ops.modes import are_free, autocast_dtype
+from farfield.ops.modes import are_free
 from farfield.ops.projection import Projection
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, exponentials, one_and_key, query_and_one, softmax_over_channels
@@ -110,9 +110,7 @@ def why_not_scores(plan: RowPlan, positions: Tensor, matrix: Tensor | None, bias
         return "keys are not scores"
     if not are_few(len(matrix), positions.shape[1]):
         return kernels.MANY_SCORES
-    if autocast_dtype(positions) not in (None, positions.dtype):
-        return kernels.AUTOCAST
-    return kernels.why_not(positions, matrix, bias)
+    return kernels.why_not(positions, matrix, bias, multiplied=positions)
 
 
 def sum_scores(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor, bias: Tensor | None) -> _Sums:
@@ -162,9 +160,7 @@ def why_not_score_gradients(operator: Operator, query: Tensor, slots: Tensor, gr
         return "queries are not scores"
     if not are_few(query.shape[1] // slots.shape[1], grad_output.shape[2]):
         return kernels.MANY_SCORES
-    if autocast_dtype(grad_output) not in (None, grad_output.dtype):
-        return kernels.AUTOCAST
-    return kernels.why_not(grad_output.flatten(0, 1), query, slots)
+    return kernels.why_not(grad_output.flatten(0, 1), query, slots, multiplied=grad_output)
 
 
 def gradients_of_scores(operator: Operator, grad_output: Tensor, query: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,9 +189,7 @@ def expand_batch(matrix: Tensor, batch: int) -> Tensor:
 # ---- keys and their exponentials, queries and their softmax ----------------------------------------------------------
 def why_not_multiplied(plan: object, positions: Tensor, *others: Tensor | None) -> str | None:
     """Return why kernels do not multiply positions `(b, c, n)`, or queries `(b, h, d, n)`, in float32, or None."""
-    if autocast_dtype(positions) not in (None, positions.dtype):
-        return kernels.AUTOCAST
-    if text := kernels.why_not(positions, *others, ordered=False):
+    if text := kernels.why_not(positions, *others, ordered=False, multiplied=positions):
         return text
     if positions.dtype != torch.float32 and positions.dtype in kernels.multiplied_by_processor():
         return f"the processor multiplies {positions.dtype}, with which torch is faster"

@@ -18,7 +18,7 @@ from farfield.ops.fast.kernels import BARE, PROJECTED, WITH_TARGET, Kernel
 from farfield.ops.fast.steps import ResponsePlan, RowPlan, respond_by
 from farfield.ops.fast.whole import Target
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, Gathered
-from farfield.ops.modes import are_free, autocast_dtype
+from farfield.ops.modes import are_free
 from farfield.ops.projection import IDENTITY, Call
 from farfield.ops.slots import Summary
 from farfield.ops.table import (
@@ -231,7 +231,7 @@ def _why_not_any(call: Call, grid: Tensor) -> str | None:
     """Return why no line for attention as a whole runs, or None."""
     if any(each.run is not None for each in (call.query, call.key, call.value, call.output)):
         return "a projection runs on positions, as one with a hook does"
-    return kernels.AUTOCAST if autocast_dtype(grid) not in (None, grid.dtype) else kernels.why_not(grid)
+    return kernels.why_not(grid, multiplied=grid)
 
 
 def explain(call: Call, grid: Tensor, target: Target | None = None) -> Iterator[tuple[Kernel, str | None]]:
