@@ -22,7 +22,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry, register_fl
 
 from farfield.ops.fast import kernels
 from farfield.ops.function import accelerate
-from farfield.ops.grid import in_channels_last
+from farfield.ops.grid import in_layout_of
 from farfield.ops.modes import are_themselves, is_recorded, is_recorded_by_autograd, is_watched
 
 SWITCH = "FARFIELD_LAYER_KERNELS"
@@ -126,7 +126,7 @@ def _gradients_of_norm(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of grid, weight and bias."""
     (grid, weight, bias, *others), (grad,) = arguments, grad_outputs
-    grad = grad.movedim(1, -1).contiguous().movedim(-1, 1) if in_channels_last(grid) else grad.contiguous()
+    grad = in_layout_of(grid, grad)
     grads = kernels.call("norm_and_clamp_backward", grid, weight, bias, *kept, *others[-1], grad)
     return *grads, None, None, None, None, None
 
