@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from farfield import _checks
-from farfield._checks import unknown
-from farfield._refusals import door, put_name
-from farfield.ops.table import OPERATORS, Operator, find_name
+from farfield._refusals import door
+from farfield.ops.table import Operator, find_name, look_up_operator
 
 
 def bind_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,14 +26,8 @@ def _plain(value: Any) -> Any:
 
 def find_operator(caller: str, operator: Any) -> Operator:
     """Return an operator by its name, or as it is; `LookupError` for an unknown name."""
-    if isinstance(operator, Operator):
-        return operator
-    if not isinstance(operator, str):
-        fix = 'operator="factorized_gaussian", for example, and other arguments by their names'
-        raise TypeError(f"{caller}: operator must be a name or an ops.Operator, got {operator!r:.60}; fix: {fix}.")
-    if operator not in OPERATORS:
-        raise put_name(caller, unknown("operator", operator, OPERATORS))
-    return OPERATORS[operator]
+    with door(caller):
+        return look_up_operator(operator)[1]
 
 
 def check_whole(model: str, name: str, value: object, smallest: int) -> None:

@@ -7,14 +7,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from farfield._checks import check_heads, check_mask, shape_error, unknown
-from farfield._refusals import door, put_name, refusal
+from farfield._checks import check_heads, check_mask, shape_error
+from farfield._refusals import door, refusal
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.grid import ALL, hide
 from farfield.ops.modes import autocast_dtype
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import Operator, look_up_operator
 
 
 class TransformerLayer(nn.Module):
@@ -69,11 +69,9 @@ class TransformerLayer(nn.Module):
         epsilon: float = 1e-12,
     ) -> None:
         super().__init__()
-        if isinstance(operator, str) and operator not in OPERATORS:
-            raise put_name("TransformerLayer", unknown("operator", operator, OPERATORS))
         with door("TransformerLayer"):
+            _, entry = look_up_operator(operator)
             check_heads(heads, channels, "tokens")
-        entry = OPERATORS[operator] if isinstance(operator, str) else operator
         self.attention = GridAttention(
             channels,
             operator,
