@@ -21,6 +21,12 @@ _MASKED = -1e4
 
 def resolve_operator(operator: str | Operator) -> tuple[str, Operator]:
     """Return an operator and its name, "custom" for a user's own; refuse one that does not work on tokens."""
+    if not isinstance(operator, str | Operator):
+        raise refusal(
+            TypeError,
+            f"operator must be a name of ops.OPERATORS or an ops.Operator, got {type(operator).__name__}; "
+            f'fix: "factorized_gaussian", for example.',
+        )
     name, operator = look_up_operator(operator)
     reason = find_obstacle(operator)
     if reason is not None:
