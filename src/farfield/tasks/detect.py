@@ -91,8 +91,6 @@ class Detect(TrainingTask):
         max_detections: int = 100,
     ) -> None:
         super().__init__(network)
-        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
-        self.train()
 
     def forward(
         self, images: Sequence[Float[Tensor, "3 h w"]], targets: Sequence[Mapping[str, Tensor]] | None = None

@@ -92,8 +92,6 @@ class Segment(TrainingTask):
         if freeze_norms:
             for norm in _list_norms(network):
                 norm.requires_grad_(False)
-        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
-        self.train()
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
         """Return the logits of all classes at each position."""

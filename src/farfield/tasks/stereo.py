@@ -75,8 +75,6 @@ class Stereo(TrainingTask):
         own = getattr(network, "max_disparity", 192)
         self.max_disparity: float = own if max_disparity is None else max_disparity
         self.errors = DisparityErrors(self.max_disparity)
-        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
-        self.train()
 
     def forward(self, left: Float[Tensor, "b 3 h w"], right: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b k h w"]:
         """Return the disparities of each output of the network, in the size of the images, which may be any."""

@@ -30,6 +30,8 @@ class TrainingTask(LightningModule):
         self.network: Any = network
         # What `_evaluate` sums up over an epoch: metrics of torchmetrics, made at the first batch.
         self.measures: Any = None
+        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
+        self.train()
 
     @property
     def classes(self) -> list[str]:
