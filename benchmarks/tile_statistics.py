@@ -304,7 +304,8 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         for held in line["held"]:
             by_stack.setdefault((line["network"], f"{held['stack']}, {held['condition']}"), []).append(held)
     for (network, stack), seeds in by_stack.items():
-        choices = ", ".join(each["seams"]["choice"] for each in seeds)
+        # The first runs had no such report.
+        choices = ", ".join(each["seams"]["choice"] for each in seeds if "seams" in each)
         for way in seeds[0]["ways"]:
             own = [each["ways"][way] for each in seeds]
             scores = []

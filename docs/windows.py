@@ -42,7 +42,7 @@ def main() -> None:
     wrong = []
     for name, result in ((f"windows of {WINDOW}³", windows), (f"tiles of {TILE}³", tiles)):
         labels = int((result.argmax(1) != whole.argmax(1)).sum())
-        wrong.append(f"{100 * labels / head.numel():.1f} %" if labels else "none")
+        wrong.append(f"{100 * labels / head.numel():.1f} % of positions" if labels else "none")
         off = np.abs(result - whole).max()
         print(f"{name}: {labels:,} of {head.numel():,} positions have another class ({wrong[-1]}), off by {off:.0e}")
     draw(*(np.rot90(each[0, -1, :, :, PLANE]) for each in (head.numpy(), tiles, windows)), wrong)
@@ -52,13 +52,13 @@ def main() -> None:
 def draw(head: np.ndarray, tiles: np.ndarray, windows: np.ndarray, wrong: Sequence[str]) -> None:
     """Draw a plane of the head, the probability of brain by windows and by tiles, and their difference.
 
-    Under the first two is written how many of all positions have another class than untiled.
+    Below the first two stands in how many of all positions the class is another than untiled.
     """
     # Too much is red, too little blue; both have to be seen on black and on white.
     signed = LinearSegmentedColormap.from_list("signed", ["#2b8cff", "#c8c8c8", "#ff3b30"])
     panels = (
-        ("sliding window", f"another class: {wrong[0]}", windows, "viridis", (0, 1)),
-        ("predict_whole", f"another class: {wrong[1]}", tiles, "viridis", (0, 1)),
+        ("sliding window", f"differs in {wrong[0]}", windows, "viridis", (0, 1)),
+        ("predict_whole", f"differs in {wrong[1]}", tiles, "viridis", (0, 1)),
         ("difference", "red: too much, blue: too little", windows - tiles, signed, (-1, 1)),
     )
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.9), facecolor="white")
@@ -66,7 +66,7 @@ def draw(head: np.ndarray, tiles: np.ndarray, windows: np.ndarray, wrong: Sequen
         axis.imshow(head, cmap="gray")
         axis.imshow(values, cmap=colours, vmin=low, vmax=high, alpha=0.8 * np.abs(values).clip(0, 1))
         axis.set_title(title, fontsize=26)
-        axis.text(0.5, -0.02, below, fontsize=20, ha="center", va="top", transform=axis.transAxes)
+        axis.text(0.5, -0.02, below, fontsize=19, ha="center", va="top", transform=axis.transAxes)
         axis.axis("off")
     figure.subplots_adjust(left=0.005, right=0.995, top=0.9, bottom=0.09, wspace=0.02)
     figure.savefig(PICTURE, dpi=100, pil_kwargs={"quality": 85, "method": 6})
