@@ -1,0 +1,171 @@
+"""What a process needs to run tasks of `predict_whole`; it can be sent to another one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farfield.nn.devices import device_of, dtype_of
+from farfield.streaming.adapt import one_grid
+from farfield.streaming.arguments import Tiles, arrange_volumes
+from farfield.streaming.check import RegionCheck, run_check
+from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
+from farfield.streaming.plan import PatchPlan
+from farfield.streaming.progress import Saved, Stream
+from farfield.streaming.recording import run_patch
+from farfield.streaming.spans import Box, Span
+from farfield.streaming.streaming_plan import StreamingPlan
+from farfield.volumes.file_formats import OutputSpec
+from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.sink import ArrayOutput, FileOutput, numpy_dtype
+from farfield.volumes.source import AxisLayout, VolumeSource, parse_layout
+from farfield.volumes.volume import describe_output
+
+
+@dataclass
+class Prediction:
+    """A call of `predict_whole`: the network, its plan, and the volume.
+
+    Attributes:
+        model: The network.
+        plan: Its plan, bound to it.
+        tiles: The argument `tile`.
+        volume: The argument, from which `arranged` follows.
+        identity: Fingerprints of all that the result depends on.
+        shared: Whether several processes run its tasks.
+    """
+
+    model: nn.Module
+    plan: StreamingPlan
+    tiles: Tiles
+    volume: Any
+    identity: dict[str, str]
+    shared: bool = False
+    caller = "predict_whole"
+
+    @cached_property
+    def arranged(self) -> tuple[ImageMetadata | None, dict[str, Any], list[AxisLayout | None]]:
+        """What is known of the volume, its arrays by name, and their axes."""
+        return arrange_volumes("predict_whole", self.model, self.tiles, self.volume)
+
+    @cached_property
+    def sources(self) -> dict[str, VolumeSource]:
+        """The volumes, as they are read."""
+        _, volumes, layouts = self.arranged
+        spatial_dims, padding, mode = self.plan.layout.spatial_dims, self.plan.padding, self.plan.pad or "reflect"
+        device, dtype = device_of(self.model), dtype_of(self.model)
+        return {
+            name: VolumeSource(
+                array, known or parse_layout(array.shape, spatial_dims), device, dtype, padding=padding, mode=mode
+            )
+            for (name, array), known in zip(volumes.items(), layouts, strict=True)
+        }
+
+    @cached_property
+    def spec(self) -> OutputSpec:
+        """The output."""
+        plan, output, layout = self.plan, self.plan.output, self.plan.layout
+        shape = layout.shape(output.shape[0], output.shape[1], [stop - start for start, stop in output.kept])
+        box = [*shape[: len(shape) - len(output.written)], *output.written]
+        if plan.samples > 1:
+            box[: layout.batch] = [1] * layout.batch
+        channels = next(iter(self.sources.values())).channels
+        metadata = describe_output(self.arranged[0], layout, channels, output.shape[1], output.scales)
+        if plan.outputs.names:
+            metadata = replace(metadata, channels=plan.outputs.channel_names())
+        return OutputSpec(shape, numpy_dtype(output.dtype), tuple(box), metadata)
+
+    @property
+    def tile_bytes(self) -> int:
+        """The most memory that a task takes, beside the parameters of the network."""
+        return self.plan.tile_bytes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what follows from the arguments."""
+        fields = ("model", "plan", "tiles", "volume", "identity", "shared")
+        return {name: each for name, each in vars(self).items() if name in fields}
+
+    def sent(self, convert: Callable[[str, Any], Any]) -> Prediction:
+        """Return the prediction with each volume as it is sent."""
+        if not isinstance(self.volume, tuple):
+            return replace(self, volume=convert("volume", self.volume))
+        return replace(self, volume=tuple(convert(f"volume-{each}", own) for each, own in enumerate(self.volume)))
+
+    def bind(self) -> Prediction:
+        """Return the prediction with its plan bound to the network, after it was sent."""
+        return replace(self, plan=self.plan.bind("predict_whole", self.model))
+
+    def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, TiledRun]:
+        """Return the tasks, and what runs them."""
+        plan, graph = self.plan, self.plan.graph_plan
+        on_disk = plan.on_disk or (self.shared and bool(plan.stored))
+        tiled = {name: (source, plan.cores) for name, source in self.sources.items()}
+        stream = Stream(output, self.identity, Saved(plan.tile, plan.stored, on_disk, self.shared), tiled)
+        folder = output.folder if isinstance(output, FileOutput) else None
+        store = Store(graph, on_disk, folder, device_of(self.model), shared=self.shared)
+        on_patch = partial(run_patch, graph) if isinstance(graph, PatchPlan) else None
+        run = TiledRun(graph, on_patch, store, *_connect(stream, plan), stream.parts_of, plan.samples)
+        return stream, run
+
+    def surroundings(self) -> AbstractContextManager[None]:
+        """Return the context in which tasks run."""
+        return _outside_inference(device_of(self.model))
+
+    def check_region(self, stream: Stream, quiet: bool) -> None:
+        """Compare tiles with the network itself on a region of the volume."""
+        plan, model = self.plan, self.model
+        if not isinstance(plan.check, RegionCheck):
+            return
+        sources, sample = [source for source, _ in stream.volumes.values()], 0 if plan.samples > 1 else None
+
+        def finish(output: Any) -> Tensor:
+            return one_grid(model, plan.size, output)[0]
+
+        def read(volume: int, region: tuple[Span, ...]) -> Tensor:
+            return sources[volume].read(region, sample)
+
+        with torch.no_grad():
+            problem = run_check(plan.check, model, finish, plan.size, read)
+        if problem and not quiet:
+            print(f"not checked: {problem}", file=sys.stderr)
+
+
+@contextmanager
+def _outside_inference(device: torch.device) -> Iterator[None]:
+    """Leave `torch.inference_mode`, whose tensors cannot be used in it and outside, and make tensors on a device."""
+    # Each call of torch within a device takes microseconds longer.
+    with torch.inference_mode(False), nullcontext() if device == torch.get_default_device() else device:
+        yield
+
+
+def _connect(stream: Stream, plan: StreamingPlan) -> tuple[ReadVolume, WriteOutput]:
+    """Return how passes read boxes of the volumes, and write those of the output, without what stands for padding."""
+    names, kept, apart = list(stream.volumes), plan.output.kept, plan.samples > 1
+
+    def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
+        return stream.read(names[volume], index, tuple(spans[0] for spans in box[2:]), sample if apart else None)
+
+    def write(sample: int, box: Box, numbers: Tensor) -> None:
+        spans = [spans[0] for spans in box[2:]]
+        both = [(max(start, low), min(stop, high)) for (start, stop), (low, high) in zip(spans, kept, strict=True)]
+        if any(start >= stop for start, stop in both):
+            return
+        inside, target = (
+            tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(both, origin, strict=True))
+            for origin in (spans, kept)
+        )
+        part = numbers[(slice(None), slice(None), *inside)]
+        shape = plan.layout.shape(part.shape[0], part.shape[1], part.shape[2:])
+        leading = [slice(None)] * (len(shape) - len(target))
+        if apart:
+            leading[: plan.layout.batch] = plan.layout.index_sample(sample)
+        stream.write((*leading, *target), part.reshape(shape))
+
+    return read, write
