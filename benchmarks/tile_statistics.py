@@ -110,7 +110,7 @@ def hold_out(root: Path, condition: str) -> Iterator[Held]:
         def score(restored: NDArray[Any], truth: NDArray[Any] = truth) -> dict[str, float]:
             return dict(zip(("psnr", "ssim"), care_metrics(truth, restored)[:2], strict=True))
 
-        yield path.stem, (noisy - low) / (high - low), score
+        yield path.stem, ((noisy - low) / (high - low)).astype(np.float32), score
 
 
 # ---- segmentation ----------------------------------------------------------------------------------------------------
