@@ -107,10 +107,10 @@ class Watch:
         def look() -> None:
             self.peak = max(self.peak, sum(each.stat().st_size for each in folder.rglob("*.value")))
 
-        def counted_begin(store: Store, stage: int) -> None:
+        def counted_begin(store: Store, sample: int, stage: int) -> None:
             self.passes += 1
             look()
-            begin(store, stage)
+            begin(store, sample, stage)
 
         def counted_finish(output: FileOutput) -> Any:
             look()
@@ -429,8 +429,8 @@ def test_a_file_that_is_damaged_while_passes_run_is_refused_by_name(
 ) -> None:
     out, begin = tmp_path / "out.npy", Store.begin
 
-    def damaging(store: Store, stage: int) -> None:
-        begin(store, stage)
+    def damaging(store: Store, sample: int, stage: int) -> None:
+        begin(store, sample, stage)
         if stage == 4:
             files = [file for file in store.values() if isinstance(file, StoredInFile) and file.checksums]
             DAMAGES[name](max(file.path for file in files if file.path is not None))

@@ -161,8 +161,9 @@ def predict_whole(
             planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
         if not quiet:
             print(planned, file=sys.stderr)
-        prediction = Prediction(model, planned, tiles, volume, identity | _identify(planned, path), shared)
+        prediction = Prediction(model, planned, tiles, volume, identity, shared)
         prediction.arranged = known, volumes, layouts
+        prediction.identity |= _identify(prediction, path)
         output = output_for("predict_whole", out, prediction.spec, next(iter(volumes.values())), overwrite)
         stream, run = prediction.connect(output)
         if part is not None and isinstance(output, FileOutput):
@@ -179,9 +180,11 @@ def predict_whole(
     return result if isinstance(volume, tuple) else label_result(volume, result, prediction.spec.metadata)
 
 
-def _identify(plan: StreamingPlan, path: Path | None) -> dict[str, str]:
+def _identify(prediction: Prediction, path: Path | None) -> dict[str, str]:
     """Return what identifies the plan of an unfinished prediction."""
-    settings = (plan.tile, plan.graph_plan.labelled.halo, plan.patch_size, plan.stored, str(path))
+    plan = prediction.plan
+    halo = plan.graph_plan.labelled.halo
+    settings = (plan.tile, halo, plan.patch_size, plan.stored, prediction.on_disk, str(path))
     return {
         "tile or halo": repr(settings),
         "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",

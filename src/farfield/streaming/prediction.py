@@ -84,6 +84,11 @@ class Prediction:
         return OutputSpec(shape, numpy_dtype(output.dtype), tuple(box), metadata)
 
     @property
+    def on_disk(self) -> bool:
+        """Whether values that passes store for later ones are in files: those that several processes read are."""
+        return self.plan.on_disk or (self.shared and bool(self.plan.stored))
+
+    @property
     def tile_bytes(self) -> int:
         """The most memory that a task takes, beside the parameters of the network."""
         return self.plan.tile_bytes
@@ -106,13 +111,12 @@ class Prediction:
     def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, TiledRun]:
         """Return the tasks, and what runs them."""
         plan, graph = self.plan, self.plan.graph_plan
-        on_disk = plan.on_disk or (self.shared and bool(plan.stored))
         if self.shared:
             _check_chunks(plan, self.spec)
         tiled = {name: (source, plan.cores) for name, source in self.sources.items()}
-        stream = Stream(output, self.identity, Saved(plan.tile, plan.stored, on_disk, self.shared), tiled)
+        stream = Stream(output, self.identity, Saved(plan.tile, plan.stored, self.on_disk, self.shared), tiled)
         folder = output.folder if isinstance(output, FileOutput) else None
-        store = Store(graph, on_disk, folder, device_of(self.model), shared=self.shared)
+        store = Store(graph, self.on_disk, folder, device_of(self.model), shared=self.shared)
         on_patch = partial(run_patch, graph) if isinstance(graph, PatchPlan) else None
         run = TiledRun(graph, on_patch, store, *_connect(stream, plan), stream.parts_of, plan.samples)
         return stream, run

@@ -266,6 +266,8 @@ class Stream:
         records = [each.settle() for each in self.records]
         self._check_written(output, opened, [[box for each in own for box in each["written"]] for own in records])
         number = next((number for number, each in enumerate(self.records) if not each.is_complete()), len(self.records))
+        for each in self.records[number + 1 :]:  # there are some where a record before them was damaged
+            each.clear()
         if number < len(run.passes):
             first = run.first_pass(number)
             sums: dict[str, dict[str, int]] = {}
