@@ -13,18 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farfield._fingerprint import fingerprint
 from farfield._refusals import door
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce, one_grid
 from farfield.streaming.arguments import Tiles, arrange_volumes, check_network, parse_tiles, refuse_meta
 from farfield.streaming.check import RegionCheck, run_check
+from farfield.streaming.masks import mask_plan
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
 from farfield.streaming.plan import PatchPlan
 from farfield.streaming.planning import Planner
 from farfield.streaming.progress import Pass, Saved, Stream, find_unfinished
 from farfield.streaming.recording import run_patch
-from farfield.streaming.spans import Box, Span
+from farfield.streaming.skipping import find_skipped, layout_of_mask, open_mask
+from farfield.streaming.spans import Box, Span, box_shape
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.file_formats import OutputSpec
@@ -48,6 +51,8 @@ def predict_whole(
     overwrite: bool = False,
     quiet: bool = False,
     plan: StreamingPlan | None = None,
+    mask: Any = None,
+    fill: float = 0.0,
 ) -> Any:
     """Predict a volume tile by tile, with the result of `model(volume)`: attention and norms see the whole volume.
 
@@ -145,22 +150,34 @@ def predict_whole(
     """
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
-    refuse_aliasing(out, volumes)
-    identity, saved = find_unfinished(path, overwrite, model, volumes)
+    masks = {} if mask is None else {"mask": open_mask(mask)}
+    refuse_aliasing(out, volumes | masks)
+    identity, saved = find_unfinished(path, overwrite, model, volumes | masks)
     check_network(model, "model", "predict_whole(model, …)")
     if plan is None:
         shapes = [each.shape for each in volumes.values()]
         planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
     else:
         planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
+    refuse_meta(device := device_of(model))
+    sources, skips, masked = _read_volumes(planned, model, volumes, layouts), None, planned
+    if masks:
+        sources |= _read_mask(planned, masks["mask"], next(iter(volumes.values())).shape, device)
+        graph = mask_plan(planned.graph_plan, model)
+        masked = replace(planned, graph_plan=graph, passes=graph.passes)
     if not quiet:
-        print(planned, file=sys.stderr)
-    graph, device = planned.graph_plan, device_of(model)
-    refuse_meta(device)
-    sources = _read_volumes(planned, model, volumes, layouts)
+        print(masked, file=sys.stderr)
+    if masks:
+        skipped = find_skipped(graph, sources["mask"], planned.samples)
+        identity["mask or fill"] = f"{fill!r} {fingerprint(skipped)}"
+        skips = skipped.item
+        if not quiet:
+            count, tiles = skipped[:, -1].sum(), skipped[:, -1].size
+            print(f"{count:,} of {tiles:,} tiles have no valid position, and are skipped", file=sys.stderr)
+    graph = masked.graph_plan
     spec = _make_spec(known, planned, next(iter(sources.values())).channels)
     output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
-    settings = (planned.tile, graph.labelled.halo, planned.patch_size, planned.stored, planned.on_disk, str(path))
+    settings = (planned.tile, planned.graph_plan.labelled.halo, planned.patch_size, planned.stored, planned.on_disk, str(path))
     identity |= {
         "tile or halo": repr(settings),
         "pad or reduce": f"{planned.pad} {planned.padding} {planned.reduction}",
@@ -177,12 +194,12 @@ def predict_whole(
         _outside_inference(device),
     ):
         if (stream.stage, stream.tile) == (0, 0):
-            _check_region(planned, model, stream, quiet)
+            _check_region(planned, model, stream, fill, quiet)
         on_patch = partial(run_patch, graph) if isinstance(graph, PatchPlan) else None
-        run = TiledRun(graph, on_patch, store, *_connect(stream, planned))
+        run = TiledRun(graph, on_patch, store, *_connect(stream, planned, fill), skips)
         passes = [
             Pass(len(planned.cores), partial(run.run_task, number), each.macs)
-            for number, each in enumerate(planned.passes * planned.samples)
+            for number, each in enumerate(masked.passes * planned.samples)
         ]
         result = stream.run(passes, run, quiet)
     if out is not None:
@@ -202,6 +219,13 @@ def _read_volumes(
     return sources
 
 
+def _read_mask(plan: StreamingPlan, mask: Any, shape: Sequence[int], device: torch.device) -> dict[str, VolumeSource]:
+    layout = layout_of_mask(mask, plan.layout, shape, plan.samples < plan.output.shape[0])
+    # Padding is valid where the border is, so that a mask of all positions changes nothing.
+    mode = "reflect" if plan.pad == "reflect" else "replicate"
+    return {"mask": VolumeSource(mask, layout, device, torch.bool, padding=plan.padding, mode=mode)}
+
+
 def _make_spec(known: ImageMetadata | None, plan: StreamingPlan, channels: int) -> OutputSpec:
     output = plan.output
     shape = plan.layout.shape(output.shape[0], output.shape[1], [stop - start for start, stop in output.kept])
@@ -211,17 +235,20 @@ def _make_spec(known: ImageMetadata | None, plan: StreamingPlan, channels: int) 
     return OutputSpec(shape, numpy_dtype(output.dtype), output.written, metadata)
 
 
-def _check_region(plan: StreamingPlan, model: nn.Module, stream: Stream, quiet: bool) -> None:
+def _check_region(plan: StreamingPlan, model: nn.Module, stream: Stream, fill: float, quiet: bool) -> None:
     if not isinstance(plan.check, RegionCheck):
         return
     sources, sample = [source for source, _ in stream.volumes.values()], 0 if plan.samples > 1 else None
+    mask = stream.volumes["mask"][0] if "mask" in stream.volumes else None
 
     def finish(output: Any) -> Tensor:
         return one_grid(model, plan.size, output)[0]
 
     def read(volume: int, region: tuple[Span, ...]) -> Tensor:
-        return sources[volume].read(region, sample)
+        grid = sources[volume].read(region, sample)
+        return grid if mask is None else grid.where(mask.read(region, sample), fill)
 
+    # Tiles are compared with the network as it is, which has no mask, on a volume that is filled.
     with torch.no_grad():
         problem = run_check(plan.check, model, finish, plan.size, read)
     if problem and not quiet:
@@ -236,14 +263,22 @@ def _outside_inference(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _connect(stream: Stream, plan: StreamingPlan) -> tuple[ReadVolume, WriteOutput]:
+def _connect(stream: Stream, plan: StreamingPlan, fill: float) -> tuple[ReadVolume, WriteOutput]:
     """Return how passes read boxes of the volumes, and write those of the output, without what stands for padding."""
     names, kept, apart = list(stream.volumes), plan.output.kept, plan.samples > 1
 
     def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-        return stream.read(names[volume], index, tuple(spans[0] for spans in box[2:]), sample if apart else None)
+        place = index, tuple(spans[0] for spans in box[2:]), sample if apart else None
+        grid = stream.read(names[volume], *place)
+        if "mask" not in names or names[volume] == "mask":
+            return grid
+        return grid.where(stream.read("mask", *place), fill)
 
-    def write(sample: int, box: Box, numbers: Tensor) -> None:
+    def write(sample: int, box: Box, numbers: Tensor | None) -> None:
+        if numbers is None:
+            if isinstance(stream.output, FileOutput):  # of zeros from the start
+                return
+            numbers = torch.zeros(box_shape(box), dtype=plan.output.dtype)
         spans = [spans[0] for spans in box[2:]]
         both = [(max(start, low), min(stop, high)) for (start, stop), (low, high) in zip(spans, kept, strict=True)]
         if any(start >= stop for start, stop in both):

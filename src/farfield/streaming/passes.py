@@ -15,7 +15,7 @@ from farfield.streaming.layers import are_numbers, not_finite
 from farfield.streaming.plan import GraphPlan
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.spans import Box, Span, read_box, region_of
+from farfield.streaming.spans import Box, Span, box_shape, read_box, region_of
 from farfield.streaming.store import SUFFIX, StoredInFile, StoredInMemory
 
 # (number of merges above a tile, parts) of runs of tiles in order: at most one of each height
@@ -28,8 +28,8 @@ RunPatch = Callable[
     [int, Sequence[Span], Callable[[int, Box], Tensor], Mapping[int, Parts]],
     tuple[dict[int, Parts], tuple[Box, Tensor] | None],
 ]
-# (sample, box, numbers) writes the output
-WriteOutput = Callable[[int, Box, Tensor], None]
+# (sample, box, numbers) writes the output; None are the zeros of a tile that is skipped
+WriteOutput = Callable[[int, Box, Tensor | None], None]
 
 
 def add_parts(runs: Runs, parts: Parts, merge: Merge) -> None:
@@ -150,8 +150,9 @@ class TiledRun:
         store: Store,
         read_volume: ReadVolume,
         write_output: WriteOutput,
+        skips: Callable[[int, int, int], bool] | None = None,  # (sample, pass, tile)
     ) -> None:
-        self.plan, self.run_patch, self.store = plan, run_patch, store
+        self.plan, self.run_patch, self.store, self.skips = plan, run_patch, store, skips
         self.read_volume, self.write_output = read_volume, write_output
         self.sums, self.sample = Sums(plan), 0
 
@@ -163,12 +164,24 @@ class TiledRun:
         if index == 0:
             # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
             self.store.begin(stage)
-        if self.run_patch is not None:
+        if self.skips is not None and self.skips(sample, stage, index):
+            self._skip(stage, index)
+        elif self.run_patch is not None:
             self._run_patch(self.run_patch, stage, index)
         else:
             self._run_regions(stage, index)
         if index == len(self.plan.tiles) - 1 and self.plan.stages[stage].last:
             self.store.close()
+
+    def _skip(self, stage: int, index: int) -> None:
+        """Store zeros in place of what a tile would store, and write none."""
+        plan, tile = self.plan, self.plan.tiles[index]
+        for value in plan.stages[stage].writes:
+            if (box := plan.own_box(value, tile)) is not None:
+                zeros = torch.zeros(box_shape(box), dtype=plan.labelled.graph.info(value).dtype)
+                self.store[value].write(index, box, zeros)
+        if plan.stages[stage].last and (box := plan.own_box(plan.labelled.graph.output, tile)) is not None:
+            self.write_output(self.sample, box, None)
 
     def _run_patch(self, run_patch: RunPatch, stage: int, index: int) -> None:
         tile = self.plan.tiles[index]
