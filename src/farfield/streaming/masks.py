@@ -48,14 +48,23 @@ def mask_plan(plan: GraphPlan, network: Any) -> GraphPlan:
     except GraphError as error:
         text = f"{type(network).__name__} has no mask: {str(error).partition('; fix')[0]}"
         raise refusal(GraphError, f"{text}; fix: mask=None, and a volume that is filled or cropped.") from error
-    return make_graph_plan(masked, plan.tile, {*masked.gathered, *(masking.moved[value] for value in plan.stored)})
+    stored = {*masked.gathered, *(masking.moved[value] for value in plan.stored)}
+    return make_graph_plan(masked, plan.tile, stored)
+
+
+def find_mask(graph: Graph, node: Node) -> Value | None:
+    """Return the mask of a sum, or of the output, in a graph that `mask_plan` made; None if it follows from volumes."""
+    filled = (graph.nodes[value.node] for value in node.inputs)
+    mask = next((each.inputs[0] for each in (node, *filled) if each.op == "aten.where.self"), node.inputs[0])
+    mask = node.inputs[-1] if node.op in ("moments", "layer") else mask
+    return None if {value.node for value in graph.inputs[:-1]} & {*graph.needed(mask)} else mask
 
 
 class _Place(NamedTuple):
-    """Where the positions of a value lie along an axis of the volume."""
+    """Where the positions of a value lie along an axis: the first one stands for those from `start` on, `scale` many."""
 
-    first: Fraction  # the middle of what the first one stands for
-    scale: Fraction  # positions of the volume from one to the next
+    start: Fraction
+    scale: Fraction
     is_flipped: bool = False  # if it is the volume flipped along this axis
 
 
@@ -81,14 +90,16 @@ def _place_along(
         if not moved:
             continue
         scale = own.scale * abs(moved) / distance
-        middle = own.first + own.scale * Fraction(sum(start + stop - 1 for start, stop in spans[:-1]), 2 * len(at))
-        middle = labelled.size[axis] - 1 - middle if moved < 0 else middle
-        first = middle - scale * Fraction(length - 1, 2)
+        middle = own.start + own.scale * Fraction(sum(start + stop for start, stop in spans[:-1]), 2 * len(at))
+        start = (middle if moved > 0 else labelled.size[axis] - middle) - scale * length / 2
+        if moved > 0:
+            # Kernels whose middle lies between two positions move by less than one.
+            start = own.start + math.trunc((start - own.start) / scale) * scale
         # What is joined along the axis may be rolled: then some of the volume lies behind its ends.
-        joined = node.op == "aten.cat.default" and axis in axes_of(layouts[value][node.args[1]:][:1])
-        if joined and (first > scale or first + scale * length < labelled.size[axis] - scale):
+        joined = node.op == "aten.cat.default" and axis in axes_of(layouts[value][node.args[1] :][:1])
+        if joined and (start > 0 or start + scale * length < labelled.size[axis]):
             return None
-        return _Place(first, scale, own.is_flipped != (moved < 0))
+        return _Place(start, scale, own.is_flipped != (moved < 0))
     # A sum over other axes.
     same = (places.get(source, {}).get(axis) for source in node.inputs)
     return next((own for own in same if own is not None), None) if read == length else None
@@ -169,10 +180,10 @@ class _Masking:
                 continue
             if place.is_flipped:
                 mask = write.append("aten.flip.default", (mask, [axis]), write.shape(mask))
-            # Kernels whose middle lies between two positions move by less than one.
-            first = math.trunc((place.first - (place.scale - 1) / 2) / place.scale)
-            if (first, place.scale, shape[axis]) != (0, 1, length):
-                mask = write.append("cover", (mask, axis, first, *place.scale.as_integer_ratio()), shape)
+            if (place.start, place.scale, shape[axis]) != (0, 1, length):
+                least = math.lcm(place.start.denominator, place.scale.denominator)
+                blocks = (int(place.start * least), int(place.scale * least), least)
+                mask = write.append("cover", (mask, axis, *blocks), shape)
         self.grids[key] = mask
         return mask
 
@@ -183,7 +194,7 @@ class _Masking:
         call = self.labelled.calls.get(index)
         if call is None or node.known:
             return self._copy(node, args, kwargs)
-        if index not in self.labelled.reductions:
+        if index not in self.labelled.reductions and "adaptive" not in name:
             return self._copy(node, self._follow_scores(index, node, write, name, args), kwargs)
         if name in _PRODUCTS:
             return self._copy(node, self._mask_product(node, write, args), kwargs)

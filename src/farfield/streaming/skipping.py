@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from farfield._checks import ShapeError
 from farfield._refusals import refusal
 from farfield.streaming.arguments import axis_spans
 from farfield.streaming.graph import Value
+from farfield.streaming.masks import find_mask
 from farfield.streaming.plan import GraphPlan, join_halos, make_graph_plan
-from farfield.streaming.spans import axes_of
+from farfield.streaming.run import compute
+from farfield.streaming.spans import Box, axes_of, is_empty
 from farfield.volumes.checks import check_volume
-from farfield.volumes.source import AxisLayout, VolumeSource
+from farfield.volumes.source import AxisLayout, Region, VolumeSource
 from farfield.volumes.volume import open_volume, split_volume
 
 
@@ -48,27 +53,50 @@ def layout_of_mask(mask: Any, layout: AxisLayout, shape: Sequence[int], mixed: b
 
 
 def find_skipped(plan: GraphPlan, source: VolumeSource, samples: int) -> np.ndarray:
-    """Return which tiles each pass skips, `(samples, passes, tiles)`: those without a valid position.
+    """Return which tiles each pass skips, `(samples, passes, tiles)`: those without a valid position of what it sums.
 
-    Not those that have what a pass stores near valid tiles, which these read, or that of tiles beside them: a tile may
-    have parts of values that run along fewer axes.
+    Tiles that store what others read are not skipped.
     """
-    each = range(samples) if source.layout.batch and samples > 1 else [None]
-    valid = np.array([[bool(source.read(tile, sample).any()) for tile in plan.tiles] for sample in each])
-    valid = np.broadcast_to(valid, (samples, len(plan.tiles)))
-    labelled, kept, near = plan.labelled, np.stack([valid] * len(plan.stages), 1), valid
-    if plan.stored:
-        near = np.ones_like(valid) if labelled.gathered else _widen(plan, valid)
-    for stage, each_pass in enumerate(plan.stages):
-        if each_pass.writes:
-            kept[:, stage] |= near
-        shared = [value for value in (*plan.summarized(stage), *plan.ends(stage)) if _is_shared(plan, value)]
-        kept[:, stage] |= [any(labelled.owns(labelled.layouts[value], tile) for value in shared) for tile in plan.tiles]
-    return ~(kept & valid.any(1)[:, None, None])
+    labelled, graph = plan.labelled, plan.labelled.graph
+    own = range(samples) if source.layout.batch and samples > 1 else [None]
+    kept = np.zeros((len(own), len(plan.stages), len(plan.tiles)), bool)
+    filled = np.zeros(len(own), bool)
+    # What each pass sums and writes, with its mask.
+    masks: list[list[tuple[Value, Value | None]]] = []
+    for each in plan.stages:
+        sums = [(graph.nodes[index], labelled.reductions[index].operands[0]) for index in each.reductions]
+        masks.append([(node.inputs[operand], find_mask(graph, node)) for node, operand in sums])
+        masks[-1] += [(graph.output, find_mask(graph, graph.nodes[graph.output.node]))] * each.last
+        # Of values that run along fewer axes, some tiles alone have all.
+        shared = (value for value in each.writes if not set(plan.cut) <= set(axes_of(labelled.layouts[value])))
+        masks[-1] += [(value, None) for value in shared]
+    for (row, sample), (place, tile) in itertools.product(enumerate(own), enumerate(plan.tiles)):
+        has_valid = functools.cache(partial(_has_valid, plan, source, sample, tile))
+        filled[row] |= has_valid(graph.inputs[-1])
+        for stage, pairs in enumerate(masks):
+            kept[row, stage, place] = any(
+                labelled.owns(labelled.layouts[value], tile) and has_valid(mask) for value, mask in pairs
+            )
+    storing = [stage for stage, each in enumerate(plan.stages) if each.writes]
+    if storing:
+        kept[:, storing] |= True if labelled.gathered else _widen(plan, kept.any(1))[:, None]
+    kept &= filled[:, None, None]
+    return ~np.broadcast_to(kept, (samples, *kept.shape[1:]))
 
 
-def _is_shared(plan: GraphPlan, value: Value) -> bool:
-    return value not in plan.labelled.known and not set(plan.cut) <= set(axes_of(plan.labelled.layouts[value]))
+def _has_valid(plan: GraphPlan, source: VolumeSource, sample: int | None, tile: Region, mask: Value | None) -> bool:
+    """Whether a tile's own part of a mask has a valid position, as far as that is known before the passes."""
+    labelled = plan.labelled
+    if mask is None or labelled.levels[mask.node]:
+        return True
+    box = labelled.core(labelled.layouts[mask], tile)
+    if is_empty(box):
+        return False
+
+    def read(value: Value, part: Box) -> Tensor:
+        return source.read(tuple(spans[0] for spans in part[2:]), sample)
+
+    return bool(compute(labelled, {mask: box}, labelled.graph.inputs, read, {})[mask].any())
 
 
 def _widen(plan: GraphPlan, valid: np.ndarray) -> np.ndarray:

@@ -48,13 +48,13 @@ def _reduce_moments(call: OperationCall) -> Reduction | None:
 
 
 @functools.lru_cache(256)
-def _find_blocks(length: int, result: int, first: int, many: int, few: int) -> Taps:
-    """Return the positions that each of a coarser, or finer, axis stands for: from `(first + i) * many / few` on."""
-    place = torch.arange(first, first + result)
-    start = torch.div(place * many, few, rounding_mode="floor")
-    stop = torch.maximum(start + 1, -torch.div(-(place + 1) * many, few, rounding_mode="floor"))
-    steps = torch.arange(int((stop - start).max()))[:, None]
-    return Taps(torch.minimum(start + steps, stop - 1).clamp(0, length - 1))
+def _find_blocks(length: int, result: int, start: int, scale: int, least: int) -> Taps:
+    """Return the positions that those of another axis stand for: `scale` many from `start` on, in units of 1/least."""
+    first = start + scale * torch.arange(result)
+    start_of = torch.div(first, least, rounding_mode="floor")
+    stop = -torch.div(-(first + scale), least, rounding_mode="floor")
+    steps = torch.arange(int((stop - start_of).max()))[:, None]
+    return Taps(torch.minimum(start_of + steps, stop - 1).clamp(0, length - 1))
 
 
 def _blocks_of(call: OperationCall) -> dict[int, Taps]:
@@ -77,6 +77,6 @@ MASKED_RULES: dict[str, Rule] = {
         lambda call, output, box, tensors: _find_valid_moments(*tensors, call.args[2])[output],
         gathers=True,
     )._replace(reduce=_reduce_moments),
-    # Mask, dimension, first, many, few.
+    # Mask, dimension, and the blocks.
     "cover": reading(_blocks_of, _run_cover),
 }
