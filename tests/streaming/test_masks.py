@@ -185,8 +185,10 @@ def extremes(grid: Tensor, mask: Tensor | None) -> Tensor:
 def of_flipped(grid: Tensor, mask: Tensor | None) -> Tensor:
     """Of a grid that is flipped along one axis, cut, and shifted by its own padding."""
     turned, valid = grid.flip(3)[:, :, 2:, 3:], None if mask is None else mask.flip(3)[:, :, 2:, 3:]
-    return grid * standardized(turned, valid).sigmoid().amax((2, 3), True) if valid is None else (
-        grid * filled(standardized(turned, valid).sigmoid(), valid, -torch.inf).amax((2, 3), True)
+    return (
+        grid * standardized(turned, valid).sigmoid().amax((2, 3), True)
+        if valid is None
+        else (grid * filled(standardized(turned, valid).sigmoid(), valid, -torch.inf).amax((2, 3), True))
     )
 
 
@@ -237,3 +239,295 @@ def test_a_mask_of_all_positions_changes_nothing(function: Any) -> None:
     with torch.no_grad():
         want = net(grid)
     assert relative(predict_whole(net, grid, tile=8, mask=np.ones(ODD, bool), quiet=True), want) < TOLERANCE
+
+
+# ---- what else a volume and a network can be -------------------------------------------------------------------------
+def of_norm(**options: Any) -> tuple[nn.Module, Tensor, np.ndarray]:
+    torch.manual_seed(1)
+    layers = nn.Conv2d(1, 4, 3, **{"padding": 1, **options}), nn.InstanceNorm2d(4, affine=True), nn.Conv2d(4, 2, 1)
+    return settled(nn.Sequential(*layers)).double(), torch.randn(1, *ODD, dtype=torch.float64), make_mask("blob", ODD)
+
+
+def test_convolutions_without_padding_move_the_mask() -> None:
+    net, grid, mask = of_norm(padding=0)
+    inner = as_mask(mask)[:, :, 1:-1, 1:-1]
+    want = run_masked(net[1:], net[0](grid[None].where(as_mask(mask), 0)).detach(), inner).where(inner, 0)
+    assert relative(predict_whole(net, grid, tile=8, mask=mask, quiet=True), want[0]) < TOLERANCE
+
+
+def test_means_over_flips() -> None:
+    net, grid, mask = of_norm(stride=2)
+    mirrored = MeanOverFlips(net, (0, 1)).eval()
+    # Of odd sizes the blocks of a flipped grid are others than those of the grid, so each is compared.
+    want = 0
+    for flip in mirrored.flips:
+        axes = [axis + 2 for axis in flip]
+        turned, valid = grid[None].flip(axes), as_mask(mask).flip(axes)
+        low = net[0](turned.where(valid, 0)).detach()
+        masked = nn.Sequential(net[1], net[2])
+        want = want + _leave_out(masked, low, coarse(valid, low)).flip(axes) / 4
+    want = want.where(coarse(as_mask(mask), want), 0)
+    for tile in (None, 8):
+        assert relative(predict_whole(mirrored, grid, tile=tile, mask=mask, quiet=True), want[0]) < TOLERANCE
+
+
+def _leave_out(net: nn.Module, grid: Tensor, mask: Tensor) -> Tensor:
+    """A norm and what follows, by a mask of the grid's own size."""
+    norm, last = net
+    values = grid.flatten(2)[:, :, mask.flatten()]
+    variance, mean = torch.var_mean(values, 2, correction=0, keepdim=True)
+    weight, bias = (each.view(1, -1, 1, 1) for each in (norm.weight, norm.bias))
+    with torch.no_grad():
+        return last((grid - mean[..., None]) / (variance[..., None] + norm.eps).sqrt() * weight + bias)
+
+
+def test_padding_is_valid_where_the_border_is() -> None:
+    torch.manual_seed(0)
+    net = settled(convolved(nn.InstanceNorm2d(8))).double()
+    grid, mask = torch.randn(1, *ODD, dtype=torch.float64), make_mask("odd borders", ODD)
+    padded, valid = (
+        F.pad(grid[None], (0, 1, 0, 1), mode="reflect"),
+        F.pad(as_mask(mask).double(), (0, 1, 0, 1), mode="reflect"),
+    )
+    want = run_masked(net, padded, valid > 0)[0, :, :33, :45]
+    assert relative(predict_whole(net, grid, tile=8, pad="reflect", mask=mask, quiet=True), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("tile", [None, 8])
+def test_samples_have_one_mask_or_one_each(tile: int | None) -> None:
+    net, grid, mask = of_norm()
+    grids = torch.stack([grid, 2 - grid, grid.square()])
+    masks = np.stack([mask, make_mask("nothing", ODD), make_mask("thin stripes", ODD)])
+    want = torch.cat([run_masked(net, grids[[place]], as_mask(masks[place])) for place in (0, 1, 2)])
+    want[1] = 0
+    assert relative(predict_whole(net, grids, tile=tile, mask=masks, quiet=True), want) < TOLERANCE
+    for one in (mask, mask[None]):
+        want = run_masked(net, grids, as_mask(mask))
+        assert relative(predict_whole(net, grids, tile=tile, mask=one, quiet=True), want) < TOLERANCE
+
+
+class Mixed(nn.Module):
+    """A batch norm of the samples at hand."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return F.batch_norm(grid, None, None, training=True)
+
+
+@pytest.mark.parametrize("tile", [None, 8])
+def test_samples_that_are_mixed_have_one_mask(tile: int | None) -> None:
+    _, grid, mask = of_norm()
+    grids = torch.stack([grid, 2 - grid.square()])
+    values = grids[:, :, torch.from_numpy(mask)]
+    variance, mean = torch.var_mean(values, correction=0)
+    want = ((grids - mean) / (variance + 1e-5).sqrt()).where(as_mask(mask), 0)
+    net = nn.Sequential(nn.Conv2d(1, 1, 1), Mixed()).double().eval()
+    nn.init.ones_(net[0].weight)
+    nn.init.zeros_(net[0].bias)
+    assert relative(predict_whole(net, grids, tile=tile, mask=mask, quiet=True), want) < TOLERANCE
+    with pytest.raises(
+        ValueError, match="predict_whole: layers mix samples, which have one mask; fix: a mask of shape"
+    ):
+        predict_whole(net, grids, tile=tile, mask=np.stack([mask, mask]), quiet=True)
+
+
+class Centred(nn.Module):
+    """A layer of the user: the mean of all positions is subtracted."""
+
+    def summarize(self, grid: Tensor) -> tuple[Tensor, Tensor]:
+        return grid.sum((2, 3)), torch.full((1,), float(grid[0, 0].numel()), dtype=grid.dtype)
+
+    def respond(self, grid: Tensor, total: Tensor, count: Tensor) -> Tensor:
+        return grid - (total / count)[..., None, None]
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.respond(grid, *self.summarize(grid))
+
+
+@pytest.mark.parametrize("tile", [None, 8])
+def test_layers_of_the_user(tile: int | None) -> None:
+    net, grid, mask = of_norm()
+    net[1] = Centred().eval()
+    first = net[0](grid[None].where(as_mask(mask), 0)).detach()
+    want = first - first[:, :, torch.from_numpy(mask)].mean(2)[..., None, None]
+    want = net[2](want).detach().where(as_mask(mask), 0)[0]
+    assert relative(predict_whole(net, grid, tile=tile, mask=mask, quiet=True), want) < TOLERANCE
+
+
+class Normed(nn.Module):
+    """A layer norm of all positions, and squeeze-excitation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.excite = nn.Conv2d(1, 4, 3, padding=1), nn.LayerNorm((4, *ODD)), SqueezeExcite(4)
+
+    def forward(self, grid: Tensor, other: Tensor) -> Tensor:
+        return self.excite(self.norm(self.first(grid * other)))
+
+
+def test_several_inputs_and_layer_norm() -> None:
+    torch.manual_seed(0)
+    _, grid, mask = of_norm()
+    net, valid = settled(Normed()).double(), as_mask(mask)
+    first = net.first(grid[None].where(valid, 0.5) * grid[None].abs().where(valid, 0.5)).detach()
+    variance, mean = torch.var_mean(first[:, :, valid[0, 0]], correction=0)
+    normed = (first - mean) / (variance + 1e-5).sqrt() * net.norm.weight + net.norm.bias
+    small = normed.flatten(2)[:, :, valid.flatten()].mean(2).detach()[..., None, None]
+    scale = net.excite(small) / small
+    want = (normed * scale).detach().where(valid, 0)[0]
+    got = predict_whole(net, (grid, grid.abs()), tile=8, mask=mask, fill=0.5, quiet=True)
+    assert relative(got, want) < TOLERANCE
+
+
+def test_labels_are_0_where_nothing_is_valid() -> None:
+    net, grid, mask = of_norm()
+    want = run_masked(net, grid[None], as_mask(mask))[0].argmax(0)
+    labels = predict_whole(net, grid.numpy(), tile=8, mask=mask, reduce="argmax", quiet=True)
+    assert labels.dtype == np.uint8
+    assert np.array_equal(labels[0], want.where(torch.from_numpy(mask), 0))
+
+
+def test_constants_in_place_of_statistics() -> None:
+    net, grid, mask = of_norm()
+    frozen = freeze_statistics(net, grid)
+    want = frozen(grid[None].where(as_mask(mask), 0)).detach().where(as_mask(mask), 0)[0]
+    assert relative(predict_whole(frozen, grid, tile=8, mask=mask, quiet=True), want) < TOLERANCE
+
+
+# ---- files and tiles -------------------------------------------------------------------------------------------------
+class Counted:
+    """An array that notes what is read of it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+        self.read = np.zeros(array.shape[-2:], int)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        self.read[index[-2:]] += 1
+        return self.array[index]
+
+
+@pytest.mark.parametrize("memory", [0, 10**6])
+def test_tiles_without_a_valid_position_are_not_read(memory: int) -> None:
+    net, grid, _ = of_norm()
+    mask = np.zeros(ODD, bool)
+    mask[9:14, 17:22] = True  # in one tile of 8
+    volume = Counted(grid.numpy())
+    plan = plan_whole(net, volume.shape, tile=Tiles(8, memory=memory))
+    plan.check = "it reads a region anywhere"
+    got = predict_whole(net, volume, plan=plan, mask=mask, quiet=True)
+    assert relative(got, run_masked(net, grid[None], as_mask(mask))[0]) < TOLERANCE
+    # The halo is one position; what is stored beside the tile reads one of its own.
+    reach = 0 if memory == 0 else 8
+    assert volume.read[8 - reach : 16 + reach, 16 - reach : 24 + reach].all()
+    volume.read[max(0, 7 - reach) : 17 + reach, 15 - reach : 25 + reach] = 0
+    assert not volume.read.any()
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -9999.0])
+def test_what_stands_at_other_positions_changes_not_one_bit(number: float) -> None:
+    net, grid = problem("attention", ODD)
+    mask = make_mask("blob", ODD)
+    hidden = grid.where(as_mask(mask), number)
+    want, got = (predict_whole(net, each, tile=16, mask=mask, quiet=True) for each in (grid, hidden))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".npy", ".tif"])
+def test_files(suffix: str, tmp_path: Path) -> None:
+    net, grid, mask = of_norm()
+    np.save(tmp_path / "mask.npy", mask)
+    want = predict_whole(net, grid.numpy(), tile=16, mask=mask, quiet=True)
+    got = predict_whole(net, grid.numpy(), tile=16, mask=tmp_path / "mask.npy", out=tmp_path / f"o{suffix}", quiet=True)
+    assert np.array_equal(np.asarray(got), want)
+    if suffix == ".zarr":
+        chunks = [path for path in (tmp_path / "o.zarr").rglob("*") if path.is_file() and path.name != "zarr.json"]
+        assert len(chunks) == len({(row // 16, column // 16) for row, column in np.argwhere(mask)})
+    array = np.full((2, *ODD), 7.0)
+    predict_whole(net, grid.numpy(), tile=16, mask=open_volume(tmp_path / "mask.npy"), out=array, quiet=True)
+    assert np.array_equal(array, want)
+
+
+class Killed(Counted):
+    """An array of which reading fails after so many times."""
+
+    left = 12
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+def test_resumes_with_the_same_mask_alone(tmp_path: Path) -> None:
+    net, grid = problem("attention", EVEN)
+    mask, array = make_mask("blob", EVEN), grid[0].numpy()
+    options: dict[str, Any] = {"tile": 8, "out": tmp_path / "out.npy", "quiet": True}
+    with pytest.raises(KeyboardInterrupt):
+        predict_whole(net, Killed(array), mask=mask, **options)
+    for other in ({"mask": ~mask}, {"mask": mask, "fill": 1.0}):
+        with pytest.raises(ValueError, match="holds an unfinished prediction with another mask or fill"):
+            predict_whole(net, array, **other, **options)
+    changed = mask.copy()
+    changed[5, 10] = False
+    with pytest.raises(ValueError, match="the mask has changed in tile"):
+        predict_whole(net, array, mask=changed, **options)
+    got = predict_whole(net, array, mask=mask, **options)
+    assert np.array_equal(got, predict_whole(net, array, mask=mask, tile=8, quiet=True))
+
+
+def test_a_plan_is_for_any_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    net, grid, mask = of_norm()
+    plan = plan_whole(net, grid.shape, tile=8)
+    for each in (mask, ~mask):
+        want = run_masked(net, grid[None], as_mask(each))[0]
+        assert relative(predict_whole(net, grid, plan=plan, mask=each), want) < TOLERANCE
+    assert "tiles have no valid position, and are skipped" in capsys.readouterr().err
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+REFUSED = {
+    "mask of floats": ({"mask": np.ones(ODD)}, TypeError, "mask must be boolean, True where a position is valid"),
+    "mask of another size": (
+        {"mask": np.ones((9, 9), bool)},
+        ValueError,
+        r"mask must have shape \(33, 45\), got \(9, 9\)",
+    ),
+    "list": ({"mask": [True]}, TypeError, "mask must be an array"),
+    "statistics of tiles": ({"tile": Tiles(8, statistics="tile")}, ValueError, 'fix: Tiles\\(…, statistics="whole"\\)'),
+    "fill without a mask": ({"mask": None, "fill": 1}, ValueError, "got fill but no mask; fix: give the mask too"),
+    "fill without a number": ({"fill": "0"}, TypeError, "fill must be a number, got '0'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    net, grid, mask = of_norm()
+    options, kind, text = REFUSED[case]
+    with pytest.raises(kind, match=f"^predict_whole: .*{text}"):
+        predict_whole(net, grid, **{"tile": 8, "mask": mask, "quiet": True, **options})
+
+
+def mixed_positions(grid: Tensor, _: Any) -> Tensor:
+    weight = torch.linspace(0, 1, grid[0, 0].numel(), dtype=grid.dtype)
+    return grid + (grid.flatten(2) @ weight[:, None])[..., None]
+
+
+def sorted_positions(grid: Tensor, _: Any) -> Tensor:
+    return grid * grid.flatten(2).sort(-1).values[..., 5:6, None]
+
+
+def scores_alone(grid: Tensor, _: Any) -> Tensor:
+    flat = grid.flatten(2)
+    return ((flat.mT @ flat).relu() @ flat.mT).mT.view_as(grid)
+
+
+def rolled(grid: Tensor, _: Any) -> Tensor:
+    return F.instance_norm(grid.roll(3, 2))
+
+
+@pytest.mark.parametrize("function", [mixed_positions, sorted_positions, scores_alone, rolled])
+def test_operations_that_leave_nothing_out(function: Any) -> None:
+    net, grid = written(function)
+    with pytest.raises(GraphError, match="predict_whole: Written has no mask: .* in Written: .*fix: mask=None"):
+        predict_whole(net, grid, tile=(None, None), mask=make_mask("blob", ODD), quiet=True)

@@ -150,7 +150,8 @@ def predict_whole(
     """
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
-    masks = {} if mask is None else {"mask": open_mask(mask)}
+    mask = open_mask(mask, fill)
+    masks = {} if mask is None else {"mask": mask}
     refuse_aliasing(out, volumes | masks)
     identity, saved = find_unfinished(path, overwrite, model, volumes | masks)
     check_network(model, "model", "predict_whole(model, …)")
@@ -172,12 +173,19 @@ def predict_whole(
         identity["mask or fill"] = f"{fill!r} {fingerprint(skipped)}"
         skips = skipped.item
         if not quiet:
-            count, tiles = skipped[:, -1].sum(), skipped[:, -1].size
-            print(f"{count:,} of {tiles:,} tiles have no valid position, and are skipped", file=sys.stderr)
+            empty = skipped[:, -1]
+            print(f"{empty.sum():,} of {empty.size:,} tiles have no valid position: skipped", file=sys.stderr)
     graph = masked.graph_plan
     spec = _make_spec(known, planned, next(iter(sources.values())).channels)
     output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
-    settings = (planned.tile, planned.graph_plan.labelled.halo, planned.patch_size, planned.stored, planned.on_disk, str(path))
+    settings = (
+        planned.tile,
+        planned.graph_plan.labelled.halo,
+        planned.patch_size,
+        planned.stored,
+        planned.on_disk,
+        str(path),
+    )
     identity |= {
         "tile or halo": repr(settings),
         "pad or reduce": f"{planned.pad} {planned.padding} {planned.reduction}",

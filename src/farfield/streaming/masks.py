@@ -75,7 +75,9 @@ def _place_along(
     node, layouts = labelled.graph.nodes[value.node], labelled.layouts
     if node.op == "input":
         return _Place(Fraction(0), Fraction(1))
-    read = next((ends[axis][1] for ends in map(whole_of, map(layouts.__getitem__, node.inputs)) if axis in ends), length)
+    read = next(
+        (ends[axis][1] for ends in map(whole_of, map(layouts.__getitem__, node.inputs)) if axis in ends), length
+    )
     distance, phases = find_distance(length, read), Fraction(read, length).denominator
     phases = phases if phases <= length // 2 else 1
     begin = (length - 1 - distance) // 2
@@ -83,8 +85,9 @@ def _place_along(
     at = [place for start in range(begin, begin + phases) for place in (start, length - 1 - start)]
     needs = [find_needs(labelled, value, box_at(layouts[value], axis, place)) for place in (*at, begin + distance)]
     for source, *pairs in zip(node.inputs, *needs, strict=False):
-        own, spans = places.get(source, {}).get(axis), [spans_along(layouts[source], box).get(axis) for _, box in pairs]
-        if own is None or None in spans:
+        own, found = places.get(source, {}).get(axis), [spans_along(layouts[source], box).get(axis) for _, box in pairs]
+        spans = [span for span in found if span is not None]
+        if own is None or len(spans) < len(found):
             continue
         moved = max((after - before for before, after in zip(spans[0], spans[-1], strict=True)), key=abs)
         if not moved:
@@ -180,7 +183,7 @@ class _Masking:
                 continue
             if place.is_flipped:
                 mask = write.append("aten.flip.default", (mask, [axis]), write.shape(mask))
-            if (place.start, place.scale, shape[axis]) != (0, 1, length):
+            if place[:2] != (0, 1) or shape[axis] != length:
                 least = math.lcm(place.start.denominator, place.scale.denominator)
                 blocks = (int(place.start * least), int(place.scale * least), least)
                 mask = write.append("cover", (mask, axis, *blocks), shape)
@@ -271,9 +274,7 @@ class _Masking:
             raise self._refuse(node, "each of its positions needs all others")
         return args
 
-    def _average(
-        self, node: Node, write: Writer, mask: Value, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Value:
+    def _average(self, node: Node, write: Writer, mask: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Value:
         """Average over the valid positions of large windows: the sum of these by the share of these."""
         count = sum(letter.isdigit() and int(letter) for letter in node.op)
         if "adaptive" not in node.op and (any(args[3]) or args[6]):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,20 @@ from farfield.volumes.source import AxisLayout, Region, VolumeSource
 from farfield.volumes.volume import open_volume, split_volume
 
 
-def open_mask(mask: Any) -> Any:
-    """Return a mask as an array, which may be a path; refuse one of floats."""
-    _, mask = split_volume(open_volume(mask) if isinstance(mask, str | os.PathLike) else mask)
+def open_mask(mask: Any, fill: Any) -> Any:
+    """Return a mask as an array, which may be a path; refuse one of floats, and a `fill` that is no number."""
+    if isinstance(fill, bool) or not isinstance(fill, int | float | np.integer | np.floating):
+        raise refusal(TypeError, f"fill must be a number, got {fill!r}; fix: fill=0.")
+    if mask is None:
+        if fill:
+            raise refusal(ValueError, "got fill but no mask; fix: give the mask too.")
+        return None
+    _, mask = split_volume(open_volume(mask) if isinstance(mask, str | Path) else mask)
     check_volume("predict_whole", "mask", mask)
     if "float" in str(getattr(mask, "dtype", "")):
-        raise refusal(TypeError, f"mask must be boolean, True where a position is valid, got {mask.dtype}; fix: mask > 0.")
+        raise refusal(
+            TypeError, f"mask must be boolean, True where a position is valid, got {mask.dtype}; fix: mask > 0."
+        )
     return mask
 
 
@@ -47,7 +55,8 @@ def layout_of_mask(mask: Any, layout: AxisLayout, shape: Sequence[int], mixed: b
         )
     if mixed:
         raise refusal(
-            ValueError, f"layers mix samples, which have one mask; fix: a mask of shape {size}, or one sample at a time."
+            ValueError,
+            f"layers mix samples, which have one mask; fix: a mask of shape {size}, or one sample at a time.",
         )
     return layout._replace(channels=False)
 
@@ -79,7 +88,8 @@ def find_skipped(plan: GraphPlan, source: VolumeSource, samples: int) -> np.ndar
             )
     storing = [stage for stage, each in enumerate(plan.stages) if each.writes]
     if storing:
-        kept[:, storing] |= True if labelled.gathered else _widen(plan, kept.any(1))[:, None]
+        near = np.array(True) if labelled.gathered else _widen(plan, kept.any(1))[:, None]
+        kept[:, storing] |= near
     kept &= filled[:, None, None]
     return ~np.broadcast_to(kept, (samples, *kept.shape[1:]))
 

@@ -10,13 +10,24 @@ import torch
 from torch import Tensor
 
 from farfield.streaming.rules.reading import Taps
-from farfield.streaming.rules.rule import Dims, OperationCall, Parts, Reduction, Rule, aligned, reading, reduce_arrays, single
+from farfield.streaming.rules.rule import (
+    Dims,
+    OperationCall,
+    Parts,
+    Reduction,
+    Rule,
+    aligned,
+    reading,
+    reduce_arrays,
+    single,
+)
 from farfield.streaming.rules.sums import MOMENTS, find_moments
 from farfield.streaming.spans import Box, Piece, is_cut
 
 
-def _find_valid_moments(tensor: Tensor, mask: Tensor, dims: Sequence[int]) -> Parts:
-    """Return count, mean and sum of squared deviations of the positions where the mask is True."""
+def _find_valid_moments(tensors: Sequence[Tensor], dims: Sequence[int]) -> Parts:
+    """Return count, mean and sum of squared deviations of a tensor at the positions where its mask is True."""
+    (tensor, mask), dims = tensors, list(dims)
     if mask.all():
         return find_moments(tensor, dims)
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -42,7 +53,7 @@ def _reduce_moments(call: OperationCall) -> Reduction | None:
         (0, 1),
         kept,
         MOMENTS,
-        lambda core, tensors: _find_valid_moments(*tensors, dims),
+        lambda core, tensors: _find_valid_moments(tensors, dims),
         lambda own, output, box, tensors, parts: parts[output],
     )
 
@@ -74,7 +85,7 @@ MASKED_RULES: dict[str, Rule] = {
     # Grid, mask, dimensions.
     "moments": aligned(
         _dims_of_moments,
-        lambda call, output, box, tensors: _find_valid_moments(*tensors, call.args[2])[output],
+        lambda call, output, box, tensors: _find_valid_moments(tensors, call.args[2])[output],
         gathers=True,
     )._replace(reduce=_reduce_moments),
     # Mask, dimension, and the blocks.
