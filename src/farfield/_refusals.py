@@ -37,6 +37,8 @@ def put_name(name: str, error: _Error) -> _Error:
         error.args = (*others, f"{name}: {text}")
         if isinstance(error, OSError) and others:  # its text is not made of args
             error.strerror = error.args[-1]
+        if isinstance(error, ImportError):
+            error.msg = error.args[-1]
     return error
 
 

@@ -20,9 +20,12 @@ from hypothesis import strategies as some
 from scipy.ndimage import maximum_filter
 
 from farfield.data.patches import Patches
+from farfield.data.readers import volumes
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.tiff import check_stack_values, load_npz, open_stack
 from farfield.data.restore import StackPairs
+from farfield.volumes import open_volume
+from farfield.volumes.readers import READERS
 from helpers.made_stacks import SIZE, made_pair, make_npz, make_pairs, make_root, write
 from helpers.packs import unpack
 from helpers.refusals import read_or_refusal
@@ -613,6 +616,30 @@ def test_zarr_that_is_no_stack_is_refused(
     data.setup("predict")
     with pytest.raises(FolderError, match=re.escape(text)):
         next(iter(data.predict_dataloader()))
+
+
+@pytest.mark.parametrize("channel", [None, 1, [2, 0]])
+def test_a_file_is_opened_once(channel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = np.random.default_rng(0).integers(0, 99, (3, 5, 8, 9)).astype("uint8")[: 1 if channel is None else 3]
+    array = zarr.create_array(str(tmp_path / "a.zarr"), data=stack)
+    array.attrs["farfield"] = {"axes": "CZYX", "channels": ["a", "b", "c"][: len(stack)]}
+    expected = open_volume(tmp_path / "a.zarr", channel=channel)
+    calls, real = [], volumes.open_volume
+    monkeypatch.setattr(volumes, "open_volume", lambda *args, **options: calls.append(args) or real(*args, **options))
+    volume = volumes.open_stack_volume(tmp_path / "a.zarr", 3, None, channel)
+    assert len(calls) == 1
+    for found in (volume, pickle.loads(pickle.dumps(volume))):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+        assert found.metadata == expected.metadata
+
+
+def test_all_files_that_open_volume_reads_are_listed(tmp_path: Path) -> None:
+    names = [f"{number:02}{suffix}" for number, suffix in enumerate(READERS)]
+    for name in (*names, ".hidden.npy", "notes.txt", "data.npz"):
+        (tmp_path / name).touch()
+    for name in names[:2]:  # whose depths are compared
+        tifffile.imwrite(tmp_path / name, np.ones((5, 8, 9), "uint8"))
+    assert [path.name for path in volumes.list_volumes(tmp_path)] == names
 
 
 def test_channels_that_are_not_there_are_refused(tmp_path: Path) -> None:

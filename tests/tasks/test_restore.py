@@ -169,6 +169,18 @@ def test_images_and_projections_are_restored_too() -> None:
     np.testing.assert_allclose(found, restored_by_hand(network, stack, (1, 16, 16)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("axes", ["ZYXC", "ZCYX", "ZYXS", "ZCYXS"])
+@pytest.mark.parametrize("build", [models.unet_care, models.unet_projection])
+def test_channels_are_where_the_letters_say(build: Any, axes: str) -> None:
+    stack = np.random.default_rng(0).poisson(40, (2, 5, 17, 22)).astype(np.uint16)
+    network = awake(build("siamese", first_channels=4))
+    own = axes if axes.count("C") + axes.count("S") == 1 else axes.replace("C", "")
+    given = np.transpose(stack, ["CZYX".index(letter) for letter in own.replace("S", "C")])
+    given = given if own == axes else given[:, None]
+    found = restore(network, Volume(given, ImageMetadata(axes)))
+    np.testing.assert_array_equal(found, restore(network, Volume(stack, ImageMetadata("CZYX"))))
+
+
 @pytest.mark.parametrize("build", [models.unet_care, models.unet_projection])
 def test_channels_are_restored_each_by_itself(build: Any, tmp_path: Path) -> None:
     stacks = np.stack([(factor * np.random.default_rng(factor).poisson(40, (5, 17, 22))) for factor in (1, 9)])

@@ -17,6 +17,7 @@ from torch import nn
 
 from farfield.streaming import predict_whole, respond_whole
 from farfield.tasks.restore_stack import restore
+from farfield.volumes import ImageMetadata, Volume
 from helpers.streamed_nets import attention, settled
 
 SIZE = (12, 14)
@@ -264,6 +265,9 @@ def test_each_input_of_a_bare_layer_is_looked_at() -> None:
     for name, out in outs.items():
         with pytest.raises(ValueError, match=f"respond_whole: out and the {name} are both in the same memory"):
             respond_whole(layer, grid, **inputs, tile=(4, 4), out=out, quiet=True)
+        labelled = {key: Volume(each, ImageMetadata("CYX"[-each.ndim :])) for key, each in inputs.items()}
+        with pytest.raises(ValueError, match=f"respond_whole: out and the {name} are both in the same memory"):
+            respond_whole(layer, grid, **labelled, tile=(4, 4), out=out, quiet=True)
 
 
 def test_a_stack_is_not_restored_onto_itself(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
 
+from farfield._checks import ShapeError
 from farfield.streaming import predict_whole, respond_whole
 from farfield.volumes import ImageMetadata, Volume, open_volume
 from farfield.volumes.image_metadata import UNITS, parse_unit
@@ -258,6 +259,35 @@ def test_a_layer_carries_it_too(tmp_path: Path) -> None:
     volume = Volume(grid, ImageMetadata("CYX", {"Y": 0.2, "X": 0.1}, {"Y": "micrometer", "X": "micrometer"}))
     respond_whole(settled(attention("siamese")), volume, tile=(6, 7), out=tmp_path / "out.ome.tif", quiet=True)
     assert_spacing(open_volume(tmp_path / "out.ome.tif").metadata, {"Y": 0.2, "X": 0.1})
+
+
+@pytest.mark.parametrize("tile", [None, 4, (3, 5)])
+@pytest.mark.parametrize("axes", ["YXC", "YCX", "ZYXC", "ZCYX"])
+def test_a_layer_finds_channels_by_their_letter(axes: str, tile: Any) -> None:
+    # As many rows as channels, so that their number does not tell them.
+    lengths, layer = {"Z": 3, "C": 6, "Y": 6, "X": 8}, settled(attention("siamese"))
+    # A plane before channels is a sample, and so is what a tile leaves.
+    samples = "Z" if axes == "ZCYX" or ("Z" in axes and isinstance(tile, tuple)) else ""
+    space = [letter for letter in "ZYX" if letter in axes and letter not in samples]
+    order = [axes.index(letter) for letter in (*samples, "C", *space)]
+    generator = np.random.default_rng(0)
+    grid, context = (generator.random([lengths[each] for each in axes], "float32") for _ in range(2))
+    valid = generator.random([lengths[letter] for letter in reversed((*samples, *space))]) > 0.3
+    call = {"tile": tile or tuple(lengths[letter] for letter in space), "quiet": True}
+    mask = Volume(valid, ImageMetadata("".join(reversed((*samples, *space)))))
+    given = {"grid": Volume(grid, ImageMetadata(axes)), "context": Volume(context, ImageMetadata(axes)), "mask": mask}
+    found = respond_whole(layer, **given, context_mask=mask, tile=tile, quiet=True)
+    same = {"grid": grid.transpose(order), "context": context.transpose(order), "mask": valid.T}
+    if isinstance(tile, int):
+        call["tile"] = (tile,) * len(space)
+    np.testing.assert_allclose(found, respond_whole(layer, **same, context_mask=valid.T, **call), atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", ["CYX", "YXC"])
+def test_letters_of_channels_of_another_number_are_refused(axes: str) -> None:
+    shape = [{"C": 4, "Y": 6, "X": 6}[letter] for letter in axes]
+    with pytest.raises(ShapeError, match="respond_whole: grid must have the layer's 6 channels, got 4"):
+        respond_whole(settled(attention("siamese")), Volume(np.ones(shape), ImageMetadata(axes)), quiet=True)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,14 @@ from farfield.nn import GridAttention
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
-from farfield.streaming.arguments import cores, parse_positions, refuse_large_summary, round_up_tile
+from farfield.streaming.arguments import arrange_letters, cores, parse_positions, refuse_large_summary, round_up_tile
 from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
 from farfield.streaming.progress import Pass, Saved, Stream, find_unfinished
 from farfield.volumes.aliasing import refuse_aliasing
+from farfield.volumes.axes_view import order_axes
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
+from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import box_index, numpy_dtype, output_for
 from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
 from farfield.volumes.volume import describe_output, split_volume
@@ -53,7 +55,7 @@ def respond_whole(
         layer: The attention.
         grid: Anything with `shape` and slicing, `(channels, *size)` or `(batch, channels, *size)`. If `tile` is a
             sequence, its length is the number of spatial dims; otherwise channels are the second axis if that has as
-            many as the layer, or else the first.
+            many as the layer, or else the first. Of a `Volume` with the letter C they are where that is.
         context: Where keys and values come from, as in `layer(grid, context)`; with batch and channels as `grid`.
         mask: True at the valid positions of the grid; its shape is that of the grid without channels.
         context_mask: The same for the context.
@@ -99,17 +101,18 @@ def respond_whole(
         >>> np.allclose(respond_whole(layer, grid, tile=(16, 16, 10), quiet=True), whole, atol=1e-5)
         True
     """
-    known, grid = split_volume(grid)
     inputs = {"grid": grid, "context": context, "mask": mask, "context_mask": context_mask}
-    given = {name: volume for name, volume in inputs.items() if volume is not None or name == "grid"}
-    _check(layer, given)
+    split = {name: split_volume(volume) for name, volume in inputs.items() if volume is not None or name == "grid"}
+    _check(layer, {name: array for name, (_, array) in split.items()})
     if tile is not None:
         tile = parse_positions("tile", tile, 1, optional=True)
-    refuse_aliasing(out, inputs)
+    given, known, spatial_dims = _order_inputs(layer, split, tile)
+    grid, context, mask, context_mask = map(given.get, inputs)
+    refuse_aliasing(out, given)
     path = Path(out) if isinstance(out, str | Path) else None
     identity, saved = find_unfinished(path, None, layer, given)
     tile = saved.tile if tile is None and saved is not None else tile
-    layout = _find_layout(layer, grid, tile)
+    layout = parse_layout(grid.shape, spatial_dims) if spatial_dims else _find_layout(layer, grid, tile)
     volumes, keys = _open_grid("grid", layer, grid, mask, layout, tile), "grid"
     source, tiles = volumes["grid"]
     if context is not None:
@@ -152,6 +155,31 @@ def _check(layer: GridAttention, given: Mapping[str, Any]) -> None:
         )
     if layer.training and layer.coefficient_norm is not None:
         raise refusal(ValueError, "batch norm in training needs the whole grid; fix: layer.eval().")
+
+
+def _order_inputs(
+    layer: GridAttention, split: Mapping[str, tuple[ImageMetadata | None, Any]], tile: object
+) -> tuple[dict[str, Any], ImageMetadata | None, int | None]:
+    """Return the inputs with channels where their letters say, the grid's metadata, and its spatial dims if known."""
+    given, known = {name: array for name, (_, array) in split.items()}, split["grid"][0]
+    samples = spatial_dims = None
+    for name, mask in (("grid", "mask"), ("context", "context_mask")):
+        metadata, array = split.get(name, (None, None))
+        if metadata is None or not set(metadata.axes) & {"C", "S"}:
+            continue
+        axes, space = metadata.axes, [letter for letter in "TZYX" if letter in metadata.axes]
+        if samples is None:  # a time or a plane before channels is a sample, as (batch, channels, *size)
+            is_sample = axes[0] in "TZ" and axes[1] in "CS"
+            samples = len(space) - len(tile) if name == "grid" and isinstance(tile, Sequence) else int(is_sample)
+        given[name], metadata, layout = arrange_letters(name, array, metadata, layer, len(space) - samples)
+        if layout is None:
+            continue
+        masked, valid = split.get(mask, (None, None))
+        if masked is not None and sorted(masked.axes) == sorted(space):
+            given[mask] = order_axes(valid, [masked.axes.index(letter) for letter in space])
+        if name == "grid":
+            known, spatial_dims = metadata, layout.spatial_dims
+    return given, known, spatial_dims
 
 
 def _find_layout(layer: GridAttention, grid: Any, tile: object) -> AxisLayout:

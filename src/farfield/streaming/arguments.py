@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from farfield._checks import ShapeError, unknown
 from farfield._refusals import refusal
 from farfield.streaming.layers import SUMMARY_SHARE
-from farfield.volumes.axes_view import AxesView
+from farfield.volumes.axes_view import order_axes
 from farfield.volumes.checks import check_volume
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.source import AxisLayout, Span, parse_layout
@@ -148,7 +148,7 @@ def round_up_tile(tile: int | Sequence[int | None], size: Sequence[int], multipl
     )
 
 
-def name_volumes(caller: str, volume: Any, called: str = "volume") -> tuple[ImageMetadata | None, dict[str, Any]]:
+def _name_volumes(caller: str, volume: Any, called: str = "volume") -> tuple[ImageMetadata | None, dict[str, Any]]:
     """Return the metadata of the first volume, or None, and the arrays with names that errors give them."""
     if isinstance(volume, Mapping | list) or (isinstance(volume, tuple) and not volume):
         raise refusal(
@@ -167,12 +167,12 @@ def name_volumes(caller: str, volume: Any, called: str = "volume") -> tuple[Imag
 def arrange_volumes(
     caller: str, model: Any, tiles: Tiles, volume: Any, called: str = "volume"
 ) -> tuple[ImageMetadata | None, dict[str, Any], list[AxisLayout | None]]:
-    """Return what `name_volumes` does, with axes in the order of their letters, and the layouts that these tell.
+    """Return the first volume's metadata, the arrays by name, in the order of their letters, and the layouts.
 
     Of a `Volume` the last letters of T, Z, Y and X are the network's spatial dims, and those before are samples: of a
     stack the planes, for a 2-D network. None in place of the layout of an array without letters.
     """
-    known, arrays = name_volumes(caller, volume, called)
+    known, arrays = _name_volumes(caller, volume, called)
     layouts: list[AxisLayout | None] = [None] * len(arrays)
     try:
         dims = spatial_dims_of(model, tiles.size)
@@ -182,12 +182,12 @@ def arrange_volumes(
         metadata, array = split_volume(each)
         if metadata is None:
             continue
-        arrays[name], metadata, layouts[index] = _arrange_letters(name, array, metadata, model, dims)
+        arrays[name], metadata, layouts[index] = arrange_letters(name, array, metadata, model, dims)
         known = metadata if index == 0 else known
     return known, arrays, layouts
 
 
-def _arrange_letters(
+def arrange_letters(
     name: str, array: Any, given: ImageMetadata, network: Any, dims: int
 ) -> tuple[Any, ImageMetadata, AxisLayout | None]:
     """Return an array in the order samples, channels, spatial dims, its metadata, and its layout if letters tell it."""
@@ -213,13 +213,12 @@ def _arrange_letters(
                 "convolution that tells whether its planes are samples or channels; fix: the letter C in place of Z "
                 "for channels, or numpy.asarray(volume)[:, None] for samples.",
             )
-        if convolution is not None and 1 < planes == convolution.in_channels and samples == ["Z"]:
+        # Of several inputs the network may join the channels, whose number then is none of one input's.
+        is_single = not name.startswith("input ")
+        if convolution is not None and is_single and 1 < planes == convolution.in_channels and samples == ["Z"]:
             samples, channels = [], "Z"
     order = [axes.index(letter) for letter in (*samples, *channels, *space[len(space) - dims :])]
-    if isinstance(taken, Tensor):
-        taken = taken.permute(order)
-    elif order != sorted(order):
-        taken = AxesView(taken, order, {})
+    taken = order_axes(taken, order)
     layout = AxisLayout(len(samples), bool(channels), dims, tuple(zip(samples, taken.shape, strict=False)))
     if 0 in taken.shape:
         parse_layout(taken.shape, dims)

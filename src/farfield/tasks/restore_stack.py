@@ -19,11 +19,11 @@ from farfield.streaming import Tiles, predict_whole
 from farfield.streaming.progress import write_whole
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import refuse_aliasing
-from farfield.volumes.axes_view import AxesView
+from farfield.volumes.axes_view import AxesView, order_axes
 from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.sink import check_path
-from farfield.volumes.source import narrowed, without_mask
-from farfield.volumes.volume import split_volume
+from farfield.volumes.source import explain_error, narrowed, without_mask
+from farfield.volumes.volume import split_volume, take_samples
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
 _PERCENTILES = (2.0, 99.8)
@@ -85,7 +85,8 @@ def restore(
     Args:
         network: From grids `(1, 1, *size)` to such grids, or to images `(1, 1, y, x)` if it has `project`; it is put in
             eval mode. The scales of a probabilistic network are dropped.
-        stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)` or `(y, x)`, or `(channels, …)`.
+        stack: Anything with `shape`, `dtype` and slicing: `(z, y, x)` or `(y, x)`, or `(channels, …)`; a `Volume` has
+            channels where its letters say.
         tile: Size of the tiles that are written at a time: one number, or one per spatial dim, None for those that are
             not cut, or `streaming.Tiles`; by default the largest that memory allows. Not used with `project`.
         out: A path ending in .tif, .ome.tif, .zarr or .ome.zarr, for results that do not fit in memory; None returns an
@@ -111,6 +112,12 @@ def restore(
         (5, 9, 11)
     """
     known, array = split_volume(stack)
+    if known is not None:
+        array, known, _ = take_samples("the stack", array, known)
+        axes = known.axes
+        order = sorted(range(len(axes)), key=lambda axis: axes[axis] != "C")  # channels, then the others
+        array, known = order_axes(array, order), known.with_axes("".join(axes[axis] for axis in order))
+        stack = Volume(array, known)
     has_channels = known is not None and "C" in known.axes
     multiples = getattr(network, "multiples", (1,) * (len(stack.shape) - has_channels))
     if len(stack.shape) - len(multiples) not in (0, 1):
@@ -166,7 +173,7 @@ def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES
         low, high = _count_levels(stack, percentiles)
     else:
         step = max(1, math.ceil(math.prod(stack.shape) / _COUNTED))
-        planes = np.stack([without_mask(stack[index]) for index in range(0, stack.shape[0], step)])
+        planes = np.stack([_read_plane(stack, index) for index in range(0, stack.shape[0], step)])
         if not np.isfinite(planes).all():
             faults = int((~np.isfinite(planes)).sum())
             raise refusal(
@@ -184,10 +191,19 @@ def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES
     return low, high
 
 
+def _read_plane(stack: Any, index: int) -> NDArray[Any]:
+    try:
+        plane = stack[index]
+    # Codecs and libraries of files raise all kinds of errors for damaged chunks.
+    except Exception as error:
+        raise explain_error(error, stack, "restore", f"plane {index}") from error
+    return without_mask(plane)
+
+
 def _count_levels(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
     counts = np.zeros(256 ** np.dtype(stack.dtype).itemsize, np.int64)
     for index in range(stack.shape[0]):
-        counts += np.bincount(without_mask(stack[index]).ravel(), minlength=len(counts))
+        counts += np.bincount(_read_plane(stack, index).ravel(), minlength=len(counts))
     up_to = np.cumsum(counts)
     # Interpolated as in numpy.percentile.
     levels = []

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from farfield._refusals import refusal
+
 
 def basic_index(index: Any, shape: Sequence[int]) -> list[int | range]:
     """Return an index of integers, slices and an ellipsis as one integer, counted from the start, or range an axis.
@@ -20,17 +22,32 @@ def basic_index(index: Any, shape: Sequence[int]) -> list[int | range]:
     given = list(index) if isinstance(index, tuple) else [index]
     kinds = slice | int | np.integer | type(Ellipsis)
     if any(not isinstance(each, kinds) or isinstance(each, bool) for each in given):
-        raise IndexError(f"a part of a volume on disk is given by integers and slices, got {index!r:.60}")
+        raise refusal(
+            IndexError,
+            f"a part of a volume on disk is given by integers and slices, got {index!r:.60}; fix: numpy.s_[0, 2:4].",
+        )
     place = next((place for place, each in enumerate(given) if each is Ellipsis), len(given))
     missing = len(shape) - len(given) + (place < len(given))
     given[place : place + 1] = [slice(None)] * missing
     if missing < 0 or len(given) != len(shape):
-        raise IndexError(f"too many indices: a volume of {len(shape)} axes, got {index!r:.60}")
-    # `range` counts from the end, and refuses what is outside, as indices do.
-    lengths = map(range, shape)
-    return [
-        own[each if isinstance(each, slice) else operator.index(each)] for own, each in zip(lengths, given, strict=True)
-    ]
+        raise refusal(
+            IndexError,
+            f"too many indices: a volume of {len(shape)} axes, got {index!r:.60}; fix: at most one for each, and one "
+            "ellipsis.",
+        )
+    return [_take_positions(axis, length, each) for axis, (length, each) in enumerate(zip(shape, given, strict=True))]
+
+
+def _take_positions(axis: int, length: int, index: Any) -> int | range:
+    """Return the position or the range of an index; `range` counts from the end, and refuses what is outside."""
+    try:
+        return range(length)[index if isinstance(index, slice) else operator.index(index)]
+    except (IndexError, TypeError, ValueError):
+        raise refusal(
+            IndexError,
+            f"axis {axis} has {length} positions, got the index {index!r:.60}; fix: an integer from 0 to {length - 1}, "
+            "or a slice of integers whose step is not 0.",
+        ) from None
 
 
 def as_slice(indices: range) -> slice:
@@ -94,6 +111,13 @@ class AxesView(SlicedArray):
         # The mask of an array that has one is kept, for the check of what reads the view.
         join = np.ma.concatenate if any(isinstance(part, np.ma.MaskedArray) for part in parts) else np.concatenate
         return parts[0] if several is None else join(parts, several)
+
+
+def order_axes(array: Any, order: Sequence[int]) -> Any:
+    """Return an array with its axes in another order: a view, of which nothing is read yet."""
+    if isinstance(array, Tensor):
+        return array.permute(*order)
+    return array if list(order) == sorted(order) else AxesView(array, order, {})
 
 
 def crop_array(array: Any, index: Any) -> Any:

@@ -23,6 +23,8 @@ from zarr.abc.codec import BytesBytesCodec, Codec
 from zarr.codecs import ShardingCodec
 from zarr.core.codec_pipeline import BatchedCodecPipeline
 
+from farfield._refusals import refusal
+
 # Codecs between others add headers and checksums to the bytes of a chunk.
 MARGIN = 2**16
 # How many times as long an entry of a zip file may become.
@@ -75,9 +77,10 @@ def expand(codec: Any, data: bytes, chunk_bytes: int) -> bytes:
         told = TELLING[name](data)
         size = chunk_bytes if told is None else told
     if size > most:
-        raise ValueError(
-            f"open_volume: a chunk of {chunk_bytes:,} bytes of this zarr array holds more than {most:,} bytes when it "
-            "is decompressed, so it is damaged, or made to fill the memory; fix: write or download it again."
+        raise refusal(
+            ValueError,
+            f"a chunk of {chunk_bytes:,} bytes of this zarr array holds more than {most:,} bytes when it "
+            "is decompressed, so it is damaged, or made to fill the memory; fix: write or download it again.",
         )
     # With a buffer, Zstandard's decoder refuses frames that hold more than the first one tells.
     return content if name in STOPPING else bytes(codec.decode(data, bytearray(size)))
@@ -157,8 +160,9 @@ def check_entries(path: Any, entries: Iterable[Any]) -> None:
     """Refuse a zip file of which an entry unpacks to far more than it takes in the file, before any is unpacked."""
     for entry in entries:
         if entry.file_size > EXPANSION * entry.compress_size + MARGIN:
-            raise ValueError(
-                f'open_volume: "{path}" has "{entry.filename}", which grows from {entry.compress_size:,} to '
+            raise refusal(
+                ValueError,
+                f'"{path}" has "{entry.filename}", which grows from {entry.compress_size:,} to '
                 f"{entry.file_size:,} bytes when it is unpacked, so it is damaged, or made to fill the memory; fix: "
-                "zip the folder without compression, as its chunks have their own."
+                "zip the folder without compression, as its chunks have their own.",
             )

@@ -31,8 +31,8 @@ class ChunkCache(SlicedArray):
     def read(self, wanted: Sequence[range]) -> np.ndarray:
         """Return the part of some ranges."""
         whole = [range(part.start // own, -(-part.stop // own)) for part, own in zip(wanted, self.chunks, strict=True)]
-        chunk, asked = math.prod(self.chunks), math.prod(map(len, wanted))
-        is_large = chunk * self.dtype.itemsize > self.most or 2 * asked >= math.prod(map(len, whole)) * chunk
+        positions, asked = math.prod(self.chunks), math.prod(map(len, wanted))
+        is_large = positions * self.dtype.itemsize > self.most or 2 * asked >= math.prod(map(len, whole)) * positions
         if is_large or any(part.step != 1 for part in wanted):
             return np.asanyarray(self.array[tuple(map(as_slice, wanted))])
         result = np.empty([len(part) for part in wanted], self.dtype)
@@ -42,7 +42,10 @@ class ChunkCache(SlicedArray):
                 first, last = max(part.start, number * own), min(part.stop, (number + 1) * own)
                 there.append(slice(first - part.start, last - part.start))
                 here.append(slice(first - number * own, last - number * own))
-            result[tuple(there)] = self._read_chunk(place)[tuple(here)]
+            chunk = self._read_chunk(place)
+            if isinstance(chunk, np.ma.MaskedArray):  # the mask is kept, for the check of what reads the array
+                result = np.ma.asarray(result)
+            result[tuple(there)] = chunk[tuple(here)]
         return result
 
     def _read_chunk(self, place: tuple[int, ...]) -> np.ndarray:
@@ -51,7 +54,7 @@ class ChunkCache(SlicedArray):
             self.kept.move_to_end(place)
             return self.kept[place]
         spans = [slice(number * own, (number + 1) * own) for number, own in zip(place, self.chunks, strict=True)]
-        chunk = np.asarray(self.array[tuple(spans)])
+        chunk = np.asanyarray(self.array[tuple(spans)])
         self.kept[place] = chunk
         self.bytes += chunk.nbytes
         while self.bytes > self.most:

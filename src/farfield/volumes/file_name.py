@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from farfield._checks import install_command
+from farfield._refusals import refusal
 from farfield.volumes.axes_view import SlicedArray, as_slice
 from farfield.volumes.image_metadata import ImageMetadata
 
@@ -30,10 +31,10 @@ class FileName(NamedTuple):
     def choose_level(self, count: int) -> int:
         """Return the level; refuse one that the file has not."""
         if count == 1 and self.level:
-            raise ValueError(f'open_volume: "{self.path}" has no levels, got level={self.level}; fix: level=0.')
+            raise refusal(ValueError, f'"{self.path}" has no levels, got level={self.level}; fix: level=0.')
         if not 0 <= self.level < count:
-            raise ValueError(
-                f'open_volume: "{self.path}" has {count} levels, got level={self.level}; fix: 0 to {count - 1}.'
+            raise refusal(
+                ValueError, f'"{self.path}" has {count} levels, got level={self.level}; fix: 0 to {count - 1}.'
             )
         return self.level
 
@@ -42,20 +43,20 @@ class FileName(NamedTuple):
         count = len(described)
         if self.series is not None and not 0 <= self.series < count:
             fix = "series=0" if count == 1 else f"0 to {count - 1}"
-            raise ValueError(f'open_volume: "{self.path}" has {count} series, got series={self.series}; fix: {fix}.')
+            raise refusal(ValueError, f'"{self.path}" has {count} series, got series={self.series}; fix: {fix}.')
         if self.series is None and count > 1:
             others = "".join(f"\n  series {index}  {each}" for index, each in enumerate(described[:_SHOWN]))
             warnings.warn(
                 f'open_volume: "{self.path}" has {count} images, of which series 0 is read.{others}'
                 f"{'…' * (count > _SHOWN)}\n"
                 f"  fix: open_volume(path, series=0) if that is the one, another number for another.",
-                stacklevel=5,
+                stacklevel=6,
             )
         return self.series or 0
 
     def error(self, problem: str) -> ValueError:
         """Return the error of a file that cannot be read."""
-        return ValueError(f'open_volume: cannot read "{self.path}": {problem.removesuffix(".")}.')
+        return refusal(ValueError, f'cannot read "{self.path}": {problem.removesuffix(".")}.')
 
 
 class FileArray(SlicedArray):
@@ -85,7 +86,7 @@ def load_library(name: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"open_volume: {what} needs {name}; fix: {install_command(extra)}") from error
+        raise refusal(ImportError, f"{what} needs {name}; fix: {install_command(extra)}") from error
 
 
 def unknown_axes(array: Any) -> ImageMetadata:

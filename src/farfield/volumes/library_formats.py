@@ -16,12 +16,10 @@ import numpy as np
 from farfield.volumes.file_name import FileArray, FileName, Opened, load_library
 from farfield.volumes.image_metadata import ImageMetadata, known, parse_length
 from farfield.volumes.tiff_metadata import read_tiff_metadata
-from farfield.volumes.tiff_parts import check_codecs, check_parts, check_planes, leads_outside
+from farfield.volumes.tiff_parts import check_codecs, check_parts, check_planes, listed
 
 # Suffixes of files that are planes of a folder, and are read by tifffile or Pillow.
 _TIFF_PLANES, _OTHER_PLANES = (".tif", ".tiff"), (".png", ".bmp", ".jpg", ".jpeg")
-# How many names errors list.
-_SHOWN = 8
 
 
 # ---- HDF5 ------------------------------------------------------------------------------------------------------------
@@ -42,28 +40,41 @@ def open_hdf5(file: FileName) -> Opened:
     if not isinstance(found, h5py.Dataset) or not found.shape:
         if not names:
             raise file.error("it has no arrays of two axes or more")
-        listed = ", ".join(f'"{each}"' for each in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
         what = f'no array "{name}", and ' if name else ""
-        raise file.error(f'it has {what}the arrays {listed}; fix: open_volume("{file.path}::{names[0]}"), for example')
+        raise file.error(
+            f'it has {what}the arrays {listed(names)}; fix: open_volume("{file.path}::{names[0]}"), for example'
+        )
     _check_filters(file, h5py, found)
     return found, _read_hdf5_metadata(found)
 
 
 def _refuse_links(file: FileName, h5py: Any, opened: Any, name: str) -> None:
-    """Refuse a dataset in another file: HDF5 opens whatever file a link names."""
-    parts = [part for part in name.split("/") if part]
+    """Refuse a dataset in another file, and a virtual one of which a part is: HDF5 opens whatever file is named."""
+    names = [name]
+    for here in names:  # which grows by the sources of virtual datasets
+        _refuse_link(file, h5py, opened, here)
+        found = opened.get(here)
+        if not isinstance(found, h5py.Dataset):
+            continue
+        if found.external:  # which HDF5 seeks in the folder of the process
+            raise file.error(f'"{here}" is in "{found.external[0][0]}"; fix: write its numbers into the file')
+        for source in found.virtual_sources() if found.is_virtual else ():
+            if source.file_name != ".":
+                raise file.error(f'"{here}" has parts in "{source.file_name}"; fix: open that file')
+            if "%" in source.dset_name:  # in whose place HDF5 puts numbers, of datasets that are not known
+                raise file.error(f'"{here}" has parts in datasets "{source.dset_name}"; fix: copy it into one')
+            if source.dset_name not in names:
+                names.append(source.dset_name)
+
+
+def _refuse_link(file: FileName, h5py: Any, opened: Any, name: str) -> None:
+    """Refuse a path of which a part is a link to another place."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
     for end in range(1, len(parts) + 1):
         here = "/".join(parts[:end])
         link = opened.get(here, getlink=True)
         if link is not None and not isinstance(link, h5py.HardLink):
             raise file.error(f'"{here}" is a link to "{link.path}"; fix: open what it leads to')
-    found = opened.get(name)
-    if isinstance(found, h5py.Dataset):
-        others = [each[0] for each in found.external or ()]
-        others += [each.file_name for each in found.virtual_sources()] if found.is_virtual else []
-        outside = [each for each in map(str, others) if leads_outside(each)]
-        if outside:
-            raise file.error(f'"{name}" is in "{outside[0]}", and only files in its folder, or below, are read')
 
 
 def _check_filters(file: FileName, h5py: Any, dataset: Any) -> None:
@@ -151,8 +162,9 @@ def list_planes(folder: Path) -> list[Path]:
         if path.suffix.lower() in _TIFF_PLANES + _OTHER_PLANES and not path.name.startswith(".") and path.is_file()
     ]
 
-    def number(path: Path) -> list[str | int]:
-        return [int(each) if each.isdecimal() else each for each in re.split(r"(\d+)", path.name.lower())]
+    def number(path: Path) -> tuple[list[str | int], str]:
+        parts = [int(each) if each.isdecimal() else each for each in re.split(r"(\d+)", path.name.lower())]
+        return parts, path.name  # of names that differ in zeros and capitals alone, always the same order
 
     return sorted(planes, key=number)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from farfield._refusals import is_refusal, refusal
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.file_name import FileName, Opened, load_library, unknown_axes
 from farfield.volumes.image_metadata import ImageMetadata
@@ -24,44 +25,49 @@ TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8", ".tf2", ".svs", ".lsm", ".ndpi
 _ZARR = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
 
 
-def open_file(path: Any, level: int, series: int | None) -> tuple[Path | str, Opened]:
-    """Open a file by the reader of its format; return its path, or address, and what was opened; see `open_volume`."""
+def open_file(path: Any, level: int, series: int | None) -> Opened:
+    """Open a file by the reader of its format; see `open_volume`."""
     if not isinstance(path, str | os.PathLike):
         fix = "predict_whole takes it as it is" if hasattr(path, "shape") else "a string, or a pathlib.Path"
-        raise TypeError(f"open_volume: path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
-    text = os.fspath(path)
+        raise refusal(TypeError, f"path must be the path of a file, got {type(path).__name__}; fix: {fix}.")
+    file, reader = _find_reader(os.fspath(path), level, series)
+    try:
+        return reader(file)
+    # Libraries raise all kinds of errors for damaged files; those of the system have a number.
+    except Exception as error:
+        told = is_refusal(error) or isinstance(error, ImportError)
+        if told or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise file.error(str(error) or type(error).__name__) from error
+
+
+def _find_reader(text: str, level: int, series: int | None) -> tuple[FileName, Callable[[FileName], Opened]]:
+    """Return a file, with its dataset, and the reader of its format."""
     if "://" in text:
         load_library("fsspec", "remote", "an address")
-        return text, _open_zarr(FileName(text, "", level, series))
+        return FileName(text, "", level, series), _open_zarr
     name, _, dataset = (text, "", "") if os.path.lexists(text) else text.partition("::")
     file = Path(name)
     if not os.path.lexists(file):
-        raise FileNotFoundError(f'open_volume: there is no "{file}"; fix: the path of a file, or of a zarr folder.')
+        raise refusal(FileNotFoundError, f'there is no "{file}"; fix: the path of a file, or of a zarr folder.')
     suffix = max((each for each in READERS if file.name.lower().endswith(each)), key=len, default="")
     reader = READERS.get(suffix)
     if file.is_dir():
         reader = open_planes if not is_zarr(file) and list_planes(file) else _open_zarr
     if reader is None:
-        raise ValueError(
-            f'open_volume: "{file}" is of no format that is read, such as .tif, .zarr or .npy; fix: open it by its own '
+        raise refusal(
+            ValueError,
+            f'"{file}" is of no format that is read, such as .tif, .zarr or .npy; fix: open it by its own '
             "library: predict_whole takes any array with a shape and slices, and farfield.volumes.Volume(array, "
-            "metadata) states its voxel size too."
+            "metadata) states its voxel size too.",
         )
     place = FileName(file, dataset, level, series)
     if dataset and reader is not open_hdf5:
-        raise ValueError(f'open_volume: "{file}" has no datasets, got "{dataset}"; fix: the path alone.')
+        raise refusal(ValueError, f'"{file}" has no datasets, got "{dataset}"; fix: the path alone.')
     if reader not in (open_tiff, _open_zarr, _open_zip):  # the others have one array
         place.choose_level(1)
         place.choose_series([""])
-    try:
-        # What is pickled and opened again has its dataset.
-        return (file if not dataset else text), reader(place)
-    # Libraries raise all kinds of errors for damaged files; those of the system have a number.
-    except Exception as error:
-        told = isinstance(error, ImportError) or "open_volume: " in str(error)
-        if told or (isinstance(error, OSError) and error.errno is not None):
-            raise
-        raise place.error(str(error) or type(error).__name__) from error
+    return place, reader
 
 
 def is_zarr(path: Path) -> bool:
@@ -117,11 +123,11 @@ def _open_zarr(file: FileName, store: Any = None, inside: str = "") -> Opened:
         images = read_images(opened.attrs) if isinstance(opened, zarr.Group) else []
     # zarr raises all kinds of errors for folders that are none of its own.
     except Exception as error:
-        raise ValueError(f'open_volume: cannot read "{file.path}" as zarr: {error or type(error).__name__}.') from error
+        raise refusal(ValueError, f'cannot read "{file.path}" as zarr: {error or type(error).__name__}.') from error
     if isinstance(opened, zarr.Array):
         if file.level:
-            raise ValueError(
-                f'open_volume: "{file.path}" is one array without levels, got level={file.level}; fix: level=0.'
+            raise refusal(
+                ValueError, f'"{file.path}" is one array without levels, got level={file.level}; fix: level=0.'
             )
         file.choose_series([""])
         bound_chunks(opened)
@@ -129,16 +135,15 @@ def _open_zarr(file: FileName, store: Any = None, inside: str = "") -> Opened:
     if not images:
         parts = sorted(name for name, _ in opened.members())
         named = f'one of its parts, "{os.path.join(file.path, parts[0])}" for example' if parts else "an image"
-        raise ValueError(f'open_volume: "{file.path}" is a group of zarr that is no image; fix: {named}.')
+        raise refusal(ValueError, f'"{file.path}" is a group of zarr that is no image; fix: {named}.')
     _, levels = images[file.choose_series([f'"{name}" of {len(levels)} levels' for name, levels in images])]
     level = file.choose_level(len(levels))
-    # A path that leads out of the group is none of its own.
-    name = str(levels[level].path)
-    array = None if ".." in name.split("/") else opened.get(name)
+    array = opened.get(str(levels[level].path))
     if not isinstance(array, zarr.Array):
-        raise ValueError(
-            f'open_volume: "{file.path}" names "{levels[level].path}" as its level {level}, which is no array in it; '
-            "fix: write or download it again."
+        raise refusal(
+            ValueError,
+            f'"{file.path}" names "{levels[level].path}" as its level {level}, which is no array in it; '
+            "fix: write or download it again.",
         )
     bound_chunks(array)
     return array, levels[level].metadata_for(array.ndim)
@@ -169,7 +174,13 @@ def _open_zip(file: FileName) -> Opened:
     # A folder that was zipped as such is the only one in its file.
     first = sorted({entry.filename.split("/")[0] for entry in entries if "/" in entry.filename})
     is_root = any(entry.filename in _ZARR for entry in entries)
-    return _open_zarr(file, ZipStore(file.path, mode="r"), "" if is_root or len(first) != 1 else first[0])
+    store = ZipStore(file.path, mode="r")
+    try:
+        return _open_zarr(file, store, "" if is_root or len(first) != 1 else first[0])
+    except Exception:
+        if store._is_open:
+            store.close()
+        raise
 
 
 # Suffix -> what opens such files; `file_formats.FORMATS` are those of outputs.

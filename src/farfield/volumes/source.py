@@ -144,7 +144,7 @@ class VolumeSource:
         except Exception as error:
             what = f"{'a region' if tile is None else f'tile {tile}'}, positions "
             what += " × ".join(f"{each.start}:{each.stop}" for each in slices)
-            raise self.explain_error(error, what) from error
+            raise explain_error(error, self.array, self.caller, what) from error
         if isinstance(box, Tensor):
             return box
         box = without_mask(box)
@@ -162,18 +162,6 @@ class VolumeSource:
         release(self.array)
         return box
 
-    def explain_error(self, error: Exception, what: str) -> Exception:
-        """Return the error of a volume that cannot be read, with the file that it is in, if it is in one."""
-        file = None
-        with contextlib.suppress(Exception):
-            file = next((place.file for place in places(self.array) if place.file is not None), None)
-        reason = str(error).removesuffix(".") or type(error).__name__
-        if file is None or isinstance(error, MemoryError):
-            error.add_note(f"{self.caller}: this is why {what}, cannot be read.")
-            return error
-        kind = ValueError if isinstance(error, ValueError) else OSError
-        return refusal(kind, f'cannot read {what}, of "{file}": {reason}; fix: write or download the file again.')
-
     def warn_of_rounding(self, box: np.ndarray) -> None:
         """Warn, once, of whole numbers that float32 rounds, if a box has any."""
         if not self.rounds and box.size and (box.max() > WHOLE or box.min() < -WHOLE):
@@ -190,6 +178,21 @@ class VolumeSource:
         grid = torch.as_tensor(box)
         grid = grid.reshape(-1, self.channels, *grid.shape[grid.dim() - self.layout.spatial_dims :])
         return narrowed(grid, self.dtype).to(self.device)
+
+
+def explain_error(error: Exception, array: Any, caller: str, what: str) -> Exception:
+    """Return the error of a volume of which a part cannot be read, with the file that it is in, if it is in one."""
+    file = None
+    with contextlib.suppress(Exception):
+        file = next((place.file for place in places(array) if place.file is not None), None)
+    reason = str(error).removesuffix(".") or type(error).__name__
+    if file is None or isinstance(error, MemoryError):
+        error.add_note(f"{caller}: this is why {what}, cannot be read.")
+        return error
+    kind = ValueError if isinstance(error, ValueError) else OSError
+    # An error with a fix, such as a library to install, has a better one.
+    fix = "" if "; fix: " in reason else "; fix: write or download the file again"
+    return refusal(kind, f'cannot read {what}, of "{file}": {reason}{fix}.')
 
 
 def without_mask(part: Any) -> np.ndarray:

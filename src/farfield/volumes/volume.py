@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from farfield._checks import ShapeError
-from farfield._refusals import refusal
+from farfield._refusals import door, refusal
 from farfield.volumes.axes_view import AxesView, basic_index, crop_array
-from farfield.volumes.image_metadata import SPACE, ImageMetadata, sorted_axes
+from farfield.volumes.image_metadata import ORDER, SPACE, ImageMetadata, sorted_axes
 from farfield.volumes.labelled_arrays import read_labels
 from farfield.volumes.readers import open_file
 from farfield.volumes.source import AxisLayout
@@ -66,6 +66,7 @@ class Volume:
         """Return a part of the array."""
         return self.array[index]
 
+    @door("Volume.crop")
     def crop(self, region: Any) -> Volume:
         """Return a part, of which nothing is read yet, with its own voxel size and origin, and names of channels.
 
@@ -112,16 +113,19 @@ class Volume:
         """Return the index of a region that is given by letters."""
         axes, index = self.metadata.axes, [slice(None)] * len(self.shape)
         for letter, given in region.items():
-            place = axes.find(letter.upper())
-            if place < 0 or axes.count(letter.upper()) > 1:
-                raise ValueError(f'Volume.crop: the axes are "{axes}", got a region along "{letter}".')
-            length = self.shape[place]
-            part = given if isinstance(given, slice) else slice(*given)
+            named = letter.upper() if isinstance(letter, str) and len(letter) == 1 else None
+            if named is None or axes.count(named) != 1:
+                raise refusal(
+                    ValueError,
+                    f'the axes are "{axes}", got a region along {letter!r}; fix: a letter that is once among them.',
+                )
+            place = axes.index(named)
+            part, length = _parse_part(letter, given), self.shape[place]
             bounds = [each for each in (part.start, part.stop) if each is not None]
             if not range(length)[part] or any(not -length <= each <= length for each in bounds):
-                raise ValueError(
-                    f"Volume.crop: there are {length} positions along {letter}, got the region {given}; fix: from 0 to "
-                    f"{length}."
+                raise refusal(
+                    ValueError,
+                    f"there are {length} positions along {letter}, got the region {given}; fix: from 0 to {length}.",
                 )
             index[place] = part
         return tuple(index)
@@ -129,6 +133,22 @@ class Volume:
     def __len__(self) -> int:
         """Return the length of the first axis."""
         return self.shape[0]
+
+
+def _parse_part(letter: str, given: Any) -> slice:
+    """Return the part of an axis, a slice or two indices, as a slice of integers."""
+    try:
+        start, stop, step = (given.start, given.stop, given.step) if isinstance(given, slice) else (*given, None)
+        limits = [None if each is None else operator.index(each) for each in (start, stop, step)]
+        if limits[2] == 0:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise refusal(
+            ValueError,
+            f"the region along {letter} must be its first index and the one after its last, or a slice, got "
+            f'{given!r:.60}; fix: {{"{letter}": (0, 4)}}, for example.',
+        ) from None
+    return slice(*limits)
 
 
 def split_volume(volume: Any) -> tuple[ImageMetadata | None, Any]:
@@ -169,6 +189,7 @@ def describe_output(
     return replace(metadata.with_axes(axes), channels=names).resampled(ratios)
 
 
+@door("open_volume")
 def open_volume(
     path: str | Path,
     *,
@@ -186,8 +207,9 @@ def open_volume(
 
     Args:
         path: A TIFF file or one of its relatives (.svs, .btf, .lsm, .ndpi, .qptiff); a folder, a .zip file or an
-            address, such as `s3://…`, that is a zarr array or an image of OME-Zarr 0.1 to 0.5; a folder of planes, by
-            the numbers in their names; a .npy, NIfTI or MRC file; an HDF5 file, `"file.h5::dataset"` of several.
+            address of a folder, such as `https://…`, that is a zarr array or an image of OME-Zarr 0.1 to 0.5; a folder
+            of planes, by the numbers in their names; a .npy, NIfTI or MRC file; an HDF5 file, `"file.h5::dataset"` of
+            several.
         channel: Index of the channel to read, or several, in that order; None for all.
         level: Level of a pyramid; 0 is the finest.
         series: Index of the image in a file of several, such as a scan and its thumbnail; None takes the first, with a
@@ -225,18 +247,21 @@ def open_volume(
         ((2, 8, 8), 0.6)
         >>> folder.cleanup()
     """
-    file, (array, metadata) = open_file(path, level, series)
+    array, metadata = open_file(path, level, series)
     if axes is not None:
         letters = axes.upper()
-        if len(letters) != len(array.shape) or any(letters.count(each) > 1 for each in letters if each != "Q"):
-            raise ValueError(
-                f'open_volume: "{file}" has the shape {tuple(array.shape)}, got axes="{axes}"; fix: a letter for each '
-                "of its axes, in their order: T, C, Z, Y, X, and Q for others."
+        is_strange = any(each not in ORDER + "S" or (letters.count(each) > 1 and each != "Q") for each in letters)
+        if is_strange or len(letters) != len(array.shape):
+            raise refusal(
+                ValueError,
+                f'"{path}" has the shape {tuple(array.shape)}, got axes="{axes}"; fix: a letter for each '
+                "of its axes, in their order: T, C, Z, Y, X, and Q for others.",
             )
         metadata = replace(metadata, axes=letters).with_axes(letters)
-    volume = arrange(file, array, metadata, channel)
-    options = {"channel": channel, "level": level, "series": series, "axes": axes}
-    given = os.fspath(file)
+    volume = arrange(path, array, metadata, channel)
+    # The series that was chosen, so that the warning about others comes once.
+    options = {"channel": channel, "level": level, "series": series or 0, "axes": axes}
+    given = os.fspath(path)
     volume._opened = ({"path": given if "://" in given else os.path.abspath(given), **options},)
     return volume if region is None else volume.crop(region)
 
@@ -251,7 +276,7 @@ def _open_again(options: dict[str, Any], *indices: Any) -> Volume:
 
 def arrange(file: str | Path, array: Any, metadata: ImageMetadata, channel: int | Sequence[int] | None) -> Volume:
     """Return a volume whose axes are in order, with some channels; see `open_volume`."""
-    array, metadata, channel = take_samples(f'open_volume: "{file}"', array, metadata, channel)
+    array, metadata, channel = take_samples(f'"{file}"', array, metadata, channel)
     axes = metadata.axes
     place = axes.find("C")
     count = array.shape[place] if place >= 0 else 1
@@ -259,8 +284,8 @@ def arrange(file: str | Path, array: Any, metadata: ImageMetadata, channel: int 
     given: Any = range(count) if channel is None else channel
     chosen = [operator.index(each) for each in ([given] if np.ndim(given) == 0 else given)]
     if not chosen or any(not 0 <= each < count for each in chosen):
-        raise ValueError(
-            f'open_volume: "{file}" has {count} channels, got channel={channel}; fix: a number from 0 to {count - 1}.'
+        raise refusal(
+            ValueError, f'"{file}" has {count} channels, got channel={channel}; fix: a number from 0 to {count - 1}.'
         )
     metadata = metadata.with_channels(chosen, count)
     several_times = any(letter == "T" and array.shape[axis] > 1 for axis, letter in enumerate(axes))
@@ -278,6 +303,13 @@ def arrange(file: str | Path, array: Any, metadata: ImageMetadata, channel: int 
     if taken or order != list(range(len(array.shape))):
         array = AxesView(array, order, taken)
     return Volume(array, metadata.with_axes(letters))
+
+
+def take_channels(path: Path, volume: Volume, channel: int | Sequence[int]) -> Volume:
+    """Return some channels of a volume that `open_volume` opened at a path with all of them, as it does itself."""
+    part = arrange(path, volume.array, volume.metadata, channel)
+    part._opened = volume._opened and ({**volume._opened[0], "channel": channel},)
+    return part
 
 
 def take_samples(name: str, array: Any, metadata: ImageMetadata, channel: Any = None) -> tuple[Any, ImageMetadata, Any]:

@@ -9,12 +9,13 @@ from pathlib import Path
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.tiff import SUFFIXES, check_depths, list_stacks, open_stack, open_tiff_file
 from farfield.volumes import Volume, open_volume
-from farfield.volumes.readers import is_zarr
+from farfield.volumes.readers import READERS, is_zarr
 from farfield.volumes.tiff_metadata import read_tiff_metadata
 from farfield.volumes.tiff_parts import paths_of
+from farfield.volumes.volume import take_channels
 
-# Suffixes of volumes that are no TIFF files.
-_OTHERS = (".nii", ".nii.gz", ".mrc", ".h5", ".hdf5")
+# Suffixes of volumes that are none of the TIFF files that `list_stacks` lists.
+_OTHERS = tuple(suffix for suffix in READERS if suffix not in SUFFIXES)
 
 
 def list_volumes(folder: Path) -> list[Path]:
@@ -46,8 +47,9 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
                 metadata = metadata.with_channels([single], shape[metadata.axes.index("C")])
             return Volume(open_stack(path, spatial_dims, axes, single, lazy=True), metadata.with_axes(wanted))
     try:
-        has_channels = "C" in open_volume(path, axes=axes).metadata.axes
-        volume = open_volume(path, channel=channel if has_channels else None, axes=axes)
+        volume = open_volume(path, axes=axes)
+        if channel is not None and "C" in volume.metadata.axes:
+            volume = take_channels(path, volume, channel)
     except ValueError as error:
         raise FolderError(f"StackPairs: {str(error).removeprefix('open_volume: ')}") from error
     named = volume.metadata.axes
