@@ -90,13 +90,20 @@ def predict_whole(
         quiet: Whether to print neither the plan nor the progress on standard error.
         plan: What `plan_whole` returned for this network and a volume of this shape, in place of `tile` and `pad`.
             It reduces as it was planned. Parameters and buffers are those that `model` has now.
+        mask: True at the valid positions of the volume, False where it holds nothing: an array `(*size)` for all
+            samples or `(batch, *size)`, or the path of one. Norms, means, maxima, attention and all other sums over
+            positions leave out those that are not valid; of a coarser grid a position is valid if any of those that it
+            stands for is. Convolutions, and pooling of small windows, read `fill` there. Tiles without a valid position
+            are skipped. It is read tile by tile, once before the first pass and then as the volume is.
+        fill: The number that the network reads where the mask is False, whatever the volume holds there, NaN included.
 
     Returns:
-        The result, with the volume's axes (several channels always have an axis). Without `out` a tensor on the
-        volume's device if the volume is a tensor, else an array of NumPy (with the matrix of a tensor of MONAI, the
-        names and coordinates of an array of xarray), or a dict or tuple of these as the model returns several;
-        otherwise the user's array, or the file at the path, opened for reading. An array or file has several outputs
-        as channels, one after the other; `open_volume` reads their names in a file.
+        The result, with the volume's axes (several channels always have an axis); 0 where all that a position stands
+        for is not valid. Without `out` a tensor on the volume's device if the volume is a tensor, else an array of
+        NumPy (with the matrix of a tensor of MONAI, the names and coordinates of an array of xarray), or a dict or
+        tuple of these as the model returns several; otherwise the user's array, or the file at the path, opened for
+        reading. An array or file has several outputs as channels, one after the other; `open_volume` reads their names
+        in a file.
 
     Raises:
         ValueError: If the model is in training mode or does not take the volume's size; if an operation does not run in
@@ -105,13 +112,14 @@ def predict_whole(
             if what is summarized is not finite; if the summary of an
             attention, or its keys and values, take too much memory; if shapes do not fit (`ShapeError`); if the volume
             changes meanwhile; if `reduce` is over channels and there is one channel, or it changes the size of a grid;
-            if `plan` is of another network or shape, or beside arguments that it has itself;
+            if `plan` is of another network or shape, or beside arguments that it has itself; if an operation over
+            positions cannot leave any out, or norms see tiles alone, beside `mask`; if there is `fill` and no mask;
             if out shares memory or a file with the volume, or is a path with another suffix; if the unfinished file
             at the path belongs to another call, or its progress is damaged; if a file of stored values is changed
             meanwhile.
         TypeError: If the volume is no array of booleans, integers or floats, tile or halo have numbers that are no
-            integers, `reduce` is no function, the model takes another number of grids or does not return grids of one
-            size, or out has a dtype to which the result cannot be cast.
+            integers, `reduce` is no function, `mask` is of floats, `fill` is no number, the model takes another number
+            of grids or does not return grids of one size, or out has a dtype to which the result cannot be cast.
         LookupError: If `pad` or `reduce` is unknown.
         FileNotFoundError: If the folder of the path does not exist.
         FileExistsError: If the path exists and `overwrite` is False, or is a link or a folder that is not replaced; if
@@ -147,6 +155,14 @@ def predict_whole(
         >>> results = [predict_whole(net, each, plan=plan, quiet=True) for each in images]
         >>> torch.allclose(torch.stack(results), net(images), atol=1e-5)
         True
+
+        A volume whose right half holds nothing:
+
+        >>> valid = torch.arange(90).expand(100, 90) < 45
+        >>> numbers = image.where(valid, torch.nan)
+        >>> whole = predict_whole(net, numbers, tile=15, mask=valid, quiet=True)
+        >>> bool(whole[:, valid].isfinite().all()), bool(whole[:, ~valid].any())
+        (True, False)
     """
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
@@ -161,31 +177,23 @@ def predict_whole(
     else:
         planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
     refuse_meta(device := device_of(model))
-    sources, skips, masked = _read_volumes(planned, model, volumes, layouts), None, planned
+    sources, masked, skips = _read_volumes(planned, model, volumes, layouts), planned, None
     if masks:
-        sources |= _read_mask(planned, masks["mask"], next(iter(volumes.values())).shape, device)
+        sources |= _read_mask(planned, mask, next(iter(volumes.values())).shape, device)
         graph = mask_plan(planned.graph_plan, model)
         masked = replace(planned, graph_plan=graph, passes=graph.passes)
+        skipped = find_skipped(graph, sources["mask"], planned.samples)
+        identity["mask or fill"], skips = f"{fill!r} {fingerprint(skipped)}", skipped.item
     if not quiet:
         print(masked, file=sys.stderr)
-    if masks:
-        skipped = find_skipped(graph, sources["mask"], planned.samples)
-        identity["mask or fill"] = f"{fill!r} {fingerprint(skipped)}"
-        skips = skipped.item
-        if not quiet:
+        if masks:
             empty = skipped[:, -1]
             print(f"{empty.sum():,} of {empty.size:,} tiles have no valid position: skipped", file=sys.stderr)
     graph = masked.graph_plan
     spec = _make_spec(known, planned, next(iter(sources.values())).channels)
     output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
-    settings = (
-        planned.tile,
-        planned.graph_plan.labelled.halo,
-        planned.patch_size,
-        planned.stored,
-        planned.on_disk,
-        str(path),
-    )
+    halo = planned.graph_plan.labelled.halo
+    settings = (planned.tile, halo, planned.patch_size, planned.stored, planned.on_disk, str(path))
     identity |= {
         "tile or halo": repr(settings),
         "pad or reduce": f"{planned.pad} {planned.padding} {planned.reduction}",

@@ -61,7 +61,7 @@ def find_mask(graph: Graph, node: Node) -> Value | None:
 
 
 class _Place(NamedTuple):
-    """Where the positions of a value lie along an axis: the first one stands for those from `start` on, `scale` many."""
+    """Where a value lies along an axis: its first position stands for those from `start` on, `scale` many."""
 
     start: Fraction
     scale: Fraction
@@ -183,7 +183,7 @@ class _Masking:
                 continue
             if place.is_flipped:
                 mask = write.append("aten.flip.default", (mask, [axis]), write.shape(mask))
-            if place[:2] != (0, 1) or shape[axis] != length:
+            if place.start or place.scale != 1 or shape[axis] != length:
                 least = math.lcm(place.start.denominator, place.scale.denominator)
                 blocks = (int(place.start * least), int(place.scale * least), least)
                 mask = write.append("cover", (mask, axis, *blocks), shape)
@@ -242,7 +242,7 @@ class _Masking:
     def _follow_scores(
         self, index: int, node: Node, write: Writer, name: str, args: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Return the arguments of an operation that is no sum, and note scores; refuse other sums over all positions."""
+        """Return the arguments of an operation that is no reduction, and note scores; refuse other sums."""
         call, rule, layouts = self.labelled.calls[index], self.labelled.rules[index], self.labelled.layouts
         held = [value for value in node.inputs if value in self.scores]
         mask = next((each for each in map(self.scores.get, held) if each is not None), None)

@@ -163,6 +163,7 @@ def spans_along(layout: Layout, box: Box) -> dict[int, Span]:
 
 
 def whole_of(layout: Layout) -> dict[int, Span]:
+    """Return the span of all positions along each axis that a value runs along."""
     return spans_along(layout, whole_box(layout))
 
 

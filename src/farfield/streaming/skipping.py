@@ -88,8 +88,8 @@ def find_skipped(plan: GraphPlan, source: VolumeSource, samples: int) -> np.ndar
             )
     storing = [stage for stage, each in enumerate(plan.stages) if each.writes]
     if storing:
-        near = np.array(True) if labelled.gathered else _widen(plan, kept.any(1))[:, None]
-        kept[:, storing] |= near
+        # One position needs all that is gathered.
+        kept[:, storing] |= _widen(plan, np.logical_or.reduce(kept, 1))[:, None] | bool(labelled.gathered)
     kept &= filled[:, None, None]
     return ~np.broadcast_to(kept, (samples, *kept.shape[1:]))
 

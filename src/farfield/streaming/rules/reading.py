@@ -173,6 +173,7 @@ class Taps(NamedTuple):
     moves: bool = True
 
     def read(self, span: Span, length: int) -> Span:
+        """As of `Moved`: from the first position that a span reads to the last."""
         part = self.places[:, span[0] : span[1]]
         return int(part.min()), int(part.max()) + 1
 
