@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
+import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
@@ -163,6 +164,17 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that replaces `path` at once; after a crash of the machine it may be empty or the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # of another machine, perhaps
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

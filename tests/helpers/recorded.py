@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farfield.streaming import record
 from farfield.streaming.graph import Graph, Info, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
-from farfield.streaming.passes import Store, TiledRun
+from farfield.streaming.passes import Store, run_in_memory
 from farfield.streaming.plan import GraphPlan, find_stored, make_graph_plan
 from farfield.streaming.spans import Box, write_box
 
@@ -51,11 +51,7 @@ def execute(plan: GraphPlan, read_volume: Callable[[Value, Box], Tensor], on_dis
         write_box(result, plan.labelled.layouts[graph.output], box, numbers)
 
     store = Store(plan, on_disk, None, torch.device("cpu"))
-    run = TiledRun(plan, None, store, read, write)
-    for number in range(len(plan.stages)):
-        for index in range(len(plan.tiles)):
-            run.run_task(number, index)
-    store.close()
+    run_in_memory(plan, store, read, write)
     return result
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from farfield.streaming import _predict_whole, passes, progress
+from farfield.streaming import passes, prediction
 
 
 class StopError(Exception):
@@ -21,14 +21,13 @@ def stopping(tasks: int) -> Iterator[None]:
     """Stop a prediction before it runs so many tiles of all passes; its progress is saved after every tile."""
     run, count = passes.TiledRun.run_task, itertools.count(1)
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any) -> Any:
         if next(count) == tasks:
             raise StopError
-        run(*arguments)
+        return run(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress, "SHARE", 0)
-        patch.setattr(_predict_whole, "run_check", lambda *arguments: None)  # which runs tiles of its own
+        patch.setattr(prediction, "run_check", lambda *arguments: None)  # which runs tiles of its own
         patch.setattr(passes.TiledRun, "run_task", counted)
         with pytest.raises(StopError):
             yield
@@ -39,11 +38,11 @@ def recording_tasks() -> Iterator[list[tuple[int, int]]]:
     """The passes and tiles that are run."""
     run, seen = passes.TiledRun.run_task, []
 
-    def recorded(tiled: Any, number: int, index: int) -> None:
+    def recorded(tiled: Any, number: int, index: int) -> Any:
         seen.append((number, index))
-        run(tiled, number, index)
+        return run(tiled, number, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_predict_whole, "run_check", lambda *arguments: None)  # which runs tiles of its own
+        patch.setattr(prediction, "run_check", lambda *arguments: None)  # which runs tiles of its own
         patch.setattr(passes.TiledRun, "run_task", recorded)
         yield seen

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from farfield.streaming import MeanOverFlips, Tiles, _predict_whole, check, plan_whole, predict_whole, recording
+from farfield.streaming import MeanOverFlips, Tiles, check, plan_whole, predict_whole, prediction, recording
 from farfield.streaming.labels import label_graph
 from farfield.streaming.plan import GraphPlan, find_stored, make_graph_plan
 from farfield.streaming.rules import RULES
@@ -264,7 +264,7 @@ def test_a_prediction_that_resumes_is_not_checked_again(monkeypatch: pytest.Monk
             return self.network(grid) + grid
 
     net, volume, calls = Residual().eval(), torch.randn(1, 200, 180), []
-    monkeypatch.setattr(_predict_whole, "run_check", lambda *given: calls.append(1) or "")
+    monkeypatch.setattr(prediction, "run_check", lambda *given: calls.append(1) or "")
 
     class StoppedError(Exception):
         """The process ends."""

@@ -65,7 +65,6 @@ def killed(call: Callable[[], Any], tiles: int, monkeypatch: pytest.MonkeyPatch)
         write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming.progress, "SHARE", 0)  # saved after every tile
         patch.setattr(streaming.progress.Stream, "write", counted)
         with pytest.raises(KilledError):
             call()

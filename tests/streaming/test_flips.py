@@ -106,7 +106,6 @@ def test_a_file_holds_the_mean_and_resumes(tmp_path: Path, monkeypatch: pytest.M
         return read(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress, "SHARE", 0)
         patch.setattr(progress.Stream, "read", stopped)
         with pytest.raises(InterruptedError):
             predict_whole(net, volume, tile=8, out=tmp_path / "out.zarr", quiet=True)

@@ -21,10 +21,10 @@ from farfield.streaming import (
     MeanOverFlips,
     StreamingPlan,
     Tiles,
-    _predict_whole,
     plan_whole,
     planning,
     predict_whole,
+    prediction,
 )
 from farfield.testing.predictions import SoftmaxBetween
 from helpers.partly import in_turn, pairwise
@@ -405,7 +405,7 @@ def count_allocated(function: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("name", CONVOLVED)
 def test_a_tile_takes_the_planned_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_predict_whole, "run_check", lambda *arguments: None)  # which has a tile of its own
+    monkeypatch.setattr(prediction, "run_check", lambda *arguments: None)  # which has a tile of its own
     net, shape = settled(CONVOLVED[name]()), (1, 96, 48, 48)
     plan = plan_whole(net, shape, tile=Tiles((48, 48, 48), disk=10**9))
     volume, out = torch.randn(shape), np.zeros(net(torch.zeros(shape)[None]).shape[1:], np.float32)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from farfield import ops
 from farfield.nn import GridAttention
-from farfield.streaming import Tiles, _predict_whole, plan_whole, predict_whole
+from farfield.streaming import Tiles, plan_whole, predict_whole, prediction
 from farfield.streaming.labels import GraphError
 from farfield.streaming.rules import windows
 from helpers.partly import UNLIKE, partly
@@ -249,7 +249,7 @@ class Watched:
 
 def test_the_plan_is_what_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # The check has a line, and MACs, of its own.
-    monkeypatch.setattr(_predict_whole, "run_check", lambda *given: "")
+    monkeypatch.setattr(prediction, "run_check", lambda *given: "")
     net, grid = settled(Hourglass("siamese", 2)), torch.randn(1, 1, 40, 40)
     # No room for values inside the network: each pass starts from the volume.
     plan = plan_whole(net, grid.shape, tile=Tiles(20, disk=1))

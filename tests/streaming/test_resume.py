@@ -23,7 +23,9 @@ from torch import nn
 from tqdm import tqdm
 
 from farfield import models, streaming
-from farfield.streaming import Tiles, layers, predict_whole, progress, respond_whole
+from farfield.streaming import Tiles, layers, predict_whole, respond_whole
+from farfield.streaming.engines import local
+from farfield.streaming.records import pack, unpack
 from farfield.tasks.restore_stack import restore
 from farfield.volumes import sink
 from helpers.stopping import StopError, recording_tasks, stopping
@@ -255,7 +257,7 @@ def of_another_version(file: Path) -> None:
 
 
 def of_the_first_version(file: Path) -> None:
-    rewritten(file, lambda saved: saved | {"version": 1, "found": saved["summaries"]})
+    rewritten(file, lambda saved: saved | {"version": 1, "found": saved["stored"]})
 
 
 def of_the_third_version(file: Path) -> None:
@@ -269,11 +271,11 @@ def of_another_kind(file: Path) -> None:
 
 
 def without_a_field(file: Path) -> None:
-    rewritten(file, lambda saved: {key: value for key, value in saved.items() if key != "tile"})
+    rewritten(file, lambda saved: {key: value for key, value in saved.items() if key != "positions"})
 
 
 def of_wrong_types(file: Path) -> None:
-    rewritten(file, lambda saved: saved | {"tile": "three"})
+    rewritten(file, lambda saved: saved | {"positions": "three"})
 
 
 def nested_deeply(file: Path) -> None:
@@ -347,12 +349,10 @@ def test_a_layer_that_offers_no_overwriting_does_not_suggest_it(tmp_path: Path) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("row", ["softmax", "kronecker_qkv", "factorized_gaussian"])
-def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_summaries_come_back_as_they_were(row: str, dtype: torch.dtype) -> None:
     layer, grid = settled(attention(row)).to(dtype), torch.randn(1, 6, 4, 5, dtype=dtype)
     parts = layers.summarize_attention(layer, grid, mask=None, origin=(0, 0), size=(4, 5))
-    state = {field: kind() for field, kind in streaming.progress.FIELDS.items()}
-    streaming.progress.write_state(tmp_path / "state", state | {"summaries": [{"parts": parts}]})
-    saved = streaming.progress.read_state(tmp_path / "state")["summaries"][0]["parts"]
+    saved = tuple(unpack(pack({"parts": parts}), {"parts": list})["parts"])
     whole, again = (layers.finish_attention(each, grid.device, complete=True) for each in (parts, saved))
     for one, other in zip([*whole[0], *(whole[1] or ())], [*again[0], *(again[1] or ())], strict=True):
         if isinstance(one, torch.Tensor):
@@ -372,18 +372,16 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_a_bit_of_a_state_that_flips_is_noticed_or_changes_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "state"
-    state = {field: kind() for field, kind in streaming.progress.FIELDS.items()}
-    streaming.progress.write_state(file, state | {"summaries": [{"parts": [torch.arange(3.0)]}]})
-    content, want = file.read_bytes(), streaming.progress.read_state(file)
+def test_a_bit_of_a_record_that_flips_is_noticed_or_changes_nothing() -> None:
+    fields = {"parts": list, "on_disk": bool}
+    content = pack({"parts": [torch.arange(3.0)], "on_disk": False})
+    want = unpack(content, fields)
     noticed = 0
     for bit in range(0, 8 * len(content), 3):  # of each byte two or three
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(flipped)
         try:
-            assert same(streaming.progress.read_state(file), want), f"bit {bit} of {8 * len(content)}"
+            assert same(unpack(bytes(flipped), fields), want), f"bit {bit} of {8 * len(content)}"
         except ValueError:
             noticed += 1
     assert noticed > len(content)
@@ -440,7 +438,7 @@ def test_a_full_disk_at_the_first_save_names_no_folder_that_is_gone(
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(streaming.progress, "write_state", full)
+    monkeypatch.setattr(streaming.progress, "replace_file", full)
     with pytest.raises(OSError, match=r'predict_whole: cannot write ".*out.npy": .*; nothing was written; fix:'):
         predict_whole(net, volume, tile=TILE, out=tmp_path / "out.npy", quiet=True)
     assert list(tmp_path.iterdir()) == []
@@ -619,7 +617,7 @@ class RecordedBar(tqdm):
 def test_the_bar_weighs_a_tile_by_the_work_of_its_pass(
     net: torch.nn.Module, volume: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    monkeypatch.setattr(progress, "tqdm", RecordedBar)
+    monkeypatch.setattr(local, "tqdm", RecordedBar)
     out, work = tmp_path / "out.npy", [each.macs for each in streaming.plan_whole(net, SIZE, tile=TILE).passes]
     assert max(work) > 1.1 * min(work)
     first, second = (round(each / TILES) for each in work)

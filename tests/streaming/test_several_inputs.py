@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farfield.streaming import MeanOverFlips, Tiles, plan_whole, predict_whole, progress
+from farfield.streaming import MeanOverFlips, Tiles, plan_whole, predict_whole
 from farfield.volumes import ImageMetadata, Volume, open_volume
 from helpers.streamed_nets import attention, relative, settled
 
@@ -134,8 +134,6 @@ def test_a_file_has_the_voxel_size_of_the_first(tmp_path: Path) -> None:
 
 
 def test_a_killed_call_resumes_and_other_inputs_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The progress is saved after each tile.
-    monkeypatch.setattr(progress, "SHARE", 0)
     net, out = settled(Guided()), tmp_path / "out.npy"
 
     class Broken:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
-from farfield.streaming import Tiles, _predict_whole, plan_whole, predict_whole, progress
+from farfield.streaming import Tiles, plan_whole, predict_whole, prediction
 from farfield.streaming.passes import Store
 from farfield.streaming.plan import find_stored, make_graph_plan
 from farfield.streaming.store import StoredInFile
@@ -116,7 +116,7 @@ class Watch:
             look()
             return finish(output)
 
-        patch.setattr(_predict_whole, "run_check", lambda *arguments: None)  # which has passes of its own
+        patch.setattr(prediction, "run_check", lambda *arguments: None)  # which has passes of its own
         patch.setattr(StoredInFile, "write", counted_write)
         patch.setattr(Store, "begin", counted_begin)
         patch.setattr(FileOutput, "finish", counted_finish)
@@ -286,7 +286,6 @@ def saved_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The progress is saved after each tile, so that a call writes as the one before."""
     if faults.problem() is not None:
         pytest.skip(faults.problem())
-    monkeypatch.setattr(progress, "SHARE", 0)
 
 
 @pytest.fixture(scope="module")
@@ -536,8 +535,7 @@ def test_a_killed_prediction_goes_on_with_the_keys_that_are_stored(
 ) -> None:
     net, out = settled(Middle()), tmp_path / "out.npy"
     plan = plan_whole(net, VOLUMES[2].shape, tile=Tiles(8, disk=DISK))
-    monkeypatch.setattr(progress, "SHARE", 0)
-    monkeypatch.setattr(_predict_whole, "run_check", lambda *arguments: None)  # which reads the volume too
+    monkeypatch.setattr(prediction, "run_check", lambda *arguments: None)  # which reads the volume too
     want = predict_whole(net, VOLUMES[2], plan=plan, quiet=True)
     with pytest.raises(InterruptedError):
         predict_whole(net, Stopping(reads), plan=plan, out=out, quiet=True)
@@ -558,7 +556,7 @@ def test_a_killed_prediction_goes_on_with_the_keys_that_are_stored(
     else:
         got = predict_whole(net, VOLUMES[2].numpy(), plan=plan, out=out, quiet=True)
     # Tiles that were stored are not computed again.
-    first = 0 if damaged else reads - 1
+    first = (reads - 1) // 30 * 30 if damaged else reads - 1  # the first of its sample
     assert writes == [index % 30 for index in range(first, 60) for _ in plan.stored]
     np.testing.assert_array_equal(got, want)
     assert [each.name for each in tmp_path.iterdir()] == ["out.npy"]

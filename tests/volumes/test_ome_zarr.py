@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from hypothesis import strategies as some
 from torch import nn
 
 from farfield.streaming import predict_whole
-from farfield.volumes import ImageMetadata, Volume, file_formats, ome_zarr, open_volume
+from farfield.volumes import ImageMetadata, Volume, file_formats, ome_zarr, open_volume, sink
 from farfield.volumes.ome_zarr import halve, pyramid_factors
+from helpers.stopping import StopError
 from helpers.streamed_nets import settled
 
 REASON = "ome-zarr is not installed, which the extra dev has"
@@ -124,19 +127,14 @@ def test_levels_do_not_depend_on_the_boxes(
     expected = expected_levels(finest, factors, average)
     for tile in tiles:
         levels = [np.zeros_like(level) for level in expected]
-        pyramid = ome_zarr.Pyramid(levels, factors)
-        starts = [
-            (z, y, x)
-            for z in range(0, size[0], tile[0])
-            for y in range(0, size[1], tile[1])
-            for x in range(0, size[2], tile[2])
-        ]
-        random.shuffle(starts)
-        for start in starts:
-            index = tuple(
-                slice(first, min(first + each, length)) for first, each, length in zip(start, tile, size, strict=True)
-            )
-            pyramid[index] = finest[index]
+        levels[0][:] = finest
+        for finer, coarser, factor in zip(levels, levels[1:], factors, strict=False):
+            ends = zip(coarser.shape, tile, strict=True)
+            starts = list(itertools.product(*(range(0, length, step) for length, step in ends)))
+            random.shuffle(starts)
+            for start in starts:
+                index = tuple(slice(first, first + each) for first, each in zip(start, tile, strict=True))
+                ome_zarr.fill(finer, coarser, index, factor)
         for level, wanted in zip(levels, expected, strict=True):
             np.testing.assert_array_equal(level, wanted)
 
@@ -180,15 +178,30 @@ def test_an_image_is_replaced_only_if_it_is_nothing_else(tmp_path: Path) -> None
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
-def test_levels_of_a_call_that_was_killed_are_made_again(tmp_path: Path) -> None:
-    volume = volume_of(6, 20, 18, metadata=ImageMetadata("ZYX"))
-    spec = file_formats.OutputSpec(volume.shape, volume.dtype, (4, 8, 8), volume.metadata)
-    pyramid = file_formats.make_ome_zarr(tmp_path / "a.ome.zarr", spec)
-    # The finest level alone, as where a process is killed between two levels.
-    pyramid.levels[0][:] = volume[:]
-    opened = file_formats.open_ome_zarr(tmp_path / "a.ome.zarr", spec, "r+")
-    for level, expected in zip(opened.levels, expected_levels(volume[:], opened.factors, True), strict=True):
-        np.testing.assert_array_equal(level[:], expected)
+@pytest.mark.parametrize("chunks", range(1, 5))
+def test_levels_of_a_call_that_was_killed_are_made_again(
+    chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume, out = volume_of(6, 20, 18, metadata=ImageMetadata("ZYX")), tmp_path / "a.ome.zarr"
+    write, count = file_formats.write_level, itertools.count()
+
+    def stopped(path: Path, spec: Any, level: int, place: int) -> None:
+        if next(count) == chunks:
+            raise StopError
+        write(path, spec, level, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sink, "write_level", stopped)
+        with pytest.raises(StopError):
+            predict_whole(convolution(1), volume, tile=(4, 8, 8), out=out, quiet=True)
+    # A chunk that was written is gone, as after a crash of the machine.
+    shutil.rmtree(next((out.with_name("a.ome.zarr.unfinished") / out.name / "1").rglob("c")))
+    predict_whole(convolution(1), volume, tile=(4, 8, 8), out=out, quiet=True)
+    group = zarr.open_group(str(out), mode="r")
+    factors = ome_zarr.pyramid_factors(volume.shape, volume.metadata)
+    levels = [np.asarray(group[str(level)][:]) for level in range(len(factors) + 1)]
+    for level, expected in zip(levels, expected_levels(levels[0], factors, True), strict=True):
+        np.testing.assert_array_equal(level, expected)
 
 
 def test_names_of_channels_have_the_range_of_their_values(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from farfield.streaming._predict_whole import predict_whole
 from farfield.streaming._respond_whole import respond_whole
 from farfield.streaming.adapt import MeanOverFlips
 from farfield.streaming.arguments import Tiles
+from farfield.streaming.engines.parts import Part
 from farfield.streaming.frozen import freeze_statistics
 from farfield.streaming.planning import plan_whole
 from farfield.streaming.seam_report import GlobalLayer, Mismatch, SeamReport
@@ -22,6 +23,7 @@ __all__ = [
     "GlobalLayer",
     "MeanOverFlips",
     "Mismatch",
+    "Part",
     "SeamReport",
     "StreamingPlan",
     "Tiles",

@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from farfield._fingerprint import fingerprint
 from farfield._refusals import door
-from farfield.nn.devices import device_of, dtype_of
+from farfield.nn.devices import device_of
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming.adapt import Reduce, one_grid
+from farfield.streaming.adapt import Reduce
 from farfield.streaming.arguments import Tiles, arrange_volumes, check_network, parse_tiles, refuse_meta
-from farfield.streaming.check import RegionCheck, run_check
-from farfield.streaming.masks import mask_plan
-from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
-from farfield.streaming.plan import PatchPlan
+from farfield.streaming.engines.cluster import check_cluster, run_on_cluster
+from farfield.streaming.engines.local import run_local
+from farfield.streaming.engines.parts import Part, check_part, plan_in_turns, run_part
 from farfield.streaming.planning import Planner
-from farfield.streaming.progress import Pass, Saved, Stream, find_unfinished
-from farfield.streaming.recording import run_patch
-from farfield.streaming.skipping import find_skipped, layout_of_mask, open_mask
-from farfield.streaming.spans import Box, Span, box_shape
+from farfield.streaming.prediction import Prediction
+from farfield.streaming.progress import find_unfinished, refuse_shared
+from farfield.streaming.skipping import check_fill, open_mask
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
-from farfield.volumes.file_formats import OutputSpec
-from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.labelled_arrays import label_result
-from farfield.volumes.sink import FileOutput, numpy_dtype, output_for
-from farfield.volumes.source import AxisLayout, VolumeSource, parse_layout
-from farfield.volumes.volume import describe_output
+from farfield.volumes.sink import FileOutput, output_for
 
 
 @looks_at_a_copy
 @door("predict_whole")
-def predict_whole(
+def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     model: nn.Module,
     volume: Any,
     *,
@@ -51,6 +43,8 @@ def predict_whole(
     overwrite: bool = False,
     quiet: bool = False,
     plan: StreamingPlan | None = None,
+    client: Any = None,
+    part: Part | None = None,
     mask: Any = None,
     fill: float = 0.0,
 ) -> Any:
@@ -90,6 +84,11 @@ def predict_whole(
         quiet: Whether to print neither the plan nor the progress on standard error.
         plan: What `plan_whole` returned for this network and a volume of this shape, in place of `tile` and `pad`.
             It reduces as it was planned. Parameters and buffers are those that `model` has now.
+        client: A `dask.distributed.Client`, whose workers run the tiles: the result is that of one process, byte for
+            byte on processors of one kind. They must see the folder of `out`, a path ending in .zarr, by the same
+            path, and a volume is best one of `open_volume`, which each worker opens itself.
+        part: The share of this process, where several are started by hand or as an array of jobs, with the same other
+            arguments and a path ending in .zarr; the call returns None, and one of `Part.parse("reduce")` the result.
         mask: True at the valid positions of the volume, False where it holds nothing: an array `(*size)` for all
             samples or `(batch, *size)`, or the path of one. Norms, means, maxima, attention and all other sums over
             positions leave out those that are not valid; of a coarser grid a position is valid if any of those that it
@@ -164,150 +163,52 @@ def predict_whole(
         >>> bool(whole[:, valid].isfinite().all()), bool(whole[:, ~valid].any())
         (True, False)
     """
+    if client is not None:
+        check_cluster(client, out)
+    if part is not None:
+        check_part(part, out)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
-    mask = open_mask(mask, fill)
-    masks = {} if mask is None else {"mask": mask}
-    refuse_aliasing(out, volumes | masks)
-    identity, saved = find_unfinished(path, overwrite, model, volumes | masks)
+    check_fill(fill, mask is not None)
+    opened = volumes if mask is None else volumes | {"mask": open_mask(mask)}
+    refuse_aliasing(out, opened)
     check_network(model, "model", "predict_whole(model, …)")
-    if plan is None:
-        shapes = [each.shape for each in volumes.values()]
-        planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
-    else:
-        planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
-    refuse_meta(device := device_of(model))
-    sources, masked, skips = _read_volumes(planned, model, volumes, layouts), planned, None
-    if masks:
-        sources |= _read_mask(planned, mask, next(iter(volumes.values())).shape, device)
-        graph = mask_plan(planned.graph_plan, model)
-        masked = replace(planned, graph_plan=graph, passes=graph.passes)
-        skipped = find_skipped(graph, sources["mask"], planned.samples)
-        identity["mask or fill"], skips = f"{fill!r} {fingerprint(skipped)}", skipped.item
-    if not quiet:
-        print(masked, file=sys.stderr)
-        if masks:
-            empty = skipped[:, -1]
-            print(f"{empty.sum():,} of {empty.size:,} tiles have no valid position: skipped", file=sys.stderr)
-    graph = masked.graph_plan
-    spec = _make_spec(known, planned, next(iter(sources.values())).channels)
-    output = output_for("predict_whole", out, spec, next(iter(volumes.values())), overwrite)
-    halo = planned.graph_plan.labelled.halo
-    settings = (planned.tile, halo, planned.patch_size, planned.stored, planned.on_disk, str(path))
-    identity |= {
-        "tile or halo": repr(settings),
-        "pad or reduce": f"{planned.pad} {planned.padding} {planned.reduction}",
-        # Summaries and stored values are known by their node, and another version may record other nodes.
-        "version of torch": torch.__version__,
-    }
-    resumed = Saved(planned.tile, planned.stored, planned.on_disk)
-    tiled = {name: (source, planned.cores) for name, source in sources.items()}
-    stream = Stream(output, identity, resumed, tiled)
-    folder = output.folder if isinstance(output, FileOutput) else None
-    with (
-        closing(stream),
-        closing(Store(graph, planned.on_disk, folder, device)) as store,
-        _outside_inference(device),
-    ):
-        if (stream.stage, stream.tile) == (0, 0):
-            _check_region(planned, model, stream, fill, quiet)
-        on_patch = partial(run_patch, graph) if isinstance(graph, PatchPlan) else None
-        run = TiledRun(graph, on_patch, store, *_connect(stream, planned, fill), skips)
-        passes = [
-            Pass(len(planned.cores), partial(run.run_task, number), each.macs)
-            for number, each in enumerate(masked.passes * planned.samples)
-        ]
-        result = stream.run(passes, run, quiet)
+    refuse_meta(device_of(model))
+    with plan_in_turns(path, part, lambda: find_unfinished(path, overwrite, model, opened)) as (identity, saved):
+        shared = refuse_shared(path, saved, several=client is not None or part is not None)
+        if plan is None:
+            shapes = [each.shape for each in volumes.values()]
+            planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
+        else:
+            planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
+        prediction = Prediction(model, planned, tiles, volume, identity | _identify(planned, path), shared, mask, fill)
+        prediction.arranged = known, volumes, layouts
+        if mask is not None:
+            prediction.identity["mask or fill"] = f"{fill!r} {fingerprint(prediction.skipped)}"
+        if not quiet:
+            print(prediction, file=sys.stderr)
+        output = output_for("predict_whole", out, prediction.spec, next(iter(volumes.values())), overwrite)
+        stream, run = prediction.connect(output)
+        if part is not None and isinstance(output, FileOutput):
+            stream.join(output, run)
+    with closing(stream), prediction.surroundings():
+        if part is not None:
+            return run_part(part, stream, quiet)
+        if not stream.open(run):
+            prediction.check_region(stream, quiet)
+        result = run_local(stream, quiet) if client is None else run_on_cluster(client, prediction, stream, quiet)
     if out is not None:
         return result
     result = planned.outputs.split(result, planned.layout.batch, planned.layout.channels)
-    return result if isinstance(volume, tuple) else label_result(volume, result, spec.metadata)
+    return result if isinstance(volume, tuple) else label_result(volume, result, prediction.spec.metadata)
 
 
-def _read_volumes(
-    plan: StreamingPlan, model: nn.Module, volumes: Mapping[str, Any], layouts: Sequence[AxisLayout | None]
-) -> dict[str, VolumeSource]:
-    spatial_dims, padding, mode = plan.layout.spatial_dims, plan.padding, plan.pad or "reflect"
-    sources = {}
-    for (name, array), known in zip(volumes.items(), layouts, strict=True):
-        layout = known or parse_layout(array.shape, spatial_dims)
-        sources[name] = VolumeSource(array, layout, device_of(model), dtype_of(model), padding=padding, mode=mode)
-    return sources
-
-
-def _read_mask(plan: StreamingPlan, mask: Any, shape: Sequence[int], device: torch.device) -> dict[str, VolumeSource]:
-    layout = layout_of_mask(mask, plan.layout, shape, plan.samples < plan.output.shape[0])
-    # Padding is valid where the border is, so that a mask of all positions changes nothing.
-    mode = "reflect" if plan.pad == "reflect" else "replicate"
-    return {"mask": VolumeSource(mask, layout, device, torch.bool, padding=plan.padding, mode=mode)}
-
-
-def _make_spec(known: ImageMetadata | None, plan: StreamingPlan, channels: int) -> OutputSpec:
-    output = plan.output
-    shape = plan.layout.shape(output.shape[0], output.shape[1], [stop - start for start, stop in output.kept])
-    metadata = describe_output(known, plan.layout, channels, output.shape[1], output.scales)
-    if plan.outputs.names:
-        metadata = replace(metadata, channels=plan.outputs.channel_names())
-    return OutputSpec(shape, numpy_dtype(output.dtype), output.written, metadata)
-
-
-def _check_region(plan: StreamingPlan, model: nn.Module, stream: Stream, fill: float, quiet: bool) -> None:
-    if not isinstance(plan.check, RegionCheck):
-        return
-    sources, sample = [source for source, _ in stream.volumes.values()], 0 if plan.samples > 1 else None
-    mask = stream.volumes["mask"][0] if "mask" in stream.volumes else None
-
-    def finish(output: Any) -> Tensor:
-        return one_grid(model, plan.size, output)[0]
-
-    def read(volume: int, region: tuple[Span, ...]) -> Tensor:
-        grid = sources[volume].read(region, sample)
-        return grid if mask is None else grid.where(mask.read(region, sample), fill)
-
-    # Tiles are compared with the network as it is, which has no mask, on a volume that is filled.
-    with torch.no_grad():
-        problem = run_check(plan.check, model, finish, plan.size, read)
-    if problem and not quiet:
-        print(f"not checked: {problem}", file=sys.stderr)
-
-
-@contextmanager
-def _outside_inference(device: torch.device) -> Iterator[None]:
-    """Leave `torch.inference_mode`, whose tensors cannot be used in it and outside, and make tensors on a device."""
-    # Each call of torch within a device takes microseconds longer.
-    with torch.inference_mode(False), nullcontext() if device == torch.get_default_device() else device:
-        yield
-
-
-def _connect(stream: Stream, plan: StreamingPlan, fill: float) -> tuple[ReadVolume, WriteOutput]:
-    """Return how passes read boxes of the volumes, and write those of the output, without what stands for padding."""
-    names, kept, apart = list(stream.volumes), plan.output.kept, plan.samples > 1
-
-    def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-        place = index, tuple(spans[0] for spans in box[2:]), sample if apart else None
-        grid = stream.read(names[volume], *place)
-        if "mask" not in names or names[volume] == "mask":
-            return grid
-        return grid.where(stream.read("mask", *place), fill)
-
-    def write(sample: int, box: Box, numbers: Tensor | None) -> None:
-        if numbers is None:
-            if isinstance(stream.output, FileOutput):  # of zeros from the start
-                return
-            numbers = torch.zeros(box_shape(box), dtype=plan.output.dtype)
-        spans = [spans[0] for spans in box[2:]]
-        both = [(max(start, low), min(stop, high)) for (start, stop), (low, high) in zip(spans, kept, strict=True)]
-        if any(start >= stop for start, stop in both):
-            return
-        inside, target = (
-            tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(both, origin, strict=True))
-            for origin in (spans, kept)
-        )
-        part = numbers[(slice(None), slice(None), *inside)]
-        shape = plan.layout.shape(part.shape[0], part.shape[1], part.shape[2:])
-        leading = [slice(None)] * (len(shape) - len(target))
-        if apart:
-            leading[: plan.layout.batch] = plan.layout.index_sample(sample)
-        stream.write((*leading, *target), part.reshape(shape))
-
-    return read, write
+def _identify(plan: StreamingPlan, path: Path | None) -> dict[str, str]:
+    """Return what identifies the plan of an unfinished prediction."""
+    settings = (plan.tile, plan.graph_plan.labelled.halo, plan.patch_size, plan.stored, str(path))
+    return {
+        "tile or halo": repr(settings),
+        "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",
+        # Summaries and stored values are known by their node, and another version may record other nodes.
+        "version of torch": torch.__version__,
+    }

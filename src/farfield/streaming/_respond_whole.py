@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farfield._checks import ShapeError, shape_error
 from farfield._refusals import door, refusal
@@ -19,14 +21,17 @@ from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
 from farfield.streaming.arguments import arrange_letters, cores, parse_positions, refuse_large_summary, round_up_tile
-from farfield.streaming.passes import Runs, add_parts, load_runs, merge_runs
-from farfield.streaming.progress import Pass, Saved, Stream, find_unfinished
+from farfield.streaming.engines.cluster import check_cluster, run_on_cluster
+from farfield.streaming.engines.local import run_local
+from farfield.streaming.passes import Pass
+from farfield.streaming.progress import Saved, Stream, find_unfinished, refuse_shared
+from farfield.streaming.records import Record, empty_record
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.axes_view import order_axes
 from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
-from farfield.volumes.sink import box_index, numpy_dtype, output_for
+from farfield.volumes.sink import ArrayOutput, FileOutput, box_index, numpy_dtype, output_for
 from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
 from farfield.volumes.volume import describe_output, split_volume
 
@@ -45,6 +50,7 @@ def respond_whole(
     tile: int | Sequence[int | None] | None = None,
     out: str | Path | Any | None = None,
     quiet: bool = False,
+    client: Any = None,
 ) -> Any:
     """Compute `layer(grid)` in tiles, so that memory is constant; positions attend to the whole grid or to a context.
 
@@ -65,6 +71,7 @@ def respond_whole(
             an array in memory. A call with a path that was killed resumes when it is repeated. An array must have the
             response's shape and a dtype that can hold it, and must not share memory or a file with an input.
         quiet: Whether to show no progress on standard error.
+        client: A `dask.distributed.Client`, whose workers run the tiles; see `predict_whole`.
 
     Returns:
         The response, with the grid's axes. Without `out` a tensor on the grid's device if the grid is a tensor, else an
@@ -101,36 +108,121 @@ def respond_whole(
         >>> np.allclose(respond_whole(layer, grid, tile=(16, 16, 10), quiet=True), whole, atol=1e-5)
         True
     """
-    inputs = {"grid": grid, "context": context, "mask": mask, "context_mask": context_mask}
-    split = {name: split_volume(volume) for name, volume in inputs.items() if volume is not None or name == "grid"}
-    _check(layer, {name: array for name, (_, array) in split.items()})
+    if client is not None:
+        check_cluster(client, out)
     if tile is not None:
         tile = parse_positions("tile", tile, 1, optional=True)
-    given, known, spatial_dims = _order_inputs(layer, split, tile)
-    grid, context, mask, context_mask = map(given.get, inputs)
+    inputs = {"grid": grid, "context": context, "mask": mask, "context_mask": context_mask}
+    call = _Call(layer, {name: each for name, each in inputs.items() if each is not None or name == "grid"}, tile)
+    given, _, _ = call.ordered
     refuse_aliasing(out, given)
     path = Path(out) if isinstance(out, str | Path) else None
-    identity, saved = find_unfinished(path, None, layer, given)
-    tile = saved.tile if tile is None and saved is not None else tile
-    layout = parse_layout(grid.shape, spatial_dims) if spatial_dims else _find_layout(layer, grid, tile)
-    volumes, keys = _open_grid("grid", layer, grid, mask, layout, tile), "grid"
-    source, tiles = volumes["grid"]
-    if context is not None:
-        keys, leading = "context", len(grid.shape) - layout.spatial_dims
-        keys_layout = parse_layout(context.shape, len(context.shape) - leading)
-        volumes |= _open_grid("context", layer, context, context_mask, keys_layout, None)
-        if volumes["context"][0].batch != source.batch:
-            problem, fix = "grid and context must have the same batch.", "repeat the smaller one."
-            raise shape_error(problem, fix, grid=grid, context=context)
-    channels = layer.value_channels if layer.output is None else layer.channels
-    shape, positions = layout.shape(source.batch, channels, source.size), _size_of(tiles[0])
-    metadata = describe_output(known, layout, source.channels, channels)
-    spec = OutputSpec(shape, numpy_dtype(dtype_of(layer)), positions, metadata)
-    output = output_for("respond_whole", out, spec, grid, None)
-    identity["tile or halo"] = repr((positions, _size_of(volumes[keys][1][0]), str(path)))
-    stream = Stream(output, identity, Saved(positions), volumes)
+    call.identity, saved = find_unfinished(path, None, layer, given)
+    call.shared = refuse_shared(path, saved, several=client is not None)
+    if tile is None and saved is not None:
+        call.tile = saved.tile
+    output = output_for("respond_whole", out, call.spec, given["grid"], None)
+    call.identity["tile or halo"] = repr((call.spec.box, call.tiles_of_keys, str(path)))
+    stream, run = call.connect(output)
     with closing(stream):
-        return _Response(layer, keys, stream).run(quiet)
+        stream.open(run)
+        return run_local(stream, quiet) if client is None else run_on_cluster(client, call, stream, quiet)
+
+
+@dataclass
+class _Call:
+    """A call of `respond_whole`, which can be sent to another process: the layer, and what it reads, by name."""
+
+    layer: GridAttention
+    inputs: dict[str, Any]
+    tile: Any
+    identity: dict[str, str] = field(default_factory=dict)
+    shared: bool = False
+    caller = "respond_whole"
+
+    @cached_property
+    def ordered(self) -> tuple[dict[str, Any], ImageMetadata | None, int | None]:
+        """The inputs with channels in their place, what is known of the grid, and its spatial dims if known."""
+        split = {name: split_volume(volume) for name, volume in self.inputs.items()}
+        _check(self.layer, {name: array for name, (_, array) in split.items()})
+        return _order_inputs(self.layer, split, self.tile)
+
+    @cached_property
+    def layout(self) -> AxisLayout:
+        """The axes of the grid."""
+        given, _, spatial_dims = self.ordered
+        grid = given["grid"]
+        return parse_layout(grid.shape, spatial_dims) if spatial_dims else _find_layout(self.layer, grid, self.tile)
+
+    @cached_property
+    def volumes(self) -> dict[str, tuple[VolumeSource, list[Region]]]:
+        """What is read, with its tiles."""
+        layer, (given, _, _) = self.layer, self.ordered
+        volumes = _open_grid("grid", layer, given["grid"], given.get("mask"), self.layout, self.tile)
+        if "context" in given:
+            grid, context = given["grid"], given["context"]
+            leading = len(grid.shape) - self.layout.spatial_dims
+            layout = parse_layout(context.shape, len(context.shape) - leading)
+            volumes |= _open_grid("context", layer, context, given.get("context_mask"), layout, None)
+            if volumes["context"][0].batch != volumes["grid"][0].batch:
+                problem, fix = "grid and context must have the same batch.", "repeat the smaller one."
+                raise shape_error(problem, fix, grid=grid, context=context)
+        return volumes
+
+    @property
+    def keys(self) -> str:
+        """Where keys and values come from."""
+        return "context" if "context" in self.inputs else "grid"
+
+    @property
+    def tiles_of_keys(self) -> tuple[int, ...]:
+        """The size of the tiles of keys and values."""
+        return _size_of(self.volumes[self.keys][1][0])
+
+    @cached_property
+    def spec(self) -> OutputSpec:
+        """The output."""
+        layer, (source, tiles) = self.layer, self.volumes["grid"]
+        channels = layer.value_channels if layer.output is None else layer.channels
+        shape, positions = self.layout.shape(source.batch, channels, source.size), _size_of(tiles[0])
+        metadata = describe_output(self.ordered[1], self.layout, source.channels, channels)
+        lettered = list(zip(metadata.axes, shape, strict=True))[: len(shape) - len(positions)]
+        # Each time and plane is a chunk.
+        box = (*(1 if letter in "TZ" else length for letter, length in lettered), *positions)
+        return OutputSpec(shape, numpy_dtype(dtype_of(layer)), box, metadata)
+
+    @property
+    def model(self) -> nn.Module:
+        """The layer."""
+        return self.layer
+
+    @property
+    def tile_bytes(self) -> int:
+        """The memory of a tile, its projections and its response."""
+        source, tiles = self.volumes["grid"]
+        return 4 * source.batch * source.channels * source.dtype.itemsize * math.prod(_size_of(tiles[0]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what follows from the arguments."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def sent(self, convert: Callable[[str, Any], Any]) -> _Call:
+        """Return the call with each input as it is sent."""
+        return replace(self, inputs={name: convert(name, each) for name, each in self.inputs.items()})
+
+    def bind(self) -> _Call:
+        """Return the call, after it was sent."""
+        return self
+
+    def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, _Response]:
+        """Return the tasks, and what runs them."""
+        planned = Saved(_size_of(self.volumes["grid"][1][0]), shared=self.shared)
+        stream = Stream(output, self.identity, planned, self.volumes)
+        return stream, _Response(self.layer, self.keys, stream)
+
+    def surroundings(self) -> AbstractContextManager[None]:
+        """Return the context in which tasks run."""
+        return nullcontext()
 
 
 def _size_of(region: Region) -> tuple[int, ...]:
@@ -256,18 +348,34 @@ class _Response:
 
     def __init__(self, layer: GridAttention, keys: str, stream: Stream) -> None:
         self.attention, self.keys, self.stream = layers.make_streamable(layer), keys, stream
-        self.runs: Runs = []
         self.whole: Any = None
 
-    def run(self, quiet: bool) -> Any:
-        """Run the passes: with a context, queries that come from sums of the grid get one of their own."""
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes: with a context, queries that come from sums of the grid get one of their own."""
         summaries = [(self.keys, True, self.keys == "grid")]
         if self.keys != "grid" and not self.attention.operator.queries_from.side_by_side:
             summaries.append(("grid", False, True))
         each_pass = [(name, partial(self.summarize, name, *of)) for name, *of in summaries] + [("grid", self.respond)]
         volumes = self.stream.volumes
-        passes = [Pass(len(volumes[name][1]), task, math.prod(volumes[name][0].size)) for name, task in each_pass]
-        return self.stream.run(passes, self, quiet)
+        return [
+            Pass(len(volumes[name][1]), task, math.prod(volumes[name][0].size), lambda key: layers.merge_attention)
+            for name, task in each_pass
+        ]
+
+    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
+        """Go on: nothing is stored."""
+        return True
+
+    def first_pass(self, number: int) -> int:
+        """Return the first pass of all."""
+        return 0
+
+    def clean(self, number: int) -> None:
+        """Remove nothing: nothing is stored."""
+
+    def close(self) -> None:
+        """Close nothing."""
 
     def read(self, name: str, index: int) -> tuple[Tensor, dict[str, Any]]:
         """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""
@@ -277,7 +385,7 @@ class _Response:
         place = {"mask": mask, "origin": tuple(start for start, _ in core), "size": source.size}
         return self.stream.read(name, index, core), place
 
-    def summarize(self, name: str, of_keys: bool, of_queries: bool, index: int) -> None:
+    def summarize(self, name: str, of_keys: bool, of_queries: bool, index: int) -> Record:
         tile, place = self.read(name, index)
         parts = layers.summarize_attention(self.attention, tile, of_keys=of_keys, of_queries=of_queries, **place)
         if index == 0 and of_keys and layers.has_grid_summary(self.attention):
@@ -287,22 +395,20 @@ class _Response:
         if not layers.are_numbers(parts):
             fix = f"a {'mask' if name == 'grid' else 'context_mask'} that is False there"
             raise layers.not_finite("respond_whole", place["origin"], name, fix)
-        add_parts(self.runs, parts, layers.merge_attention)
+        return empty_record() | {"parts": {"attention": parts}}
 
-    def respond(self, index: int) -> None:
+    def respond(self, index: int) -> Record:
         tile, place = self.read("grid", index)
         if self.whole is None:
-            parts, is_masked = merge_runs(self.runs, layers.merge_attention), _mask_of(self.keys) in self.stream.volumes
+            each = [self.stream.parts_of(number)["attention"] for number in range(len(self.passes) - 1)]
+            parts, is_masked = (
+                functools.reduce(layers.merge_attention, each),
+                _mask_of(self.keys) in self.stream.volumes,
+            )
             self.whole = layers.finish_attention(parts, tile.device, complete=not is_masked)
         summary, sums = self.whole
         response = self.attention.respond(tile, summary, **place, query_sums=sums)
         source, tiles = self.stream.volumes["grid"]
         shape = source.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
         self.stream.write(box_index(shape, tiles[index]), response.reshape(shape))
-
-    def state(self) -> dict[str, Any]:
-        return {"runs": list(self.runs)}
-
-    def load(self, state: Mapping[str, Any], stage: int, tile: int) -> bool:
-        self.runs = load_runs(state["runs"])
-        return True
+        return empty_record()

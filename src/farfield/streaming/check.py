@@ -6,7 +6,7 @@ tiles by the recorded graph. Tiles may differ by `_ALLOWED` times what the preci
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,9 @@ from farfield._refusals import refusal
 from farfield.nn.network_copy import copied, share_parameters
 from farfield.streaming.graph import Graph, Value, run_node, run_whole
 from farfield.streaming.labels import summarized_boxes
-from farfield.streaming.passes import Store, Sums, TiledRun
+from farfield.streaming.passes import Store, run_in_memory
 from farfield.streaming.plan import GraphPlan, RegionCheck
+from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, write_box
 
@@ -126,9 +127,7 @@ def run_tiles(plan: GraphPlan, grids: Sequence[Tensor]) -> Tensor:
         if numbers is not None:
             write_box(result, layouts[graph.output], box, numbers)
 
-    run = TiledRun(plan, None, Store(plan, False, None, grids[0].device), read, write)
-    for stage, index in itertools.product(range(len(plan.stages)), range(len(plan.tiles))):
-        run.run_task(stage, index)
+    run_in_memory(plan, Store(plan, False, None, grids[0].device), read, write)
     return result
 
 
@@ -180,19 +179,19 @@ def _find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
 def _run_operation(plan: GraphPlan, index: int, known: dict[Value, Tensor]) -> Tensor:
     """Run the first output of one operation tile by tile, on operands that are known as a whole."""
     labelled, value = plan.labelled, Value(index)
-    graph, result, sums = labelled.graph, torch.empty_like(known[value]).contiguous(), Sums(plan)
+    graph, result = labelled.graph, torch.empty_like(known[value]).contiguous()
+    parts: dict[int, Parts] = {}
 
     def read(source: Value, box: Box) -> Tensor:
         return read_box(known[source], region_of(whole_box(labelled.layouts[source])), box)
 
     if index in labelled.reductions:
-        for tile in plan.tiles:
-            boxes = summarized_boxes(labelled, index, tile)
-            if boxes:
-                sums.add(index, summarize_tile(labelled, index, boxes, read, tile), tile)
+        boxes = [(tile, own) for tile in plan.tiles if (own := summarized_boxes(labelled, index, tile))]
+        each = (summarize_tile(labelled, index, own, read, tile) for tile, own in boxes)
+        parts[index] = functools.reduce(labelled.reductions[index].merge, each)
     for tile in plan.tiles:
         box = plan.own_box(value, tile)
         if box is not None:
-            numbers = compute(labelled, {value: box}, graph.nodes[index].inputs, read, sums)[value]
+            numbers = compute(labelled, {value: box}, graph.nodes[index].inputs, read, parts)[value]
             write_box(result, labelled.layouts[value], box, numbers)
     return result

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,12 @@ from torch import Tensor
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
 from farfield.streaming.plan import GraphPlan
+from farfield.streaming.records import Merge, Record, Records, empty_record
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, box_shape, read_box, region_of
-from farfield.streaming.store import SUFFIX, StoredInFile, StoredInMemory
+from farfield.streaming.store import SUFFIX, StoredInBlocks, StoredInFile, StoredInMemory
 
-# (number of merges above a tile, parts) of runs of tiles in order: at most one of each height
-Runs = list[tuple[int, Parts]]
-Merge = Callable[[Parts, Parts], Parts]
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
 # (pass, tile, (volume, box) -> its numbers, merged parts) -> the tile's parts, and its box of the output
@@ -30,63 +28,70 @@ RunPatch = Callable[
 ]
 # (sample, box, numbers) writes the output; None are the zeros of a tile that is skipped
 WriteOutput = Callable[[int, Box, Tensor | None], None]
+# (sample, pass, tile) -> whether the tile is skipped
+Skips = Callable[[int, int, int], bool]
 
 
-def add_parts(runs: Runs, parts: Parts, merge: Merge) -> None:
-    """Add the parts of the next tile to those of the tiles before."""
-    # In a binary tree over the number of the tile, so that the result follows from the tiles alone.
-    height = 0
-    while runs and runs[-1][0] == height:
-        parts, height = merge(runs.pop()[1], parts), height + 1
-    runs.append((height, parts))
+# Pass -> the merged parts of all tiles, by key
+PartsOf = Callable[[int], Mapping[str, Parts]]
 
 
-def merge_runs(runs: Runs, merge: Merge) -> Parts:
-    """Return the parts of all tiles."""
-    return functools.reduce(lambda parts, earlier: merge(earlier, parts), [parts for _, parts in reversed(runs)])
+def has_no_parts(key: str) -> Merge:
+    """Raise LookupError: nothing is merged of a pass that summarizes nothing."""
+    raise LookupError(key)
 
 
-def load_runs(saved: Sequence[Any]) -> Runs:
-    """Return the parts of tiles from a saved state, in which they are lists."""
-    return [(height, tuple(parts)) for height, parts in saved]
+class Pass(NamedTuple):
+    """A pass over tiles: how many, what it does with one and returns of it, how parts merge, and the work of all."""
+
+    tiles: int
+    run_tile: Callable[[int], Record]
+    work: float  # relative to that of other passes
+    merge: Callable[[str], Merge] = has_no_parts
 
 
 class Sums(dict[int, Parts]):
-    """The parts of all tiles of each reduction of a plan, merged when they are first read."""
+    """The parts of all tiles of each reduction of a plan, merged; those of a pass are read when one is first used."""
 
-    def __init__(self, plan: GraphPlan) -> None:
-        self.reductions, self.nodes = plan.labelled.reductions, plan.labelled.graph.nodes
-        self.runs: dict[int, Runs] = {}
+    def __init__(self, plan: GraphPlan, parts_of: PartsOf) -> None:
+        self.levels, self.parts_of = plan.labelled.levels, parts_of
 
     def __missing__(self, index: int) -> Parts:
-        self[index] = merge_runs(self.runs[index], self.reductions[index].merge)
+        self.update({int(key): parts for key, parts in self.parts_of(self.levels[index] - 1).items()})
         return self[index]
-
-    def add(self, index: int, parts: Parts, tile: Sequence[Span]) -> None:
-        """Add the parts of the next tile to those of a reduction; refuse NaN, which would spread to every position."""
-        if not are_numbers(parts):
-            raise _not_finite_in(self.nodes[index].path, tile)
-        add_parts(self.runs.setdefault(index, []), parts, self.reductions[index].merge)
-        self.pop(index, None)
 
 
 class Store(dict[Value, StoredInMemory | StoredInFile]):
-    """The values that are stored between the passes of a plan, each from its own pass to the last that reads it."""
+    """The values that are stored between the passes of a plan, each from its own pass to the last that reads it.
 
-    def __init__(self, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device) -> None:
+    If several processes share it, each block is a file of its own, in `folder`.
+    """
+
+    def __init__(
+        self, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device, *, shared: bool = False
+    ) -> None:
         self.plan = plan
+        # Those of which each block is a file: none, or all.
+        self.blocks: dict[Value, StoredInBlocks] = {}
         for value in plan.stored:
             info, layout = plan.labelled.graph.info(value), plan.labelled.layouts[value]
             if not on_disk:
                 self[value] = StoredInMemory(info, layout, device)
                 continue
-            path = None if folder is None else folder / f"{_name(value)}{SUFFIX}"
+            path = None if folder is None else folder / f"{name_value(value)}{SUFFIX}"
             boxes = [plan.own_box(value, tile) for tile in plan.tiles]
             name = f'"{plan.labelled.graph.nodes[value.node].path}"'
-            self[value] = StoredInFile(path, name, info, boxes, device)
+            if shared:
+                self[value] = self.blocks[value] = StoredInBlocks(path, name, info, boxes, device)
+            else:
+                self[value] = StoredInFile(path, name, info, boxes, device)
 
-    def begin(self, stage: int) -> None:
+    def begin(self, sample: int, stage: int) -> None:
         """Let go of what no pass from this one on reads; what this one stores takes over files of that."""
+        for each in self.blocks.values():
+            each.begin(sample)
+        if self.blocks:
+            return
         stored, made, info = self.plan.stored, self.plan.stages[stage].writes, self.plan.labelled.graph.info
         sizes = {value: info(value).bytes for value in stored}
         # Pass 0 is of another sample, which reads nothing of the sample before.
@@ -108,6 +113,12 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
             if value not in made and value not in kept:
                 self[value].remove()
 
+    def clean(self, sample: int, stage: int) -> None:
+        """Remove what no pass from this one on reads, where that is in files of its own."""
+        for value, each in self.blocks.items():
+            each.begin(sample)
+            each.clean(is_read=stage <= self.plan.stored[value])
+
     def clear(self) -> None:
         """Remove all."""
         for each in self.values():
@@ -118,23 +129,12 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
         for each in self.values():
             each.close()
 
-    def state(self) -> dict[str, Any]:
-        """Return the checksums of all blocks that are in files."""
-        return {
-            _name(value): {str(index): own for index, own in each.checksums.items()}
-            for value, each in self.items()
-            if isinstance(each, StoredInFile)
-        }
-
-    def holds(self, state: Mapping[str, Mapping[str, int]], stage: int, index: int) -> bool:
-        """Whether all is there that a pass needs to go on with a tile, by the `state` that was saved."""
+    def holds(self, sums: Mapping[str, Mapping[str, int]], stage: int, finished: Collection[int]) -> bool:
+        """Whether all is there that a pass needs, of which some tiles are finished, by checksums of its blocks."""
         for value, each in self.items():
-            level, needed = self.plan.level_of(value), 0
-            if level < stage <= self.plan.stored[value]:
-                needed = len(self.plan.tiles)
-            elif level == stage:
-                needed = index
-            if not each.holds(state.get(_name(value), {}), range(needed)):
+            level: int = self.plan.level_of(value)
+            needed: Collection[int] = range(len(self.plan.tiles)) if level < stage <= self.plan.stored[value] else ()
+            if not each.holds(sums.get(name_value(value), {}), finished if level == stage else needed):
                 self.clear()
                 return False
         return True
@@ -150,52 +150,95 @@ class TiledRun:
         store: Store,
         read_volume: ReadVolume,
         write_output: WriteOutput,
-        skips: Callable[[int, int, int], bool] | None = None,  # (sample, pass, tile)
+        parts_of: PartsOf,
+        samples: int = 1,
+        skips: Skips = lambda *_: False,
     ) -> None:
         self.plan, self.run_patch, self.store, self.skips = plan, run_patch, store, skips
-        self.read_volume, self.write_output = read_volume, write_output
-        self.sums, self.sample = Sums(plan), 0
+        self.read_volume, self.write_output, self.parts_of = read_volume, write_output, parts_of
+        self.samples, self.sample, self.sums = samples, -1, Sums(plan, parts_of)
+        # The pass of the last task, over all samples.
+        self.number = -1
 
-    def run_task(self, number: int, index: int) -> None:
-        """Run a pass, counted over all samples, on a tile."""
-        sample, stage = divmod(number, len(self.plan.stages))
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes over all samples."""
+        reductions, stages = self.plan.labelled.reductions, self.plan.passes * self.samples
+        return [
+            Pass(
+                len(self.plan.tiles),
+                functools.partial(self.run_task, number),
+                each.macs,
+                lambda key: reductions[int(key)].merge,
+            )
+            for number, each in enumerate(stages)
+        ]
+
+    def run_task(self, number: int, index: int) -> Record:
+        """Run a pass, counted over all samples, on a tile; return its record."""
+        stages = len(self.plan.stages)
+        sample, stage = divmod(number, stages)
         if sample != self.sample:
-            self.sums, self.sample = Sums(self.plan), sample
-        if index == 0:
+            self.sums, self.sample = Sums(self.plan, lambda each: self.parts_of(sample * stages + each)), sample
+        if number != self.number:
             # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
-            self.store.begin(stage)
-        if self.skips is not None and self.skips(sample, stage, index):
-            self._skip(stage, index)
-        elif self.run_patch is not None:
-            self._run_patch(self.run_patch, stage, index)
-        else:
-            self._run_regions(stage, index)
-        if index == len(self.plan.tiles) - 1 and self.plan.stages[stage].last:
-            self.store.close()
+            self.store.begin(sample, stage)
+            self.number = number
+        if self.skips(sample, stage, index):
+            return self._skip(stage, index)
+        return (
+            self._run_regions(stage, index) if self.run_patch is None else self._run_patch(self.run_patch, stage, index)
+        )
 
-    def _skip(self, stage: int, index: int) -> None:
+    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
+        """Go on with a pass of which some tiles are finished; False if what was stored for it is gone."""
+        sample, stage = divmod(number, len(self.plan.stages))
+        self.store.clean(sample, stage)
+        holds = self.store.holds(sums, stage, finished)
+        if holds and finished:
+            self.number = number
+        return holds
+
+    def first_pass(self, number: int) -> int:
+        """Return the first pass of the same sample."""
+        return number - number % len(self.plan.stages)
+
+    def clean(self, number: int) -> None:
+        """Remove what was stored in files of its own, and no pass from this one on reads."""
+        self.store.clean(number // len(self.plan.stages), number % len(self.plan.stages))
+
+    def close(self) -> None:
+        """Let go of stored values."""
+        self.store.close()
+
+    def _skip(self, stage: int, index: int) -> Record:
         """Store zeros in place of what a tile would store, and write none."""
-        plan, tile = self.plan, self.plan.tiles[index]
+        plan, tile, record = self.plan, self.plan.tiles[index], empty_record()
         for value in plan.stages[stage].writes:
             if (box := plan.own_box(value, tile)) is not None:
                 zeros = torch.zeros(box_shape(box), dtype=plan.labelled.graph.info(value).dtype)
-                self.store[value].write(index, box, zeros)
+                self._store(record, value, index, box, zeros)
         if plan.stages[stage].last and (box := plan.own_box(plan.labelled.graph.output, tile)) is not None:
             self.write_output(self.sample, box, None)
+        return record
 
-    def _run_patch(self, run_patch: RunPatch, stage: int, index: int) -> None:
+    def _store(self, record: Record, value: Value, index: int, box: Box, numbers: Tensor) -> None:
+        self.store[value].write(index, box, numbers)
+        own = self.store[value].checksums.get(index)
+        record["stored"] |= {} if own is None else {name_value(value): {str(index): own}}
+
+    def _run_patch(self, run_patch: RunPatch, stage: int, index: int) -> Record:
         tile = self.plan.tiles[index]
 
         def read(volume: int, box: Box) -> Tensor:
             return self.read_volume(self.sample, volume, index, box)
 
         summarized, output = run_patch(stage, tile, read, self.sums)
-        for node, parts in summarized.items():
-            self.sums.add(node, parts, tile)
         if output is not None:
             self.write_output(self.sample, *output)
+        return empty_record() | {"parts": self._check(summarized, tile)}
 
-    def _run_regions(self, stage: int, index: int) -> None:
+    def _run_regions(self, stage: int, index: int) -> Record:
         plan, labelled, tile = self.plan, self.plan.labelled, self.plan.tiles[index]
         summarized, wanted = plan.wanted(stage, tile)
         inputs, output = labelled.graph.inputs, labelled.graph.output
@@ -210,33 +253,35 @@ class TiledRun:
         def part(value: Value, box: Box) -> Tensor:
             return read_box(known[value], region_of(wanted[value]), box)
 
-        for node, boxes in summarized.items():
-            self.sums.add(node, summarize_tile(labelled, node, boxes, part, tile), tile)
+        parts = {node: summarize_tile(labelled, node, boxes, part, tile) for node, boxes in summarized.items()}
+        record = empty_record() | {"parts": self._check(parts, tile)}
         for value in plan.stages[stage].writes:
             if (box := plan.own_box(value, tile)) is not None:
                 numbers = part(value, box)
                 if value in labelled.gathered and _spreads(numbers):
                     raise _not_finite_in(labelled.graph.nodes[value.node].path, tile)
-                self.store[value].write(index, box, numbers)
+                self._store(record, value, index, box, numbers)
         if plan.stages[stage].last and (box := plan.own_box(output, tile)) is not None:
             self.write_output(self.sample, box, part(output, box))
+        return record
 
-    def state(self) -> dict[str, Any]:
-        """Return the state that `load` resumes from."""
-        sums = {str(index): list(runs) for index, runs in self.sums.runs.items()}
-        return {"sample": self.sample, "sums": sums, "stored": self.store.state()}
+    def _check(self, parts: Mapping[int, Parts], tile: Sequence[Span]) -> dict[str, Parts]:
+        """Return parts by key; refuse NaN, which would spread to every position."""
+        for node, own in parts.items():
+            if not are_numbers(own):
+                raise _not_finite_in(self.plan.labelled.graph.nodes[node].path, tile)
+        return {str(node): own for node, own in parts.items()}
 
-    def load(self, state: Mapping[str, Any], number: int, index: int) -> bool:
-        """Go on from a saved state with a pass and a tile; False if it has no sums of the sample, or files changed."""
-        sample, stage = divmod(number, len(self.plan.stages))
-        if state["sample"] == sample:
-            holds = self.store.holds(state["stored"], stage, index)
-        else:  # right only where the pass is the first of the next sample, or none is left
-            holds = (state["sample"], stage, index) == (sample - 1, 0, 0)
-        if holds:
-            self.sample = state["sample"]
-            self.sums.runs = {int(name): load_runs(runs) for name, runs in state["sums"].items()}
-        return holds
+
+def run_in_memory(plan: GraphPlan, store: Store, read_volume: ReadVolume, write_output: WriteOutput) -> None:
+    """Run all passes of a plan on one sample, one tile after the other."""
+    records: list[Records] = []
+    run = TiledRun(plan, None, store, read_volume, write_output, lambda number: records[number].read()["parts"])
+    for each in run.passes:
+        records.append(Records(each.tiles, each.merge))
+        for index in range(each.tiles):
+            records[-1].add(index, each.run_tile(index))
+    store.close()
 
 
 def _spreads(numbers: Tensor) -> bool:
@@ -248,5 +293,6 @@ def _not_finite_in(path: str, tile: Sequence[Span]) -> ValueError:
     return not_finite(f"predict_whole: {path}", tuple(start for start, _ in tile))
 
 
-def _name(value: Value) -> str:
+def name_value(value: Value) -> str:
+    """Return the name of a stored value in records and files."""
     return f"{value.node}-{value.output}"

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
@@ -73,6 +73,8 @@ class GraphPlan:
     tile: tuple[int, ...]
     # Stored value -> the last pass that reads it.
     stored: dict[Value, int]
+    # Where the output does not stand for padding: what tiles write begins there, in whole chunks. Empty: everywhere.
+    kept: tuple[Span, ...] = field(default=(), kw_only=True)
 
     @cached_property
     def tiles(self) -> list[tuple[Span, ...]]:
@@ -150,7 +152,17 @@ class GraphPlan:
         """Return a tile's own part of a value; None if it has none."""
         layout = self.labelled.layouts[value]
         box = self.labelled.core(layout, tile)
+        if self.kept and value == self.labelled.graph.output:
+            box = self._move_to_kept(layout, box)
         return None if is_empty(box) or not self.labelled.owns(layout, tile) else box
+
+    def _move_to_kept(self, layout: Layout, box: Box) -> Box:
+        """Return what a tile writes of the output: its own part, moved by the padding before it."""
+        moved = []
+        for (piece,), ((start, stop),), (low, high) in zip(layout[2:], box[2:], self.kept, strict=True):
+            first = min(high, low + start)
+            moved.append(((first, high if stop == piece.length else max(first, min(high, low + stop))),))
+        return (*box[:2], *moved)
 
     def _cost(self, stage: int) -> tuple[Halo, float, int]:
         """Return the halo, the MACs and the bytes of a pass."""

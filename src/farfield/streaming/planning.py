@@ -7,7 +7,7 @@ import shutil
 from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -164,6 +164,9 @@ class Planner:
         scales = recording.scales.get(recording.graph.output, {})
         if probe is not None and self.pad:
             scales = scales | probe.scales.get(probe.graph.output, {})
+        output = self._plan_output(recording, plan, scales, padding, samples)
+        if any(map(any, padding)) and not isinstance(plan, PatchPlan):
+            plan = replace(plan, kept=output.kept)
         return StreamingPlan(
             layout=self.layouts[0],
             channels=self.channels,
@@ -171,7 +174,7 @@ class Planner:
             pad=self.pad,
             samples=samples,
             passes=plan.passes,
-            output=self._plan_output(recording, plan, scales, padding, samples),
+            output=output,
             outputs=self.outputs,
             on_disk=on_disk and bool(plan.stored),
             reduction=fingerprint(self.reduce),
@@ -389,6 +392,8 @@ class Planner:
                 f"without the {tuple(padding)} padded positions; fix: a larger volume, or one that needs no padding.",
             )
         box = labelled.core(layout, plan.tiles[0])
-        written = tuple(stop - start for dim in box[2:] for start, stop in dim)
+        written = tuple(
+            min(stop - start, high - low) for ((start, stop),), (low, high) in zip(box[2:], kept, strict=True)
+        )
         shape = (info.shape[0] * samples, *info.shape[1:])
         return PlannedOutput(shape, info.dtype, tuple(along), tuple(kept), written)

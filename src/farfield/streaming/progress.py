@@ -1,55 +1,41 @@
-"""Passes over the tiles of volumes: their progress is shown, saved beside a file, and resumed after a kill."""
+"""The tasks of a prediction: what they read and write is recorded, beside a file also on disk, and so resumed."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import io
-import json
-import math
-import struct
-import sys
-import time
+import itertools
 import warnings
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from farfield._files import open_replacement
+from farfield._files import replace_file
 from farfield._fingerprint import fingerprint
 from farfield._refusals import refusal
-from farfield.volumes.file_formats import OutputSpec
-from farfield.volumes.image_metadata import ImageMetadata
+from farfield.streaming.passes import Pass
+from farfield.streaming.records import DamagedError, Record, Records, empty_record, pack, unpack
+from farfield.streaming.rules.rule import Parts
 from farfield.volumes.sink import ArrayOutput, FileOutput, box_checksum, check_path, overwrite_fix, to_numpy
 from farfield.volumes.source import Region, VolumeSource, checksum
 from farfield.volumes.unfinished import STATE, explain_disk_errors, unfinished_folder, was_moved
 
-_KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
-_DTYPES = {str(dtype): dtype for dtype in _KINDS}
-# Of the content of the file; a file of another version is refused.
-_VERSION = 6
-# Attributes of `Stream` that are saved, and their types in JSON.
+# Of the file that tells what the records beside it are of.
 FIELDS = {
     "identity": dict,
     "positions": list,
     "stored": list,
     "on_disk": bool,
-    "stage": int,
-    "tile": int,
-    "checksums": dict,
-    "summaries": list,
+    "shared": bool,
+    "threads": int,
+    # Boxes and checksums of the whole output, once it is finished.
     "written": list,
 }
-# Within a pass the progress is saved again only after SHARE times the seconds that the last save took.
-SHARE = 20
 
 
 class Saved(NamedTuple):
@@ -59,27 +45,32 @@ class Saved(NamedTuple):
     # Node and output of each value that is stored between passes.
     stored: tuple[tuple[int, int], ...] = ()
     on_disk: bool = False
+    # Whether several processes work on it: each block of a stored value is a file.
+    shared: bool = False
 
 
-class Pass(NamedTuple):
-    """A pass over tiles: how many, what it does with one, and the work of all, relative to that of other passes."""
+class Run(Protocol):
+    """What a prediction does with a tile."""
 
-    tiles: int
-    run_tile: Callable[[int], None]
-    work: float
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes over all tiles."""
 
+    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
+        """Go on with a pass of which some tiles are finished; False if what was stored for it is gone."""
 
-class _Written(NamedTuple):
-    """A box that a pass and a tile wrote to the output, by first indices and those after the last."""
+    def first_pass(self, number: int) -> int:
+        """Return the first pass that a pass depends on."""
 
-    stage: int
-    tile: int
-    box: list[list[int]]
-    checksum: int
+    def clean(self, number: int) -> None:
+        """Remove what was stored and no pass from this one on reads, where several processes work."""
+
+    def close(self) -> None:
+        """Let go of files and memory."""
 
 
 class Stream:
-    """Runs passes over the tiles of volumes; beside a file, saves how far they came, and goes on from there."""
+    """The tasks of a prediction: reads tiles of volumes, writes boxes of the output, and keeps records of the tiles."""
 
     def __init__(
         self,
@@ -89,53 +80,83 @@ class Stream:
         volumes: Mapping[str, tuple[VolumeSource, Sequence[Region]]],
     ) -> None:
         self.caller, self.output, self.identity, self.volumes = output.caller, output, identity, volumes
-        self.positions, self.stored, self.on_disk = planned
-        # The next pass and tile.
-        self.stage, self.tile = 0, 0
+        self.planned, self.threads = planned, torch.get_num_threads()
+        self.run: Run | None = None
+        self.passes: list[Pass] = []
+        self.records: list[Records] = []
+        # Of the tile that runs.
+        self.record = empty_record()
         # Of each volume and tile, once it is read.
         self.checksums: dict[str, dict[str, int]] = {}
-        self.summaries: list[dict[str, Any]] = []
-        self.written: list[_Written] = []
-        # When the progress was saved, and how many seconds that took.
-        self.saved, self.took = 0.0, 0.0
+        # Passes whose checksums are known, of those that other processes run.
+        self.known = 0
         self.overflowed = False  # whether there was a warning
-        if isinstance(output, FileOutput):
-            with self.explained():
-                self._open(output)
 
-    def run(self, passes: Sequence[Pass], summaries: Any, quiet: bool) -> Any:
-        """Run what remains of passes; return the finished output. What is saved is `summaries.state()`."""
-        self._resume(summaries)
-        # Of one tile of each pass; one without products reads and writes nevertheless. Whole numbers add up exactly.
-        work = [max(1, round(each.work / each.tiles)) for each in passes]
-        total = sum(own * each.tiles for own, each in zip(work, passes, strict=True))
-        done = sum(own * each.tiles for own, each in zip(work[: self.stage], passes, strict=False))
-        done += sum(work[self.stage : self.stage + 1]) * self.tile
-        form = "{desc}{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
-        shown = tqdm(total=total, initial=done, bar_format=form, disable=quiet, file=sys.stderr)
-        with torch.no_grad(), shown as bar:
-            while self.stage < len(passes):
-                (count, run_tile, _), own = passes[self.stage], work[self.stage]
-                bar.set_description(f"pass {self.stage + 1} of {len(passes)}", refresh=self.tile == 0)
-                run_tile(self.tile)
-                with self.explained():
-                    self.advance(count, summaries)
-                bar.update(own)
-            with self.explained():
-                return self.output.finish()
+    def open(self, run: Run) -> bool:
+        """Open the output, and go on with an unfinished one of the same identity; False if it is made anew."""
+        with self.explained():
+            if not isinstance(self.output, FileOutput):
+                self._plan(run)
+                return False
+            return self._open(self.output, run)
 
-    def advance(self, count: int, summaries: Any) -> None:
-        """Go on to the next tile or, after `count`, the next pass; save then, and if the last save was long ago."""
-        self.tile += 1
-        is_last = self.tile == count
-        if is_last:
-            self.stage, self.tile = self.stage + 1, 0
-        if isinstance(self.output, FileOutput) and (is_last or time.monotonic() - self.saved >= SHARE * self.took):
-            start = time.monotonic()
-            self.summaries = [summaries.state()]
-            self._save(self.output)
-            self.saved = time.monotonic()
-            self.took = self.saved - start
+    def join(self, output: FileOutput, run: Run) -> None:
+        """Open an output that several processes write: the first makes it, and none checks what others have written."""
+        with self.explained():
+            state = self._read_state(output)
+            if state is None:
+                self._make(output)
+        self.attach(output, run, self.threads if state is None else state["threads"])
+        for records in self.records:
+            records.settle()
+
+    def attach(self, output: FileOutput, run: Run, threads: int) -> None:
+        """Work on the tiles of an output that another process has made."""
+        output.attach()
+        self._plan(run)
+        self.threads = threads
+        torch.set_num_threads(threads)  # the order of sums, and so their rounding, follows from their number
+
+    def run_task(self, number: int, index: int) -> None:
+        """Run a pass on a tile, and keep its record."""
+        while self.planned.shared and self.known < number:
+            self._learn(self.records[self.known].read())
+            self.known += 1
+        self.record = empty_record()
+        with torch.no_grad():
+            parts = self.passes[number].run_tile(index)
+        with self.explained():
+            self.records[number].add(index, parts | {field: self.record[field] for field in ("read", "written")})
+
+    def parts_of(self, number: int) -> Mapping[str, Parts]:
+        """Return the merged parts of all tiles of a pass."""
+        return self.records[number].read()["parts"]
+
+    def finish(self) -> Any:
+        """Return the finished output."""
+        with self.explained():
+            if isinstance(self.output, FileOutput) and not was_moved(self.output.path):
+                # Records are removed after the file is moved, and a process may be killed between.
+                self._save(self.output, [box for each in self.records for box in each.read()["written"]])
+            return self.output.finish()
+
+    def _plan(self, run: Run) -> None:
+        """Plan the passes of the run, and those that write coarser levels of an output."""
+        self.run, self.passes, folder = run, list(run.passes), None
+        if isinstance(self.output, FileOutput):
+            folder = self.output.folder
+            for level, count in enumerate(self.output.levels(), 1):
+                run_tile = partial(self._write_level, self.output, level)
+                self.passes.append(Pass(count, run_tile, float(count)))
+        self.records = [
+            Records(each.tiles, each.merge, folder and folder / f"pass-{number + 1}")
+            for number, each in enumerate(self.passes)
+        ]
+
+    def _write_level(self, output: FileOutput, level: int, place: int) -> Record:
+        with self.explained():
+            output.write_level(level, place)
+        return empty_record()
 
     def read(self, name: str, index: int, region: Region, sample: int | None = None) -> Tensor:
         """Read a region of a volume for a tile, of all samples by default; refuse own positions that have changed."""
@@ -147,7 +168,9 @@ class Stream:
         inside = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in spans)
         new_sum = checksum(grid[(slice(None), slice(None), *inside)])
         key = str(index) if sample is None else f"{sample} {index}"
-        if self.checksums.setdefault(name, {}).setdefault(key, new_sum) != new_sum:
+        if key not in self.checksums.setdefault(name, {}):
+            self.checksums[name][key] = self.record["read"].setdefault(name, {})[key] = new_sum
+        if self.checksums[name][key] != new_sum:
             raise refusal(
                 ValueError,
                 f"the {name} has changed in tile {index} since the first read; fix: begin anew with "
@@ -170,10 +193,12 @@ class Stream:
             spec = self.output.spec
             spans = [list(span.indices(length)[:2]) for span, length in zip(index, spec.shape, strict=True)]
             own_sum = box_checksum(to_numpy(box).astype(spec.dtype, copy=False))
-            self.written.append(_Written(self.stage, self.tile, spans, own_sum))
+            self.record["written"].append([spans, own_sum])
 
     def close(self) -> None:
-        """Unlock the output for other processes."""
+        """Let go of files and memory, and unlock the output for other processes."""
+        if self.run is not None:
+            self.run.close()
         self.output.let_go()
 
     def explained(self) -> AbstractContextManager[None]:
@@ -182,89 +207,108 @@ class Stream:
             return explain_disk_errors(self.output.path)
         return contextlib.nullcontext()
 
-    def _save(self, output: FileOutput) -> None:
-        write_state(output.folder / STATE, {field: getattr(self, field) for field in FIELDS})
-
-    def _resume(self, summaries: Any) -> None:
-        """Load what was saved, and check that the tiles that were read for it have not changed."""
-        output: Any = self.output
-        if self.summaries and not summaries.load(self.summaries[-1], self.stage, self.tile):
-            _warn(
-                f'{self.caller}: "{output.folder}" does not hold any more what passes stored for later ones; '
-                "all run again."
-            )
-            self.stage, self.tile, self.summaries, self.written = 0, 0, [], []
-            with self.explained():
-                self._save(output)
-        for name, sums in self.checksums.items():
-            for key in list(sums):  # the sample, if each runs by itself, and the tile
-                *sample, index = map(int, key.split())
-                self.read(name, index, self.volumes[name][1][index], *sample)
-
-    def _open(self, output: FileOutput) -> None:
-        """Lock the output and open it, with the progress of an unfinished one of the same identity, or make it anew."""
-        overwrite = output.overwrite
+    def _open(self, output: FileOutput, run: Run) -> bool:
+        """Lock the output and open it, with the records of an unfinished one of the same identity, or make it anew."""
         with contextlib.ExitStack() as unlocked:
             output.owned.hold()
             unlocked.callback(output.owned.let_go)
-            output.restore_replaced()
-            check_path(output.path, overwrite)  # again: the path may exist since it was checked
-            state = _read_saved(output.path, overwrite)
-            changed = [name for name, own in self.identity.items() if state and state["identity"].get(name) != own]
-            if changed and not overwrite:
-                raise refusal(
-                    ValueError,
-                    f'"{output.folder}" holds an unfinished prediction with another '
-                    f"{' and '.join(changed)}; fix: call it with the same {' and '.join(changed)} to finish that; to "
-                    f"begin anew, remove that folder{overwrite_fix(overwrite)}.",
-                )
-            if state is None or changed:
+            state = self._read_state(output)
+            if state is None:
                 self._make(output)
+                self._plan(run)
             else:
-                self.stage, self.tile = state["stage"], state["tile"]
-                self.checksums, self.summaries = state["checksums"], state["summaries"]
-                self.written = [_Written(*each) for each in state["written"]]
-                self._reopen(output)
+                self._reopen(output, run, state["written"])
             unlocked.pop_all()
+        return state is not None
+
+    def _read_state(self, output: FileOutput) -> dict[str, Any] | None:
+        """Return the state of an unfinished output of the same identity; None if there is none, or it is replaced."""
+        overwrite = output.overwrite
+        output.restore_replaced()
+        check_path(output.path, overwrite)  # again: the path may exist since it was checked
+        state = _read_saved(output.path, overwrite)
+        changed = [name for name, own in self.identity.items() if state and state["identity"].get(name) != own]
+        if changed and not overwrite:
+            raise refusal(
+                ValueError,
+                f'"{output.folder}" holds an unfinished prediction with another '
+                f"{' and '.join(changed)}; fix: call it with the same {' and '.join(changed)} to finish that; to "
+                f"begin anew, remove that folder{overwrite_fix(overwrite)}.",
+            )
+        return None if changed else state
 
     def _make(self, output: FileOutput) -> None:
         output.owned.empty()
         try:
             output.make()
-            self._save(output)
+            self._save(output, [])
         except OSError:
             with contextlib.suppress(OSError):
                 output.owned.remove()
             raise
 
-    def _reopen(self, output: FileOutput) -> None:
-        """Open an unfinished output; if it does not hold all that was written, make it anew and rewind the progress."""
-        boxes = [(tuple(slice(*span) for span in each.box), each.checksum) for each in self.written]
-        covered = sum(math.prod(stop - start for start, stop in each.box) for each in self.written)
-        complete = covered == math.prod(output.spec.shape) or not was_moved(output.path)
-        if complete and output.open() and all(output.holds(*each) for each in boxes):
+    def _save(self, output: FileOutput, written: Sequence[Any]) -> None:
+        positions, stored, on_disk, shared = self.planned
+        state = {"identity": self.identity, "positions": positions, "stored": stored, "on_disk": on_disk}
+        state |= {"shared": shared, "threads": self.threads, "written": written}
+        replace_file(output.folder / STATE, pack(state))
+
+    def _reopen(self, output: FileOutput, run: Run, written: Sequence[Any]) -> None:
+        """Go on with an unfinished output: what it and stored values do not hold any more runs again."""
+        opened = output.open()
+        if was_moved(output.path) and opened and all(_holds(output, each) for each in written):
+            return  # all is done but to remove the folder
+        self._plan(run)
+        for each in self.records[len(run.passes) :]:  # what is in coarser levels has no checksum
+            each.clear()
+        records = [each.settle() for each in self.records]
+        self._check_written(output, opened, [[box for each in own for box in each["written"]] for own in records])
+        number = next((number for number, each in enumerate(self.records) if not each.is_complete()), len(self.records))
+        if number < len(run.passes):
+            first = run.first_pass(number)
+            sums: dict[str, dict[str, int]] = {}
+            for record in itertools.chain.from_iterable(records[first : number + 1]):
+                for name, own in record["stored"].items():
+                    sums.setdefault(name, {}).update(own)
+            if not run.resume(number, self.records[number].finished(), sums):
+                _warn(
+                    f'{self.caller}: "{output.folder}" does not hold any more what passes stored for later ones; '
+                    "all run again."
+                )
+                for each in self.records[first:]:
+                    each.clear()
+        for record in itertools.chain.from_iterable(records):
+            self._learn(record)
+        for name, read in self.checksums.items():
+            for key in list(read):  # the sample, if each runs by itself, and the tile
+                *sample, index = map(int, key.split())
+                self.read(name, index, self.volumes[name][1][index], *sample)
+
+    def _learn(self, record: Record) -> None:
+        """Know the checksums of tiles that were read."""
+        for name, read in record["read"].items():
+            self.checksums.setdefault(name, {}).update(read)
+
+    def _check_written(self, output: FileOutput, opened: bool, written: Sequence[Sequence[Any]]) -> None:
+        """Let passes run again that wrote what the output does not hold any more."""
+        if opened and not was_moved(output.path) and all(_holds(output, each) for own in written for each in own):
             return
-        # The progress has the summaries, so only the last pass, which writes, runs again.
-        if self.written:
-            _warn(
-                f'{self.caller}: "{output.growing}" does not hold any more what was written to it; it is made anew, '
-                f"and its {len(self.written)} tiles are computed again."
-            )
-            self.stage, self.tile = self.written[0][:2]
-            self.written = []
         output.make()
         check_path(output.path, output.overwrite)  # again: the file at the path is another
-        self._save(output)
+        first = next((number for number, own in enumerate(written) if own), len(self.records))
+        if first < len(self.records):
+            _warn(
+                f'{self.caller}: "{output.growing}" does not hold any more what was written to it; it is made anew, '
+                f"and its {sum(map(len, written))} tiles are computed again."
+            )
+        for records in self.records[first:]:
+            records.clear()
 
 
-def write_whole(caller: str, path: Path, array: np.ndarray, metadata: ImageMetadata, overwrite: bool) -> Any:
-    """Write an array in memory to a path, completely or not at all, and return it opened."""
-    check_path(path, overwrite)
-    output = FileOutput(caller, path, OutputSpec(array.shape, array.dtype, array.shape, metadata), overwrite)
-    stream = Stream(output, {"model": "in one piece"}, Saved(array.shape), {})
-    with stream.explained(), contextlib.closing(stream):
-        output.write((slice(None),) * array.ndim, torch.from_numpy(array))
-        return output.finish()
+def _holds(output: FileOutput, written: Sequence[Any]) -> bool:
+    """Whether an output holds a box that was written, by its checksum."""
+    box, own_sum = written
+    return output.holds(tuple(slice(*span) for span in box), own_sum)
 
 
 def _warn(text: str) -> None:
@@ -289,7 +333,15 @@ def find_unfinished(
     if state is None or any(state["identity"].get(name) != own for name, own in identity.items()):
         return identity, None
     stored = tuple((int(node), int(output)) for node, output in state["stored"])
-    return identity, Saved(tuple(state["positions"]), stored, state["on_disk"])
+    return identity, Saved(tuple(state["positions"]), stored, state["on_disk"], state["shared"])
+
+
+def refuse_shared(path: Path | None, saved: Saved | None, *, several: bool) -> bool:
+    """Return whether several processes write an output; refuse them where one has begun it."""
+    if saved is None or not several or saved.shared:
+        return several if saved is None else saved.shared
+    fix = "repeat the call in one process, or remove that folder"
+    raise refusal(ValueError, f'"{path}.unfinished" was begun by one process; fix: {fix}.')
 
 
 def _read_saved(path: Path, overwrite: bool | None) -> dict[str, Any] | None:
@@ -298,8 +350,8 @@ def _read_saved(path: Path, overwrite: bool | None) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        return read_state(file)
-    except ValueError as error:
+        return unpack(file.read_bytes(), FIELDS)
+    except DamagedError as error:
         if overwrite:
             return None
         raise refusal(
@@ -307,55 +359,3 @@ def _read_saved(path: Path, overwrite: bool | None) -> dict[str, Any] | None:
             f'"{file}", the progress of an unfinished prediction, is damaged: {error}; '
             f'fix: to begin anew, remove "{file.parent}"{overwrite_fix(overwrite)}.',
         ) from None
-
-
-# What reading a damaged zip file raises beside.
-_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error)
-
-
-def write_state(file: Path, state: dict[str, Any]) -> None:
-    """Write a state of JSON values, dtypes and tensors to a zip file: JSON, and the bytes of each tensor."""
-    tensors: list[Tensor] = []
-
-    def describe(value: object) -> dict[str, Any]:
-        if isinstance(value, torch.dtype):
-            return {"dtype": str(value)}
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{type(value).__name__} cannot be saved")
-        tensors.append(value)
-        return {"tensor": len(tensors) - 1, "shape": list(value.shape), "of": str(value.dtype)}
-
-    text = json.dumps({"version": _VERSION, **state}, default=describe)
-    with open_replacement(file) as opened, zipfile.ZipFile(opened, "w") as archive:
-        archive.writestr(zipfile.ZipInfo("state.json"), text)  # without the time, which may be before 1980
-        for number, tensor in enumerate(tensors):
-            flat = tensor.detach().cpu().contiguous()
-            flat = flat.as_strided((flat.numel(),), (1,))  # a tensor of one element may have any stride
-            with archive.open(zipfile.ZipInfo(f"tensor{number}"), "w", force_zip64=True) as member:
-                member.write(flat.view(torch.uint8).numpy().data)
-
-
-def read_state(file: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote; no code in the file is run, and checksums cover every byte."""
-    # From memory: where a damaged file has a position that cannot be, reading a file fails as a disk does.
-    content = io.BytesIO(file.read_bytes())
-    try:
-        with zipfile.ZipFile(content) as archive:
-
-            def restore(value: dict[str, Any]) -> Any:
-                if value.keys() == {"dtype"}:
-                    return _DTYPES[value["dtype"]]
-                if value.keys() != {"tensor", "shape", "of"}:
-                    return value
-                numbers = np.array(memoryview(archive.read(f"tensor{value['tensor']}")), np.uint8)
-                return torch.from_numpy(numbers).view(_DTYPES[value["of"]]).reshape(value["shape"])
-
-            state = json.loads(archive.read("state.json"), object_hook=restore)
-    except (ArithmeticError, EOFError, LookupError, RuntimeError, TypeError, ValueError, *_DAMAGED) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-    if not isinstance(state, dict) or state.get("version") != _VERSION:
-        raise ValueError("it was written by another version of farfield")
-    for field, kind in FIELDS.items():
-        if not isinstance(state.get(field), kind):
-            raise ValueError(f"{field} is {state.get(field)!r:.60}")
-    return state

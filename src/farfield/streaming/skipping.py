@@ -25,20 +25,21 @@ from farfield.volumes.source import AxisLayout, Region, VolumeSource
 from farfield.volumes.volume import open_volume, split_volume
 
 
-def open_mask(mask: Any, fill: Any) -> Any:
-    """Return a mask as an array, which may be a path; refuse one of floats, and a `fill` that is no number."""
+def check_fill(fill: Any, has_mask: bool) -> None:
+    """Refuse a `fill` that is no number, or without a mask."""
     if isinstance(fill, bool) or not isinstance(fill, int | float | np.integer | np.floating):
         raise refusal(TypeError, f"fill must be a number, got {fill!r}; fix: fill=0.")
-    if mask is None:
-        if fill:
-            raise refusal(ValueError, "got fill but no mask; fix: give the mask too.")
-        return None
+    if fill and not has_mask:
+        raise refusal(ValueError, "got fill but no mask; fix: give the mask too.")
+
+
+def open_mask(mask: Any) -> Any:
+    """Return a mask as an array, which may be a path; refuse one of floats."""
     _, mask = split_volume(open_volume(mask) if isinstance(mask, str | Path) else mask)
     check_volume("predict_whole", "mask", mask)
     if "float" in str(getattr(mask, "dtype", "")):
-        raise refusal(
-            TypeError, f"mask must be boolean, True where a position is valid, got {mask.dtype}; fix: mask > 0."
-        )
+        text = f"mask must be boolean, True where a position is valid, got {mask.dtype}; fix: mask > 0."
+        raise refusal(TypeError, text)
     return mask
 
 
@@ -68,8 +69,6 @@ def find_skipped(plan: GraphPlan, source: VolumeSource, samples: int) -> np.ndar
     """
     labelled, graph = plan.labelled, plan.labelled.graph
     own = range(samples) if source.layout.batch and samples > 1 else [None]
-    kept = np.zeros((len(own), len(plan.stages), len(plan.tiles)), bool)
-    filled = np.zeros(len(own), bool)
     # What each pass sums and writes, with its mask.
     masks: list[list[tuple[Value, Value | None]]] = []
     for each in plan.stages:
@@ -79,13 +78,19 @@ def find_skipped(plan: GraphPlan, source: VolumeSource, samples: int) -> np.ndar
         # Of values that run along fewer axes, some tiles alone have all.
         shared = (value for value in each.writes if not set(plan.cut) <= set(axes_of(labelled.layouts[value])))
         masks[-1] += [(value, None) for value in shared]
+    # Of each sample, pass and tile, and of what is summed or written.
+    found = [np.zeros((len(own), len(plan.tiles), len(pairs)), bool) for pairs in masks]
+    filled = np.zeros(len(own), bool)
     for (row, sample), (place, tile) in itertools.product(enumerate(own), enumerate(plan.tiles)):
         has_valid = functools.cache(partial(_has_valid, plan, source, sample, tile))
         filled[row] |= has_valid(graph.inputs[-1])
-        for stage, pairs in enumerate(masks):
-            kept[row, stage, place] = any(
+        for own_found, pairs in zip(found, masks, strict=True):
+            own_found[row, place] = [
                 labelled.owns(labelled.layouts[value], tile) and has_valid(mask) for value, mask in pairs
-            )
+            ]
+    kept = np.stack([each.max(2, initial=False) for each in found], 1)
+    # What has no valid position at all is summed nevertheless, in the first tile.
+    kept[:, :, 0] |= np.stack([(~each.max(1)).max(1, initial=False) for each in found], 1)
     storing = [stage for stage, each in enumerate(plan.stages) if each.writes]
     if storing:
         # One position needs all that is gathered.

@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import math
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from farfield._checks import install_command
+from farfield._files import replace_file
 from farfield._refusals import is_refusal, refusal
 from farfield.streaming.graph import Info
 from farfield.streaming.spans import Box, Layout, Span, box_shape, read_box, region_of, whole_box, write_box
@@ -31,6 +33,8 @@ except ModuleNotFoundError as error:
 
 # Names of the files, in the folder of the unfinished output, end with this.
 SUFFIX = ".value"
+# Bytes of a checksum at the end of a block that is a file.
+_CHECKSUM = 8
 
 
 class StoredInMemory:
@@ -56,7 +60,7 @@ class StoredInMemory:
         # As it is read from a file: the order in which a kernel adds, and so its rounding, follows from strides.
         return read_box(self.whole, region_of(whole_box(self.layout)), box).contiguous()
 
-    def holds(self, checksums: Mapping[str, int], tiles: Sequence[int]) -> bool:
+    def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
         """Whether nothing of these tiles is needed."""
         return not tiles
 
@@ -135,23 +139,26 @@ class StoredInFile:
 
     def read(self, index: int, box: Box) -> Tensor:
         """Read a box for a tile; refuse a file of which the tile's own part was changed since it was written."""
-        array = self._mapped()
-        if index in self.checksums and checksum(self._block(array, index).data) != self.checksums[index]:
+        if not self._is_intact(index):
             raise self._changed(f"in tile {index}")
         spans = [span for dim in box for span in dim]
         result = torch.empty(_lengths(spans), dtype=self.info.dtype, device="cpu")
         for place, part in enumerate(self.parts):
             if part is None or (both := _overlap(spans, part)) is None:
                 continue
-            block = torch.from_numpy(self._block(array, place)).view(self.info.dtype)
+            block = torch.from_numpy(np.asarray(mapped := self._map_block(place))).view(self.info.dtype)
             result[_within(both, spans)] = block.view(_lengths(part))[_within(both, part)]
-            release(array)  # after each block, or all neighbors of a tile would be resident at once
+            release(mapped)  # after each block, or all neighbors of a tile would be resident at once
         return result.reshape(box_shape(box)).to(self.device)
 
-    def _block(self, array: Any, index: int) -> np.ndarray:
-        return np.asarray(array[self.offsets[index] : self.offsets[index + 1]])
+    def _is_intact(self, index: int) -> bool:
+        """Whether the tile's own block is as it was written."""
+        return index not in self.checksums or checksum(self._map_block(index).data) == self.checksums[index]
 
-    def holds(self, checksums: Mapping[str, int], tiles: Sequence[int]) -> bool:
+    def _map_block(self, index: int) -> Any:
+        return self._mapped()[self.offsets[index] : self.offsets[index + 1]]
+
+    def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
         """Whether the file holds the blocks of these tiles, by their checksums; they are then read and continued."""
         needed = {index: checksums.get(str(index)) for index in tiles if self.parts[index] is not None}
         if not needed:
@@ -159,11 +166,10 @@ class StoredInFile:
         if None in needed.values() or self.path is None or self.path.is_symlink() or not self.path.is_file():
             return False
         try:
-            array = self._mapped()
+            same = all(checksum(self._map_block(index).data) == own for index, own in needed.items())
         except ValueError:
             return False
-        same = all(checksum(self._block(array, index).data) == own for index, own in needed.items())
-        release(array)
+        release(self._mapped())
         self.checksums = {index: own for index, own in needed.items() if same and own is not None}
         return same
 
@@ -219,6 +225,70 @@ class StoredInFile:
             f"{self._described} has changed since it was written, {how}; it stores {self.name} between "
             "passes; fix: repeat the call, which computes it again.",
         )
+
+
+class StoredInBlocks(StoredInFile):
+    """A value of which each block is a file of its own, which any process may write, and any reads.
+
+    A file ends with its checksum. Each sample has files of its own: a process that is late overwrites none of the next.
+    """
+
+    sample = 0
+
+    def begin(self, sample: int) -> None:
+        """Go on with a sample."""
+        self.sample = sample
+
+    def write(self, index: int, box: Box, block: Tensor) -> None:
+        """Write a tile's own part."""
+        content = block.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        self.checksums[index] = checksum(content)
+        with self._explained():
+            replace_file(self._file(index), content + self.checksums[index].to_bytes(_CHECKSUM, "little"))
+
+    def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
+        """Whether there are the blocks of these tiles, by their checksums."""
+        needed = {index: checksums.get(str(index)) for index in tiles if self.parts[index] is not None}
+        try:
+            return all(self._is_intact(index) and own == self._read_sum(index) for index, own in needed.items())
+        except ValueError:
+            return False
+
+    def clean(self, *, is_read: bool) -> None:
+        """Remove the files of earlier samples, and of this one unless it is read; other processes may be ahead."""
+        for folder in self._folder.parent.glob(f"*-{self._folder.name.partition('-')[2]}"):
+            sample = int(folder.name.partition("-")[0])
+            if sample < self.sample or (sample == self.sample and not is_read):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove the files."""
+        self.clean(is_read=False)
+
+    @property
+    def _folder(self) -> Path:
+        path = self.path or Path(self.name)
+        return path.with_name(f"{self.sample}-{path.name}")
+
+    def _file(self, index: int) -> Path:
+        return self._folder / str(index)
+
+    def _is_intact(self, index: int) -> bool:
+        return checksum(self._map_block(index).data) == self._read_sum(index)
+
+    def _read_sum(self, index: int) -> int:
+        with self._file(index).open("rb") as file:
+            file.seek(-_CHECKSUM, os.SEEK_END)
+            return int.from_bytes(file.read(), "little")
+
+    def _map_block(self, index: int) -> Any:
+        file, length = self._file(index), self.offsets[index + 1] - self.offsets[index]
+        try:
+            if file.stat().st_size != length + _CHECKSUM:
+                raise self._changed("and has another length")
+            return np.memmap(file, np.uint8, "r+", shape=(length,))
+        except FileNotFoundError:
+            raise self._changed(f"and has no block of tile {index}") from None
 
 
 def _lengths(spans: Sequence[Span]) -> list[int]:

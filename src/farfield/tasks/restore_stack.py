@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from farfield._refusals import door, refusal
 from farfield.streaming import Tiles, predict_whole
-from farfield.streaming.progress import write_whole
+from farfield.streaming.engines.local import write_whole
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.axes_view import AxesView, order_axes

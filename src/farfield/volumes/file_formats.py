@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from farfield.volumes import ome_zarr
-from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.image_metadata import SPACE, ImageMetadata
 from farfield.volumes.tiff_metadata import (
     IMAGEJ_AXES,
     OME_DTYPES,
@@ -33,7 +33,7 @@ class OutputSpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    tile: tuple[int, ...]  # size of the tiles that are written, one number per spatial dim
+    box: tuple[int, ...]  # what a tile writes: one after the other from 0, in whole chunks of zarr
     metadata: ImageMetadata  # its axes and voxel size
 
     @property
@@ -120,16 +120,8 @@ def open_tiff(path: Path, spec: OutputSpec, mode: Mode) -> Any:
 
 # ---- zarr ------------------------------------------------------------------------------------------------------------
 def chunk_lengths(spec: OutputSpec) -> list[int]:
-    """Return the chunks of a zarr array: no larger than a tile, so that few chunks are written twice."""
-    leading = len(spec.shape) - len(spec.tile)
-    # Times and planes are written one after the other.
-    chunks = [
-        *(
-            1 if letter in "TZ" else length
-            for letter, length in zip(spec.metadata.axes, spec.shape[:leading], strict=False)
-        ),
-        *(min(positions, length) for positions, length in zip(spec.tile, spec.shape[leading:], strict=True)),
-    ]
+    """Return the chunks of a zarr array, which divide what a tile writes: no chunk is written by two tiles."""
+    chunks = list(map(min, spec.box, spec.shape))
     while math.prod(chunks) * spec.dtype.itemsize > CHUNK and any(length % 2 == 0 for length in chunks):
         axis = max((length, axis) for axis, length in enumerate(chunks) if length % 2 == 0)[1]
         chunks[axis] //= 2
@@ -156,42 +148,58 @@ def open_zarr(path: Path, spec: OutputSpec, mode: Mode) -> Any:
     return zarr.open_array(str(path), mode=mode)
 
 
-def pyramid_of(group: Any, spec: OutputSpec) -> ome_zarr.Pyramid:
-    """Return the levels of a group of OME-Zarr as one output."""
-    factors = ome_zarr.pyramid_factors(spec.shape, spec.metadata)
-    return ome_zarr.Pyramid([group[str(level)] for level in range(len(factors) + 1)], factors)
+def level_shapes(spec: OutputSpec) -> list[tuple[int, ...]]:
+    """Return the shape of each level of an image of OME-Zarr, from the finest."""
+    shapes = [spec.shape]
+    for factors in ome_zarr.pyramid_factors(spec.shape, spec.metadata):
+        shapes.append(tuple(-(-length // each) for length, each in zip(shapes[-1], factors, strict=True)))
+    return shapes
+
+
+def chunks_of_levels(spec: OutputSpec) -> list[tuple[int, ...]]:
+    """Return the chunks of each level of an image of OME-Zarr: a plane or stack of one channel."""
+    single = [length if letter in SPACE else 1 for letter, length in zip(spec.metadata.axes, spec.box, strict=True)]
+    chunks = chunk_lengths(spec._replace(box=tuple(single)))
+    return [tuple(map(min, chunks, shape)) for shape in level_shapes(spec)]
+
+
+def grids_of_levels(spec: OutputSpec) -> list[tuple[int, ...]]:
+    """Return the number of chunks along each axis, for each level but the finest."""
+    pairs = list(zip(level_shapes(spec), chunks_of_levels(spec), strict=True))[1:]
+    return [tuple(-(-length // chunk) for length, chunk in zip(*each, strict=True)) for each in pairs]
+
+
+def write_level(path: Path, spec: OutputSpec, level: int, place: int) -> None:
+    """Write a chunk of a level of an image of OME-Zarr, which follows from the level before it."""
+    import zarr
+
+    group: Any = zarr.open_group(str(path), mode="r+")
+    chunks = chunks_of_levels(spec)[level]
+    starts = np.unravel_index(place, grids_of_levels(spec)[level - 1])
+    index = tuple(slice(int(at) * chunk, int(at + 1) * chunk) for at, chunk in zip(starts, chunks, strict=True))
+    factors = ome_zarr.pyramid_factors(spec.shape, spec.metadata)[level - 1]
+    ome_zarr.fill(group[str(level - 1)], group[str(level)], index, factors)
 
 
 def make_ome_zarr(path: Path, spec: OutputSpec) -> Any:
-    """Make an image of OME-Zarr with all levels of its pyramid; a chunk has one channel."""
+    """Make an image of OME-Zarr with all levels of its pyramid, and return the finest."""
     import zarr
 
     factors = ome_zarr.pyramid_factors(spec.shape, spec.metadata)
-    average = spec.dtype.kind == "f"
     name = path.name.removesuffix(path.suffix).removesuffix(".ome")
-    attributes = ome_zarr.describe_image(name, spec.metadata, factors, average)
+    attributes = ome_zarr.describe_image(name, spec.metadata, factors, average=spec.dtype.kind == "f")
     group = zarr.create_group(str(path), attributes=attributes)
-    leading = len(spec.shape) - len(spec.tile)
-    single = spec._replace(shape=(1,) * leading + spec.shape[leading:])
-    shape, chunks = list(spec.shape), chunk_lengths(single)
     names = [axis["name"] for axis in attributes["ome"]["multiscales"][0]["axes"]]
-    for level, factor in enumerate([(1,) * len(shape), *factors]):
-        shape = [-(-length // each) for length, each in zip(shape, factor, strict=True)]
-        lengths = tuple(map(min, chunks, shape))
-        group.create_array(str(level), shape=shape, chunks=lengths, dtype=spec.dtype, dimension_names=names)
-    return pyramid_of(group, spec)
+    for level, (shape, chunks) in enumerate(zip(level_shapes(spec), chunks_of_levels(spec), strict=True)):
+        group.create_array(str(level), shape=shape, chunks=chunks, dtype=spec.dtype, dimension_names=names)
+    return group["0"]
 
 
 def open_ome_zarr(path: Path, spec: OutputSpec, mode: Mode) -> Any:
-    """Open an image of OME-Zarr: the array of its finest level, or, for writing, all levels of its pyramid."""
+    """Open the finest level of an image of OME-Zarr."""
     import zarr
 
-    group = zarr.open_group(str(path), mode=mode)
-    if mode == "r":
-        return group["0"]
-    pyramid = pyramid_of(group, spec)
-    pyramid.refresh_all()
-    return pyramid
+    return zarr.open_group(str(path), mode=mode)["0"]
 
 
 def complete_ome_zarr(path: Path, spec: OutputSpec) -> None:
@@ -223,6 +231,11 @@ def leave(path: Path, spec: OutputSpec) -> None:
     """Do nothing: the file is complete when all tiles are written."""
 
 
+def no_levels(spec: OutputSpec) -> list[tuple[int, ...]]:
+    """Return nothing: the file is one array."""
+    return []
+
+
 class Format(NamedTuple):
     """How files of a format are made and opened."""
 
@@ -232,6 +245,8 @@ class Format(NamedTuple):
     mapped: bool
     refuse: Callable[[Path, OutputSpec], str | None] = hold_all  # why the format cannot hold the array; None if it can
     complete: Callable[[Path, OutputSpec], None] = leave  # called when all tiles are written
+    # The number of chunks along each axis of coarser levels, which are written after all tiles.
+    levels: Callable[[OutputSpec], list[tuple[int, ...]]] = no_levels
 
 
 FORMATS = {
@@ -240,7 +255,7 @@ FORMATS = {
     ".tif": Format(make_tiff, open_tiff, True, refuse_tiff),
     ".tiff": Format(make_tiff, open_tiff, True, refuse_tiff),
 }
-OME_ZARR = Format(make_ome_zarr, open_ome_zarr, False, refuse_ome_zarr, complete_ome_zarr)
+OME_ZARR = Format(make_ome_zarr, open_ome_zarr, False, refuse_ome_zarr, complete_ome_zarr, grids_of_levels)
 
 
 def find_format(path: Path) -> Format | None:

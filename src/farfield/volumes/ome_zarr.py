@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -126,47 +125,10 @@ def halve(box: np.ndarray, factors: Sequence[int], average: bool) -> np.ndarray:
     return total.astype(box.dtype)
 
 
-class Pyramid:
-    """The levels of an image that is written box by box, from the finest: numbers are averaged, integers are labels."""
-
-    def __init__(self, levels: Sequence[Any], factors: Sequence[Sequence[int]]) -> None:
-        self.levels, self.factors = levels, factors
-        self.shape, self.dtype = levels[0].shape, levels[0].dtype
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.levels[0][index]
-
-    def __setitem__(self, index: tuple[slice, ...], box: np.ndarray) -> None:
-        """Write a box to the finest level, and what follows from it to the others."""
-        self.levels[0][index] = box
-        self.refresh(index)
-
-    def refresh(self, index: tuple[slice, ...]) -> None:
-        """Write the coarser levels of a box from what is in the finest."""
-        # A box may end within the neighbours of a position of the next level, which is then computed from what is on
-        # disk; the box that is written last has all of them.
-        spans = [each.indices(length)[:2] for each, length in zip(index, self.shape, strict=True)]
-        for finer, coarser, factors in zip(self.levels, self.levels[1:], self.factors, strict=False):
-            spans = [
-                (start // factor, -(-stop // factor)) for (start, stop), factor in zip(spans, factors, strict=True)
-            ]
-            read = tuple(
-                slice(start * factor, stop * factor) for (start, stop), factor in zip(spans, factors, strict=True)
-            )
-            box = halve(np.asarray(finer[read]), factors, self.dtype.kind == "f")
-            coarser[tuple(slice(*span) for span in spans)] = box
-
-    def refresh_all(self) -> None:
-        """Write the coarser levels anew: a process may have been killed between two of them."""
-        for index in chunk_indices(self.levels[0]) if self.factors else ():
-            self.refresh(index)
-
-
-def chunk_indices(array: Any) -> itertools.product[tuple[slice, ...]]:
-    """Return the indices of the chunks of a zarr array."""
-    starts = [range(0, length, chunk) for length, chunk in zip(array.shape, array.chunks, strict=True)]
-    spans = [[slice(start, start + chunk) for start in each] for each, chunk in zip(starts, array.chunks, strict=True)]
-    return itertools.product(*spans)
+def fill(finer: Any, coarser: Any, index: tuple[slice, ...], factors: Sequence[int]) -> None:
+    """Write a chunk of a level from the level before it: numbers are averaged, integers are labels."""
+    read = tuple(slice(span.start * factor, span.stop * factor) for span, factor in zip(index, factors, strict=True))
+    coarser[index] = halve(np.asarray(finer[read]), factors, coarser.dtype.kind == "f")
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 import zlib
@@ -17,7 +18,7 @@ from torch import Tensor
 from farfield._checks import ShapeError
 from farfield._files import OwnedFolder, remove
 from farfield._refusals import refusal
-from farfield.volumes.file_formats import FORMATS, Format, OutputSpec, find_format
+from farfield.volumes.file_formats import FORMATS, Format, OutputSpec, find_format, write_level
 from farfield.volumes.source import Region, release
 from farfield.volumes.unfinished import FULL_DISK, REPLACED, STATE, unfinished_folder, was_moved
 
@@ -127,6 +128,10 @@ class FileOutput:
             with self.growing.open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, self.growing.stat().st_size)
 
+    def attach(self) -> None:
+        """Open the unfinished file that another process has made."""
+        self.array = self.format.open(self.growing, self.spec, "r+")
+
     def open(self) -> bool:
         """Open the unfinished file, or the one moved to its path; False if it is missing, damaged or another."""
         if self.growing.is_symlink():
@@ -175,6 +180,14 @@ class FileOutput:
         if self.format.mapped:
             self.array.flush()
             release(self.array)
+
+    def levels(self) -> list[int]:
+        """Return the number of chunks of each coarser level, which follow from the level before it."""
+        return list(map(math.prod, self.format.levels(self.spec)))
+
+    def write_level(self, level: int, place: int) -> None:
+        """Write a chunk of a coarser level."""
+        write_level(self.growing, self.spec, level, place)
 
     def restore_replaced(self) -> None:
         """Move a folder back to its path if a process was killed before it moved the new one there."""
@@ -264,6 +277,10 @@ class ArrayOutput:
 
     def let_go(self) -> None:
         """Do nothing: an array is not locked."""
+
+    def levels(self) -> list[int]:
+        """Return nothing: an array has no coarser levels."""
+        return []
 
     def finish(self) -> Any:
         """Return the array."""

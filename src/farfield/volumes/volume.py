@@ -151,6 +151,11 @@ def _parse_part(letter: str, given: Any) -> slice:
     return slice(*limits)
 
 
+def is_reopened(volume: Volume) -> bool:
+    """Whether a volume pickles as the call that opened it."""
+    return volume._opened is not None
+
+
 def split_volume(volume: Any) -> tuple[ImageMetadata | None, Any]:
     """Return the metadata of a `Volume`, or of an array of xarray or MONAI, and its array; else None and the array."""
     if isinstance(volume, Volume):

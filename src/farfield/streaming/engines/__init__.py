@@ -1,0 +1,1 @@
+"""Engines: who calls `Stream.run_task`, in which order, and where."""

@@ -1,0 +1,342 @@
+"""Many processes and one give the same bytes: tasks in any order, workers of a cluster, parts, and what is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from farfield.streaming import Part, Tiles, _predict_whole, plan_whole, predict_whole
+from farfield.streaming.engines import cluster, local
+from farfield.streaming.progress import Stream
+from farfield.volumes import ome_zarr, open_volume
+from helpers import several_processes
+from helpers.several_processes import CASES, content, network_of, volume_of
+from helpers.streamed_nets import settled
+
+distributed = pytest.importorskip("distributed", reason="distributed is not installed, which the extra dev has")
+
+ROOT = Path(__file__).parents[2]
+SUFFIXES = (".zarr", ".ome.zarr")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_small_levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ome_zarr, "SMALLEST", 16)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def call(case: str, out: Path, **options: Any) -> Any:
+    return predict_whole(network_of(case), volume_of(), out=out, quiet=True, **CASES[case].options, **options)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, bytes]]:
+    """The bytes of one process."""
+    return {}
+
+
+def want(case: str, suffix: str, wanted: dict, folder: Path) -> dict[str, bytes]:
+    if (case, suffix) not in wanted:
+        call(case, folder / f"want{suffix}")
+        wanted[case, suffix] = content(folder / f"want{suffix}")
+    return wanted[case, suffix]
+
+
+def start(workers: int, **options: Any) -> Any:
+    """A cluster whose processes see the tests, and what the tests have set."""
+    return distributed.LocalCluster(
+        n_workers=workers,
+        threads_per_worker=1,
+        host="127.0.0.1",
+        dashboard_address="127.0.0.1:0",
+        memory_limit=0,
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])},
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with start(2) as started, distributed.Client(started) as connected:
+        yield connected
+
+
+def set_levels(client: Any) -> None:
+    client.run(lambda: setattr(__import__("farfield.volumes.ome_zarr", fromlist=["x"]), "SMALLEST", 16))
+
+
+# ---- one result ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("case", CASES)
+def test_tasks_in_any_order_and_twice(
+    case: str, suffix: str, wanted: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = random.Random(f"{case} {suffix}")
+
+    def run_shuffled(stream: Stream, quiet: bool) -> Any:
+        for number, (records, each) in enumerate(zip(stream.records, stream.passes, strict=True)):
+            tiles = list(range(each.tiles))
+            order.shuffle(tiles)
+            for index in [*tiles[:3], *tiles]:
+                stream.run_task(number, index)
+            assert records.is_complete()
+        return stream.finish()
+
+    monkeypatch.setattr(_predict_whole, "run_local", run_shuffled)
+    call(case, tmp_path / f"out{suffix}")
+    monkeypatch.undo()
+    monkeypatch.setattr(ome_zarr, "SMALLEST", 16)
+    assert content(tmp_path / f"out{suffix}") == want(case, suffix, wanted, tmp_path)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("case", CASES)
+def test_workers_of_a_cluster(case: str, suffix: str, client: Any, wanted: dict, tmp_path: Path) -> None:
+    set_levels(client)
+    out = tmp_path / f"out{suffix}"
+    got = call(case, out, client=client)
+    assert content(out) == want(case, suffix, wanted, tmp_path)
+    assert got.shape[-2:] == (53, 70)
+    assert {each.name for each in tmp_path.iterdir()} <= {out.name, f"want{suffix}"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 4])
+def test_other_numbers_of_workers(workers: int, wanted: dict, tmp_path: Path) -> None:
+    with start(workers) as started, distributed.Client(started) as connected:
+        set_levels(connected)
+        for case in CASES:
+            call(case, tmp_path / f"{case}.ome.zarr", client=connected)
+    for case in CASES:
+        got = content(tmp_path / f"{case}.ome.zarr")
+        assert got == want(case, ".ome.zarr", wanted, tmp_path)
+
+
+def start_part(case: str, out: Path, part: str) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    return subprocess.Popen([sys.executable, several_processes.__file__, case, str(out), part], env=environment)
+
+
+def test_parts_in_any_order(tmp_path: Path) -> None:
+    out = tmp_path / "out.zarr"
+    with pytest.raises(TimeoutError, match=r"predict_whole: 15 of 20 tiles of pass 1 are not finished after 0.3 s"):
+        call("norms", out, part=Part(4, 4, timeout=0.3))
+    parts = [start_part("norms", out, f"{number}/3") for number in (3, 1, 2)]
+    assert [each.wait() for each in parts] == [0, 0, 0]
+    call("norms", out, part=Part.parse("reduce"))
+    call("norms", tmp_path / "want.zarr")
+    assert content(out) == content(tmp_path / "want.zarr")
+    assert {each.name for each in tmp_path.iterdir()} == {"out.zarr", "want.zarr"}
+
+
+def test_passes_one_by_one(tmp_path: Path) -> None:
+    out, count = (
+        tmp_path / "out.ome.zarr",
+        len(plan_whole(network_of("labels"), (1, 53, 70), **CASES["labels"].options).passes),
+    )
+    for only in range(1, count + 9):
+        for number in (2, 1):
+            assert call("labels", out, part=Part(number, 2, only=only)) is None
+        if only == 1:
+            with pytest.raises(TimeoutError, match="20 of 20 tiles of pass 2 are not finished yet, from tile 0 on;"):
+                call("labels", out, part=Part.parse("reduce"))
+    call("labels", out, part=Part.parse("reduce"))
+    call("labels", tmp_path / "want.ome.zarr")
+    assert content(out) == content(tmp_path / "want.ome.zarr")
+
+
+# ---- what is killed --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seconds", [0.1, 0.4, pytest.param(0.2, marks=pytest.mark.long)])
+def test_a_worker_that_is_killed_costs_its_tasks(seconds: float, wanted: dict, tmp_path: Path) -> None:
+    with start(2) as started, distributed.Client(started) as connected:
+        set_levels(connected)
+        process = next(iter(connected.run(os.getpid).values()))
+        timer = threading.Timer(seconds, os.kill, (process, signal.SIGKILL))
+        timer.start()
+        call("softmax on disk", tmp_path / "out.zarr", client=connected)
+        timer.join()
+    assert content(tmp_path / "out.zarr") == want("softmax on disk", ".zarr", wanted, tmp_path)
+
+
+@pytest.mark.parametrize("tasks", [1, 7, 23, 40])
+def test_a_client_that_is_interrupted_goes_on(
+    tasks: int, client: Any, wanted: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_levels(client)
+    out, count = tmp_path / "out.ome.zarr", cluster.count_units
+
+    def interrupted(each: Any) -> int:
+        nonlocal tasks
+        tasks -= 1
+        if tasks == 0:
+            raise KeyboardInterrupt
+        return count(each)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "count_units", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call("norms", out, client=client)
+    assert (tmp_path / "out.ome.zarr.unfinished" / "progress.zip").exists()
+    # One process goes on with what several have begun, and several with it again.
+    with monkeypatch.context() as patch:
+        run_task, left = Stream.run_task, iter(range(3))
+
+        def stopped(stream: Stream, number: int, index: int) -> None:
+            next(left)
+            run_task(stream, number, index)
+
+        patch.setattr(Stream, "run_task", stopped)
+        with pytest.raises(StopIteration):
+            call("norms", out)
+    call("norms", out, client=client)
+    assert content(out) == want("norms", ".ome.zarr", wanted, tmp_path)
+
+
+@pytest.mark.parametrize("seconds", [2.5, pytest.param(3.5, marks=pytest.mark.long)])
+def test_a_part_that_is_killed_starts_again(seconds: float, tmp_path: Path) -> None:
+    out = tmp_path / "out.zarr"
+    parts = {number: start_part("attention", out, f"{number}/2") for number in (1, 2)}
+    time.sleep(seconds)
+    parts[1].kill()
+    parts[1].wait()
+    assert start_part("attention", out, "1/2").wait() == 0
+    assert parts[2].wait() == 0
+    call("attention", out, part=Part.parse("reduce"))
+    call("attention", tmp_path / "want.zarr")
+    assert content(out) == content(tmp_path / "want.zarr")
+
+
+# ---- volumes ---------------------------------------------------------------------------------------------------------
+def test_volumes_are_opened_by_the_workers(client: Any, tmp_path: Path) -> None:
+    """A file by its path, a part of a map of a file, an array in memory; a lazy array of dask."""
+    import dask.array
+    import tifffile
+
+    network, volume = network_of("attention"), volume_of((40, 70))
+    tifffile.imwrite(tmp_path / "a.tif", volume, compression="zlib", tile=(16, 16))
+    np.save(tmp_path / "a.npy", np.stack([volume + 1, volume]).transpose(0, 2, 1))
+    given = {
+        "file": open_volume(tmp_path / "a.tif"),
+        "map": np.load(tmp_path / "a.npy", mmap_mode="r")[1].T,
+        "memory": volume,
+        "tensor": torch.from_numpy(volume),
+        "dask": dask.array.from_array(volume, chunks=(7, 30)),
+    }
+    predict_whole(network, volume, tile=16, out=tmp_path / "want.zarr", quiet=True)
+    expected = content(tmp_path / "want.zarr")
+    for name, each in given.items():
+        out = tmp_path / f"{name}.zarr"
+        predict_whole(network, each, tile=16, out=out, client=client, quiet=True)
+        # What is known of axes differs: a file has letters.
+        assert content(out) | {"zarr.json": expected["zarr.json"]} == expected
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("out", "text"),
+    [
+        (None, r"with a client, out must be a path ending in \.zarr or \.ome\.zarr, got None: .*fix: out="),
+        ("array", r"with a client, out must be a path ending in \.zarr or \.ome\.zarr, got ndarray: .*fix: out="),
+        ("a.tif", r'got "a\.tif": '),
+    ],
+)
+def test_outputs_that_workers_cannot_write(out: Any, text: str, client: Any) -> None:
+    array = np.empty((2, 53, 70), "float32") if out == "array" else out
+    with pytest.raises(ValueError, match=f"predict_whole: .*{text}"):
+        predict_whole(network_of("attention"), volume_of(), tile=16, out=array, client=client, quiet=True)
+
+
+def test_what_is_no_client(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"predict_whole: client must be a dask.distributed.Client, got str; fix: "):
+        predict_whole(network_of("attention"), volume_of(), out=tmp_path / "out.zarr", client="tcp://127.0.0.1:8786")
+    with pytest.raises(TypeError, match=r"predict_whole: part must be a Part, got '3/16'; fix: Part\.parse"):
+        call("attention", tmp_path / "out.zarr", part="3/16")
+    for text in ("0/3", "three", "4/3", "-1/3"):
+        with pytest.raises(ValueError, match="Part: "):
+            Part.parse(text)
+
+
+def test_another_version_on_a_worker(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "version", lambda name: "9.9")
+    with pytest.raises(ValueError, match=r"predict_whole: worker tcp.* has farfield .*, and here is 9\.9; fix:"):
+        call("attention", tmp_path / "out.zarr", client=client)
+
+
+def test_a_folder_that_workers_do_not_see(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_TOKEN", "another name")
+    with pytest.raises(ValueError, match=r"predict_whole: worker tcp.* does not see the folder .*; fix: a folder that"):
+        call("attention", tmp_path / "out.zarr", client=client)
+
+
+def test_a_worker_without_the_memory(tmp_path: Path) -> None:
+    options = {
+        "n_workers": 1,
+        "processes": False,
+        "protocol": "tcp://",
+        "memory_limit": "10MB",
+        "dashboard_address": "127.0.0.1:0",
+    }
+    volume, network = np.zeros((1, 1000, 1000), "float32"), network_of("attention")
+    with distributed.LocalCluster(host="127.0.0.1", **options) as started, distributed.Client(started) as connected:
+        text = r"may take 10,000,000 bytes of memory, and a tile takes .*; fix: a larger"
+        with pytest.raises(ValueError, match=text):
+            predict_whole(network, volume, tile=1000, out=tmp_path / "out.zarr", client=connected, quiet=True)
+
+
+def test_a_network_that_workers_cannot_load(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text(
+        "from torch import nn\n\nclass Net(nn.Sequential):\n    def forward(self, own):\n        return self[0](own)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import only_here  # type: ignore[import-not-found]
+
+    network = settled(only_here.Net(nn.Conv2d(1, 2, 3, padding=1)))
+    text = r"predict_whole: the network .* cannot be loaded on a worker \(ModuleNotFoundError: .*only_here.*fix:"
+    with pytest.raises(ValueError, match=text):
+        predict_whole(network, volume_of(), tile=16, out=tmp_path / "out.zarr", client=client, quiet=True)
+
+
+def test_a_prediction_that_one_process_has_begun(client: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.zarr"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "count_units", lambda each: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            call("attention", out)
+    for several in ({"client": client}, {"part": Part(1, 2)}):
+        with pytest.raises(ValueError, match="was begun by one process; fix: repeat the call in one process"):
+            call("attention", out, **several)
+
+
+def test_an_error_of_a_tile_is_that_of_one_process(client: Any, tmp_path: Path) -> None:
+    volume = volume_of()
+    volume[0, 50, 60] = np.nan
+    network = network_of("norms")
+    options = CASES["norms"].options
+    with pytest.raises(ValueError, match=r"predict_whole: .*not finite") as alone:
+        predict_whole(network, volume, out=tmp_path / "alone.zarr", quiet=True, **options)
+    with pytest.raises(ValueError, match=r"predict_whole: .*not finite") as several:
+        predict_whole(network, volume, out=tmp_path / "several.zarr", client=client, quiet=True, **options)
+    assert str(several.value) == str(alone.value)
+
+
+def test_tiles_have_what_they_take(tmp_path: Path) -> None:
+    """`Tiles` are seen by each process, as those of one."""
+    out = tmp_path / "out.zarr"
+    predict_whole(network_of("norms"), volume_of(), tile=Tiles(16), pad="reflect", out=out, part=Part(1, 1), quiet=True)
+    assert (tmp_path / "out.zarr.unfinished" / "progress.zip").exists()
