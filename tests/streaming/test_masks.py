@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.streaming import MeanOverFlips, Tiles, freeze_statistics, plan_whole, predict_whole
+from farfield.streaming.engines.parts import Part
 from farfield.streaming.labels import GraphError
 from farfield.volumes import open_volume
 from helpers.masked_nets import coarse, run_masked
@@ -474,6 +476,16 @@ def test_resumes_with_the_same_mask_alone(tmp_path: Path) -> None:
         predict_whole(net, array, mask=changed, **options)
     got = predict_whole(net, array, mask=mask, **options)
     assert np.array_equal(got, predict_whole(net, array, mask=mask, tile=options["tile"], quiet=True))
+
+
+def test_several_processes(tmp_path: Path) -> None:
+    net, grid, mask = of_norm()
+    np.save(tmp_path / "mask.npy", mask)
+    options: dict[str, Any] = {"tile": 16, "mask": tmp_path / "mask.npy", "quiet": True, "out": tmp_path / "out.zarr"}
+    for only, number in itertools.product((1, 2), (2, 1)):
+        assert predict_whole(net, grid.numpy(), part=Part(number, 2, only=only), **options) is None
+    got = predict_whole(net, grid.numpy(), part=Part.parse("reduce"), **options)
+    assert relative(np.asarray(got), run_masked(net, grid[None], as_mask(mask))[0]) < TOLERANCE
 
 
 def test_a_plan_is_for_any_mask(capsys: pytest.CaptureFixture[str]) -> None:

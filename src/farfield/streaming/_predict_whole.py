@@ -28,6 +28,7 @@ from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
 from farfield.volumes.sink import FileOutput, output_for
+from farfield.volumes.volume import open_volume
 
 
 @looks_at_a_copy
@@ -170,6 +171,7 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
     check_fill(fill, mask is not None)
+    mask = open_volume(mask) if isinstance(mask, str | Path) else mask
     opened = volumes if mask is None else volumes | {"mask": open_mask(mask)}
     refuse_aliasing(out, opened)
     check_network(model, "model", "predict_whole(model, …)")

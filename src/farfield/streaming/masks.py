@@ -19,7 +19,7 @@ from farfield.streaming.labels import GraphError, LabelledGraph, box_at, find_ga
 from farfield.streaming.plan import GraphPlan, PatchPlan, make_graph_plan
 from farfield.streaming.recording import find_distance, spans_along, whole_of
 from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
-from farfield.streaming.rules.rule import OperationCall, given_dims
+from farfield.streaming.rules.rule import OperationCall, given_dims, spatial_dims
 from farfield.streaming.rules.sums import find_norm
 from farfield.streaming.spans import Piece, axes_of, length_of
 
@@ -212,7 +212,7 @@ class _Masking:
         if name in _MOMENTS:
             return _find_mean_and_variance(write, call, mask, args[0], name)
         if "avg_pool" in name:
-            return [self._average(node, write, mask, args, kwargs)]
+            return [self._average(node, call, write, mask, args)]
         number = -_INF if "max_pool" in name else _NEUTRAL.get(name)
         if "norm" in name:
             number = _INF if args[1] < 0 else 0
@@ -222,7 +222,7 @@ class _Masking:
         if "softmax" in name:
             result = _fill(write, mask, result, 0)
         elif math.isinf(number) and node.outputs[0].dtype.is_floating_point:  # of no valid position
-            result = _fill(write, write.append("aten.ne.Scalar", (result, number), *_condition(node)), result, 0)
+            result = _fill(write, write.append("aten.ne.Scalar", (result, number), call.shape, torch.bool), result, 0)
         return [result, *others]
 
     def _copy(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Value]:
@@ -274,23 +274,17 @@ class _Masking:
             raise self._refuse(node, "each of its positions needs all others")
         return args
 
-    def _average(self, node: Node, write: Writer, mask: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Value:
-        """Average over the valid positions of large windows: the sum of these by the share of these."""
-        count = sum(letter.isdigit() and int(letter) for letter in node.op)
+    def _average(self, node: Node, call: OperationCall, write: Writer, mask: Value, args: Sequence[Any]) -> Value:
+        """Average over the valid positions of large windows: the mean of these by the share of these."""
         if "adaptive" not in node.op and (any(args[3]) or args[6]):
             raise self._refuse(node, "its windows have padding, or a divisor of their own")
-        ((shape, dtype),), size = node.outputs, write.shape(args[0])[-count:]
-        wide = torch.promote_types(dtype, torch.float32)
-        mask = write.append("expand", (mask,), (*write.shape(mask)[:-count], *size))
-        (total,) = self._copy(node, (_fill(write, mask, args[0], 0), *args[1:]), kwargs)
-        info = Info((*write.shape(mask)[:-count], *shape[-count:]), wide)
-        share = self.graph.add(node.op, (_cast(write, mask, wide), *args[1:]), kwargs, [info], path=node.path)
+        (shape, dtype), count = call.infos[0], spatial_dims(call)
+        leading, wide = write.shape(mask)[:-count], torch.promote_types(dtype, torch.float32)
+        mask = write.append("expand", (mask,), (*leading, *write.shape(args[0])[-count:]))
+        (mean,) = self._copy(node, (_fill(write, mask, args[0], 0), *args[1:]), {})
+        share = write.append(node.op, (_cast(write, mask, wide), *args[1:]), (*leading, *shape[-count:]), wide)
         share = _apply(write, "clamp.default", share, torch.finfo(wide).tiny)
-        return _cast(write, _apply(write, "div.Tensor", _cast(write, total, wide), share), dtype)
-
-
-def _condition(node: Node) -> Info:
-    return node.outputs[0]._replace(dtype=torch.bool)
+        return _cast(write, _apply(write, "div.Tensor", _cast(write, mean, wide), share), dtype)
 
 
 def _apply(write: Writer, name: str, *args: Any) -> Value:

@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from farfield.streaming.run import compute
 from farfield.streaming.spans import Box, axes_of, is_empty
 from farfield.volumes.checks import check_volume
 from farfield.volumes.source import AxisLayout, Region, VolumeSource
-from farfield.volumes.volume import open_volume, split_volume
+from farfield.volumes.volume import split_volume
 
 
 def check_fill(fill: Any, has_mask: bool) -> None:
@@ -34,8 +33,8 @@ def check_fill(fill: Any, has_mask: bool) -> None:
 
 
 def open_mask(mask: Any) -> Any:
-    """Return a mask as an array, which may be a path; refuse one of floats."""
-    _, mask = split_volume(open_volume(mask) if isinstance(mask, str | Path) else mask)
+    """Return a mask as an array; refuse one of floats."""
+    _, mask = split_volume(mask)
     check_volume("predict_whole", "mask", mask)
     if "float" in str(getattr(mask, "dtype", "")):
         text = f"mask must be boolean, True where a position is valid, got {mask.dtype}; fix: mask > 0."
@@ -93,8 +92,7 @@ def find_skipped(plan: GraphPlan, source: VolumeSource, samples: int) -> np.ndar
     kept[:, :, 0] |= np.stack([(~each.max(1)).max(1, initial=False) for each in found], 1)
     storing = [stage for stage, each in enumerate(plan.stages) if each.writes]
     if storing:
-        # One position needs all that is gathered.
-        kept[:, storing] |= _widen(plan, np.logical_or.reduce(kept, 1))[:, None] | bool(labelled.gathered)
+        kept[:, storing] |= _widen(plan, np.logical_or.reduce(kept, 1))[:, None]
     kept &= filled[:, None, None]
     return ~np.broadcast_to(kept, (samples, *kept.shape[1:]))
 
@@ -116,6 +114,8 @@ def _has_valid(plan: GraphPlan, source: VolumeSource, sample: int | None, tile: 
 
 def _widen(plan: GraphPlan, valid: np.ndarray) -> np.ndarray:
     """Return the tiles that valid ones read of, from the output back to the volume."""
+    if plan.labelled.gathered:  # one position needs all of these
+        return np.ones_like(valid)
     whole = make_graph_plan(plan.labelled, plan.tile, [])
     halo = join_halos(each.halo for each in whole.passes)
     counts = [len(spans) for spans in axis_spans(plan.labelled.size, plan.tile)]
