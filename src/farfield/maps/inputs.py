@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,9 +40,8 @@ def read_grids(
 ) -> Grids:
     """Check the arguments of a map as `GridAttention.forward` checks its own; return the grids."""
     if not isinstance(attention, GridAttention):
-        kind = type(attention).__name__
         fix = "farfield.maps.layers(network, image) returns those of a network, with their grids."
-        raise refusal(TypeError, f"attention must be a GridAttention, got {kind}; fix: {fix}")
+        raise refusal(TypeError, f"attention must be a GridAttention, got {type(attention).__name__}; fix: {fix}")
     check_fit(attention, grid, mask)
     if context is None:
         if context_mask is not None:
@@ -64,19 +64,23 @@ def normal(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def read_position(position: Sequence[int], grid: Tensor) -> tuple[int, ...]:
-    """Return a position as a tuple of integers; refuse one outside the grid."""
-    size = tuple(grid.shape[2:])
+def read_position(
+    position: Sequence[int], size: tuple[int, ...], *, owner: str = "a grid", other: str = ""
+) -> tuple[int, ...]:
+    """Return a position as a tuple of integers; refuse one outside a size. `other` is the text of another fix."""
+    fix = f"one index from 0 on each axis; the middle is {tuple(length // 2 for length in size)}{other}."
     try:
         position = tuple(map(operator.index, position))
     except TypeError:
-        fix = f"one index from 0 on each axis; the middle is {tuple(length // 2 for length in size)}."
         raise refusal(TypeError, f"position must be integers, one on each axis, got {position!r}; fix: {fix}") from None
     if len(position) != len(size) or any(not 0 <= index < length for index, length in zip(position, size, strict=True)):
-        middle = tuple(length // 2 for length in size)
-        fix = f"one index from 0 on each axis; the middle is {middle}."
-        raise refusal(ShapeError, f"position {position} does not lie in a grid of size {size}.\n  fix: {fix}")
+        raise refusal(ShapeError, f"position {position} does not lie in {owner} of size {size}.\n  fix: {fix}")
     return position
+
+
+def row_major(position: tuple[int, ...], size: Sequence[int]) -> int:
+    """Return the index of a position among all positions, in row-major order."""
+    return sum(index * math.prod(size[axis + 1 :]) for axis, index in enumerate(position))
 
 
 def read_call(attention: GridAttention, grid: Tensor, dtype: torch.dtype) -> Call:

@@ -45,15 +45,11 @@ def find_obstacle(operator: Operator) -> str | None:
     if operator.score == "learned":
         return "has a learned vector, which no host has; fix: take siamese_ones, which has none"
     if not (operator.keys_from.side_by_side and operator.queries_from.side_by_side):
-        return (
-            "averages along axes, and tokens have one axis, so it is softmax on them; "
-            "fix: take factorized_gaussian or softmax"
-        )
+        problem = "averages along axes, and tokens have one axis, so it is softmax on them"
+        return f"{problem}; fix: take factorized_gaussian or softmax"
     if operator.keys_from != ALL or operator.queries_from != ALL:
-        return (
-            "pools neighbours of a grid, but tokens (such as a class token) are not neighbours; "
-            "fix: take factorized_gaussian"
-        )
+        problem = "pools neighbours of a grid, but tokens (such as a class token) are not neighbours"
+        return f"{problem}; fix: take factorized_gaussian"
     return None
 
 
@@ -64,9 +60,8 @@ def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise refusal(
-            TypeError, f"a mask must be boolean or additive (floating point), got {kind}; fix: pass one of these."
-        )
+        problem = f"a mask must be boolean or additive (floating point), got {kind}"
+        raise refusal(TypeError, f"{problem}; fix: pass one of these.")
     if mask.shape[-1] != key.shape[2] or mask.shape[0] not in (1, key.shape[0]):
         fix = f"one value per key: {key.shape[2]} in the last dimension, and a batch of 1 or {key.shape[0]}."
         raise shape_error("the mask must have the batch and the positions of the keys.", fix, mask=mask, key=key)
@@ -78,11 +73,9 @@ def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
         positions = valid.flatten(1, 2).any(1)[:, None, None]
         # A query that attends to nothing is padding, as in masks made of pairs of valid positions.
         if ((valid != positions) & valid.any(-1, keepdim=True)).any():
-            raise refusal(
-                ValueError,
-                "the mask differs between queries or heads (causal, windowed, packed), but all queries "
-                "share one summary; fix: mask padding only, or leave this layer out by where=.",
-            )
+            problem = "the mask differs between queries or heads (causal, windowed, packed)"
+            fix = "mask padding only, or leave this layer out by where=."
+            raise refusal(ValueError, f"{problem}, but all queries share one summary; fix: {fix}")
         valid = positions
     return valid.expand(key.shape[0], 1, 1, -1)
 
@@ -91,18 +84,14 @@ def _unbiased(mask: Tensor) -> Tensor:
     """Convert an additive mask to a boolean one; refuse one that adds a bias."""
     valid = mask == 0
     if mask.requires_grad or not (valid | (mask <= _MASKED)).all():
-        raise refusal(
-            ValueError,
-            "the mask adds a bias to the products of queries and keys (relative positions, ALiBi), and "
-            "there are no such products; fix: leave this layer out by where=, or take a model without the bias.",
-        )
+        problem = "the mask adds a bias to the products of queries and keys (relative positions, ALiBi)"
+        fix = "leave this layer out by where=, or take a model without the bias."
+        raise refusal(ValueError, f"{problem}, and there are no such products; fix: {fix}")
     return valid
 
 
 def causal_error() -> ValueError:
     """Return the error for causal attention."""
-    return refusal(
-        ValueError,
-        "in causal attention each query attends only to the positions before it, but all queries share one "
-        "summary; fix: leave this layer out by where=, and take an encoder or a vision tower.",
-    )
+    problem = "each query attends only to the positions before it, but all queries share one summary"
+    fix = "leave this layer out by where=, and take an encoder or a vision tower."
+    return refusal(ValueError, f"in causal attention {problem}; fix: {fix}")
