@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from farfield._fingerprint import fingerprint
 from farfield._refusals import door
 from farfield.nn.devices import device_of
 from farfield.nn.tracing import looks_at_a_copy
@@ -22,15 +23,17 @@ from farfield.streaming.engines.parts import Part, check_part, plan_in_turns, ru
 from farfield.streaming.planning import Planner
 from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished, refuse_shared
+from farfield.streaming.skipping import check_fill, open_mask
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
 from farfield.volumes.sink import FileOutput, output_for
+from farfield.volumes.volume import open_volume
 
 
 @looks_at_a_copy
 @door("predict_whole")
-def predict_whole(
+def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     model: nn.Module,
     volume: Any,
     *,
@@ -43,6 +46,8 @@ def predict_whole(
     plan: StreamingPlan | None = None,
     client: Any = None,
     part: Part | None = None,
+    mask: Any = None,
+    fill: float = 0.0,
 ) -> Any:
     """Predict a volume tile by tile, with the result of `model(volume)`: attention and norms see the whole volume.
 
@@ -85,13 +90,20 @@ def predict_whole(
             path, and a volume is best one of `open_volume`, which each worker opens itself.
         part: The share of this process, where several are started by hand or as an array of jobs, with the same other
             arguments and a path ending in .zarr; the call returns None, and one of `Part.parse("reduce")` the result.
+        mask: True at the valid positions of the volume, False where it holds nothing: an array `(*size)` for all
+            samples or `(batch, *size)`, or the path of one. Norms, means, maxima, attention and all other sums over
+            positions leave out those that are not valid; of a coarser grid a position is valid if any of those that it
+            stands for is. Convolutions, and pooling of small windows, read `fill` there. Tiles without a valid position
+            are skipped. It is read tile by tile, once before the first pass and then as the volume is.
+        fill: The number that the network reads where the mask is False, whatever the volume holds there, NaN included.
 
     Returns:
-        The result, with the volume's axes (several channels always have an axis). Without `out` a tensor on the
-        volume's device if the volume is a tensor, else an array of NumPy (with the matrix of a tensor of MONAI, the
-        names and coordinates of an array of xarray), or a dict or tuple of these as the model returns several;
-        otherwise the user's array, or the file at the path, opened for reading. An array or file has several outputs
-        as channels, one after the other; `open_volume` reads their names in a file.
+        The result, with the volume's axes (several channels always have an axis); 0 where all that a position stands
+        for is not valid. Without `out` a tensor on the volume's device if the volume is a tensor, else an array of
+        NumPy (with the matrix of a tensor of MONAI, the names and coordinates of an array of xarray), or a dict or
+        tuple of these as the model returns several; otherwise the user's array, or the file at the path, opened for
+        reading. An array or file has several outputs as channels, one after the other; `open_volume` reads their names
+        in a file.
 
     Raises:
         ValueError: If the model is in training mode or does not take the volume's size; if an operation does not run in
@@ -100,13 +112,14 @@ def predict_whole(
             if what is summarized is not finite; if the summary of an
             attention, or its keys and values, take too much memory; if shapes do not fit (`ShapeError`); if the volume
             changes meanwhile; if `reduce` is over channels and there is one channel, or it changes the size of a grid;
-            if `plan` is of another network or shape, or beside arguments that it has itself;
+            if `plan` is of another network or shape, or beside arguments that it has itself; if an operation over
+            positions cannot leave any out, or norms see tiles alone, beside `mask`; if there is `fill` and no mask;
             if out shares memory or a file with the volume, or is a path with another suffix; if the unfinished file
             at the path belongs to another call, or its progress is damaged; if a file of stored values is changed
             meanwhile.
         TypeError: If the volume is no array of booleans, integers or floats, tile or halo have numbers that are no
-            integers, `reduce` is no function, the model takes another number of grids or does not return grids of one
-            size, or out has a dtype to which the result cannot be cast.
+            integers, `reduce` is no function, `mask` is of floats, `fill` is no number, the model takes another number
+            of grids or does not return grids of one size, or out has a dtype to which the result cannot be cast.
         LookupError: If `pad` or `reduce` is unknown.
         FileNotFoundError: If the folder of the path does not exist.
         FileExistsError: If the path exists and `overwrite` is False, or is a link or a folder that is not replaced; if
@@ -142,6 +155,14 @@ def predict_whole(
         >>> results = [predict_whole(net, each, plan=plan, quiet=True) for each in images]
         >>> torch.allclose(torch.stack(results), net(images), atol=1e-5)
         True
+
+        A volume whose right half holds nothing:
+
+        >>> valid = torch.arange(90).expand(100, 90) < 45
+        >>> numbers = image.where(valid, torch.nan)
+        >>> whole = predict_whole(net, numbers, tile=15, mask=valid, quiet=True)
+        >>> bool(whole[:, valid].isfinite().all()), bool(whole[:, ~valid].any())
+        (True, False)
     """
     if client is not None:
         check_cluster(client, out)
@@ -149,21 +170,26 @@ def predict_whole(
         check_part(part, out)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
-    refuse_aliasing(out, volumes)
+    check_fill(fill, mask is not None)
+    mask = open_volume(mask) if isinstance(mask, str | Path) else mask
+    opened = volumes if mask is None else volumes | {"mask": open_mask(mask)}
+    refuse_aliasing(out, opened)
     check_network(model, "model", "predict_whole(model, …)")
     refuse_meta(device_of(model))
-    with plan_in_turns(path, part, lambda: find_unfinished(path, overwrite, model, volumes)) as (identity, saved):
+    with plan_in_turns(path, part, lambda: find_unfinished(path, overwrite, model, opened)) as (identity, saved):
         shared = refuse_shared(path, saved, several=client is not None or part is not None)
         if plan is None:
             shapes = [each.shape for each in volumes.values()]
             planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
         else:
             planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
-        if not quiet:
-            print(planned, file=sys.stderr)
-        prediction = Prediction(model, planned, tiles, volume, identity, shared)
+        prediction = Prediction(model, planned, tiles, volume, identity, shared, mask, fill)
         prediction.arranged = known, volumes, layouts
         prediction.identity |= _identify(prediction, path)
+        if mask is not None:
+            prediction.identity["mask or fill"] = f"{fill!r} {fingerprint(prediction.skipped)}"
+        if not quiet:
+            print(prediction, file=sys.stderr)
         output = output_for("predict_whole", out, prediction.spec, next(iter(volumes.values())), overwrite)
         stream, run = prediction.connect(output)
         if part is not None and isinstance(output, FileOutput):

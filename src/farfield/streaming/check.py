@@ -123,8 +123,9 @@ def run_tiles(plan: GraphPlan, grids: Sequence[Tensor]) -> Tensor:
     def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
         return read_box(grids[volume], region_of(whole_box(layouts[graph.inputs[volume]])), box)
 
-    def write(sample: int, box: Box, numbers: Tensor) -> None:
-        write_box(result, layouts[graph.output], box, numbers)
+    def write(sample: int, box: Box, numbers: Tensor | None) -> None:
+        if numbers is not None:
+            write_box(result, layouts[graph.output], box, numbers)
 
     run_in_memory(plan, Store(plan, False, None, grids[0].device), read, write)
     return result

@@ -106,8 +106,12 @@ def _reads(call: OperationCall, box: Box) -> list[Box]:
 
 def _run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     """Run the layer on samples that are there as a whole, and take the box."""
-    mask = {"mask": tensors[1]} if len(tensors) > 1 else {}
-    return take_dims(call.args[0].module(tensors[0], **mask), range(1, len(box)), call.layouts[0], box)
+    module, mask = call.args[0].module, {"mask": tensors[1]} if len(tensors) > 1 else {}
+    if mask and not isinstance(module, GridAttention):
+        result = module.respond(tensors[0], *_sum_valid(module, tensors))
+    else:
+        result = module(tensors[0], **mask)
+    return take_dims(result, range(1, len(box)), call.layouts[0], box)
 
 
 def _reduce(call: OperationCall) -> Reduction | None:
@@ -118,7 +122,7 @@ def _reduce(call: OperationCall) -> Reduction | None:
     if any(len(dim) > 1 for dim in layout[2:]) or is_cut(layout[0]):
         raise RuleError("it attends to a grid whose axes are not those of the volume")
     module = call.args[0].module
-    return _reduce_attention(call, module) if isinstance(module, GridAttention) else _reduce_module(module)
+    return _reduce_attention(call, module) if isinstance(module, GridAttention) else _reduce_module(call, module)
 
 
 def _reduce_attention(call: OperationCall, module: GridAttention) -> Reduction:
@@ -141,12 +145,22 @@ def _reduce_attention(call: OperationCall, module: GridAttention) -> Reduction:
     return Reduction(tuple(range(len(call.operands))), summarize, merge_attention, finish, _reads, windows=windows)
 
 
-def _reduce_module(module: Any) -> Reduction:
+def _sum_valid(module: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the sums of a module of the user, of the positions where a mask that all samples have is True."""
+    grid, *masks = tensors
+    if masks and not masks[0].all():
+        # Sums that add up over any tiles do not depend on which positions lie side by side.
+        valid = grid.flatten(2)[:, :, masks[0][0].flatten()]
+        grid = valid.unflatten(2, (-1, *[1] * (grid.dim() - 3)))
+    sums = module.summarize(grid)
+    return sums if isinstance(sums, tuple | list) else (sums,)
+
+
+def _reduce_module(call: OperationCall, module: Any) -> Reduction:
     """Return the reduction of a module of the user: its sums merge by adding."""
 
     def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
-        sums = module.summarize(tensors[0])
-        return tuple(each.double() for each in (sums if isinstance(sums, tuple | list) else (sums,)))
+        return tuple(each.double() for each in _sum_valid(module, tensors))
 
     def merge(first: Parts, second: Parts) -> Parts:
         return tuple(one + other for one, other in zip(first, second, strict=True))
@@ -154,7 +168,7 @@ def _reduce_module(module: Any) -> Reduction:
     def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
         return take_dims(module.respond(tensors[0], *parts).to(own.dtype), [1], own.layouts[0], box)
 
-    return Reduction((0,), summarize, merge, finish, _reads)
+    return Reduction(tuple(range(len(call.operands))), summarize, merge, finish, _reads)
 
 
 LAYER = Rule(_label, _needs, _run, _reduce)

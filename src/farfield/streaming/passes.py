@@ -16,7 +16,7 @@ from farfield.streaming.plan import GraphPlan
 from farfield.streaming.records import Merge, Record, Records, empty_record
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.spans import Box, Span, read_box, region_of
+from farfield.streaming.spans import Box, Span, box_shape, read_box, region_of
 from farfield.streaming.store import SUFFIX, StoredInBlocks, StoredInFile, StoredInMemory
 
 # (sample, volume, tile, box) -> the numbers of a volume
@@ -26,8 +26,10 @@ RunPatch = Callable[
     [int, Sequence[Span], Callable[[int, Box], Tensor], Mapping[int, Parts]],
     tuple[dict[int, Parts], tuple[Box, Tensor] | None],
 ]
-# (sample, box, numbers) writes the output
-WriteOutput = Callable[[int, Box, Tensor], None]
+# (sample, box, numbers) writes the output; None are the zeros of a tile that is skipped
+WriteOutput = Callable[[int, Box, Tensor | None], None]
+# (sample, pass, tile) -> whether the tile is skipped
+Skips = Callable[[int, int, int], bool]
 
 
 # Pass -> the merged parts of all tiles, by key
@@ -150,8 +152,9 @@ class TiledRun:
         write_output: WriteOutput,
         parts_of: PartsOf,
         samples: int = 1,
+        skips: Skips = lambda *_: False,
     ) -> None:
-        self.plan, self.run_patch, self.store = plan, run_patch, store
+        self.plan, self.run_patch, self.store, self.skips = plan, run_patch, store, skips
         self.read_volume, self.write_output, self.parts_of = read_volume, write_output, parts_of
         self.samples, self.sample, self.sums = samples, -1, Sums(plan, parts_of)
         # The pass of the last task, over all samples.
@@ -181,6 +184,8 @@ class TiledRun:
             # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
             self.store.begin(sample, stage)
             self.number = number
+        if self.skips(sample, stage, index):
+            return self._skip(stage, index)
         return (
             self._run_regions(stage, index) if self.run_patch is None else self._run_patch(self.run_patch, stage, index)
         )
@@ -205,6 +210,22 @@ class TiledRun:
     def close(self) -> None:
         """Let go of stored values."""
         self.store.close()
+
+    def _skip(self, stage: int, index: int) -> Record:
+        """Store zeros in place of what a tile would store, and write none."""
+        plan, tile, record = self.plan, self.plan.tiles[index], empty_record()
+        for value in plan.stages[stage].writes:
+            if (box := plan.own_box(value, tile)) is not None:
+                zeros = torch.zeros(box_shape(box), dtype=plan.labelled.graph.info(value).dtype)
+                self._store(record, value, index, box, zeros)
+        if plan.stages[stage].last and (box := plan.own_box(plan.labelled.graph.output, tile)) is not None:
+            self.write_output(self.sample, box, None)
+        return record
+
+    def _store(self, record: Record, value: Value, index: int, box: Box, numbers: Tensor) -> None:
+        self.store[value].write(index, box, numbers)
+        own = self.store[value].checksums.get(index)
+        record["stored"] |= {} if own is None else {name_value(value): {str(index): own}}
 
     def _run_patch(self, run_patch: RunPatch, stage: int, index: int) -> Record:
         tile = self.plan.tiles[index]
@@ -239,9 +260,7 @@ class TiledRun:
                 numbers = part(value, box)
                 if value in labelled.gathered and _spreads(numbers):
                     raise _not_finite_in(labelled.graph.nodes[value.node].path, tile)
-                self.store[value].write(index, box, numbers)
-                own = self.store[value].checksums.get(index)
-                record["stored"] |= {} if own is None else {name_value(value): {str(index): own}}
+                self._store(record, value, index, box, numbers)
         if plan.stages[stage].last and (box := plan.own_box(output, tile)) is not None:
             self.write_output(self.sample, box, part(output, box))
         return record

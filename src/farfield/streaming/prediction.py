@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,11 +18,13 @@ from farfield.nn.devices import device_of, dtype_of
 from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import Tiles, arrange_volumes, axis_spans
 from farfield.streaming.check import RegionCheck, run_check
-from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
-from farfield.streaming.plan import PatchPlan
+from farfield.streaming.masks import mask_plan
+from farfield.streaming.passes import ReadVolume, Skips, Store, TiledRun, WriteOutput
+from farfield.streaming.plan import GraphPlan, PatchPlan
 from farfield.streaming.progress import Saved, Stream
 from farfield.streaming.recording import run_patch
-from farfield.streaming.spans import Box, Span
+from farfield.streaming.skipping import find_skipped, layout_of_mask, open_mask
+from farfield.streaming.spans import Box, Span, box_shape
 from farfield.streaming.streaming_plan import StreamingPlan
 from farfield.volumes.file_formats import OutputSpec, chunk_lengths
 from farfield.volumes.image_metadata import ImageMetadata
@@ -41,6 +44,8 @@ class Prediction:
         volume: The argument, from which `arranged` follows.
         identity: Fingerprints of all that the result depends on.
         shared: Whether several processes run its tasks.
+        mask: The argument.
+        fill: The argument.
     """
 
     model: nn.Module
@@ -49,6 +54,8 @@ class Prediction:
     volume: Any
     identity: dict[str, str]
     shared: bool = False
+    mask: Any = None
+    fill: float = 0.0
     caller = "predict_whole"
 
     @cached_property
@@ -58,16 +65,33 @@ class Prediction:
 
     @cached_property
     def sources(self) -> dict[str, VolumeSource]:
-        """The volumes, as they are read."""
+        """The volumes, as they are read, and the mask."""
         _, volumes, layouts = self.arranged
         spatial_dims, padding, mode = self.plan.layout.spatial_dims, self.plan.padding, self.plan.pad or "reflect"
         device, dtype = device_of(self.model), dtype_of(self.model)
-        return {
+        sources = {
             name: VolumeSource(
                 array, known or parse_layout(array.shape, spatial_dims), device, dtype, padding=padding, mode=mode
             )
             for (name, array), known in zip(volumes.items(), layouts, strict=True)
         }
+        if self.mask is not None:
+            mask, shape = open_mask(self.mask), next(iter(sources.values())).shape
+            layout = layout_of_mask(mask, self.plan.layout, shape, self.plan.samples < self.plan.output.shape[0])
+            # Padding is valid where the border is, so that a mask of all positions changes nothing.
+            mode = "reflect" if mode == "reflect" else "replicate"
+            sources["mask"] = VolumeSource(mask, layout, device, torch.bool, padding=padding, mode=mode)
+        return sources
+
+    @cached_property
+    def graph(self) -> GraphPlan:
+        """How the network runs, with the mask."""
+        return self.plan.graph_plan if self.mask is None else mask_plan(self.plan.graph_plan, self.model)
+
+    @cached_property
+    def skipped(self) -> np.ndarray:
+        """Which tiles each pass skips, `(samples, passes, tiles)`."""
+        return find_skipped(self.graph, self.sources["mask"], self.plan.samples)
 
     @cached_property
     def spec(self) -> OutputSpec:
@@ -91,18 +115,28 @@ class Prediction:
     @property
     def tile_bytes(self) -> int:
         """The most memory that a task takes, beside the parameters of the network."""
-        return self.plan.tile_bytes
+        return max(each.bytes for each in self.graph.passes)
+
+    def __str__(self) -> str:
+        """Return the plan, and how many tiles are skipped, as text."""
+        if self.mask is None:
+            return str(self.plan)
+        plan, empty = replace(self.plan, graph_plan=self.graph, passes=self.graph.passes), self.skipped[:, -1]
+        return f"{plan}\n{empty.sum():,} of {empty.size:,} tiles have no valid position: skipped"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what follows from the arguments."""
-        fields = ("model", "plan", "tiles", "volume", "identity", "shared")
+        fields = ("model", "plan", "tiles", "volume", "identity", "shared", "mask", "fill")
         return {name: each for name, each in vars(self).items() if name in fields}
 
     def sent(self, convert: Callable[[str, Any], Any]) -> Prediction:
         """Return the prediction with each volume as it is sent."""
+        mask = None if self.mask is None else convert("mask", self.mask)
         if not isinstance(self.volume, tuple):
-            return replace(self, volume=convert("volume", self.volume))
-        return replace(self, volume=tuple(convert(f"volume-{each}", own) for each, own in enumerate(self.volume)))
+            return replace(self, volume=convert("volume", self.volume), mask=mask)
+        return replace(
+            self, mask=mask, volume=tuple(convert(f"volume-{each}", own) for each, own in enumerate(self.volume))
+        )
 
     def bind(self) -> Prediction:
         """Return the prediction with its plan bound to the network, after it was sent."""
@@ -110,16 +144,17 @@ class Prediction:
 
     def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, TiledRun]:
         """Return the tasks, and what runs them."""
-        plan, graph = self.plan, self.plan.graph_plan
+        plan, graph = self.plan, self.graph
         if self.shared:
-            _check_chunks(plan, self.spec)
+            _check_chunks(graph, plan, self.spec)
         tiled = {name: (source, plan.cores) for name, source in self.sources.items()}
         stream = Stream(output, self.identity, Saved(plan.tile, plan.stored, self.on_disk, self.shared), tiled)
         folder = output.folder if isinstance(output, FileOutput) else None
         store = Store(graph, self.on_disk, folder, device_of(self.model), shared=self.shared)
         on_patch = partial(run_patch, graph) if isinstance(graph, PatchPlan) else None
-        run = TiledRun(graph, on_patch, store, *_connect(stream, plan), stream.parts_of, plan.samples)
-        return stream, run
+        skips: list[Skips] = [] if self.mask is None else [self.skipped.item]
+        connected = _connect(stream, plan, self.fill)
+        return stream, TiledRun(graph, on_patch, store, *connected, stream.parts_of, plan.samples, *skips)
 
     def surroundings(self) -> AbstractContextManager[None]:
         """Return the context in which tasks run."""
@@ -136,17 +171,19 @@ class Prediction:
             return one_grid(model, plan.size, output)[0]
 
         def read(volume: int, region: tuple[Span, ...]) -> Tensor:
-            return sources[volume].read(region, sample)
+            grid = sources[volume].read(region, sample)
+            return grid if self.mask is None else grid.where(self.sources["mask"].read(region, sample), self.fill)
 
+        # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
         with torch.no_grad():
             problem = run_check(plan.check, model, finish, plan.size, read)
         if problem and not quiet:
             print(f"not checked: {problem}", file=sys.stderr)
 
 
-def _check_chunks(plan: StreamingPlan, spec: OutputSpec) -> None:
+def _check_chunks(graph: GraphPlan, plan: StreamingPlan, spec: OutputSpec) -> None:
     """Refuse tiles that write parts of chunks: two processes would overwrite each other's."""
-    graph, kept = plan.graph_plan, plan.output.kept
+    kept = plan.output.kept
     first, chunks = graph.tiles[0], chunk_lengths(spec)[len(spec.shape) - len(kept) :]
     for axis, spans in enumerate(axis_spans(plan.size, plan.tile)):
         for span in spans:
@@ -155,7 +192,7 @@ def _check_chunks(plan: StreamingPlan, spec: OutputSpec) -> None:
             if any(start > 0 and start % chunk for start, chunk in zip(starts, chunks, strict=False)):
                 raise refusal(
                     ValueError,
-                    "tiles do not write whole chunks, and processes would overwrite each other's: with "
+                    "tiles do not write whole chunks, and processes would overwrite each other's: with a mask or "
                     'statistics="tile", pad= moves them; fix: a volume of a size that the strides divide, or one '
                     "process.",
                 )
@@ -169,14 +206,21 @@ def _outside_inference(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _connect(stream: Stream, plan: StreamingPlan) -> tuple[ReadVolume, WriteOutput]:
+def _connect(stream: Stream, plan: StreamingPlan, fill: float) -> tuple[ReadVolume, WriteOutput]:
     """Return how passes read boxes of the volumes, and write those of the output, without what stands for padding."""
     names, kept, apart = list(stream.volumes), plan.output.kept, plan.samples > 1
 
     def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-        return stream.read(names[volume], index, tuple(spans[0] for spans in box[2:]), sample if apart else None)
+        place = index, tuple(spans[0] for spans in box[2:]), sample if apart else None
+        grid = stream.read(names[volume], *place)
+        is_filled = "mask" in names and names[volume] != "mask"
+        return grid.where(stream.read("mask", *place), fill) if is_filled else grid
 
-    def write(sample: int, box: Box, numbers: Tensor) -> None:
+    def write(sample: int, box: Box, numbers: Tensor | None) -> None:
+        if numbers is None:
+            if isinstance(stream.output, FileOutput):  # of zeros from the start
+                return
+            numbers = torch.zeros(box_shape(box), dtype=plan.output.dtype)
         spans = [spans[0] for spans in box[2:]]
         both = [(max(start, low), min(stop, high)) for (start, stop), (low, high) in zip(spans, kept, strict=True)]
         if any(start >= stop for start, stop in both):

@@ -116,7 +116,7 @@ class Recording:
 def _find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
     scales: dict[Value, Scales] = {}
     for value, layout in labelled.layouts.items():
-        along = {axis: _scale_along(labelled, scales, value, axis, end) for axis, (_, end) in _whole_of(layout).items()}
+        along = {axis: _scale_along(labelled, scales, value, axis, end) for axis, (_, end) in whole_of(layout).items()}
         scales[value] = {axis: scale for axis, scale in along.items() if scale is not None}
     return scales
 
@@ -130,14 +130,14 @@ def _scale_along(
         return Fraction(1)
     if length < 2:
         return None
-    there = (_whole_of(layouts[source]).get(axis) for source in node.inputs)
-    distance = _find_distance(length, next((span[1] for span in there if span is not None), length))
+    there = (whole_of(layouts[source]).get(axis) for source in node.inputs)
+    distance = find_distance(length, next((span[1] for span in there if span is not None), length))
     # In the middle, as windows end at borders.
     first = (length - 1 - distance) // 2
     boxes = [box_at(layouts[value], axis, place) for place in (first, first + distance)]
     needs = [find_needs(labelled, value, box) for box in boxes]
     for (source, one), (_, other) in zip(*needs, strict=True):
-        before, after = (_spans_along(layouts[source], box).get(axis) for box in (one, other))
+        before, after = (spans_along(layouts[source], box).get(axis) for box in (one, other))
         if axis not in scales.get(source, {}) or before is None or after is None:
             continue
         moved = max(abs(after[0] - before[0]), abs(after[1] - before[1]))
@@ -147,7 +147,7 @@ def _scale_along(
     return None
 
 
-def _find_distance(length: int, read: int) -> int:
+def find_distance(length: int, read: int) -> int:
     """Return the largest distance of two positions of one phase, at most half of a length; `read` is the operand's."""
     # The phases of a transposed convolution are as many as its stride, which is the ratio of the lengths.
     period = Fraction(read, length).denominator
@@ -156,14 +156,15 @@ def _find_distance(length: int, read: int) -> int:
     return length // 2 // distance * distance
 
 
-def _spans_along(layout: Layout, box: Box) -> dict[int, Span]:
+def spans_along(layout: Layout, box: Box) -> dict[int, Span]:
     """Return the span of a box along each axis that a value runs along; none if nothing is read, `()`."""
     spans = zip(itertools.chain(*layout), itertools.chain(*box), strict=False)
     return {piece.axis: span for piece, span in spans if piece.axis is not None}
 
 
-def _whole_of(layout: Layout) -> dict[int, Span]:
-    return _spans_along(layout, whole_box(layout))
+def whole_of(layout: Layout) -> dict[int, Span]:
+    """Return the span of all positions along each axis that a value runs along."""
+    return spans_along(layout, whole_box(layout))
 
 
 def make_patch_plan(

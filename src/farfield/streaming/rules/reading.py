@@ -165,7 +165,7 @@ def _run_cat(call: OperationCall, output: int, box: Box, tensors: Sequence[Tenso
     return (present[0] if len(present) == 1 else torch.cat(present, call.args[1])).to(call.dtype)
 
 
-class _Taps(NamedTuple):
+class Taps(NamedTuple):
     """How positions along a dimension are read from others: result[i] = Σ_t weights[t, i] · value[places[t, i]]."""
 
     places: Tensor
@@ -173,6 +173,7 @@ class _Taps(NamedTuple):
     moves: bool = True
 
     def read(self, span: Span, length: int) -> Span:
+        """As of `Moved`: from the first position that a span reads to the last."""
         part = self.places[:, span[0] : span[1]]
         return int(part.min()), int(part.max()) + 1
 
@@ -191,7 +192,7 @@ class _Taps(NamedTuple):
         return result
 
 
-def _tapped(find: Callable[[OperationCall], Mapping[int, _Taps]]) -> Rule:
+def _tapped(find: Callable[[OperationCall], Mapping[int, Taps]]) -> Rule:
     def run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
         result, taps = tensors[0], find(call)
         # The last dimension first, as torch sums.
@@ -212,22 +213,22 @@ def _tapped(find: Callable[[OperationCall], Mapping[int, _Taps]]) -> Rule:
 
 
 @functools.lru_cache(256)
-def _known_taps(positions: tuple[int, ...]) -> _Taps:
-    return _Taps(torch.tensor(positions)[None])
+def _known_taps(positions: tuple[int, ...]) -> Taps:
+    return Taps(torch.tensor(positions)[None])
 
 
 @functools.lru_cache(256)
-def _padded_taps(op: str, length: int, before: int, result: int) -> _Taps:
+def _padded_taps(op: str, length: int, before: int, result: int) -> Taps:
     """Return the positions of reflecting or replicating padding."""
     place = torch.arange(result) - before
     if "replication" in op:
-        return _Taps(place.clamp(0, length - 1)[None])
+        return Taps(place.clamp(0, length - 1)[None])
     period = max(2 * (length - 1), 1)
     place = place.abs() % period
-    return _Taps(torch.minimum(place, period - place)[None])
+    return Taps(torch.minimum(place, period - place)[None])
 
 
-def _pad_taps(call: OperationCall) -> Mapping[int, _Taps]:
+def _pad_taps(call: OperationCall) -> Mapping[int, Taps]:
     count, pads = spatial_dims(call), call.args[1]
     each = zip(call.operands[0].shape[-count:], pads[-2::-2], call.shape[-count:], strict=True)
     return at_last(call, [_padded_taps(call.op, *axis) for axis in each])
@@ -239,18 +240,18 @@ _Axis = tuple[int, int, float | None, torch.dtype]
 
 
 @functools.lru_cache(256)
-def _nearest_taps(op: str, axis: _Axis, dims: int, wide: bool) -> _Taps:
+def _nearest_taps(op: str, axis: _Axis, dims: int, wide: bool) -> Taps:
     """Return where torch reads the nearest position: a ramp through the operation itself."""
     # Where a place lies between two positions, torch's kernels round to different ones, and which runs depends on
     # whether height and width together are more than 128.
     length, result, scale, dtype = axis
     ramp = torch.arange(length, dtype=dtype).view(1, 1, *[1] * (dims - 1), length)
     places = find_operation(op)(ramp, [*[129 if wide else 1] * (dims - 1), result], *[None] * (dims - 1), scale)
-    return _Taps(places[(0, 0, *[0] * (dims - 1))].long()[None])
+    return Taps(places[(0, 0, *[0] * (dims - 1))].long()[None])
 
 
 @functools.lru_cache(256)
-def _weighted_taps(cubic: bool, axis: _Axis, corners: bool) -> _Taps:
+def _weighted_taps(cubic: bool, axis: _Axis, corners: bool) -> Taps:
     """Return where torch interpolates between, in the precision in which it computes places."""
     length, result, scale, dtype = axis
     place = torch.arange(result, dtype=dtype)
@@ -263,11 +264,11 @@ def _weighted_taps(cubic: bool, axis: _Axis, corners: bool) -> _Taps:
         source = source.clamp(min=0)
         low = source.long().clamp(max=length - 1)
         share = source - low
-        return _Taps(torch.stack([low, (low + 1).clamp(max=length - 1)]), torch.stack([1 - share, share]))
+        return Taps(torch.stack([low, (low + 1).clamp(max=length - 1)]), torch.stack([1 - share, share]))
     low = source.floor()
     share = source - low
     index = torch.stack([(low.long() + tap).clamp(0, length - 1) for tap in (-1, 0, 1, 2)])
-    return _Taps(index, torch.stack([_cubic_weight(each) for each in (share + 1, share, 1 - share, 2 - share)]))
+    return Taps(index, torch.stack([_cubic_weight(each) for each in (share + 1, share, 1 - share, 2 - share)]))
 
 
 def _cubic_weight(distance: Tensor) -> Tensor:
@@ -276,7 +277,7 @@ def _cubic_weight(distance: Tensor) -> Tensor:
     return torch.where(distance <= 1, near, far)
 
 
-def _upsample_taps(call: OperationCall) -> Mapping[int, _Taps]:
+def _upsample_taps(call: OperationCall) -> Mapping[int, Taps]:
     nearest, cubic, count = "nearest" in call.op, "cubic" in call.op, spatial_dims(call)
     lengths, results = call.operands[0].shape[-count:], call.shape[-count:]
     # A factor for each dimension, or None where the size was given.

@@ -65,7 +65,7 @@ LARGEST, SMALLEST = Merging((-math.inf,), each_by(torch.maximum)), Merging((math
 MOMENTS, EXPONENTIALS = Merging((0.0,) * 3, merge_moments), Merging((-math.inf, 0.0), _merge_exponentials)
 
 
-def _find_moments(tensor: Tensor, dims: Sequence[int]) -> Parts:
+def find_moments(tensor: Tensor, dims: Sequence[int]) -> Parts:
     """Return count, mean and sum of squared deviations."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     pair = _moments_of_rows(wide, dims) if wide.is_cpu and wide.dtype == torch.float32 and wide.numel() else None
@@ -320,7 +320,7 @@ def _reduce_norm(call: OperationCall) -> Reduction | None:
         (0,),
         kept,
         MOMENTS,
-        lambda core, tensors: _find_moments(regroup(tensors[0]), dims),
+        lambda core, tensors: find_moments(regroup(tensors[0]), dims),
         finish,
         places=[None if dim in dims else place for dim, place in enumerate(places)],
         reads=lambda own, box: boxes_along(own, _dims_of_result(own), 0, box),
@@ -343,7 +343,7 @@ _SUMS: dict[str, _Summing | Callable[[OperationCall], _Summing]] = {
     ),
     "logsumexp": _Summing(EXPONENTIALS, _sum_exponentials, lambda call, parts, n: parts[0] + parts[1].log()),
     "var.correction std.correction var_mean.correction std_mean.correction": _Summing(
-        MOMENTS, _find_moments, _finish_moments
+        MOMENTS, find_moments, _finish_moments
     ),
     "any.dims any.dim any.default": _Summing(LARGEST, lambda x, dims: _find_largest(_holds(x), dims)),
     "all.dims all.dim all.default": _Summing(

@@ -1,0 +1,129 @@
+"""The mask of a volume: which of its positions are valid, and which tiles have none and are skipped."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from farfield._checks import ShapeError
+from farfield._refusals import refusal
+from farfield.streaming.arguments import axis_spans
+from farfield.streaming.graph import Value
+from farfield.streaming.masks import find_mask
+from farfield.streaming.plan import GraphPlan, join_halos, make_graph_plan
+from farfield.streaming.run import compute
+from farfield.streaming.spans import Box, axes_of, is_empty
+from farfield.volumes.checks import check_volume
+from farfield.volumes.source import AxisLayout, Region, VolumeSource
+from farfield.volumes.volume import split_volume
+
+
+def check_fill(fill: Any, has_mask: bool) -> None:
+    """Refuse a `fill` that is no number, or without a mask."""
+    if isinstance(fill, bool) or not isinstance(fill, int | float | np.integer | np.floating):
+        raise refusal(TypeError, f"fill must be a number, got {fill!r}; fix: fill=0.")
+    if fill and not has_mask:
+        raise refusal(ValueError, "got fill but no mask; fix: give the mask too.")
+
+
+def open_mask(mask: Any) -> Any:
+    """Return a mask as an array; refuse one of floats."""
+    _, mask = split_volume(mask)
+    check_volume("predict_whole", "mask", mask)
+    if "float" in str(getattr(mask, "dtype", "")):
+        text = f"mask must be boolean, True where a position is valid, got {mask.dtype}; fix: mask > 0."
+        raise refusal(TypeError, text)
+    return mask
+
+
+def layout_of_mask(mask: Any, layout: AxisLayout, shape: Sequence[int], mixed: bool) -> AxisLayout:
+    """Return the axes of a mask: one for all samples of a volume, or one each."""
+    size = tuple(shape[len(shape) - layout.spatial_dims :])
+    given, each = tuple(mask.shape), (*shape[: layout.batch], *size)
+    if given in (size, (1, *size)):
+        return AxisLayout(0, given != size, layout.spatial_dims)
+    if given != each:
+        allowed = " or ".join(map(str, dict.fromkeys((size, each))))
+        raise refusal(
+            ShapeError, f"mask must have shape {allowed}, got {given}; fix: one value per position, without channels."
+        )
+    if mixed:
+        raise refusal(
+            ValueError,
+            f"layers mix samples, which have one mask; fix: a mask of shape {size}, or one sample at a time.",
+        )
+    return layout._replace(channels=False)
+
+
+def find_skipped(plan: GraphPlan, source: VolumeSource, samples: int) -> np.ndarray:
+    """Return which tiles each pass skips, `(samples, passes, tiles)`: those without a valid position of what it sums.
+
+    Tiles that store what others read are not skipped.
+    """
+    labelled, graph = plan.labelled, plan.labelled.graph
+    own = range(samples) if source.layout.batch and samples > 1 else [None]
+    # What each pass sums and writes, with its mask.
+    masks: list[list[tuple[Value, Value | None]]] = []
+    for each in plan.stages:
+        sums = [(graph.nodes[index], labelled.reductions[index].operands[0]) for index in each.reductions]
+        masks.append([(node.inputs[operand], find_mask(graph, node)) for node, operand in sums])
+        masks[-1] += [(graph.output, find_mask(graph, graph.nodes[graph.output.node]))] * each.last
+        # Of values that run along fewer axes, some tiles alone have all.
+        shared = (value for value in each.writes if not set(plan.cut) <= set(axes_of(labelled.layouts[value])))
+        masks[-1] += [(value, None) for value in shared]
+    # Of each sample, pass and tile, and of what is summed or written.
+    found = [np.zeros((len(own), len(plan.tiles), len(pairs)), bool) for pairs in masks]
+    filled = np.zeros(len(own), bool)
+    for (row, sample), (place, tile) in itertools.product(enumerate(own), enumerate(plan.tiles)):
+        has_valid = functools.cache(partial(_has_valid, plan, source, sample, tile))
+        filled[row] |= has_valid(graph.inputs[-1])
+        for own_found, pairs in zip(found, masks, strict=True):
+            own_found[row, place] = [
+                labelled.owns(labelled.layouts[value], tile) and has_valid(mask) for value, mask in pairs
+            ]
+    kept = np.stack([each.max(2, initial=False) for each in found], 1)
+    # What has no valid position at all is summed nevertheless, in the first tile.
+    kept[:, :, 0] |= np.stack([(~each.max(1)).max(1, initial=False) for each in found], 1)
+    storing = [stage for stage, each in enumerate(plan.stages) if each.writes]
+    if storing:
+        kept[:, storing] |= _widen(plan, np.logical_or.reduce(kept, 1))[:, None]
+    kept &= filled[:, None, None]
+    return ~np.broadcast_to(kept, (samples, *kept.shape[1:]))
+
+
+def _has_valid(plan: GraphPlan, source: VolumeSource, sample: int | None, tile: Region, mask: Value | None) -> bool:
+    """Whether a tile's own part of a mask has a valid position, as far as that is known before the passes."""
+    labelled = plan.labelled
+    if mask is None or labelled.levels[mask.node]:
+        return True
+    box = labelled.core(labelled.layouts[mask], tile)
+    if is_empty(box):
+        return False
+
+    def read(value: Value, part: Box) -> Tensor:
+        return source.read(tuple(spans[0] for spans in part[2:]), sample)
+
+    return bool(compute(labelled, {mask: box}, labelled.graph.inputs, read, {})[mask].any())
+
+
+def _widen(plan: GraphPlan, valid: np.ndarray) -> np.ndarray:
+    """Return the tiles that valid ones read of, from the output back to the volume."""
+    if plan.labelled.gathered:  # one position needs all of these
+        return np.ones_like(valid)
+    whole = make_graph_plan(plan.labelled, plan.tile, [])
+    halo = join_halos(each.halo for each in whole.passes)
+    counts = [len(spans) for spans in axis_spans(plan.labelled.size, plan.tile)]
+    near = valid.reshape(len(valid), *counts).copy()
+    for axis, (length, *sides) in enumerate(zip(plan.tile, *halo, strict=True)):
+        along = np.moveaxis(near, axis + 1, 0)
+        before = along.copy()
+        for step in range(1, min(-(-max(sides) // length), counts[axis]) + 1):
+            along[step:] |= before[:-step]
+            along[:-step] |= before[step:]
+    return near.reshape(valid.shape)
