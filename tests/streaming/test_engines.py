@@ -389,3 +389,23 @@ def test_parts_of_chunks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tiles do not write whole chunks, and processes would overwrite each other's"):
         predict_whole(network, volume_of((1, 53, 70)), part=Part(1, 2), **options)
     predict_whole(network, volume_of((1, 56, 72)), part=Part(1, 2), **options)
+
+
+def test_a_mask_is_sent_too(client: Any, tmp_path: Path) -> None:
+    set_levels(client)
+    network, mask, volume = network_of("norms"), np.zeros((56, 72), bool), volume_of((1, 56, 72))
+    mask[3:40, 20:31] = True
+    volume[0, ~mask] = np.nan
+    options = {"tile": 16, "mask": mask, "quiet": True}
+    predict_whole(network, volume, out=tmp_path / "want.zarr", **options)
+    predict_whole(network, volume, out=tmp_path / "out.zarr", client=client, **options)
+    assert content(tmp_path / "out.zarr") == content(tmp_path / "want.zarr")
+    with pytest.raises(ValueError, match="tiles do not write whole chunks, and processes would overwrite each other's"):
+        predict_whole(
+            network,
+            volume[:, :53],
+            pad="reflect",
+            part=Part(1, 2),
+            **options | {"mask": mask[:53]},
+            out=tmp_path / "a.zarr",
+        )
