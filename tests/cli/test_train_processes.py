@@ -87,7 +87,9 @@ def test_errors_of_the_command_are_one_sentence(stack: Path, capsys: pytest.Capt
             main(["predict", *words(stack, output), *given])
         assert stopped.value.code == 2
         last = capsys.readouterr().err.strip().splitlines()[-1]
-        assert text in last and "fix: " in last and "out=" not in last
+        assert text in last
+        assert "fix: " in last
+        assert "out=" not in last
 
 
 # ---- one result ------------------------------------------------------------------------------------------------------
@@ -122,8 +124,10 @@ def test_a_command_with_workers_that_is_interrupted_goes_on(stack: Path, tmp_pat
     told = started.communicate(timeout=60)[1]
     assert started.returncode == 130, told
     assert "stopped by SIGINT; what is done is kept. To go on: run the same command" in told
-    assert "2 workers of tcp://127.0.0.1" in told and "/status" in told
-    assert (tmp_path / "a.zarr.unfinished/progress.zip").exists() and not (tmp_path / "a.zarr").exists()
+    assert "2 workers of tcp://127.0.0.1" in told
+    assert "/status" in told
+    assert (tmp_path / "a.zarr.unfinished/progress.zip").exists()
+    assert not (tmp_path / "a.zarr").exists()
     for output, given in (("a.zarr", ["--workers=2"]), ("b.zarr", [])):
         subprocess.run([*command, *words(stack, output), *given], check=True, timeout=200, **options)
     assert content(tmp_path / "a.zarr") == content(tmp_path / "b.zarr")
@@ -150,5 +154,8 @@ def test_the_script_of_an_array_runs_as_a_loop(stack: Path, tmp_path: Path) -> N
     (commands / "sbatch").chmod(0o755)
     subprocess.run(script, env=environment, cwd=tmp_path, check=True, capture_output=True)
     array, last = (tmp_path / "submitted").read_text().split("--parsable")[1].split("--dependency=")
-    assert "--array=1-2" in array and "--part $SLURM_ARRAY_TASK_ID/$PARTS" in array
-    assert last.startswith("afterok:7 ") and "--part reduce" in last and f"--data.predict={stack}" in last
+    assert "--array=1-2" in array
+    assert "--part $SLURM_ARRAY_TASK_ID/$PARTS" in array
+    assert last.startswith("afterok:7 ")
+    assert "--part reduce" in last
+    assert f"--data.predict={stack}" in last

@@ -53,8 +53,8 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], di
 
 def want(case: str, suffix: str, wanted: dict, folder: Path) -> dict[str, bytes]:
     if (case, suffix) not in wanted:
-        call(case, folder / f"want{suffix}")
-        wanted[case, suffix] = content(folder / f"want{suffix}")
+        call(case, folder / f"want {case}{suffix}")
+        wanted[case, suffix] = content(folder / f"want {case}{suffix}")
     return wanted[case, suffix]
 
 
@@ -113,7 +113,7 @@ def test_workers_of_a_cluster(case: str, suffix: str, client: Any, wanted: dict,
     got = call(case, out, client=client)
     assert content(out) == want(case, suffix, wanted, tmp_path)
     assert got.shape[-2:] == (53, 70)
-    assert {each.name for each in tmp_path.iterdir()} <= {out.name, f"want{suffix}"}
+    assert {each.name for each in tmp_path.iterdir()} <= {out.name, f"want {case}{suffix}"}
 
 
 @pytest.mark.long
@@ -358,7 +358,10 @@ class Deadly:
 
 @pytest.mark.long
 def test_a_tile_that_kills_workers_is_named(tmp_path: Path) -> None:
-    with start(2) as started, distributed.Client(started) as connected:
+    import dask
+
+    failures = dask.config.set({"distributed.scheduler.allowed-failures": 0})  # each takes a new process
+    with failures, start(2) as started, distributed.Client(started) as connected:
         text = r"predict_whole: workers that ran tile \d+ of pass 1 were killed, tcp://.* last: by their memory limit"
         with pytest.raises(MemoryError, match=text):
             predict_whole(

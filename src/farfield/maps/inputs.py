@@ -17,7 +17,7 @@ from farfield._refusals import refusal
 from farfield.nn.attention import GridAttention
 from farfield.nn.checks import batch_error, check_fit
 from farfield.ops.grid import Gathered, accumulation
-from farfield.ops.projection import Call, Projection, ProjectionRuns, Run, project_queries
+from farfield.ops.projection import Call, Projection, Run, project_queries
 from farfield.ops.slots import Summary
 
 
@@ -86,15 +86,18 @@ def row_major(position: tuple[int, ...], size: Sequence[int]) -> int:
 def read_call(attention: GridAttention, grid: Tensor, dtype: torch.dtype) -> Call:
     """Return the operator with detached projections of queries and keys, and the norm only if it is one of products."""
     call, norm = attention.call_for(grid), attention.coefficient_norm
-    query, key = (
-        Projection(*(None if part is None else part.detach() for part in each)) for each in (call.query, call.key)
-    )
-    of_products = norm if norm is not None and norm.of_products else None
-    key = query if call.key is call.query else key
     # Projections that run on positions do so in the dtype that the module takes.
-    of_queries_and_keys = attention.call_for(grid.to(dtype)).runs[:2] if call.runs_projections else ()
-    runs = (None if run is None else partial(run_detached, run) for run in of_queries_and_keys)
-    return Call(call.operator, call.heads, call.scale, query, key, norm=of_products, runs=ProjectionRuns(*runs))
+    own = attention.call_for(grid.to(dtype)) if call.query.run or call.key.run else call
+    query = detach_projection(call.query, own.query.run)
+    key = query if call.key is call.query else detach_projection(call.key, own.key.run)
+    of_products = norm if norm is not None and norm.of_products else None
+    return Call(call.operator, call.heads, call.scale, query, key, norm=of_products)
+
+
+def detach_projection(projection: Projection, run: Run | None) -> Projection:
+    """Return a projection without gradients, with this function in place of its own."""
+    matrix, bias = (None if part is None else part.detach() for part in projection[:2])
+    return Projection(matrix, bias, None if run is None else partial(run_detached, run))
 
 
 def run_detached(run: Run, positions: Tensor) -> Tensor:

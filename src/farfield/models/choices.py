@@ -7,7 +7,7 @@ from typing import Any
 
 from farfield._checks import check_whole, unknown
 from farfield._refusals import door, put_name
-from farfield.ops.table import OPERATORS, Operator, find_name
+from farfield.ops.table import Operator, find_name, look_up_operator
 
 
 def bind_arguments(arguments: Mapping[str, Any], models: Collection[str]) -> dict[str, Any]:
@@ -27,13 +27,8 @@ def _plain(value: Any) -> Any:
 
 def find_operator(caller: str, operator: Any) -> Operator:
     """Return an operator by its name, or as it is; `LookupError` for an unknown name."""
-    if isinstance(operator, Operator):
-        return operator
-    if not isinstance(operator, str):
-        fix = 'operator="factorized_gaussian", for example, and other arguments by their names'
-        raise TypeError(f"{caller}: operator must be a name or an ops.Operator, got {operator!r:.60}; fix: {fix}.")
-    check_choice(caller, "operator", operator, OPERATORS)
-    return OPERATORS[operator]
+    with door(caller):
+        return look_up_operator(operator)[1]
 
 
 def check_operator(model: str, operator: Any) -> None:

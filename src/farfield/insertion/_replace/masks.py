@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from farfield._checks import shape_error, unknown
+from farfield._checks import shape_error
 from farfield._refusals import refusal
 from farfield.ops.grid import ALL
-from farfield.ops.table import OPERATORS, Operator, find_name
+from farfield.ops.table import OPERATORS, Operator, look_up_operator
 
 # Largest value of an additive mask at a masked position: BERT's first masks had -10,000, current ones have the dtype's
 # minimum or -inf.
@@ -21,18 +21,13 @@ _MASKED = -1e4
 
 def resolve_operator(operator: str | Operator) -> tuple[str, Operator]:
     """Return an operator and its name, "custom" for a user's own; refuse one that does not work on tokens."""
-    if isinstance(operator, str):
-        if operator not in OPERATORS:
-            raise unknown("operator", operator, OPERATORS)
-        name, operator = operator, OPERATORS[operator]
-    elif not isinstance(operator, Operator):
+    if not isinstance(operator, str | Operator):
         raise refusal(
             TypeError,
             f"operator must be a name of ops.OPERATORS or an ops.Operator, got {type(operator).__name__}; "
             f'fix: "factorized_gaussian", for example.',
         )
-    else:
-        name = find_name(operator) or "custom"
+    name, operator = look_up_operator(operator)
     reason = find_obstacle(operator)
     if reason is not None:
         given = f'"{name}"' if name in OPERATORS else "operator"
