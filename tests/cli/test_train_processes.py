@@ -21,6 +21,7 @@ from farfield.cli.processes import Processes
 from farfield.cli.values import CommandLineError
 from farfield.streaming import Part
 from farfield.tasks.restore_stack import restore
+from farfield.volumes import open_volume
 from helpers.made_stacks import made_pair, write
 from helpers.quiet import MARKS, TRAINER
 from helpers.several_processes import content
@@ -93,22 +94,31 @@ def test_errors_of_the_command_are_one_sentence(stack: Path, capsys: pytest.Capt
 
 
 # ---- one result ------------------------------------------------------------------------------------------------------
-def test_a_client_and_parts_restore_what_one_process_does(stack: Path, tmp_path: Path) -> None:
-    network, volume = models.unet_care("siamese", first_channels=4).eval(), made_pair(0, (16, 64, 48))[0]
+def test_parts_restore_what_one_process_does(tmp_path: Path) -> None:
+    network, volume = models.unet_care("siamese", first_channels=4).eval(), made_pair(0, (16, 32, 48))[0]
     restore(network, volume, tile=16, out=tmp_path / "one.zarr")
-    environment = {"PYTHONPATH": str(ROOT / "src")}
-    options = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "threads_per_worker": 1, "env": environment}
-    with distributed.LocalCluster(n_workers=2, **options) as cluster, distributed.Client(cluster) as client:
-        restore(network, volume, tile=16, out=tmp_path / "client.zarr", client=client)
-        main(["predict", *words(stack, str(tmp_path / "command.zarr")), f"--dask={cluster.scheduler_address}"])
-    main(["predict", *words(stack, str(tmp_path / "alone.zarr"))])
-    assert content(tmp_path / "command.zarr") == content(tmp_path / "alone.zarr")
+    for part in ("1/2", "2/2"):  # one after the other, so by passes
+        assert restore(network, volume, tile=16, out=tmp_path / "parts.zarr", part=Part.parse(part, only=1)) is None
     for part in ("1/1", "reduce"):
         restore(network, volume, tile=16, out=tmp_path / "parts.zarr", part=Part.parse(part))
-    wanted = content(tmp_path / "one.zarr")
-    assert content(tmp_path / "client.zarr") == content(tmp_path / "parts.zarr") == wanted
+    assert content(tmp_path / "parts.zarr") == content(tmp_path / "one.zarr")
     with pytest.raises(ValueError, match="restore: a projection runs in one piece; fix: "):
         restore(models.unet_projection("siamese", first_channels=4), volume, out="a.zarr", part=Part(1, 2))
+
+
+@pytest.mark.long
+def test_a_cluster_restores_what_one_process_does(stack: Path, tmp_path: Path) -> None:
+    network, volume = models.unet_care("siamese", first_channels=4).eval(), open_volume(stack)
+    options = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "threads_per_worker": 1}
+    environment = {"PYTHONPATH": str(ROOT / "src")}
+    with distributed.LocalCluster(n_workers=2, env=environment, **options) as cluster:
+        with distributed.Client(cluster) as client:
+            restore(network, volume, tile=16, out=tmp_path / "client.zarr", client=client)
+        main(["predict", *words(stack, str(tmp_path / "command.zarr")), f"--dask={cluster.scheduler_address}"])
+    restore(network, volume, tile=16, out=tmp_path / "one.zarr")
+    main(["predict", *words(stack, str(tmp_path / "alone.zarr"))])
+    for several, one in (("client", "one"), ("command", "alone")):
+        assert content(tmp_path / f"{several}.zarr") == content(tmp_path / f"{one}.zarr")
 
 
 @pytest.mark.long
