@@ -265,22 +265,22 @@ def test_the_message_after_ctrl_c_is_how_to_go_on(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("a.tif", "b.tif"):
         write(tmp_path / "new" / name, made_pair(0, (8, 32, 32))[0])
-    advance, current = Stream.advance, ("", "")
+    run_task, current = Stream.run_task, ("", "")
 
     def stop(stream: Any, *arguments: Any) -> None:
-        advance(stream, *arguments)
+        run_task(stream, *arguments)
         if current[0] in str(stream.output.path):
             os.kill(os.getpid(), signal.SIGINT)
 
     options = {**SMALL, "data.predict": tmp_path / "new", "output": "restored", "tile": 16}
     for current in (("a.tif", ""), ("b.tif", " with --overwrite skip")):
-        monkeypatch.setattr(Stream, "advance", stop)
+        monkeypatch.setattr(Stream, "run_task", stop)
         with pytest.raises(SystemExit) as stopped:
             farfield("predict", **options)
         assert stopped.value.code == 130
         text = f"stopped by SIGINT; what is done is kept. To go on: run the same command{current[1]}.\n"
         assert capsys.readouterr().err.endswith(text)
-    monkeypatch.setattr(Stream, "advance", advance)
+    monkeypatch.setattr(Stream, "run_task", run_task)
     with pytest.raises(FileExistsError, match="--overwrite skip to go on"):
         farfield("predict", **options)
     farfield("predict", **options, overwrite="skip")

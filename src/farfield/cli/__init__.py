@@ -171,6 +171,7 @@ def _call(command: Command, *arguments: Any, **options: Any) -> Any:
 
 def _spell_options(text: str) -> str:
     """Return a message of `predict_whole` with options in place of arguments of Python."""
+    text = re.sub(r'out="([^"]*)"', r"--output \1", text)
     text = re.sub(r"(?:tile=)?Tiles\(…, (\w+)=([^()]*)\)", r"--tile.\1 \2", text)
     return re.sub(r"(--tile\.(?:disk|memory) \d+)\b", r"\1B", text).replace("overwrite=True", "--overwrite true")
 

@@ -65,6 +65,14 @@ _COMMON = {
 }
 # Arguments of the task `restore` that are options without its group; and options of Lightning that --help leaves out.
 OF_RESTORE = ("output", "overwrite", "tile")
+# Options of `farfield predict` for that task where several processes work, by `processes`.
+OF_PROCESSES = {
+    "dask": "address of a dask scheduler, tcp://127.0.0.1:8786, whose workers restore the tiles; they share the folder",
+    "workers": "number of processes on this machine, which share its threads",
+    "part": "the share of this process, 3/16 the third of sixteen; reduce after all of them",
+    "timeout": "seconds that a part waits for tiles of others (default: 3600)",
+    "pass": "the one pass that a part runs, from 1, where passes are jobs that follow each other",
+}
 _UNLISTED = ("verbose", "return_predictions", "weights_only")
 # Names that jsonargparse adds to each class.
 _OF_CLASSES = ("class_path", "init_args", "dict_kwargs", "help")
@@ -176,7 +184,8 @@ def describe_options(command: str, words: Words) -> str | None:
     if shown == [""]:
         task = signatures["model"]
         of_task = {name: task.parameters[name].help for name in OF_RESTORE if task and words.task == "restore"}
-        for name, text in (_COMMON | of_task).items():
+        of_processes = OF_PROCESSES if command == "predict" and words.task == "restore" else {}
+        for name, text in (_COMMON | of_task | of_processes).items():
             parser.add_argument(f"--{name}", metavar="", help=text)
         shown = [DATA, *["predictions"] * (command == "predict"), *[NETWORK] * (command == "fit")]
         others = [each for each in _GROUPS if each not in shown and signatures[each]]
@@ -196,7 +205,7 @@ def describe_options(command: str, words: Words) -> str | None:
 def _names(words: Words, signatures: Mapping[str, Signature | None]) -> Iterator[str]:
     yield from (*_COMMON, *_UNLISTED, *_GROUPS)
     if words.task == "restore":
-        yield from OF_RESTORE
+        yield from (*OF_RESTORE, *OF_PROCESSES)
     for group, signature in signatures.items():
         # Those of the task `restore` have no group.
         without = OF_RESTORE if group == "model" and words.task == "restore" else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import warnings
@@ -20,7 +21,8 @@ from torch import nn
 
 from farfield.cli.epochs import EpochLines, leave_out_unrelated, metrics_text
 from farfield.cli.network_builder import import_function
-from farfield.cli.options import CONFIG, DATA, NETWORK, OF_RESTORE, TASKS, Words
+from farfield.cli.options import CONFIG, DATA, NETWORK, OF_PROCESSES, OF_RESTORE, TASKS, Words
+from farfield.cli.processes import Processes, open_processes
 from farfield.cli.signals import Stop
 from farfield.streaming import Tiles
 from farfield.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
@@ -47,8 +49,8 @@ def run_training(command: str, words: Words) -> None:
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec")
         leave_out_unrelated()
         try:
-            with Stop(command) as stop:
-                Training([command, *words.arguments()], words.task, callbacks=[stop])
+            with Stop(command) as stop, contextlib.ExitStack() as opened:
+                Training([command, *words.arguments()], words.task, callbacks=[stop], opened=opened)
         except MisconfigurationException as error:
             raise ValueError(str(error)) from error
 
@@ -69,8 +71,15 @@ class _Parser(LightningArgumentParser):
 class Training(LightningCLI):
     """The command line of `farfield fit`, `validate`, `test` and `predict`; creating an instance runs the command."""
 
-    def __init__(self, args: ArgsType = None, task: str = "classify", *, callbacks: Sequence[Callback] = ()) -> None:
-        self.task = task
+    def __init__(
+        self,
+        args: ArgsType = None,
+        task: str = "classify",
+        *,
+        callbacks: Sequence[Callback] = (),
+        opened: contextlib.ExitStack | None = None,  # closes what the command opens
+    ) -> None:
+        self.task, self.opened = task, opened or contextlib.ExitStack()
         # Written at the end of every epoch, after validation if there is one.
         last = ModelCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)
         super().__init__(
@@ -107,6 +116,9 @@ class Training(LightningCLI):
             for name, kind, default in zip(OF_RESTORE, types, (None, False, None), strict=True):
                 parser.add_argument(f"--{name}", type=kind, default=default)
                 parser.link_arguments(name, f"model.{name}")
+            for name in OF_PROCESSES:
+                kind = {"workers": int, "timeout": float, "pass": int}.get(name, str)
+                parser.add_argument(f"--{name}", type=kind | None)
         parser.set_defaults(
             {
                 "checkpoint.filename": "best",
@@ -128,6 +140,8 @@ class Training(LightningCLI):
         if epochs and every and 0 < epochs < every:
             # A run shorter than the validation interval is validated at its end; otherwise it would have no best epoch.
             config.trainer.check_val_every_n_epoch = epochs
+        given = {name: config[name] for name in OF_PROCESSES} if self.task == "restore" else {}
+        self.processes = Processes.parse(str(self.subcommand), given)
         root = Path(config.trainer.default_root_dir)
         self.folder = next_run(root)
         if config.ckpt_path in ("last", "best"):
@@ -154,6 +168,11 @@ class Training(LightningCLI):
             rank_zero_only(check_writable)(self.folder if config.trainer.logger in (None, True) else root)
         elif not config.ckpt_path and self.subcommand != "fit":
             rank_zero_warn(f"farfield {self.subcommand}: without --ckpt_path the network has its initial weights.")
+
+    def before_predict(self) -> None:
+        """Connect to the processes that share the work; Lightning's command line calls it."""
+        if self.task == "restore":
+            self.model.processes = self.opened.enter_context(open_processes(self.processes))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer with the run's loggers (by default for `fit` only) and atomic checkpoints."""

@@ -81,6 +81,8 @@ class Restore(TrainingTask):
     ) -> None:
         super().__init__(network)
         self.overwrite, self.tile = overwrite, tile
+        # `client` or `part` of `restore`, where several processes work, as the command line sets them.
+        self.processes: dict[str, Any] = {}
         self.output = None if output is None else Path(output)
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *m"]:
@@ -129,14 +131,17 @@ class Restore(TrainingTask):
         with door("farfield predict"):
             check_not_input(output, [Path(path), *inputs])
         output.parent.mkdir(parents=True, exist_ok=True)
-        restore(self.network, stack, tile=self.tile, out=output, overwrite=self.overwrite is True, quiet=False)
-        return str(output)
+        options: dict[str, Any] = {"tile": self.tile, "out": output, "overwrite": self.overwrite is True}
+        done = restore(self.network, stack, **options, quiet=False, **self.processes) is not None
+        return str(output) if done else f"{output} (a part: the others, then --part reduce)"
 
     def place(self, path: Path, name: str) -> Path:
         """Return the output path of the stack at `path`; `name` is its path below the folder that is predicted."""
+        if self.processes:  # which write whole chunks, each in a file
+            path, name = path.with_suffix(".zarr"), str(Path(name).with_suffix(".zarr"))
         if self.output is None:
             ome = ".ome" if path.name.lower().endswith((".ome.tif", ".ome.tiff", ".ome.zarr")) else ""
-            suffix = f"{ome}.zarr" if path.is_dir() else f"{ome}.tif"
+            suffix = f"{ome}.zarr" if path.is_dir() or self.processes else f"{ome}.tif"
             return path.with_name(f"{path.stem.removesuffix(ome)}-restored{suffix}")
         several = self._trainer is not None and sum(self.trainer.num_predict_batches) > 1
         return output_path(self.output, name) if several or not self.output.suffix else self.output

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from farfield._refusals import door, refusal
-from farfield.streaming import Tiles, predict_whole
+from farfield.streaming import Part, Tiles, predict_whole
 from farfield.streaming.engines.local import write_whole
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import refuse_aliasing
@@ -72,6 +72,8 @@ def restore(
     out: str | Path | None = None,
     overwrite: bool = False,
     quiet: bool = True,
+    client: Any = None,
+    part: Part | None = None,
 ) -> Any:
     """Restore one stack: scale percentiles 2 and 99.8 to 0 and 1, reflect-pad, apply the network, crop, scale back.
 
@@ -93,14 +95,16 @@ def restore(
             array.
         overwrite: Whether an existing file is replaced.
         quiet: Whether to print neither plan nor progress.
+        client: A `dask.distributed.Client`, whose workers restore the tiles, as in `streaming.predict_whole`.
+        part: The share of this process, where several are started; each reads the stack for its percentiles.
 
     Returns:
-        The restored stack or image, in float32: an array, or the file opened for reading.
+        The restored stack or image, in float32: an array, or the file opened for reading; None for a part.
 
     Raises:
         ValueError: If the stack is constant, has NaN or infinite values or masked positions, or numbers beyond those of
             a network in float16; if it has another number of spatial dims than the network; if the suffix of the path
-            is unknown.
+            is unknown; if there are a client or parts, and the network has `project`.
         FileExistsError: If the path exists and `overwrite` is False.
 
     Reference: SAN §4.5, Weigert et al. 2018.
@@ -138,7 +142,12 @@ def restore(
         # A sequence where it is given: its length is the number of spatial dims, which the first layer may not give.
         size = [given.size] * len(multiples) if isinstance(given.size, int | np.integer) else given.size
         tiles = None if tile is None else replace(given, size=size)
-        return predict_whole(scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet)
+        several: dict[str, Any] = {"client": client, "part": part}
+        return predict_whole(
+            scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet, **several
+        )
+    if client is not None or part is not None:
+        raise refusal(ValueError, "a projection runs in one piece; fix: neither a client nor parts, one process.")
     if out is None:
         return _project_stack(scaled, stack, multiples)
     refuse_aliasing(out, {"stack": array})
