@@ -240,6 +240,7 @@ def disturb(kind: str, case: str, out: Path, moment: float, counts: Counter[str]
     if kind == "part":
         parts = [start(predict, case, out, None, f"{number}/2") for number in (1, 2)]
         time.sleep(moment)
+        counts["part: had ended"] += not parts[0].is_alive()
         kill(parts[0])
         again = start(predict, case, out, None, "1/2")
         for each in (again, parts[1]):
@@ -250,6 +251,7 @@ def disturb(kind: str, case: str, out: Path, moment: float, counts: Counter[str]
     with cluster(file) as processes:
         call = start(predict, case, out, str(file))
         time.sleep(moment)
+        counts[f"{kind}: call had ended"] += not call.is_alive()
         kill({"client": call, "scheduler": processes[0], "worker": processes[1]}[kind])
         if kind == "worker":
             processes.append(start(serve, "worker", str(file)))
@@ -310,7 +312,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=2.0, help="of work until a worker is killed, in the simulation")
     parser.add_argument("--stragglers", type=float, default=0.01, help="share of tiles that take ten times as long")
     parser.add_argument("--kills", type=int, default=50, help="of each kind")
-    parser.add_argument("--moment", type=float, default=5.0, help="a kill is drawn within so many seconds")
+    parser.add_argument("--moment", type=float, default=2.0, help="a kill is drawn within so many seconds")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no kill follows")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

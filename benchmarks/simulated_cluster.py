@@ -114,6 +114,7 @@ class Cluster:
         self.rate, self.stragglers = 1 / (3600 * hours), stragglers
         self.now, self.kills, self.lost, self.submitted, self.again, self.most_kills = 0.0, 0, 0.0, 0, 0, 0
         self.events: list[tuple[float, int, str, bool]] = []
+        self.loop = None
 
     # ---- what the engine calls ---------------------------------------------------------------------------------------
     def scheduler_info(self, n_workers: int) -> dict[str, Any]:
@@ -123,6 +124,7 @@ class Cluster:
     def submit(
         self, function: Any, setup: Any, number: int, tile: int, *, workers: list[str], **options: Any
     ) -> Future:
+        """Submit a task to a worker."""
         self.submitted += 1
         future = Future(tile)
         self._assign(future, workers[0])
@@ -133,7 +135,7 @@ class Cluster:
         if futures:
             raise RuntimeError(f"{len(futures)} tasks are left")
 
-    def as_completed(self, futures: Iterable[Future]) -> Finished:
+    def as_completed(self, futures: Iterable[Future], *, loop: None) -> Finished:
         """Return tasks in the order in which they finish."""
         return Finished(self)
 
