@@ -33,7 +33,7 @@ from torch.fx.experimental.optimization import fuse
 from farfield import models
 from farfield.cli.output import Column, Table, megabytes, milliseconds, write_table
 from farfield.cost.measuring import device_name, peak_of
-from farfield.nn import AttentionBlock, BaseBlock, block_fusion
+from farfield.nn import AttentionBlock, BaseBlock, slices
 
 NETWORKS = ["kanet_qkv", "sanet", "attnnet", "mobilenet_v2"]
 REFERENCE, FUSED = "torchvision", "torchvision, fused"
@@ -75,7 +75,7 @@ def infer(net: nn.Module, image: Tensor) -> None:
 
 def infer_whole(net: nn.Module, image: Tensor) -> None:
     """Compute the classes, each block of the whole batch at once."""
-    with mock.patch.object(block_fusion, "SLICE_BYTES", 2**62):
+    with mock.patch.object(slices, "SLICE_BYTES", 2**62):
         infer(net, image)
 
 

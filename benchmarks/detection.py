@@ -23,7 +23,7 @@ from torch import Tensor
 from training import fit, minutes
 
 from farfield import models
-from farfield.data.object_datasets import read_image_tensor
+from farfield.data.detect import read_image_tensor
 from farfield.data.readers.coco import decode_masks
 from farfield.tasks.detect import list_entries
 from farfield.tasks.writers.detections import draw_detections

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from farfield.cost import saved_bytes
 from farfield.cost.measuring import device_name, step, take_turns
-from farfield.cost.memory import saved_bytes
 
 Row = dict[str, object]
 # The number of positions, drawn at random, whose responses are compared; the side of the corner of the grid on which

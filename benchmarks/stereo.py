@@ -70,12 +70,12 @@ def held_back(root: Path, only: str | None) -> list[str]:
 def scenes(root: Path, held_out: list[str]) -> dict[str, list[tuple[torch.Tensor, ...]]]:
     """Read the whole scenes: the training scenes, and the held-out ones."""
     from farfield.data.readers.stereo import list_frames
-    from farfield.data.stereo import read_whole_frame
+    from farfield.data.stereo import normalize_pair, read_frame
 
     frames = list_frames(root)
     back = [frame for frame in frames if not frame.names.isdisjoint(held_out)]
     parts = {"trained": [frame for frame in frames if frame not in back], "back": back}
-    return {name: [read_whole_frame(frame, zero_is_unknown=True) for frame in part] for name, part in parts.items()}
+    return {name: [read_frame(normalize_pair, True, frame) for frame in part] for name, part in parts.items()}
 
 
 def measure(folder: Path, root: Path, held_out: list[str]) -> dict[str, float]:

@@ -462,3 +462,17 @@ def test_gans_are_trained_once_measured_and_drawn(tmp_path: Path) -> None:
     assert "none-1" not in again
     run("gan.py", "picture", *options, "--picture", str(tmp_path / "samples.png"))
     assert (tmp_path / "samples.png").stat().st_size > 1000
+
+
+def test_three_statistics_are_tabled_from_their_records(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("monai")
+    main(monkeypatch, "tile_statistics.py", "--out", str(BENCHMARKS / "records" / "tile_statistics.jsonl"), "--collect")
+    rows = [re.split(r" *\| *", row) for row in capsys.readouterr().out.splitlines()[2:]]
+    networks = {row[1] for row in rows}
+    assert networks == {"restoration", "segmentation"}
+    for network in networks:
+        assert {"input", "whole", "frozen"} <= {row[3] for row in rows if row[1] == network}
+    # A mean, and two seeds.
+    assert all(re.fullmatch(r"(\w+ [\d.]+ \([\d.]+, [\d.]+\)(, )?)+", row[4]) for row in rows)

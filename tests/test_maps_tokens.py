@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from farfield import ShapeError, maps, replace_attention
 from farfield.maps.layer import token_of
+from farfield.maps.layers import layer_of
 from farfield.nn import token_attention
 from farfield.ops import Operator
 from helpers.seeding import seeded_generator
@@ -162,7 +163,7 @@ def test_cross_attention_grouped_heads_and_an_operator_of_ones_own() -> None:
         response, expected = token_attention.attend_tokens(own, query, key, key, valid, scale=2.0, weights=True)
     token_attention.attend_tokens(own, query, key, key, valid, scale=2.0)
     assert len(layers) == 1
-    layer = maps.tokens.layer_of(layers[0], None)
+    layer = layer_of(layers[0], None)
     rows = torch.stack([maps.layer_row(layer, token) for token in range(5)], 2)
     assert relative(rows, expected) < ROUNDING
     assert relative((rows @ key.repeat_interleave(2, 1)).transpose(1, 2), response) < ROUNDING
@@ -260,7 +261,7 @@ def test_an_error_of_the_network_leaves_nothing_behind() -> None:
         (
             (1.5, 2),
             TypeError,
-            r"^layer_row: position must be integers, got \(1.5, 2\); fix: .*, the middle is \(1, 2\)",
+            r"^layer_row: position must be integers, .*got \(1.5, 2\); fix: .*; the middle is \(1, 2\)",
         ),
         (13, ShapeError, r"position \(13,\) does not lie in a grid of size \(13,\)"),
     ],

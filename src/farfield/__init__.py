@@ -52,37 +52,26 @@ __all__ = [
     "volumes",
 ]
 
-# Name -> the module that has it; a module of the same name is itself the export.
+# The module of each name that is not one itself.
 _HOME = {
     "ShapeError": "_checks",
-    "cost": "cost",
     "insert": "insertion",
-    "insertion": "insertion",
-    "maps": "maps",
-    "models": "models",
-    "nn": "nn",
-    "ops": "ops",
     "pad_grids": "ops",
     "remove": "insertion",
     "replace_attention": "insertion",
-    "sharding": "sharding",
-    "streaming": "streaming",
-    "testing": "testing",
-    "theory": "theory",
-    "volumes": "volumes",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Load ``name`` on first use and keep it."""
-    if name not in _HOME:
+    if name not in __all__:
         # Python itself looks for names with an underscore; nothing is imported for these.
         homes = () if name.startswith("_") else ("nn", "ops")
         home = next((each for each in homes if name in importlib.import_module(f"farfield.{each}").__all__), "")
         hint = f"fix: from farfield.{home} import {name}" if home else f"it has {', '.join(__all__)}"
         raise AttributeError(f"module 'farfield' has no attribute {name!r}; {hint}.")
-    module = importlib.import_module(f"farfield.{_HOME[name]}")
-    value = module if name == _HOME[name] else getattr(module, name)
+    module = importlib.import_module(f"farfield.{_HOME.get(name, name)}")
+    value = getattr(module, name) if name in _HOME else module
     globals()[name] = value
     return value
 

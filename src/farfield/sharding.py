@@ -96,15 +96,15 @@ def sharded_attention(
         True
     """
     if isinstance(grid, DTensor):
-        return attend_dtensor(layer, grid, mask)
+        return _attend_dtensor(layer, grid, mask)
     if torch.compiler.is_compiling() and origin is not None and size is not None:
         place = tuple(origin), tuple(size)  # a compiled graph cannot gather and compare arguments
     else:
-        place = agree(layer, grid, mask, dim, origin, size, group)
+        place = _agree(layer, grid, mask, dim, origin, size, group)
     where = {"origin": place[0], "size": place[1]}
     summary = layer.summarize(grid, mask=mask, **where)
     query_sums = None if layer.operator.queries_from.side_by_side else layer.gather_queries(grid, mask=mask, **where)
-    whole = gather_and_merge(summary, query_sums, group)
+    whole = _gather_and_merge(summary, query_sums, group)
     return layer.respond(grid, whole.summary, mask=mask, query_sums=whole.query_sums, **where)
 
 
@@ -147,7 +147,7 @@ def all_gather_summary(
                 ValueError,
                 "this summary is the grid itself; fix: an operator that compresses, such as factorized_gaussian.",
             )
-        parts = name_tensors(summary, query_sums).items()
+        parts = _name_tensors(summary, query_sums).items()
         return ", ".join(f"{name} {tuple(part.shape)} of {part.dtype}" for name, part in parts)
 
     facts = gather_facts(describe, group)
@@ -157,39 +157,32 @@ def all_gather_summary(
             f"the processes must have summaries of one shape and dtype.\n{list_by_rank(facts)}\n"
             f"  fix: the same layer, batch and dtype on all of them.",
         )
-    return gather_and_merge(summary, query_sums, group)
+    return _gather_and_merge(summary, query_sums, group)
 
 
-def name_tensors(summary: Summary, query_sums: Gathered | None) -> dict[str, Tensor]:
+def _name_tensors(summary: Summary, query_sums: Gathered | None) -> dict[str, Tensor]:
     """Return the tensors that a process sends, by name."""
-    named: dict[str, Tensor] = {name: part for name, part in summary._asdict().items() if isinstance(part, Tensor)}
-    return (
-        named if query_sums is None else named | {"query_sums": query_sums.positions, "query_counts": query_sums.valid}
-    )
+    sums = {} if query_sums is None else {"query_sums": query_sums.positions, "query_counts": query_sums.valid}
+    return {name: part for name, part in (summary._asdict() | sums).items() if isinstance(part, Tensor)}
 
 
-def gather_and_merge(summary: Summary, query_sums: Gathered | None, group: ProcessGroup | None) -> Whole:
+def _gather_and_merge(summary: Summary, query_sums: Gathered | None, group: ProcessGroup | None) -> Whole:
     """Gather and merge summaries of the same shape and dtype on all processes, without checks."""
-    named = name_tensors(summary, query_sums)
+    named = _name_tensors(summary, query_sums)
     dtype = functools.reduce(torch.promote_types, (part.dtype for part in named.values()))
     message = torch.cat([part.to(dtype).flatten() for part in named.values()])
-    gathered = all_gather(message, group)  # (processes, numbers)
-    merged: Whole | None = None
-    for own in gathered:
+    summaries, sums = [], []
+    for own in all_gather(message, group):  # the numbers of one process
         pieces = own.split([part.numel() for part in named.values()])
         parts = {
             name: piece.view_as(part).to(part.dtype) for (name, part), piece in zip(named.items(), pieces, strict=True)
         }
-        sums = Gathered(parts.pop("query_sums"), parts.pop("query_counts")) if query_sums is not None else None
+        if query_sums is not None:
+            sums.append(Gathered(parts.pop("query_sums"), parts.pop("query_counts")))
         if "peak" in parts:  # it cancels, so it needs no gradient
             parts["peak"] = parts["peak"].detach()
-        other = summary._replace(**parts)
-        if merged is None:
-            merged = Whole(other, sums)
-        else:
-            both = None if merged.query_sums is None else merged.query_sums.merge(cast(Gathered, sums))
-            merged = Whole(merged.summary.merge(other), both)
-    return cast(Whole, merged)
+        summaries.append(summary._replace(**parts))
+    return Whole(functools.reduce(Summary.merge, summaries), functools.reduce(Gathered.merge, sums) if sums else None)
 
 
 @door("place_of_part")
@@ -213,14 +206,14 @@ def place_of_part(grid: Tensor, *, dim: int = 0, group: ProcessGroup | None = No
     """
 
     @door("place_of_part")
-    def describe() -> Part:
-        return Part(tuple(grid.shape), check_dim(grid, dim))
+    def describe() -> _Part:
+        return _Part(tuple(grid.shape), _check_dim(grid, dim))
 
     parts = gather_facts(describe, group)
-    return lay_out(parts, distributed.get_rank(group))
+    return _lay_out(parts, distributed.get_rank(group))
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """The facts about a process's part that the processes compare."""
 
     shape: tuple[int, ...]  # `(batch, channels, *size)`
@@ -231,7 +224,7 @@ class Part(NamedTuple):
 
 
 @door("sharded_attention")
-def agree(
+def _agree(
     layer: GridAttention,
     grid: Tensor,
     mask: Tensor | None,
@@ -243,31 +236,31 @@ def agree(
     """Return this part's place; check that all processes have the same layer and dtype and their parts form a grid."""
 
     @door("sharded_attention")
-    def describe() -> Part:
-        check(layer)
+    def describe() -> _Part:
+        _check_layer(layer)
         place = check_input(layer, grid, mask, origin, size)
         line = " ".join(repr(layer).split())
-        split = check_dim(grid, dim) if place is None else None
-        return Part(tuple(grid.shape), split, place, line, grid.dtype)
+        split = _check_dim(grid, dim) if place is None else None
+        return _Part(tuple(grid.shape), split, place, line, grid.dtype)
 
     parts = gather_facts(describe, group)
     fix = "build it in the same way on all of them."
-    check_same(ValueError, "one layer", [part.layer for part in parts], fix)
+    _check_same(ValueError, "one layer", [part.layer for part in parts], fix)
     fix = "part.to(dtype), layer.to(dtype)."
-    check_same(TypeError, "parts of one dtype", [part.dtype for part in parts], fix)
+    _check_same(TypeError, "parts of one dtype", [part.dtype for part in parts], fix)
     given = ["no origin and size" if part.place is None else "origin and size" for part in parts]
     fix = "give them on all, or leave them out on all."
-    check_same(ValueError, "origin and size, or none of them", given, fix)
-    return lay_out(parts, distributed.get_rank(group))
+    _check_same(ValueError, "origin and size, or none of them", given, fix)
+    return _lay_out(parts, distributed.get_rank(group))
 
 
-def check_same(kind: type[Exception], what: str, values: Sequence[object], fix: str) -> None:
+def _check_same(kind: type[Exception], what: str, values: Sequence[object], fix: str) -> None:
     """Raise an error of a kind on all processes if `values`, one for each process, differ."""
     if len(set(values)) > 1:
         raise refusal(kind, f"all processes must have {what}.\n{list_by_rank(values)}\n  fix: {fix}")
 
 
-def check_dim(grid: Tensor, dim: int) -> int:
+def _check_dim(grid: Tensor, dim: int) -> int:
     """Return `dim`, which may be negative, counted from 0; raise ShapeError if it is out of range."""
     spatial_dims = grid.dim() - 2
     if not -spatial_dims <= dim < spatial_dims:
@@ -278,22 +271,21 @@ def check_dim(grid: Tensor, dim: int) -> int:
     return dim % spatial_dims
 
 
-def lay_out(parts: Sequence[Part], own: int) -> Place:
+def _lay_out(parts: Sequence[_Part], own: int) -> Place:
     """Return the place of the part of process `own`; raise ShapeError if the parts do not form a grid."""
     shapes, places, dim = [part.shape for part in parts], [part.place for part in parts], parts[own].dim
-    check_same(ShapeError, "the same dim", [part.dim for part in parts], "split the same dim= on all of them.")
+    _check_same(ShapeError, "the same dim", [part.dim for part in parts], "split the same dim= on all of them.")
     if dim is None:
         same = "parts of the same batch and number of spatial dims"
         kinds = [(shape[0], len(shape) - 2) for shape in shapes]
-        check_same(ShapeError, same, kinds, "split only spatial dims.")
-        check_tiling([shape[2:] for shape in shapes], cast(list[Place], places))
+        _check_same(ShapeError, same, kinds, "split only spatial dims.")
+        _check_tiling([shape[2:] for shape in shapes], cast(list[Place], places))
         return cast(Place, places[own])
     if len({(*shape[: dim + 2], 0, *shape[dim + 3 :]) for shape in shapes}) > 1:
-        listed = list_by_rank(shapes)
-        problem = f"parts may differ only in spatial dim {dim}."
         raise refusal(
             ShapeError,
-            f"{problem}\n{listed}\n  fix: the same batch and channels on all; if other spatial dims differ, "
+            f"parts may differ only in spatial dim {dim}.\n{list_by_rank(shapes)}\n"
+            f"  fix: the same batch and channels on all; if other spatial dims differ, "
             f"origin= and size= of sharded_attention.",
         )
     origin, size = [0] * (len(shapes[own]) - 2), list(shapes[own][2:])
@@ -302,11 +294,11 @@ def lay_out(parts: Sequence[Part], own: int) -> Place:
     return tuple(origin), tuple(size)
 
 
-def check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
+def _check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
     """Raise ShapeError for parts, each inside its whole, that overlap, leave a gap, or have different wholes."""
     origins, (whole, *_) = [origin for origin, _ in places], [size for _, size in places]
     fix = "size=, that of the whole grid, on all of them."
-    check_same(ShapeError, "the same size of the whole", [size for _, size in places], fix)
+    _check_same(ShapeError, "the same size of the whole", [size for _, size in places], fix)
     starts = torch.tensor(origins, device="cpu")
     ends = starts + torch.tensor(sizes, device="cpu")
     meet = (starts[:, None] < ends).all(-1) & (starts < ends[:, None]).all(-1)
@@ -323,7 +315,7 @@ def check_tiling(sizes: Sequence[tuple[int, ...]], places: Sequence[Place]) -> N
         )
 
 
-def attend_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> DTensor:
+def _attend_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> DTensor:
     """Apply `sharded_attention` to a `DTensor` that is split on one spatial dim; the response is split as it is."""
     mesh, placements = grid.device_mesh, grid.placements
     if len(placements) != 1 or not isinstance(placements[0], Shard) or placements[0].dim < 2:
@@ -339,8 +331,8 @@ def attend_dtensor(layer: GridAttention, grid: DTensor, mask: Tensor | None) -> 
     return DTensor.from_local(response, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 
-def check(layer: GridAttention) -> None:
-    """Raise ValueError for a layer whose operator does not compress, or whose norm is in training mode."""
+def _check_layer(layer: GridAttention) -> None:
+    """Refuse a layer whose operator does not compress, or whose norm is in training mode."""
     operator, name = layer.operator, layer.operator_name
     if not operator.merges_by_adding:
         linear = FACTS[name].linear if name in FACTS else ""
@@ -349,8 +341,8 @@ def check(layer: GridAttention) -> None:
             if linear
             else 'an operator that compresses, "factorized_gaussian" or "kronecker_kv"'
         )
-        raise ValueError(
-            f"sharded_attention: the summary of {name} is the grid, so gathering it would undo the split; fix: {fix}."
+        raise refusal(
+            ValueError, f"the summary of {name} is the grid, so gathering it would undo the split; fix: {fix}."
         )
     if layer.training and layer.coefficient_norm is not None:
-        raise ValueError("sharded_attention: batch norm in training needs the whole grid; fix: layer.eval().")
+        raise refusal(ValueError, "batch norm in training needs the whole grid; fix: layer.eval().")

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from farfield.cli.epochs import EpochLines, Related, duration, metrics_of_epoch
+from farfield.cli.epochs import EpochLines, duration, is_related, metrics_of_epoch
 from helpers.quiet import QUIET
 
 
@@ -91,4 +91,4 @@ def test_durations(seconds: float, text: str) -> None:
 )
 def test_unrelated_messages(text: str, shown: bool) -> None:
     record = logging.LogRecord("lightning", logging.INFO, __file__, 1, text, None, None)
-    assert Related().filter(record) is shown
+    assert is_related(record) is shown

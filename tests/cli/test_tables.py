@@ -17,7 +17,7 @@ import torch
 
 from farfield import __version__, cost, models
 from farfield._operators import FACTS
-from farfield.cli import COMMANDS, main, output, printed, tables
+from farfield.cli import COMMANDS, machine, main, output, printed
 from farfield.cli.values import parse_device
 from farfield.ops import OPERATORS
 
@@ -163,14 +163,14 @@ def raising(error: BaseException) -> Any:
 def test_errors_are_one_message(
     fails: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, text: str | None
 ) -> None:
-    monkeypatch.setattr(tables, "show_machine", raising(error))
+    monkeypatch.setattr(machine, "show_machine", raising(error))
     output = fails("info", status=status)
     assert output == text if text else output.strip().endswith("fix: pip install safetensors")
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), IndexError("y"), AttributeError("z"), NotImplementedError()])
 def test_faults_of_the_program_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    monkeypatch.setattr(tables, "show_machine", raising(error))
+    monkeypatch.setattr(machine, "show_machine", raising(error))
     with pytest.raises(type(error)):
         main(["info"])
 
@@ -390,8 +390,6 @@ def test_info(run: Any) -> None:
 
 
 def test_info_states_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from farfield.cli import machine
-
     monkeypatch.setattr(machine, "installed", lambda name: name != "lightning")
     extras = machine.extras()
     assert extras["timm"] == "installed"

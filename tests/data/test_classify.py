@@ -15,9 +15,8 @@ from hypothesis import strategies as some
 from PIL import Image
 
 from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
-from farfield.data.classify import Digits, ImageFolders
+from farfield.data.classify import Digits, ImageFolders, draw_subset, split_by_class
 from farfield.data.readers.images import FolderError
-from farfield.data.splits import draw_subset, split_by_class
 from helpers.made_images import make_folder, make_root
 
 pytestmark = pytest.mark.usefixtures("cache")

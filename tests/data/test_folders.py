@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from torchvision.datasets import ImageFolder
 
-from farfield.data.classify import ImageFolders
+from farfield.data.classify import ImageFolders, list_labelled_images
 from farfield.data.readers import images
 from farfield.data.readers.images import FolderError, check_images, list_files, list_images, read_utf8
-from farfield.data.splits import list_labelled_images
 from helpers.made_images import make_folder, make_root
 
 pytestmark = pytest.mark.usefixtures("cache")

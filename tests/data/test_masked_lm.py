@@ -14,7 +14,7 @@ import torch
 from farfield.data.masked_lm import TextFolder
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.text import Text
-from farfield.data.tokenizer import Batch, Collate, load_tokenizer, train_tokenizer
+from farfield.data.tokenizer import Batch, collate_tokens, load_tokenizer, train_tokenizer
 from helpers.made_texts import make_texts, sentences
 from helpers.packs import unpack
 from helpers.refusals import read_or_refusal
@@ -107,7 +107,7 @@ def test_documents_that_are_too_long_are_refused_on_request(tmp_path: Path) -> N
 
 def test_a_batch_is_padded_to_its_longest() -> None:
     samples = [(torch.arange(number), torch.full((number,), -100), str(number)) for number in (3, 5, 2)]
-    batch = Collate(9)(samples)
+    batch = collate_tokens(9, samples)
     assert isinstance(batch, Batch)
     assert batch.words.tolist() == [[0, 1, 2, 9, 9], [0, 1, 2, 3, 4], [0, 1, 9, 9, 9]]
     assert batch.mask.sum(1).tolist() == [3, 5, 2]

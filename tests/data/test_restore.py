@@ -379,7 +379,7 @@ def test_the_advice_of_an_error_about_axes_works(
     with pytest.raises(FolderError) as raised:
         open_stack(path, spatial_dims, axes, channel)
     error, _, advice = str(raised.value).partition("\n  fix: ")
-    assert error == f"StackPairs: {path} {text}."
+    assert error == f"{path} {text}."
     letters, number = re.search(r"--data\.axes ([A-Z]+)", advice), re.search(r"--data\.channel( 0)?", advice)
     assert letters or number
     read = open_stack(

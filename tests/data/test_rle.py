@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 from pycocotools import mask as coco
 
 from farfield.data.readers.coco import decode_masks, find_mask_fault
-from farfield.data.readers.run_lengths import find_rle_fault, read_runs
+from farfield.data.readers.coco_entries import find_rle_fault, read_runs
 
 
 def runs_by_hand(mask: np.ndarray) -> list[int]:

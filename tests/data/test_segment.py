@@ -17,7 +17,6 @@ from farfield.data.readers.images import FolderError
 from farfield.data.readers.masks import (
     VOC_CLASSES,
     find_pair_fault,
-    list_augmented,
     read_list,
     read_mask,
     read_mask_classes,
@@ -70,17 +69,6 @@ def test_a_list_of_paths(tmp_path: Path) -> None:
     own.write_text("/JPEGImages/train_2.jpg /SegmentationClassAug/train_2.png\n")
     assert len(prepared(root).parts["train"]) == 6  # type: ignore[arg-type]
     assert len(prepared(root, train=str(own)).parts["train"]) == 1  # type: ignore[arg-type]
-
-
-def test_train_aug_has_10582_images() -> None:
-    # SBD 11,355 and VOC 2,913, of which 2,237 in both; val 1,449: the counts of the two sets.
-    voc = [f"v{place}" for place in range(2913)]
-    sbd = voc[:2237] + [f"s{place}" for place in range(11355 - 2237)]
-    train, val = voc[: 2913 - 1449], voc[2913 - 1449 :]
-    names = list_augmented(sbd[:8498], sbd[8498:], train, val)
-    assert len(names) == len(set(names)) == 10_582
-    assert not set(names) & set(val)
-    assert set(train) <= set(names)
 
 
 def test_voc_with_sbd(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_pfm_that_pillow_wrote_and_one_with_a_long_scale(tmp_path: Path) -> None
 def test_a_damaged_pfm(tmp_path: Path, content: bytes, text: str) -> None:
     path = tmp_path / "damaged.pfm"
     path.write_bytes(content)
-    with pytest.raises(FolderError, match=re.escape(f"StereoFrames: cannot read {path}: {text}.")):
+    with pytest.raises(FolderError, match=re.escape(f"cannot read {path}: {text}.")):
         read_pfm(path)
 
 
@@ -114,7 +114,7 @@ def test_any_bytes_are_disparities_or_refused_by_name(tmp_path_factory: pytest.T
     path.write_bytes(content)
     found, refusal = read_or_refusal(lambda: read_pfm(path))
     if found is None:
-        assert refusal.startswith(f"StereoFrames: cannot read {path}: ")
+        assert refusal.startswith(f"cannot read {path}: ")
     else:
         assert content.endswith((found[::-1].tobytes(), found[::-1].astype(">f4").tobytes()))
 

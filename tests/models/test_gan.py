@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield import ShapeError, models
-from farfield.models.gan import GatedAttention
-from farfield.models.gan_parts import ConditionalNorm, DiscriminatorBlock, GeneratorBlock
+from farfield.models.gan import ConditionalNorm, DiscriminatorBlock, GatedAttention, GeneratorBlock
 from farfield.ops import OPERATORS, Operator
 from farfield.ops.table import softmax_of_products
 from helpers.partly import partly

@@ -18,8 +18,8 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from farfield.nn import AttentionBlock, BaseBlock, GridAttention, SqueezeExcite, block_fusion
-from farfield.nn.conv_norm_act import Convolved, ReLU6, convolved
+from farfield.nn import AttentionBlock, BaseBlock, GridAttention, SqueezeExcite
+from farfield.nn.conv_norm_act import Convolved, ReLU6, adds_channels, convolved, splits_channels
 from farfield.ops import OPERATORS
 from farfield.ops.fast import kernels
 from helpers.explicit import MEAN_ROWS
@@ -210,8 +210,8 @@ def test_hooks_of_the_attention_are_called() -> None:
 
 def fuses(block: Any) -> bool:
     """Whether its last convolution acts on the parts of the concatenation, and a base block's depthwise one too."""
-    split = isinstance(block, AttentionBlock) or block_fusion.splits_channels(block.depthwise)
-    return split and block_fusion.adds_channels(block.project)
+    split = isinstance(block, AttentionBlock) or splits_channels(block.depthwise)
+    return split and adds_channels(block.project)
 
 
 def without_statistics(block: nn.Module) -> None:

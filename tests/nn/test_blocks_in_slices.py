@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farfield import models
 from farfield.cost.measuring import peak_of
-from farfield.nn import AttentionBlock, BaseBlock, SqueezeExcite, block_fusion
+from farfield.nn import AttentionBlock, BaseBlock, SqueezeExcite, slices
 from farfield.ops import OPERATORS
 
 BATCH = 5
@@ -58,7 +58,7 @@ def drawn(name: str) -> tuple[nn.Module, Tensor]:
 
 @pytest.fixture
 def one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_fusion, "SLICE_BYTES", 1)
+    monkeypatch.setattr(slices, "SLICE_BYTES", 1)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -70,7 +70,7 @@ def test_slices_give_what_the_whole_batch_gives(name: str, wide: bool, monkeypat
     with torch.inference_mode():
         expected = block(grid)
         assert batch_sizes(block, grid) == {BATCH}
-        monkeypatch.setattr(block_fusion, "SLICE_BYTES", 1)
+        monkeypatch.setattr(slices, "SLICE_BYTES", 1)
         found = block(grid)
         assert batch_sizes(block, grid) == {1}
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -82,7 +82,7 @@ def test_slices_are_about_equal_and_within_the_bound(monkeypatch: pytest.MonkeyP
     bytes_of_a_sample = 3 * 16 * 7 * 6 * 4
     with torch.no_grad():
         for few, sizes in ((1, {1}), (2, {1, 2}), (3, {2, 3}), (4, {2, 3}), (5, {5})):
-            monkeypatch.setattr(block_fusion, "SLICE_BYTES", few * bytes_of_a_sample)
+            monkeypatch.setattr(slices, "SLICE_BYTES", few * bytes_of_a_sample)
             assert batch_sizes(block, grid) == sizes
 
 
@@ -135,7 +135,7 @@ def test_a_network_needs_less_memory(name: str, monkeypatch: pytest.MonkeyPatch)
     image = torch.randn(8, 3, 128, 128)
 
     def peak(slice_bytes: int) -> int:
-        monkeypatch.setattr(block_fusion, "SLICE_BYTES", slice_bytes)
+        monkeypatch.setattr(slices, "SLICE_BYTES", slice_bytes)
         with torch.inference_mode():
             return peak_of(lambda: net(image), image.device)
 
@@ -171,7 +171,7 @@ def test_the_first_row_is_computed_a_few_samples_at_a_time(name: str, monkeypatc
         expected = net.double()(image.double())
         assert stem_sizes(net, image.double()) == [BATCH]
         bytes_of_a_sample = (2 * 8 + 8) * 32 * 32 * 8  # of the stem, of the depthwise convolution, and of the row
-        monkeypatch.setattr(block_fusion, "SLICE_BYTES", 2 * bytes_of_a_sample)
+        monkeypatch.setattr(slices, "SLICE_BYTES", 2 * bytes_of_a_sample)
         assert stem_sizes(net, image.double()) == [2, 2, 1]
         torch.testing.assert_close(net(image.double()), expected, rtol=1e-12, atol=1e-12)
 
@@ -179,7 +179,7 @@ def test_the_first_row_is_computed_a_few_samples_at_a_time(name: str, monkeypatc
 def test_strides_of_1_make_smaller_slices(one_sample: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     net = models.kanet("kronecker_qkv", num_classes=10, width=0.25, strides=(1, 1, 2, 2, 2)).eval()
-    monkeypatch.setattr(block_fusion, "SLICE_BYTES", (2 * 8 + 8) * 16 * 16 * 4)
+    monkeypatch.setattr(slices, "SLICE_BYTES", (2 * 8 + 8) * 16 * 16 * 4)
     with torch.no_grad():
         assert stem_sizes(net, torch.randn(3, 3, 16, 16)) == [1, 1, 1]
 

@@ -207,10 +207,10 @@ def test_the_equations_run_again_once_the_hook_is_gone() -> None:
     attention, grid = built("siamese"), drawn()
     expected = attention(grid)
     handles = [linear.register_full_backward_hook(lambda *_: None) for linear in projections(attention).values()]
-    assert attention.call_for(grid).runs_projections
+    assert attention.call_for(grid).query.run
     for handle in handles:
         handle.remove()
-    assert not attention.call_for(grid).runs_projections
+    assert not attention.call_for(grid).query.run
     assert torch.equal(attention(grid), expected)
 
 

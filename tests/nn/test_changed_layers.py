@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
 
 from farfield import models
-from farfield.nn import AttentionBlock, BaseBlock, block_fusion
+from farfield.nn import AttentionBlock, BaseBlock, slices
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.conv_norm_act import Convolved, ReLU6, convolved
 from helpers.doubling import Doubling
@@ -285,7 +285,7 @@ def test_a_change_is_obeyed_by_the_fused_network_and_in_slices(name: str, monkey
     with torch.no_grad():
         # Statistics of the batch change at each call of a norm in training.
         expected = copy.deepcopy(reference)(grid) if name == "norms in training" else reference(grid)
-        monkeypatch.setattr(block_fusion, "SLICE_BYTES", 1)
+        monkeypatch.setattr(slices, "SLICE_BYTES", 1)
         torch.testing.assert_close(net(grid), expected, rtol=1e-9, atol=1e-9)
         if name != "norms in training":  # which `fuse` refuses
             fused = nn.Sequential(*(block.fuse() for block in net))
@@ -327,7 +327,7 @@ def test_each_convolution_and_each_norm_of_a_network_has_its_forward(name: str) 
 
 @pytest.mark.parametrize("place", ["rows", "rows.0", "rows.0.0", "stem"])
 def test_a_patched_forward_of_the_first_layers(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_fusion, "SLICE_BYTES", 1)
+    monkeypatch.setattr(slices, "SLICE_BYTES", 1)
     net, image = models.kanet(num_classes=5, width=0.25).eval(), torch.randn(3, 3, 64, 64)
     layer = net.get_submodule(place)
     own, sizes = layer.forward, []

@@ -11,8 +11,7 @@ from torch import nn
 
 from farfield import models, ops
 from farfield.models.bert import WordHead
-from farfield.models.gan import GatedAttention
-from farfield.models.gan_parts import ConditionalNorm
+from farfield.models.gan import ConditionalNorm, GatedAttention
 from farfield.models.unet_parts import PreActivated
 from farfield.models.video import NonLocalBlock
 from farfield.nn import AttentionBlock, GridAttention, SqueezeExcite, TransformerLayer

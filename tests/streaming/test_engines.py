@@ -53,8 +53,8 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], di
 
 def want(case: str, suffix: str, wanted: dict, folder: Path) -> dict[str, bytes]:
     if (case, suffix) not in wanted:
-        call(case, folder / f"want{suffix}")
-        wanted[case, suffix] = content(folder / f"want{suffix}")
+        call(case, folder / f"want {case}{suffix}")
+        wanted[case, suffix] = content(folder / f"want {case}{suffix}")
     return wanted[case, suffix]
 
 
@@ -113,7 +113,7 @@ def test_workers_of_a_cluster(case: str, suffix: str, client: Any, wanted: dict,
     got = call(case, out, client=client)
     assert content(out) == want(case, suffix, wanted, tmp_path)
     assert got.shape[-2:] == (53, 70)
-    assert {each.name for each in tmp_path.iterdir()} <= {out.name, f"want{suffix}"}
+    assert {each.name for each in tmp_path.iterdir()} <= {out.name, f"want {case}{suffix}"}
 
 
 @pytest.mark.long
@@ -340,3 +340,52 @@ def test_tiles_have_what_they_take(tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
     predict_whole(network_of("norms"), volume_of(), tile=Tiles(16), pad="reflect", out=out, part=Part(1, 1), quiet=True)
     assert (tmp_path / "out.zarr.unfinished" / "progress.zip").exists()
+
+
+class Deadly:
+    """A volume that ends each process that reads it, but this one."""
+
+    shape, dtype, own = (1, 53, 70), np.dtype("float32"), os.getpid()
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        if os.getpid() != self.own:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.zeros(self.shape, self.dtype)[index]
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"own": self.own}
+
+
+@pytest.mark.long
+def test_a_tile_that_kills_workers_is_named(tmp_path: Path) -> None:
+    import dask
+
+    failures = dask.config.set({"distributed.scheduler.allowed-failures": 0})  # each takes a new process
+    with failures, start(2) as started, distributed.Client(started) as connected:
+        text = r"predict_whole: workers that ran tile \d+ of pass 1 were killed, tcp://.* last: by their memory limit"
+        with pytest.raises(MemoryError, match=text):
+            predict_whole(
+                network_of("norms"), Deadly(), out=tmp_path / "out.zarr", client=connected, **CASES["norms"].options
+            )
+
+
+def test_a_volume_that_changes_between_two_calls(client: Any, tmp_path: Path) -> None:
+    """Workers keep nothing of the first, though network, paths and job are the same."""
+    set_levels(client)
+    volume, out = volume_of(), tmp_path / "out.zarr"
+    for factor in (1, 3):
+        np.save(tmp_path / "a.npy", volume * factor)
+        given, options = np.load(tmp_path / "a.npy", mmap_mode="r"), CASES["norms"].options
+        got = predict_whole(network_of("norms"), given, out=out, overwrite=True, client=client, quiet=True, **options)
+        want = predict_whole(network_of("norms"), volume * factor, quiet=True, **options)
+        np.testing.assert_array_equal(got[:], want)
+
+
+def test_parts_of_chunks_are_refused(tmp_path: Path) -> None:
+    options = {"tile": Tiles(16, statistics="tile"), "pad": "reflect", "out": tmp_path / "out.zarr", "quiet": True}
+    network = settled(
+        nn.Sequential(*[nn.Conv2d(1, 1, 3, stride=2, padding=1) for _ in range(3)], nn.Upsample(scale_factor=8))
+    )
+    with pytest.raises(ValueError, match="tiles do not write whole chunks, and processes would overwrite each other's"):
+        predict_whole(network, volume_of((1, 53, 70)), part=Part(1, 2), **options)
+    predict_whole(network, volume_of((1, 56, 72)), part=Part(1, 2), **options)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from farfield import ShapeError, models
 from farfield.tasks.checkpoints import AtomicCheckpoints
 from farfield.tasks.classify import Classify, MirroredScores, Predicted, decayed_parameters
+from farfield.tasks.restore import Restore
 
 warnings.filterwarnings("ignore", module="lightning")
 
@@ -247,6 +248,13 @@ def test_a_checkpoint_holds_numbers_and_tensors_and_no_network(tmp_path: Path) -
     again = Classify.load_from_checkpoint(path, network=linear(), weights_only=True)
     for name, value in again.state_dict().items():
         assert torch.equal(value, module.state_dict()[name])
+
+
+@pytest.mark.parametrize("task", [Classify, Restore])
+def test_a_loaded_network_trains(task: Any) -> None:
+    """Loaded networks are in eval mode, and Trainer.fit keeps the mode of every module."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    assert all(each.training for each in task(network).modules())
 
 
 def test_a_network_that_returns_a_grid_gets_no_number_of_classes() -> None:

@@ -110,15 +110,12 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
-class Related(logging.Filter):
-    """Leave out Lightning's messages that do not concern the run, see `_UNRELATED`."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the message is shown."""
-        return not record.getMessage().startswith(_UNRELATED)
+def is_related(record: logging.LogRecord) -> bool:
+    """Return whether a message of Lightning concerns the run, see `_UNRELATED`."""
+    return not record.getMessage().startswith(_UNRELATED)
 
 
 def leave_out_unrelated() -> None:
     """Leave unrelated messages of Lightning out of this process's output."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).addFilter(Related())
+        logging.getLogger(name).addFilter(is_related)

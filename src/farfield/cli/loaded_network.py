@@ -102,13 +102,11 @@ def _read_run(path: Path) -> tuple[_ClassEntry, _ClassEntry]:
         return _ClassEntry(path / _CONFIG, None, {}), _ClassEntry(path / _CONFIG, None, {})
     configuration = read_configuration(file)
     network = section(file, section(file, configuration, "model"), "network", "model.")
-    entries = [
-        (each.get("class_path"), each.get("init_args") or {})
-        for each in (network, section(file, configuration, "data"))
-    ]
-    for _, arguments in entries:
-        check_arguments(file, arguments)
-    return _ClassEntry(file, *entries[0]), _ClassEntry(file, *entries[1])
+    data = section(file, configuration, "data")
+    entries = [_ClassEntry(file, each.get("class_path"), each.get("init_args") or {}) for each in (network, data)]
+    for entry in entries:
+        check_arguments(file, entry.arguments)
+    return entries[0], entries[1]
 
 
 def _build(entry: _ClassEntry, weights: Mapping[str, Tensor]) -> nn.Module:

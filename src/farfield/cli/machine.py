@@ -1,10 +1,11 @@
-"""The table rows of `farfield info`: what farfield runs on."""
+"""`farfield info` and `farfield kernels`: what farfield runs on, whether the CPU kernels run, and if not, why."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Iterable
 
 import torch
 from packaging.requirements import Requirement
@@ -12,16 +13,17 @@ from packaging.utils import canonicalize_name
 
 import farfield
 from farfield._checks import install_command
-from farfield.cli import kernels
-from farfield.cli.output import Row
+from farfield.cli.output import Column, Row, Table
 from farfield.cost.measuring import processor_name
+from farfield.ops.fast import kernels, table
 
 # Names in imports -> names of packages, where they differ.
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "Pillow", "yaml": "PyYAML"}
 
 
-def machine_rows() -> list[Row]:
-    """Return versions, devices, extras and kernels, in the order that a bug report needs."""
+def show_machine() -> Table:
+    """Show versions, devices, threads, installed extras and kernels."""
+    # In the order that a bug report needs.
     rows = {
         "farfield": farfield.__version__,
         "Python": f"{sys.version.split()[0]}, {platform.platform()}",
@@ -29,9 +31,38 @@ def machine_rows() -> list[Row]:
         "processor": f"{processor_name()}, {torch.get_num_threads()} threads of PyTorch",
         "devices": _devices(),
         **{f"extra {name}": text for name, text in extras().items()},
-        "kernels": f"CPU: {kernels.describe_state()}",
+        "kernels": f"CPU: {_describe_state()}",
     }
-    return [{"what": what, "value": value} for what, value in rows.items()]
+    return _list_facts("farfield on this machine", rows.items())
+
+
+def show_kernels() -> Table:
+    """Show whether the CPU kernels run, their library, and the kernel table: what computes what, and when."""
+    rows = {
+        "state": _describe_state(),
+        "library": str(kernels.LIBRARY),
+        "grids": "float32, bfloat16 and float16 on a CPU, contiguous or channels-last",
+        "blocks": _describe_blocks(),
+        "switch": f"{kernels.SWITCH}=0 turns them off",
+    }
+    lines = [(", ".join(line.names) or "–", table.describe(line)) for line in table.LINES]
+    return _list_facts("CPU kernels", [*rows.items(), *lines])
+
+
+def _list_facts(title: str, facts: Iterable[tuple[str, str]]) -> Table:
+    rows: list[Row] = [{"what": what, "value": value} for what, value in facts]
+    return Table(title, [Column("what", "", left=True), Column("value", "", left=True)], rows)
+
+
+def _describe_state() -> str:
+    return kernels.why_not() or f"run, compiled for {kernels.instructions()}"
+
+
+def _describe_blocks() -> str:
+    if not kernels.run():
+        return "-"
+    second, last = (size / 2**20 for size in kernels.cache_bytes())
+    return f"a quarter or half of the level-2 cache, {second:g} MiB; written past the caches from {last / 2:g} MiB on"
 
 
 def _devices() -> str:

@@ -37,12 +37,7 @@ def build_named(builder: str, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def unknown_network(name: str) -> LookupError:
-    """Build the error about a name that is no network of farfield; one of torchvision's is named in full.
-
-    Example:
-        >>> print(unknown_network("resnet50"))
-        no model "resnet50" in farfield; fix: torchvision.models.resnet50.
-    """
+    """Build the error about a name that is no network of farfield; one of torchvision's is named in full."""
     from farfield import models
 
     with contextlib.suppress(ImportError):

@@ -113,7 +113,7 @@ class Words(NamedTuple):
 def read_words(words: Sequence[str]) -> Words:
     """Read a command line, and the files that it names."""
     expand: dict[str, Callable[[str], str]] = {
-        "config": _configuration,
+        "config": door("farfield fit")(find_configuration),
         NETWORK: _network,
         DATA: _data,
     }
@@ -293,11 +293,6 @@ def _flatten(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
         else:
             flat[path] = value
     return flat
-
-
-@door("farfield fit")
-def _configuration(value: str) -> str:
-    return find_configuration(value)
 
 
 def _network(name: str) -> str:

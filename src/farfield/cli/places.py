@@ -5,13 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch import nn
 
 from farfield import cost
-from farfield._checks import unknown
-from farfield._refusals import put_name
 from farfield.cli.network_builder import build_named
 from farfield.cli.output import Column, Row, Table, joined, millions
+from farfield.cli.tables import select
 from farfield.cli.values import Size
 from farfield.insertion import InsertionPlace, places
 from farfield.nn import GridAttention
@@ -44,9 +42,14 @@ def list_places(
     """
     if not (model or network):
         raise ValueError("give a network, --network kanet_qkv, or a trained one, --model")
-    if operator not in OPERATORS:
-        raise put_name("farfield places", unknown("operator", operator, OPERATORS))
-    net = _load_trained(model, network) if model else build_named(network or "", {})
+    select("places", "operator", [operator], OPERATORS)
+    if model:
+        # It needs the packages of training, which a network that is named does not.
+        from farfield.cli.loaded_network import load
+
+        net = load(model, network).network
+    else:
+        net = build_named(network or "", {})
     listed = places(net, torch.zeros(1, channels, *size))
     columns = [Column("path", "path", lambda path: path or "(the network)", left=True)]
     columns += [Column("kind", "module", left=True), Column("channels", "channels"), Column("size", "size", joined)]
@@ -62,13 +65,6 @@ def list_places(
     ]
     rows = [_table_row(place, operator) for place in listed]
     return Table(f"{title}{joined(list(size))}", columns, rows, notes)
-
-
-def _load_trained(model: str, network: str | None) -> nn.Module:
-    """Load a trained network; this needs the packages of training, which a network that is named does not."""
-    from farfield.cli.loaded_network import load
-
-    return load(model, network).network
 
 
 def _table_row(place: InsertionPlace, operator: str) -> Row:

@@ -22,25 +22,15 @@ _FIELDS = {"Paper": "paper", "To reach": "to_reach", "Takes": "takes", "Differs"
 _FIELD = re.compile(rf"^({'|'.join(_FIELDS)}): +(.*(?:\n {{4}}.*)*)", re.MULTILINE)
 
 
-def _folder() -> Path:
-    """Return the folder of the recipes: in the installed package, or beside `src` in a checkout."""
-    package = Path(farfield.__file__).parent
-    installed = package / "recipes"
-    return installed if installed.is_dir() else package.parents[1] / "recipes"
-
-
 def recipe_files() -> dict[str, Path]:
-    """Return the file of each recipe by its name."""
-    return {path.stem: path for path in sorted(_folder().glob(f"*{_SUFFIX}"))}
+    """Return the file of each recipe by its name: in the installed package, or beside `src` in a checkout."""
+    package = Path(farfield.__file__).parent
+    folder = package / "recipes" if (package / "recipes").is_dir() else package.parents[1] / "recipes"
+    return {path.stem: path for path in sorted(folder.glob(f"*{_SUFFIX}"))}
 
 
 def find_configuration(value: str) -> str:
-    """Return the path of a configuration: that of the recipe of this name if there is one, otherwise the value itself.
-
-    Example:
-        >>> Path(find_configuration("digits")).name
-        'digits.yaml'
-    """
+    """Return the path of a configuration: of the recipe of this name if there is one, else the value itself."""
     files = recipe_files()
     if value in files:
         return str(files[value])

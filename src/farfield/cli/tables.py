@@ -1,4 +1,4 @@
-"""`farfield operators | models | cost | measure | info`: tables as text, JSON or CSV.
+"""`farfield operators | models | cost | measure`: tables as text, JSON or CSV.
 
 Heavy modules are imported only after the command line is parsed.
 """
@@ -83,14 +83,12 @@ def list_models(*, model: list[str] | None = None, size: int = 224, classes: int
     """
     from farfield import models
 
-    as_printed = (size, classes, width) == (224, 1000, 1.0)
     classifiers: dict[str, Callable[..., Any]] = {**models.CLASSIFIERS, "kanet": models.kanet}
-    rows = [
-        _classifier_row(name, classifiers[name], size, classes, width, as_printed)
-        if name in classifiers
-        else _network_row(name, models.MODELS[name])
-        for name in select("models", "model", model, {**classifiers, **models.MODELS})
-    ]
+    builders = {**classifiers, **models.MODELS}
+    rows = []
+    for name in select("models", "model", model, builders):
+        options = {"num_classes": classes, "width": width} if name in classifiers else {}
+        rows.append(_model_row(name, builders[name], options, size))
     columns = [Column("model", "model", left=True), Column("paper_name", "in the papers", left=True)]
     columns += [Column("weights", "weights", "{:,}".format), Column("weights_printed", "printed")]
     columns += [Column("macs_paper", "MACs, papers' rule", millions), Column("macs_printed", "printed")]
@@ -105,36 +103,27 @@ def list_models(*, model: list[str] | None = None, size: int = 224, classes: int
     return Table(title, columns, rows, notes)
 
 
-def _classifier_row(
-    name: str, build: Callable[..., Any], side: int, classes: int, width: float, as_printed: bool
-) -> Row:
+def _model_row(name: str, build: Callable[..., Any], options: dict[str, Any], side: int) -> Row:
+    """Return the weights of a network, and the MACs of a classifier, which has options; others have no one input."""
     import torch
 
     from farfield import cost
-
-    with torch.device("meta"):
-        net = build(num_classes=classes, width=width).eval()
-    executed = cost.count(net, (1, 3, side, side))
-    printed = cost.predict(net, channels=3, size=(side, side), convention="paper")
-    network = NETWORKS.get(name)
-    row: Row = {"model": name, "paper_name": network.name if network else None, "weights": executed.weights}
-    row |= {"parameters": executed.parameters, "macs_paper": printed.macs, "macs_executed": executed.macs}
-    row["weights_printed"] = network.parameters if network and as_printed else None
-    row["macs_printed"] = network.macs if network and as_printed else None
-    return row
-
-
-def _network_row(name: str, build: Callable[..., Any]) -> Row:
-    """Return the weights of a network that is not for classification of images: its input has no one size."""
-    import torch
-
     from farfield.cost.counting import weights_of
 
     with torch.device("meta"):
-        net = build()
+        net = build(**options).eval()
     row: Row = dict.fromkeys((*_MODEL_KEYS, "weights_printed", "macs_printed")) | {"model": name}
-    weights = sum(each.numel() for each in weights_of(net))
-    return row | {"weights": weights, "parameters": sum(each.numel() for each in net.parameters())}
+    row["weights"] = sum(each.numel() for each in weights_of(net))
+    row["parameters"] = sum(each.numel() for each in net.parameters())
+    if not options:
+        return row
+    row["macs_executed"] = cost.count(net, (1, 3, side, side)).macs
+    row["macs_paper"] = cost.predict(net, channels=3, size=(side, side), convention="paper").macs
+    if network := NETWORKS.get(name):
+        row["paper_name"] = network.name
+        if (side, *options.values()) == (224, 1000, 1.0):
+            row |= {"weights_printed": network.parameters, "macs_printed": network.macs}
+    return row
 
 
 def show_costs(
@@ -319,11 +308,3 @@ def _roofline_table(measured: Measurements, title: str) -> Table:
         "this rate, or of the MACs at the rate of the matrix product, whichever is longer.",
     ]
     return Table(f"{title}, on {rows[0]['device']}", columns, rows, notes)
-
-
-def show_machine() -> Table:
-    """Show versions, devices, threads, installed extras and kernels."""
-    from farfield.cli.machine import machine_rows
-
-    columns = [Column("what", "", left=True), Column("value", "", left=True)]
-    return Table("farfield on this machine", columns, machine_rows())

@@ -71,6 +71,8 @@ class Training(LightningCLI):
 
     def __init__(self, args: ArgsType = None, task: str = "classify", *, callbacks: Sequence[Callback] = ()) -> None:
         self.task = task
+        # Written at the end of every epoch, after validation if there is one.
+        last = ModelCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)
         super().__init__(
             _import_class(TASKS[task].module),
             LightningDataModule,
@@ -79,7 +81,7 @@ class Training(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             # The checkpoint to resume from: save_last of ModelCheckpoint writes only when the best one changes.
-            trainer_defaults={"callbacks": [*callbacks, _last_checkpoint()]},
+            trainer_defaults={"callbacks": [*callbacks, last]},
             # Classes and functions are taken from the configuration only, never from a checkpoint.
             load_from_checkpoint_support=False,
             save_config_kwargs={"overwrite": True},
@@ -209,8 +211,3 @@ class Training(LightningCLI):
             # With one loader, `predictions` is one list.
             places: Any = self.trainer.predict_loop.predictions
             rank_zero_info("\n".join(f"farfield predict: {place}" for place in places))
-
-
-def _last_checkpoint() -> ModelCheckpoint:
-    """Return the callback that writes `last.ckpt` at the end of every epoch, after validation if there is one."""
-    return ModelCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)

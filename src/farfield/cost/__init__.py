@@ -11,8 +11,7 @@ from farfield.cost.counting import Cost, count
 from farfield.cost.fa_modules import MODULES, predict_module
 from farfield.cost.formulas import FORMULAS
 from farfield.cost.least_time import Roofline, roofline
-from farfield.cost.measuring import Measurement, compare, measure
-from farfield.cost.memory import saved_bytes
+from farfield.cost.measuring import Measurement, compare, measure, saved_bytes
 from farfield.cost.planning import Needs, Plan, plan
 from farfield.cost.prediction import predict
 

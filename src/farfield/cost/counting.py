@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from farfield._checks import ShapeError
 from farfield.nn import GridAttention, SqueezeExcite
+from farfield.nn.devices import dtype_of
 from farfield.nn.leftovers import leftovers_cleared
 from farfield.nn.macs import MacCounter
 from farfield.nn.network_copy import CannotCopyError
-from farfield.nn.tracing import copied_empty, without_numbers
+from farfield.nn.tracing import copied_empty, tensors, without_numbers
 
 # A shape, a tensor, or one of the two for each input.
 Inputs = Tensor | Sequence["int | Tensor | Sequence[int]"]
@@ -108,20 +108,20 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
 
 def execute(module: nn.Module, inputs: Inputs, prepare: Callable[[nn.Module, MacCounter], None]) -> MacCounter:
     """Run a forward pass of a copy on fake tensors; return its counter, which `prepare` gets with the copy before."""
-    tensors = [*module.parameters(), *module.buffers()]
-    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
     try:
         with torch.no_grad(), copied_empty(module) as empty:
             counter = MacCounter(empty)
             prepare(empty, counter)
             with counter:
-                empty(*fake_inputs(inputs, dtype))
+                empty(*fake_inputs(inputs, dtype_of(module)))
     except ShapeError:
         raise
     except CannotCopyError as error:
         raise RuntimeError(f"cost.count: {type(module).__name__} cannot be counted: {error}") from error
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        what = f"{type(module).__name__} does not run on {shapes_text(inputs)} with fake tensors, which have no values"
+        with without_numbers():
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in fake_inputs(inputs, torch.float32))
+        what = f"{type(module).__name__} does not run on {shapes} with fake tensors, which have no values"
         fix = "a shape with the batch, such as (1, 3, 224, 224); a module that does not depend on values."
         raise RuntimeError(f"cost.count: {what}: {error}\n  fix: {fix}") from error
     return counter
@@ -134,7 +134,7 @@ def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Counted
 
     def prepare(empty: nn.Module, counter: MacCounter) -> None:
         for part in innermost(empty):
-            part.register_forward_hook(lambda *call: sizes.append(bytes_of(call[-1])))
+            part.register_forward_hook(lambda *call: sizes.extend(tensor.nbytes for tensor in tensors(call[-1])))
         for name, part in empty.named_modules():
             if isinstance(part, GridAttention | SqueezeExcite):
                 record_calls(part, counter, calls.setdefault(name, []))
@@ -163,12 +163,6 @@ def fake_inputs(inputs: Inputs, dtype: torch.dtype) -> Iterator[Tensor]:
         yield from fake_inputs([part] if isinstance(part, int) else part, dtype)
 
 
-def shapes_text(inputs: Inputs) -> str:
-    """Return the shapes of inputs, for an error."""
-    with without_numbers():
-        return ", ".join(str(tuple(tensor.shape)) for tensor in fake_inputs(inputs, torch.float32))
-
-
 def innermost(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules without children; a `GridAttention` is yielded itself, and the modules inside it are not."""
     children = list(module.children())
@@ -179,17 +173,9 @@ def innermost(module: nn.Module) -> Iterator[nn.Module]:
             yield from innermost(child)
 
 
-def bytes_of(output: Any) -> int:
-    """Return the bytes of all tensors in an output."""
-    return sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-
-
 def record_calls(module: nn.Module, counter: MacCounter, calls: list[CountedCall]) -> None:
     """Register hooks that append to `calls` each call of a module on one grid without a context."""
     before: list[int] = []
-
-    def start(_: nn.Module, __: tuple[Any, ...]) -> None:
-        before.append(counter.macs)
 
     def record(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
         macs = counter.macs - before.pop()
@@ -197,7 +183,7 @@ def record_calls(module: nn.Module, counter: MacCounter, calls: list[CountedCall
         if len(inputs) < 2 and named.get("context") is None:
             calls.append(CountedCall(tuple(grid.shape), macs))
 
-    module.register_forward_pre_hook(start)
+    module.register_forward_pre_hook(lambda *_: before.append(counter.macs))
     module.register_forward_hook(record, with_kwargs=True)
 
 

@@ -49,13 +49,8 @@ class Sizes(NamedTuple):
 
     def projections(self, queries: int, keys: int) -> int:
         """Return the MACs of projecting so many queries, keys and responses, and as many values as keys, in full."""
-        c, d, p = self.channels, self.inner, self.width
-        return (
-            queries * c * d * ("q" in self.project)
-            + keys * c * d * ("k" in self.project)
-            + keys * c * p * ("v" in self.project)
-            + queries * p * c * ("o" in self.project)
-        )
+        outputs = {"q": queries * self.inner, "k": keys * self.inner, "v": keys * self.width, "o": queries * self.width}
+        return self.channels * sum(outputs[letter] for letter in self.project)
 
 
 class OperatorSteps(NamedTuple):
@@ -192,11 +187,8 @@ def activation_numbers(s: Sizes, steps: OperatorSteps) -> int:
     slots = steps.slots * s.width
     response = s.positions * s.out
     if "o" in s.project:
-        response += (
-            steps.slots * s.heads * s.out
-            if work(s, steps).folds_output(steps.slots, basis=steps.basis)
-            else steps.queries * s.width
-        )
+        folds = work(s, steps).folds_output(steps.slots, basis=steps.basis)
+        response += steps.slots * s.heads * s.out if folds else steps.queries * s.width
     return projected + steps.formed + slots + response
 
 
@@ -206,12 +198,8 @@ def gathered_numbers(operator: str, s: Sizes, steps: OperatorSteps) -> int | Non
     if not entry.merges_by_adding:
         return None
     if entry.basis is None:  # per index a key and a count; for queries that are sums also a sum of the grid and a count
-        return (
-            values
-            + steps.slots * (s.inner + 1)
-            + 1
-            + (not entry.queries_from.side_by_side) * steps.slots * (s.channels + 1)
-        )
+        sums = 0 if entry.queries_from.side_by_side else steps.slots * (s.channels + 1)
+        return values + steps.slots * (s.inner + 1) + 1 + sums
     weights = s.heads * steps.slots
     return values + weights + 1 + weights * (entry.basis is exponentials)
 
@@ -231,11 +219,8 @@ def coefficients(s: Sizes, steps: OperatorSteps) -> int:
 def kan_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int) -> int:
     """KAN Table 2: four live copies of the coefficients (KAN §2.1) and KAN_COPIES of the grid and of its axis means."""
     grids, means = KAN_COPIES[operator]
-    return (
-        NUMBER
-        * batch
-        * (4 * coefficients(s, steps) + grids * s.positions * s.channels + means * s.indices * s.channels)
-    )
+    numbers = 4 * coefficients(s, steps) + (grids * s.positions + means * s.indices) * s.channels
+    return NUMBER * batch * numbers
 
 
 def san_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int) -> int:

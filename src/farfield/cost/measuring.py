@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from farfield.nn.devices import device_of
 from farfield.nn.tracing import LiveBytes, tensors
@@ -75,10 +75,8 @@ def measure(
         4000
     """
     if repeats < 1 or warm_up < 0:
-        raise ValueError(
-            f"cost.measure: repeats must be at least 1 and warm_up at least 0, got {repeats=}, {warm_up=}; "
-            f"fix: repeats=10, warm_up=2."
-        )
+        problem = f"repeats must be at least 1 and warm_up at least 0, got {repeats=}, {warm_up=}"
+        raise ValueError(f"cost.measure: {problem}; fix: repeats=10, warm_up=2.")
     if isinstance(module, nn.Module) and inputs and all(is_shape(given) for given in inputs):
         shape = tuple(inputs[0])
         raise TypeError(f"cost.measure: inputs must be tensors, got the shape {shape}; fix: torch.randn{shape}.")
@@ -133,10 +131,9 @@ def compare(
         (True, True)
     """
     if repeats < 1 or not contestants:
-        raise ValueError(
-            f"cost.compare: it needs at least one contestant and repeats of at least 1, got {len(contestants)} "
-            f'contestants, {repeats=}; fix: {{"name": (module, input)}}, repeats=7.'
-        )
+        got = f"got {len(contestants)} contestants, {repeats=}"
+        fix = '{"name": (module, input)}, repeats=7.'
+        raise ValueError(f"cost.compare: it needs at least one contestant and repeats of at least 1, {got}; fix: {fix}")
     runs = {name: step(module, inputs, backward) for name, (module, *inputs) in contestants.items()}
     module, *inputs = next(iter(contestants.values()))
     return take_turns(runs, device_of(inputs, module), repeats, turn_seconds)
@@ -156,14 +153,9 @@ def take_turns(
     for _ in range(repeats):
         for name, run in runs.items():
             turns[name].append(turn(run, device, counts[name]))
+    peaks = {name: 0 if name in unseen else peak_of(run, device) for name, run in runs.items()}
     return {
-        name: Measurement(
-            statistics.median(times),
-            min(times),
-            0 if name in unseen else peak_of(runs[name], device),
-            repeats,
-            device_name(device),
-        )
+        name: Measurement(statistics.median(times), min(times), peaks[name], repeats, device_name(device))
         for name, times in turns.items()
     }
 
@@ -272,8 +264,45 @@ def device_name(device: torch.device) -> str:
 def processor_name() -> str:
     """Return the name of the processor if the system provides it, otherwise that of the platform."""
     listing = Path("/proc/cpuinfo")
-    if listing.is_file():
-        for line in listing.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = listing.read_text(encoding="utf-8").splitlines() if listing.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def saved_bytes(module: Callable[..., Any], *inputs: Any) -> int:
+    """Count the bytes that a forward pass keeps in memory for its backward pass.
+
+    Every storage counts once and whole, however many tensors share it. Storages of parameters and buffers do not count;
+    those of the inputs count if they are kept.
+
+    Args:
+        module: A module, or any function of tensors.
+        inputs: Its inputs; set `requires_grad` on those whose gradients are needed.
+
+    Returns:
+        Bytes of all storages that `torch.autograd` saves.
+
+    Example:
+        >>> import torch
+        >>> from farfield import cost
+        >>> leaf = torch.zeros(1000, requires_grad=True)
+        >>> cost.saved_bytes(torch.exp, leaf), cost.saved_bytes(torch.square, leaf), cost.saved_bytes(torch.neg, leaf)
+        (4000, 4000, 0)
+    """
+    own = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+    kept = {tensor.untyped_storage()._cdata for tensor in own}
+    # Kept alive until the end, so that no address is used twice.
+    storages: list[torch.UntypedStorage] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in kept:
+            kept.add(storage._cdata)
+            storages.append(storage)
+        # Without detach an output would hold a reference to itself and would never be freed.
+        return tensor.detach()
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = module(*inputs)
+    del outputs
+    return sum(storage.nbytes() for storage in storages)

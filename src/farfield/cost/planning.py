@@ -80,14 +80,7 @@ class Setting:
 
     def cost(self) -> Cost:
         """Return the cost of a forward pass by formula."""
-        return predict(
-            self.operator,
-            channels=self.channels,
-            size=self.size,
-            batch=self.batch,
-            heads=self.heads,
-            project=self.project,
-        )
+        return predict(**vars(self))
 
     def attention(self) -> GridAttention:
         """Return the module in eval mode."""
@@ -161,7 +154,7 @@ def plan(
     plans = []
     for setting, forward, training in zip(settings, *passes, strict=True):
         judged = training if backward else forward
-        crossovers = [crossover(setting, regular, number) for number in (macs_of, formed_of)]
+        crossovers = [crossover(setting, regular, number) for number in ("macs", "activation_bytes")]
         plans.append(
             Plan(setting.operator, forward, training, None if memory is None else judged.bytes <= memory, *crossovers)
         )
@@ -180,18 +173,15 @@ def needs(settings: list[Setting], *, training: bool, device: str | torch.device
 
 def replayed(setting: Setting, *, training: bool) -> Needs:
     """Return MACs and bytes of a pass; for a large grid those of a smaller one, scaled as the formulas."""
-    small = reduced(setting, lambda each: each.batch * query_count(each) <= REPLAYED_POSITIONS)
+    by_axis = not OPERATORS[setting.operator].queries_from.side_by_side  # its queries are the indices of all axes
+    count = sum if by_axis else math.prod
+    small = reduced(setting, lambda each: each.batch * count(each.size) <= REPLAYED_POSITIONS)
     counted = replay(small, training=training)
     if small == setting:
         return counted
     part, whole = small.cost(), setting.cost()
     size = counted.bytes * whole.activation_bytes // part.activation_bytes
     return Needs(counted.macs * whole.macs // part.macs, size)
-
-
-def query_count(setting: Setting) -> int:
-    """Return the number of queries of a sample: all positions, or all indices of all axes."""
-    return math.prod(setting.size) if OPERATORS[setting.operator].queries_from.side_by_side else sum(setting.size)
 
 
 def timed(settings: list[Setting], device: str | torch.device, *, training: bool) -> list[float]:
@@ -248,23 +238,14 @@ def rates() -> tuple[float, float]:
 
 
 # ---- crossovers ------------------------------------------------------------------------------------------------------
-def macs_of(setting: Setting) -> int:
-    """Return the MACs of a forward pass."""
-    return setting.cost().macs
-
-
-def formed_of(setting: Setting) -> int:
-    """Return the activation bytes of a forward pass."""
-    return setting.cost().activation_bytes
-
-
-def crossover(setting: Setting, regular: Setting, number: Callable[[Setting], int]) -> int | None:
-    """Return from how many positions on `number` is smaller than for softmax; None if it is not at MOST_POSITIONS."""
+def crossover(setting: Setting, regular: Setting, number: str) -> int | None:
+    """Return from how many positions on a number of `Cost` is smaller than softmax's; None if not at MOST_POSITIONS."""
     spatial_dims = len(setting.size)
 
     def cheaper(length: int) -> bool:
-        ours, theirs = (replace(each, batch=1, size=(length,) * spatial_dims) for each in (setting, regular))
-        return number(ours) < number(theirs)
+        costs = (replace(each, batch=1, size=(length,) * spatial_dims).cost() for each in (setting, regular))
+        ours, theirs = (getattr(cost, number) for cost in costs)
+        return bool(ours < theirs)
 
     # One sample with all axes as long. The order of steps depends on the size, so there can be several crossovers: the
     # largest is searched from MOST_POSITIONS down.

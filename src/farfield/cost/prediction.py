@@ -9,7 +9,7 @@ from torch import nn
 
 from farfield._checks import check_heads, check_size, check_whole, unknown
 from farfield._refusals import door, refusal
-from farfield.cost.counting import Cost, CountedCall, count, run
+from farfield.cost.counting import Cost, count, run
 from farfield.cost.formulas import (
     FORMULAS,
     NUMBER,
@@ -92,7 +92,8 @@ def predict(
         raise refusal(ValueError, "it needs the grid's channels; fix: channels=….")
     check_positive(channels=channels, heads=heads)
     if isinstance(operator, nn.Module):
-        return network_cost(operator, (batch, channels, *size), convention)
+        shape = (batch, channels, *size)
+        return count(operator, shape) if convention == "farfield" else printed_cost(operator, shape)
     name = formula_name(operator)
     check_projections(name, OPERATORS[name], project, channels, inner_channels or channels)
     s = Sizes(tuple(size), channels, inner_channels or channels, channels, heads, project, "o" in project)
@@ -107,18 +108,15 @@ def formula_name(operator: object) -> str:
     if isinstance(operator, str) and operator in FORMULAS:
         return operator
     if operator is GridAttention:
-        raise TypeError(
-            "cost.predict: operator must be a name, an Operator or a module, got the class GridAttention; "
-            'fix: GridAttention(64, "factorized_gaussian"), for example.'
-        )
+        problem = "operator must be a name, an Operator or a module, got the class GridAttention"
+        raise TypeError(f'cost.predict: {problem}; fix: GridAttention(64, "factorized_gaussian"), for example.')
     if not isinstance(operator, Operator):
         raise unknown("operator", operator, FORMULAS)
     name = find_name(operator)
     if name is None:
-        raise LookupError(
-            "cost.predict: there is no formula for an operator that is not in ops.OPERATORS; "
-            "fix: cost.count(GridAttention(channels, operator), (batch, channels, *size)) counts what it executes."
-        )
+        problem = "there is no formula for an operator that is not in ops.OPERATORS"
+        fix = "cost.count(GridAttention(channels, operator), (batch, channels, *size)) counts what it executes."
+        raise LookupError(f"cost.predict: {problem}; fix: {fix}")
     return name
 
 
@@ -179,13 +177,9 @@ def sizes_of(attention: GridAttention, size: tuple[int, ...]) -> Sizes:
     return Sizes(size, attention.channels, inner, width, attention.heads, project, biased, score_biased)
 
 
-def network_cost(network: nn.Module, shape: tuple[int, ...], convention: str) -> Cost:
-    """Return a network's cost: what executes, or MACs with attention and squeeze-excite counted as in the papers."""
-    return count(network, shape) if convention == "farfield" else printed_cost(network, *run(network, shape))
-
-
-def printed_cost(network: nn.Module, cost: Cost, calls: dict[str, list[CountedCall]]) -> Cost:
+def printed_cost(network: nn.Module, shape: tuple[int, ...]) -> Cost:
     """Return a counted cost, with the MACs of self-attention and squeeze-excite as in the papers, not by module."""
+    cost, calls = run(network, shape)
     macs = cost.macs
     for name, call in ((name, call) for name, each in calls.items() for call in each):
         module, (batch, _, *size) = network.get_submodule(name), call.shape

@@ -2,7 +2,6 @@
 
 Needs the extra `train`. Modules: `classify`, `segment`, `restore`, `detect`, `stereo`, `masked_lm` and `generate` (the
 data modules), `base` (their base class), `sampler` (order and augmentations that depend only on the seed and the
-epoch), `augment` (transforms by name), `splits` (splits and datasets of images), `object_datasets` (datasets of images
-and their objects), `patches` (of microscopy stacks), `tokenizer` (tokenizers and samples of tokens), and the package
-`readers` (reading and checking of files).
+epoch), `augment` (transforms by name), `patches` (of microscopy stacks), `tokenizer` (tokenizers and samples of
+tokens), and the package `readers` (reading and checking of files).
 """

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from farfield._refusals import door, refusal
-from farfield.data.readers.images import FolderError, check_classes, list_some
+from farfield._refusals import door
+from farfield.data.readers.images import Check, FolderError, check_classes, check_images, list_some
 from farfield.data.sampler import DrawnSamples, EpochSampler
 
 _Value = TypeVar("_Value")
@@ -23,10 +23,9 @@ def read_entry(state: dict[str, Any], name: str, kind: type[_Value]) -> _Value:
     """Return the entry `name` of a data module's state in a checkpoint, which may be damaged or of other data."""
     value = state.get(name)
     if not isinstance(value, kind):
-        raise refusal(
-            FolderError,
+        raise FolderError(
             f"the checkpoint's {name} must be a {kind.__name__}, got {value!r:.100}; "
-            f"fix: a checkpoint that was written for this kind of data, or train anew.",
+            f"fix: a checkpoint that was written for this kind of data, or train anew."
         )
     return value
 
@@ -34,13 +33,12 @@ def read_entry(state: dict[str, Any], name: str, kind: type[_Value]) -> _Value:
 def check_root(root: Path | None, entry: str = "") -> Path:
     """Return the folder that is trained on; refuse a missing one, or one without `entry` if one around it has it."""
     if root is None:
-        raise refusal(
-            FolderError,
-            "training, validation and tests need root, and only predict is given; fix: give root, --data.root.",
+        raise FolderError(
+            "training, validation and tests need root, and only predict is given; fix: give root, --data.root."
         )
     if not root.is_dir():
         what = f"{root} is a file, not a folder" if root.is_file() else f"there is no folder {root}"
-        raise refusal(FolderError, f"{what}.\n  fix: {_advise_folder(root, entry)}")
+        raise FolderError(f"{what}.\n  fix: {_advise_folder(root, entry)}")
     if entry and not (root / entry).is_dir():
         refuse_level(root, entry, [*list_folders(root), *root.absolute().parents[:2]])
     return root
@@ -55,18 +53,17 @@ def _advise_folder(path: Path, entry: str) -> str:
     near = difflib.get_close_matches(path.name, beside, n=3) if around[0] == path.absolute().parent else []
     if near:
         return f"--data.root {around[0] / near[0]}" + "".join(f", or {around[0] / name}" for name in near[1:]) + "."
-    return f"--data.root with a folder that exists; {around[0]} has {_show_folders(beside)}."
+    return f"--data.root with a folder that exists; {around[0]} has {list_some(beside) or 'no folders'}."
 
 
 def refuse_level(root: Path, entry: str, others: Sequence[Path]) -> None:
     """Raise FolderError if one of some folders has the entry of a root, which `root` itself has not."""
     other = next((folder for folder in others if (folder / entry).is_dir()), None)
     if other is not None:
-        held = _show_folders([folder.name for folder in list_folders(root)])
-        raise refusal(
-            FolderError,
+        held = list_some(folder.name for folder in list_folders(root)) or "no folders"
+        raise FolderError(
             f"{root} is not the folder of the data: it has {held}, and not {entry}.\n"
-            f"  fix: --data.root {other}, which has {entry}.",
+            f"  fix: --data.root {other}, which has {entry}."
         )
 
 
@@ -75,25 +72,26 @@ def list_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _show_folders(names: Sequence[str]) -> str:
-    return list_some(names) or "no folders"
-
-
 class Listed(Dataset[Any]):
-    """Entries of a list, each read on access; `paths` are the files of all of them."""
+    """Entries of a list of the data module `name`, each read on access; `paths` are the files of all of them."""
 
-    def __init__(self, entries: Sequence[Any], read: Callable[[Any], Any], paths: Sequence[Path] = ()) -> None:
-        self.entries, self.read, self.paths = entries, read, paths
+    def __init__(
+        self, name: str, entries: Sequence[Any], read: Callable[[Any], Any], paths: Sequence[Path] = ()
+    ) -> None:
+        self.name, self.entries, self.read, self.paths = name, entries, read, paths
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __getitem__(self, index: int) -> Any:
-        return self.read(self.entries[index])
+        with door(self.name):
+            return self.read(self.entries[index])
 
 
 class Loading(LightningDataModule):
-    """Build the loaders of the datasets in `parts`, which `setup` fills: "train", "val", "test" and "predict"."""
+    """Check and list the data, and build the loaders of `parts`: "train", "val", "test" and "predict"."""
+
+    # Readers raise a `FolderError` without a name; the name of the data module is put in front of it here.
 
     # Whether evaluation and prediction have batches of one sample, as sizes may differ.
     one_by_one = False
@@ -103,11 +101,28 @@ class Loading(LightningDataModule):
         self.batch_size, self.workers, self.seed = batch_size, workers, seed
         self.root: Path | None = None
         self.predict: Path | None = None
+        self.check: Check = "never"
         self.classes: list[str] = []
         self._run_seed: int | None = None
         self.parts: dict[str, Dataset[Any]] = {}
         # Samples per epoch on each device; None for every sample once.
         self.draws: int | None = None
+
+    def prepare_data(self) -> None:
+        """Check the files of `root` and `predict`, see `check`; runs in one process of each machine."""
+        with door(type(self).__name__):
+            if self.predict is not None:
+                self._check_predict(self.predict)
+            if self.predict is None or (self.root is not None and self.root.is_dir()):
+                self._check_root()
+
+    def setup(self, stage: str) -> None:
+        """List the samples of train, val and test, or those to predict."""
+        with door(type(self).__name__):
+            if stage == "predict" and self.predict is not None:
+                self._list_predict(self.predict)
+            else:
+                self._list_root(stage)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the shuffled, augmented training samples."""
@@ -147,10 +162,9 @@ class Loading(LightningDataModule):
         with door(type(self).__name__):
             classes = read_entry(state_dict, "classes", list)
             if not all(isinstance(name, str) for name in classes):
-                raise refusal(
-                    FolderError,
+                raise FolderError(
                     f"the checkpoint's classes are not all strings, got {classes!r:.200}; "
-                    "fix: another checkpoint, or train anew.",
+                    "fix: another checkpoint, or train anew."
                 )
             self._run_seed = read_entry(state_dict, "run_seed", int)
             if self.classes:
@@ -161,6 +175,21 @@ class Loading(LightningDataModule):
     def run_seed(self) -> int:
         """The seed of order and augmentation: of the resumed checkpoint, else of `seed_everything`, else `seed`."""
         return int(os.environ.get("PL_GLOBAL_SEED", self.seed)) if self._run_seed is None else self._run_seed
+
+    def _check_predict(self, folder: Path) -> None:
+        check_images([folder], self.check)
+
+    def _check_root(self) -> None:
+        """Check the files of `root`; by default there is nothing to check."""
+
+    def _list_predict(self, path: Path) -> None:
+        raise NotImplementedError
+
+    def _list_root(self, stage: str) -> None:
+        raise NotImplementedError
+
+    def _listed(self, entries: Sequence[Any], read: Callable[[Any], Any], paths: Sequence[Path] = ()) -> Listed:
+        return Listed(type(self).__name__, entries, read, paths)
 
     def _set_folders(self, root: str | None, predict: str | None, layout: str, images: str) -> None:
         if root is None and predict is None:

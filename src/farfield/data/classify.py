@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,15 +11,23 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from farfield._refusals import door, refusal
 from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
-from farfield.data.base import Loading, check_root, list_folders, refuse_level
-from farfield.data.readers.images import Check, FolderError, check_classes, check_images, list_classes, list_images
-from farfield.data.splits import Images, draw_subset, list_labelled_images, read_images, split_by_class
+from farfield.data.base import Listed, Loading, check_root, list_folders, refuse_level
+from farfield.data.readers.images import (
+    Check,
+    FolderError,
+    check_classes,
+    check_images,
+    list_classes,
+    list_images,
+    read_image,
+)
 
 Colours = tuple[float, float, float]
 
@@ -87,7 +97,6 @@ class ImageFolders(_Classification):
         self.evaluation_transform = build_evaluation_transform(augmentation, image_size)
 
     @property
-    @door("ImageFolders")
     def folders(self) -> dict[str, Path]:
         """The folders of train, val and test that exist, by name; `root` as train if it has none of them."""
         if self.root is None or (self.predict is not None and not self.root.is_dir()):
@@ -99,32 +108,37 @@ class ImageFolders(_Classification):
             refuse_level(root, "train", list_folders(root))
         return nested or {"train": root}
 
-    @door("ImageFolders")
-    def prepare_data(self) -> None:
-        """Check all folders and decode all files; runs in one process of each machine."""
+    def _check_root(self) -> None:
         self._read_classes()
-        check_images([*self.folders.values(), *([self.predict] if self.predict else [])], self.check)
+        check_images([*self.folders.values()], self.check)
 
-    @door("ImageFolders")
-    def setup(self, stage: str) -> None:
-        """List the images of train, val and test, or those to predict."""
+    def _list_predict(self, path: Path) -> None:
+        self.classes = self._read_classes()
+        self._list_named(list_images(path))
+
+    def _list_root(self, stage: str) -> None:
         self.classes = self._read_classes()
         folders = self.folders
         if "train" in folders:
             self.parts |= self._training_parts(folders["train"])
         for name in ("val", "test"):
             if name in folders:
-                self.parts[name] = read_images(list_labelled_images(folders[name]), self.evaluation_transform)
+                self.parts[name] = self._images(list_labelled_images(folders[name]))
         if stage == "predict":
-            paths = self._paths_to_predict()
-            named = [(path, str(path)) for path in paths]
-            self.parts["predict"] = read_images(named, self.evaluation_transform, paths)
+            held: Any = self.parts["test"] if "test" in self.parts else self.parts["val"]
+            self._list_named([Path(path) for path, _ in held.entries])
         if stage == "test" and "test" not in folders and "val" in self.parts:
-            rank_zero_info(f"ImageFolders: {self.root} has no folder test: using val.")
+            rank_zero_info(f"{type(self).__name__}: {self.root} has no folder test: using val.")
             self.parts["test"] = self.parts["val"]
         wanted = {"fit": "train", "validate": "val", "test": "test"}.get(stage, "predict")
         if wanted not in self.parts:
-            raise refusal(FolderError, f"there is no folder {check_root(self.root)}/{wanted}.")
+            raise FolderError(f"there is no folder {check_root(self.root)}/{wanted}.")
+
+    def _images(self, entries: Sequence[tuple[Any, Any]], paths: Sequence[Path] = ()) -> Listed:
+        return self._listed(entries, partial(_read_labelled, self.evaluation_transform), paths)
+
+    def _list_named(self, paths: Sequence[Path]) -> None:
+        self.parts["predict"] = self._images([(path, str(path)) for path in paths], paths)
 
     def _read_classes(self) -> list[str]:
         """Return the classes of the first folder, train; refuse other classes elsewhere, and a class without images."""
@@ -149,15 +163,9 @@ class ImageFolders(_Classification):
         if self.subset is not None:
             kept = kept[draw_subset([labels[index] for index in kept], self.subset, self.seed)]
         return {
-            "train": read_images([entries[index] for index in kept], self.training_transform),
-            "val": read_images([entries[index] for index in held], self.evaluation_transform),
+            "train": self._listed([entries[index] for index in kept], partial(_read_labelled, self.training_transform)),
+            "val": self._images([entries[index] for index in held]),
         }
-
-    def _paths_to_predict(self) -> list[Path]:
-        if self.predict:
-            return list_images(self.predict)
-        held: Any = self.parts["test"] if "test" in self.parts else self.parts["val"]
-        return [Path(path) for path, _ in held.entries]
 
 
 class Digits(_Classification):
@@ -190,8 +198,7 @@ class Digits(_Classification):
         shift = v2.RandomCrop(image_size, padding=image_size // 16)
         self.training_transform = shift if augmentation == "shift" else v2.Identity()
 
-    def setup(self, stage: str) -> None:
-        """Enlarge the digits and split them."""
+    def _list_root(self, stage: str) -> None:
         bunch = load_digits()
         self.classes = [str(name) for name in bunch.target_names]
         small = torch.from_numpy(bunch.images * (255 / 16)).float()[:, None].expand(-1, 3, -1, -1)
@@ -200,6 +207,58 @@ class Digits(_Classification):
         if self.subset is not None:
             kept = kept[draw_subset(bunch.target[kept], self.subset, self.seed)]
         labels = bunch.target.tolist()
-        self.parts["train"] = Images(large[kept], [labels[index] for index in kept], self.training_transform)
-        self.parts["val"] = self.parts["test"] = Images(large[held], [labels[index] for index in held])
-        self.parts["predict"] = Images(large[held], [f"digit {index}" for index in held])
+        self.parts["train"] = _Images(large[kept], [labels[index] for index in kept], self.training_transform)
+        self.parts["val"] = self.parts["test"] = _Images(large[held], [labels[index] for index in held])
+        self.parts["predict"] = _Images(large[held], [f"digit {index}" for index in held])
+
+
+class _Images(Dataset[Any]):
+    """Images held in memory, transformed on access, each with its label or name."""
+
+    # In one tensor: views of it in a list would each take all of it along to a loader process.
+    def __init__(
+        self, images: Tensor, labels: Sequence[Any], transform: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.images, self.labels, self.transform = images, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        image = self.images[index]
+        return (image if self.transform is None else self.transform(image)), self.labels[index]
+
+
+def split_by_class(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split samples by class, `fraction` of each (an int: so many in all) into the second part; return the indices."""
+    try:
+        parts = train_test_split(np.arange(len(labels)), test_size=fraction, stratify=labels, random_state=seed)
+    except ValueError as error:
+        raise FolderError(
+            f"{len(labels)} images cannot be split, {fraction:g} held out: {error}\n"
+            "  fix: more images of each class, a larger subset, or folders train and val."
+        ) from error
+    return np.sort(parts[0]), np.sort(parts[1])
+
+
+def draw_subset(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
+    """Draw a number of samples with the same share of each class; return their indices, sorted."""
+    if number > len(labels):
+        raise FolderError(f"subset={number} of {len(labels)} training images; fix: a subset of {len(labels)} at most.")
+    return np.arange(number) if number == len(labels) else split_by_class(labels, len(labels) - number, seed)[0]
+
+
+def list_labelled_images(folder: Path) -> list[tuple[str, int]]:
+    """List the images of class folders, each with its label."""
+    return [
+        (str(path), label)
+        for label, name in enumerate(list_classes(folder))
+        # In torchvision's order, a folder's files before the folders in it, as splits depend on the order.
+        for path in sorted(list_images(folder / name), key=lambda path: (str(path.parent), path.name))
+    ]
+
+
+def _read_labelled(transform: Callable[[Any], Tensor], entry: tuple[str | Path, Any]) -> tuple[Tensor, Any]:
+    """Read and transform an image; return it with its label or name."""
+    path, label = entry
+    return transform(read_image(path)), label

@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as images
 
-from farfield._refusals import door, refusal
+from farfield._outputs import output_path
+from farfield._refusals import door
 from farfield.data.base import Loading, check_root, read_entry
-from farfield.data.object_datasets import (
-    AnnotatedImages,
-    LeftOut,
-    find_image_fault,
-    list_numbered_images,
-    select_training,
-)
 from farfield.data.readers.coco import (
     Annotated,
     check_files,
-    find_box_faults,
-    find_mask_faults,
+    decode_masks,
+    find_box_fault,
+    find_faults,
+    find_mask_fault,
     has_masks,
     read_annotated,
-    refuse_in,
 )
-from farfield.data.readers.images import Check, FolderError, check_each, check_images, find_note, list_images
+from farfield.data.readers.images import (
+    Check,
+    FolderError,
+    Note,
+    check_each,
+    check_names,
+    find_fault,
+    format_size,
+    list_images,
+    read_image,
+    read_size,
+    refuse,
+)
 from farfield.data.sampler import Draw, EpochSampler
+
+LeftOut = Literal["images_without_objects", "faulty_boxes"]
 
 # Boundaries between the groups of aspect ratios (width / height) that are batched together, as in torchvision.
 _SHAPES = 2 ** np.linspace(-1, 1, 7)
@@ -94,44 +110,35 @@ class CocoFolders(Loading):
         # Ids of the categories, of which the first is label 1.
         self.category_ids: list[int] = []
 
-    @door("CocoFolders")
-    def prepare_data(self) -> None:
-        """Check the annotations and decode all images, of `root` and `predict`; runs in one process of each machine."""
-        if self.predict is not None:
-            check_images([self.predict], self.check)
-            if self.root is None or not self.root.is_dir():
-                return
+    def _check_root(self) -> None:
         parts = self._read()
         with_masks = self._with_masks(parts)
         for part in parts.values():
             check_files(part)
-            refuse_here = partial(refuse_in, part.file)
+            refuse_here = partial(refuse, place=f"{part.file}: ")
             if "faulty_boxes" not in self.leave_out:
                 fix = 'correct them, or train without them: --data.leave_out "[faulty_boxes]".'
-                refuse_here("boxes are faulty", list(find_box_faults(part)), fix)
+                refuse_here("boxes are faulty", list(find_faults(part, "bbox", find_box_fault)), fix)
             if with_masks:
                 fix = "correct them, or train boxes alone: --data.masks false."
-                refuse_here("masks are faulty", list(find_mask_faults(part)), fix)
+                refuse_here("masks are faulty", list(find_faults(part, "segmentation", find_mask_fault)), fix)
             files = [part.path(image) for image in part.images]
-            fault = partial(find_image_fault, part)
-            note = find_note(part.folder, [*files, part.file])
+            fault = partial(_find_image_fault, part)
+            note = Note(part.folder, [*files, part.file])
             fix = "replace these images or correct their entries, or remove both."
             check_each(part.images, fault, self.check, note, f"images of {part.file} are not as listed", fix)
 
-    @door("CocoFolders")
-    def setup(self, stage: str) -> None:
-        """List the images of train, val and test, or those to predict."""
-        if stage == "predict" and self.predict is not None:
-            paths = list_images(self.predict)
-            names = [path.relative_to(self.predict).as_posix() for path in paths]
-            self.parts["predict"] = list_numbered_images(paths, names, range(1, len(paths) + 1))
-            return
+    def _list_predict(self, path: Path) -> None:
+        paths = list_images(path)
+        self._list_numbered(paths, [each.relative_to(path).as_posix() for each in paths], range(1, len(paths) + 1))
+
+    def _list_root(self, stage: str) -> None:
         parts = self._read()
         with_masks = self._with_masks(parts)
         if not with_masks:
             rank_zero_info(f"CocoFolders: {self.root}: boxes without masks.")
         self.category_ids, self.classes = list(parts["val"].categories), list(parts["val"].categories.values())
-        parts["train"] = select_training(parts["train"], self.leave_out)
+        parts["train"] = _select_training(parts["train"], self.leave_out)
         self.parts |= {name: AnnotatedImages(part, name == "train", with_masks) for name, part in parts.items()}
         if "test" not in parts:
             if stage == "test":
@@ -140,17 +147,23 @@ class CocoFolders(Loading):
         if stage == "predict":
             part = parts.get("test", parts["val"])
             paths, names = [part.path(image) for image in part.images], [image["file_name"] for image in part.images]
-            self.parts["predict"] = list_numbered_images(paths, names, [image["id"] for image in part.images])
+            self._list_numbered(paths, names, [image["id"] for image in part.images])
+
+    def _list_numbered(self, paths: Sequence[Path], names: Sequence[str], numbers: Sequence[int]) -> None:
+        entries = list(zip(paths, names, numbers, strict=True))
+        outputs = (output_path(Path(), os.path.splitext(name)[0], number=number) for _, name, number in entries)
+        check_names((output.as_posix() for output in outputs), "several images have", "pictures")
+        self.parts["predict"] = self._listed(entries, _read_numbered_image, paths)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data entries of a checkpoint: those of `Loading` and the ids of the categories."""
         return super().state_dict() | {"category_ids": list(self.category_ids)}
 
-    @door("CocoFolders")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the data entries of a checkpoint; predictions of a folder without annotations get its category ids."""
         super().load_state_dict(state_dict)
-        self.category_ids = list(read_entry(state_dict, "category_ids", list))
+        with door("CocoFolders"):
+            self.category_ids = list(read_entry(state_dict, "category_ids", list))
 
     def _read(self) -> dict[str, Annotated]:
         root = check_root(self.root, "annotations")
@@ -164,11 +177,10 @@ class CocoFolders(Loading):
             if part.categories != expected.categories:
                 only = dict(part.categories.items() - expected.categories.items())
                 absent = dict(expected.categories.items() - part.categories.items())
-                raise refusal(
-                    FolderError,
+                raise FolderError(
                     f"{part.file} and {expected.file} have different categories.\n"
                     f"  only in {part.file}: {only or 'none'}\n  only in {expected.file}: {absent or 'none'}\n"
-                    "  fix: list the same ids and names in all splits, used or not.",
+                    "  fix: list the same ids and names in all splits, used or not."
                 )
         return parts
 
@@ -184,6 +196,97 @@ class CocoFolders(Loading):
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
         return super()._loader(samples, collate_fn=_collate_lists, **options)
+
+
+class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
+    """Images and their targets, see `CocoFolders`; in training without crowds, mirrored with probability 1/2."""
+
+    def __init__(self, part: Annotated, training: bool, masks: bool) -> None:
+        self.part, self.masks, self.training = part, masks, training
+        self.labels = {category: label for label, category in enumerate(part.categories, 1)}
+        # Boxes are clipped to the image; those that are then narrower or lower than a pixel are removed.
+        self.view = v2.Compose(
+            [
+                v2.ClampBoundingBoxes(),
+                v2.SanitizeBoundingBoxes(labels_getter=_find_labels),
+                v2.RandomHorizontalFlip(),
+                v2.ToPureTensor(),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.part.images)
+
+    @door("CocoFolders")
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        entry = self.part.images[index]
+        image, target = read_image_tensor(self.part.path(entry)), self._target(entry)
+        if self.training:
+            image, target = self.view(image, target)
+        return images.to_dtype(image, torch.float32, scale=True), target
+
+    def _target(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+        objects = self.part.objects[entry["id"]]
+        if self.training:
+            objects = [each for each in objects if not each.get("iscrowd")]
+        size = (entry["height"], entry["width"])
+        boxes = torch.tensor([each["bbox"] for each in objects], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        target: dict[str, Any] = {"boxes": boxes}
+        target["labels"] = torch.tensor([self.labels[each["category_id"]] for each in objects], dtype=torch.int64)
+        if self.masks:
+            target["masks"] = decode_masks(objects, *size)
+        if self.training:
+            # As tv_tensors, boxes and masks are mirrored and removed together.
+            box: Any = tv_tensors.BoundingBoxes
+            target["boxes"] = box(boxes, format="XYXY", canvas_size=size)
+            return target | ({"masks": tv_tensors.Mask(target["masks"])} if self.masks else {})
+        target["iscrowd"] = torch.tensor([each.get("iscrowd", 0) for each in objects], dtype=torch.int64)
+        areas = [each.get("area", each["bbox"][2] * each["bbox"][3]) for each in objects]
+        return target | {"area": torch.tensor(areas, dtype=torch.float32)}
+
+
+def _read_numbered_image(entry: tuple[Path, str, int]) -> tuple[Tensor, str, str, int]:
+    """Read an image to predict; return it with its path, its name, and its number or id."""
+    path, name, number = entry
+    return images.to_dtype(read_image_tensor(path), torch.float32, scale=True), str(path), name, number
+
+
+def _select_training(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
+    """Return the training images and their objects without what `leave_out` names."""
+    kept, objects = part.images, part.objects
+    if "faulty_boxes" in leave_out:
+        objects = {
+            image["id"]: [
+                each
+                for each in objects[image["id"]]
+                if find_box_fault(each["bbox"], image["width"], image["height"]) is None
+            ]
+            for image in kept
+        }
+    if "images_without_objects" in leave_out:
+        kept = [image for image in kept if any(not each.get("iscrowd") for each in objects[image["id"]])]
+    return Annotated(part.file, part.folder, kept, objects, part.categories)
+
+
+def _find_image_fault(part: Annotated, image: Mapping[str, Any]) -> str | None:
+    """Decode an image and compare its size with that in its entry; return what is wrong, or None."""
+    path = part.path(image)
+    fault = find_fault(path)
+    listed = (image["height"], image["width"])
+    if fault is None and (size := read_size(path)) != listed:
+        return f"{path}: has {format_size(size)} pixels, and {format_size(listed)} by its entry"
+    return fault
+
+
+def read_image_tensor(path: Path) -> tv_tensors.Image:
+    """Read an image as `uint8` `(3, height, width)`."""
+    return tv_tensors.Image(images.pil_to_tensor(read_image(path)))
+
+
+def _find_labels(sample: Any) -> Tensor:
+    # With the boxes, SanitizeBoundingBoxes removes their labels.
+    return sample[1]["labels"]
 
 
 class GroupedSampler(EpochSampler):

@@ -49,15 +49,13 @@ class RealImages(ImageFolders):
         if mirror:
             self.training_transform = v2.Compose([self.training_transform, v2.RandomHorizontalFlip()])
 
-    def prepare_data(self) -> None:
-        """Check all folders and decode all files, except for `predict`; runs in one process of each machine."""
+    def _check_root(self) -> None:
         if self.trainer is None or not self.trainer.predicting:
-            super().prepare_data()
+            super()._check_root()
 
-    def setup(self, stage: str) -> None:
-        """List the images of train, val and test; there are none to predict."""
+    def _list_root(self, stage: str) -> None:
         if stage != "predict":
-            super().setup(stage)
+            super()._list_root(stage)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the numbers of the samples."""

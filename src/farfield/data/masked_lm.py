@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,17 +12,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import Dataset
 
 from farfield._checks import install_command
+from farfield._refusals import door, put_name
 from farfield.data.base import Loading
 from farfield.data.readers.images import FolderError
-from farfield.data.readers.text import CALLER, Text, read_parts, read_text_file
+from farfield.data.readers.text import Text, read_parts, read_text_file
 from farfield.data.tokenizer import (
-    Collate,
-    Fixed,
     TokenSamples,
     build_tokenizer,
+    collate_tokens,
     list_special_words,
     load_tokenizer,
     read_blanks,
+    read_fixed,
     tokenise,
     train_tokenizer,
 )
@@ -80,10 +82,11 @@ class TextFolder(Loading):
         super().__init__(batch_size, workers=0)
         self._set_folders(root, predict, "a folder of text files", "a file of lines")
         if length < 3:
-            raise FolderError(f"{CALLER}: length must be 3 at least, a token between two special ones, got {length}.")
+            error = FolderError(f"length must be 3 at least, a token between two special ones, got {length}.")
+            raise put_name("TextFolder", error)
         for name, value in (("share", share), ("val_share", val_share)):
             if not 0 < value < 1:
-                raise FolderError(f"{CALLER}: {name} must lie between 0 and 1, got {value}.")
+                raise put_name("TextFolder", FolderError(f"{name} must lie between 0 and 1, got {value}."))
         self.saved, self.vocabulary = None if tokenizer is None else Path(tokenizer), vocabulary
         self.length, self.share, self.val_share = length, share, val_share
         self.options: dict[str, Any] = {"length": length, "unit": unit, "too_long": too_long}
@@ -95,25 +98,26 @@ class TextFolder(Loading):
     def setup(self, stage: str) -> None:
         """Read the files of all splits, or the file to predict."""
         if importlib.util.find_spec("transformers") is None:
-            raise ImportError(f"{CALLER}: it needs transformers; fix: {install_command('text')}")
-        if stage == "predict" and self.predict is not None:
-            self.texts["predict"] = [read_text_file(self.predict)]
-            if not any(True for _ in self.texts["predict"][0].pieces("lines")):
-                raise FolderError(
-                    f"{CALLER}: {self.predict} has no lines; fix: lines of text with [MASK] for each word to predict."
-                )
-            return
+            raise ImportError(f"TextFolder: it needs transformers; fix: {install_command('text')}")
+        super().setup(stage)
+
+    def _list_predict(self, path: Path) -> None:
+        self.texts["predict"] = [read_text_file(path)]
+        if not any(True for _ in self.texts["predict"][0].pieces("lines")):
+            raise FolderError(f"{path} has no lines; fix: lines of text with [MASK] for each word to predict.")
+
+    def _list_root(self, stage: str) -> None:
         if self.root is None:
-            raise FolderError(f"{CALLER}: {stage} needs root, a folder of text files; fix: --data.root.")
+            raise FolderError(f"{stage} needs root, a folder of text files; fix: --data.root.")
         self._read()
         characters = sum(len(line) for text in self.texts["train"] for line in text.lines)
         if stage == "fit" and characters < _SMALL:
             rank_zero_warn(
-                f"{CALLER}: {self.root} has {characters:,} characters to train on, which a network learns by heart; "
+                f"TextFolder: {self.root} has {characters:,} characters to train on, which a network learns by heart; "
                 f"fix: {_SMALL:,} or more, or saved weights to start from, --model.network.weights."
             )
         if stage == "test" and "test" not in self.texts:
-            rank_zero_info(f"{CALLER}: {self.root} has no folder test: using val.")
+            rank_zero_info(f"TextFolder: {self.root} has no folder test: using val.")
         self.texts.setdefault("test", self.texts["val"])
         self.texts.setdefault("predict", self.texts["test"])
 
@@ -126,6 +130,7 @@ class TextFolder(Loading):
             self.texts |= read_parts(self.root, self.val_share)
 
     @property
+    @door("TextFolder")
     def tokenizer(self) -> Any:
         """The tokenizer: that of a checkpoint, else the saved one, else one that is trained on the training text."""
         if self._tokenizer is None and self.saved is not None:
@@ -134,12 +139,11 @@ class TextFolder(Loading):
             self._read()
             if "train" not in self.texts:
                 raise FolderError(
-                    f"{CALLER}: without a checkpoint there is no tokenizer; fix: --ckpt_path, --data.tokenizer or "
-                    "--data.root."
+                    "without a checkpoint there is no tokenizer; fix: --ckpt_path, --data.tokenizer or --data.root."
                 )
             pieces = (piece.text for text in self.texts["train"] for piece in text.pieces("lines"))
             self._tokenizer = train_tokenizer(pieces, self.vocabulary)
-            rank_zero_info(f"{CALLER}: trained a tokenizer of {len(self._tokenizer):,} words.")
+            rank_zero_info(f"TextFolder: trained a tokenizer of {len(self._tokenizer):,} words.")
         return self._tokenizer
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,6 +151,7 @@ class TextFolder(Loading):
         text = self.tokenizer.backend_tokenizer.to_str()
         return super().state_dict() | {"tokenizer": text, "special": list_special_words(self.tokenizer)}
 
+    @door("TextFolder")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the seed and the tokenizer of a checkpoint; a given `tokenizer` must have the same words."""
         super().load_state_dict(state_dict)
@@ -154,17 +159,16 @@ class TextFolder(Loading):
             kept = build_tokenizer(state_dict["tokenizer"], state_dict["special"])
         # tokenizers raises a plain Exception.
         except Exception as error:
-            raise FolderError(
-                f"{CALLER}: the checkpoint's tokenizer is damaged: {error!r}; fix: train anew."
-            ) from error
+            raise FolderError(f"the checkpoint's tokenizer is damaged: {error!r}; fix: train anew.") from error
         given = None if self.saved is None else load_tokenizer(self.saved)
         if given is not None and given.get_vocab() != kept.get_vocab():
             raise FolderError(
-                f"{CALLER}: the tokenizer in {self.saved} has other words than the checkpoint's, {len(given):,} and "
+                f"the tokenizer in {self.saved} has other words than the checkpoint's, {len(given):,} and "
                 f"{len(kept):,}; fix: leave tokenizer out, the checkpoint has its own."
             )
         self._tokenizer = kept
 
+    @door("TextFolder")
     def samples(self, part: str) -> Dataset[Any]:
         """Tokenise a part of the text, and return its samples."""
         if part == "predict" and self.predict is not None:
@@ -174,13 +178,12 @@ class TextFolder(Loading):
         samples = TokenSamples(*tokenise(pieces, self.tokenizer, **self.options), self.tokenizer, self.share)
         if not len(samples):
             raise FolderError(
-                f"{CALLER}: the {part} part of {self.root} has no token of the tokenizer; fix: other text, or another "
-                "tokenizer."
+                f"the {part} part of {self.root} has no token of the tokenizer; fix: other text, or another tokenizer."
             )
-        return samples if part == "train" else Fixed(samples)
+        return samples if part == "train" else self._listed(range(len(samples)), partial(read_fixed, samples))
 
     def _loader(self, samples: Dataset[Any], **options: Any) -> Any:
-        return super()._loader(samples, collate_fn=Collate(self.tokenizer.pad_token_id), **options)
+        return super()._loader(samples, collate_fn=partial(collate_tokens, self.tokenizer.pad_token_id), **options)
 
 
 class _LazyDatasets(dict[str, Dataset[Any]]):

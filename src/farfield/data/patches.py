@@ -59,7 +59,7 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
         self.source, self.target, self.patch = source, target, tuple(patch)
         if any(side < size for side, size in zip(source.shape, patch, strict=True)):
             raise FolderError(
-                f"StackPairs: {name} has the size {source.shape}, smaller than a patch, {self.patch}.\n"
+                f"{name} has the size {source.shape}, smaller than a patch, {self.patch}.\n"
                 "  fix: a smaller patch (--data.patch), or leave this pair out."
             )
         random = np.random.default_rng(seed)
@@ -69,7 +69,7 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
         for what, levels in zip(("source", "target"), self.levels, strict=True):
             if (levels[:, 1] <= levels[:, 0]).any():
                 raise FolderError(
-                    f"StackPairs: {name}: the {what}'s percentiles 3 and 99.5 have the same value, "
+                    f"{name}: the {what}'s percentiles 3 and 99.5 have the same value, "
                     f"{levels[:, 0].max():g}, so its patches cannot be normalised.\n"
                     "  fix: crop both stacks to the region that is not background, or leave this pair out."
                 )
@@ -104,7 +104,7 @@ def _draw_corners(
     places = np.flatnonzero(bright[inside])
     if not len(places):
         raise FolderError(
-            f"StackPairs: {name}: no patch {tuple(patch)} has a position brighter than {_SHARE} of the target's "
+            f"{name}: no patch {tuple(patch)} has a position brighter than {_SHARE} of the target's "
             f"percentile {_PERCENTILE} near its centre.\n  fix: a smaller patch (--data.patch), or leave this pair out."
         )
     chosen = random.choice(places, min(number, len(places)), replace=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from farfield.data.base import Listed, Loading
+from farfield._refusals import put_name
+from farfield.data.base import Loading
 from farfield.data.patches import Patches
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.tiff import (
@@ -103,28 +105,41 @@ class StackPairs(Loading):
     ) -> None:
         super().__init__(batch_size, workers, _DRAW)
         if len(patch) not in (2, 3) or any(side < 1 for side in patch):
-            raise FolderError(
-                f"StackPairs: patch must be two or three numbers, [y, x] or [z, y, x], got {list(patch)}."
-            )
+            error = FolderError(f"patch must be two or three numbers, [y, x] or [z, y, x], got {list(patch)}.")
+            raise put_name("StackPairs", error)
         self._set_folders(root, predict, "a folder of pairs", "the stacks to restore")
         self.patch = patch
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
         self.patches_per_stack, self.sources, self.target = patches_per_stack, list(sources), target
         self.axes, self.channel = axes, channel
 
-    def setup(self, stage: str) -> None:
-        """Read the pairs of train and val, or list those of test or those to predict."""
-        read: Path | None = self.predict or self.root if stage == "predict" else self.root
-        if read is None:
-            raise FolderError(f"StackPairs: {stage} needs root, a folder of pairs; fix: --data.root.")
-        if not read.exists():
-            raise FolderError(f"StackPairs: there is no {read}.")
+    def _list_predict(self, path: Path) -> None:
+        if not path.exists():
+            raise FolderError(f"there is no {path}.")
+        single = path.is_file() or is_zarr(path)
+        files = [path] if single else list_volumes(path)
+        test = None if files or self.predict else self._folder("test", "test_data")
+        if test is not None:
+            files = [each for source in self.sources for each in list_volumes(test / source)]
+        if not files:
+            raise FolderError(f"{path} has no TIFF files to restore, .tif or .tiff, and no zarr folders.")
+        above = test or (path.parent if single else path)
+        inputs = [part for each in files for part in list_stack_files(each)]
+        entries = [(each, str(each.relative_to(above))) for each in files]
+        self.parts["predict"] = self._listed(entries, self._read_prediction, inputs)
+
+    def _list_root(self, stage: str) -> None:
+        root: Path | None = self.root
+        if root is None:
+            raise FolderError(f"{stage} needs root, a folder of pairs; fix: --data.root.")
+        if not root.exists():
+            raise FolderError(f"there is no {root}.")
         if stage in ("fit", "validate"):
-            self._read_training()
+            self._list_training()
         elif stage == "test":
-            self.parts["test"] = self._tests()
+            self._list_tests()
         else:
-            self.parts["predict"] = self._predictions()
+            self._list_predict(root)
 
     def _evaluation_loader(self, part: str) -> DataLoader[Any]:
         return super()._evaluation_loader(part) if part == "val" else self._loader(self.parts[part], **_ONE_BY_ONE)
@@ -132,13 +147,13 @@ class StackPairs(Loading):
     def _folder(self, *names: str) -> Path | None:
         return next((self.root / name for name in names if (self.root / name).is_dir()), None)
 
-    def _read_training(self) -> None:
+    def _list_training(self) -> None:
         train, val = self._folder("train", "train_data"), self._folder("val")
         if self.root.is_file() or (train is None and list(self.root.glob("*.npz"))):
             train = self.root
         if train is None:
             raise FolderError(
-                f"StackPairs: {self.root} has no folder train or train_data.\n"
+                f"{self.root} has no folder train or train_data.\n"
                 f"  fix: {self.root / 'train' / self.sources[0] / 'a.tif'} and "
                 f"{self.root / 'train' / self.target / 'a.tif'} for each stack, or train/data.npz."
             )
@@ -150,7 +165,7 @@ class StackPairs(Loading):
         held = round(total * _HELD_OUT)
         if not 0 < held < total:
             raise FolderError(
-                f"StackPairs: {train} gives {total} patches; a tenth of them cannot be held out.\n"
+                f"{train} gives {total} patches; a tenth of them cannot be held out.\n"
                 "  fix: more stacks, or a folder val beside train."
             )
         whole = self.parts["train"]
@@ -161,7 +176,7 @@ class StackPairs(Loading):
         files = [folder] if folder.is_file() else sorted(folder.glob("*.npz"))
         if len(files) > 1:
             raise FolderError(
-                f"StackPairs: {folder} has {len(files)} npz files; fix: keep one, or give one of them as --data.root."
+                f"{folder} has {len(files)} npz files; fix: keep one, or give one of them as --data.root."
             )
         if files:
             return TensorDataset(*(torch.from_numpy(part) for part in load_npz(files[0], len(self.patch))))
@@ -178,25 +193,28 @@ class StackPairs(Loading):
         spatial_dims, channel = len(self.patch), self.channel
         if isinstance(channel, list):
             fix = f"fix: --data.channel {channel[0] if channel else 0}; predict takes several."
-            raise FolderError(f"StackPairs: pairs are read by one channel, got channel={channel}.\n  {fix}")
+            raise FolderError(f"pairs are read by one channel, got channel={channel}.\n  {fix}")
         stack = check_stack_values(source, open_stack(source, spatial_dims, self.axes, channel))
         truth = _open_target(target, spatial_dims, self.axes, channel)
         return stack, check_stack_values(target, _fit_target(name, stack, truth))
 
-    def _tests(self) -> Dataset[Any]:
+    def _list_tests(self) -> None:
         folder = self._folder("test", "test_data")
         if folder is None:
-            raise FolderError(f"StackPairs: there is no folder {self.root / 'test'} or {self.root / 'test_data'}.")
+            raise FolderError(f"there is no folder {self.root / 'test'} or {self.root / 'test_data'}.")
         several = list_stacks(folder)
         if several:
             # The clean stack is last, the first source before it, and so on.
             names = list(enumerate(self.sources))
-            pairs = [(path.name, name, _Several(path, -2 - place)) for path in several for place, name in names]
-            return Listed(pairs, self._test)
-        files = list_stack_pairs(folder, self.sources, self.target)
-        return Listed([(pair.source.name, pair.condition, pair) for pair in files], self._test)
+            entries: list[Any] = [
+                (path.name, name, _Several(path, -2 - place)) for path in several for place, name in names
+            ]
+        else:
+            files = list_stack_pairs(folder, self.sources, self.target)
+            entries = [(pair.source.name, pair.condition, pair) for pair in files]
+        self.parts["test"] = self._listed(entries, self._read_test)
 
-    def _test(self, entry: tuple[str, str, Any]) -> tuple[Any, Any, str, str]:
+    def _read_test(self, entry: tuple[str, str, Any]) -> tuple[Any, Any, str, str]:
         name, condition, place = entry
         if isinstance(place, _Several):
             stacks = open_stacks(place.path, len(self.sources) + 1, len(self.patch))
@@ -204,20 +222,7 @@ class StackPairs(Loading):
             return pair[0], pair[1], name, condition
         return *self._pair(f"{condition}/{name}", place.source, place.target), name, condition
 
-    def _predictions(self) -> Dataset[Any]:
-        place = self.predict or self.root
-        single = place.is_file() or is_zarr(place)
-        files = [place] if single else list_volumes(place)
-        test = None if files or self.predict else self._folder("test", "test_data")
-        if test is not None:
-            files = [path for source in self.sources for path in list_volumes(test / source)]
-        if not files:
-            raise FolderError(f"StackPairs: {place} has no TIFF files to restore, .tif or .tiff, and no zarr folders.")
-        above = test or (place.parent if single else place)
-        inputs = [part for path in files for part in list_stack_files(path)]
-        return Listed([(path, str(path.relative_to(above))) for path in files], self._prediction, inputs)
-
-    def _prediction(self, entry: tuple[Path, str]) -> tuple[Any, str, str]:
+    def _read_prediction(self, entry: tuple[Path, str]) -> tuple[Any, str, str]:
         path, name = entry
         return open_stack_volume(path, len(self.patch), self.axes, self.channel), str(path), name
 
@@ -227,12 +232,9 @@ def _open_target(path: Path, spatial_dims: int, axes: str | None, channel: int |
     try:
         return open_stack(path, spatial_dims, axes, channel)
     except FolderError:
-        if spatial_dims == 2:
-            raise
-        try:
-            return open_stack(path, 2, channel=channel)
-        except FolderError:
-            pass
+        if spatial_dims == 3:
+            with suppress(FolderError):
+                return open_stack(path, 2, channel=channel)
         raise
 
 
@@ -242,7 +244,7 @@ def _fit_target(name: str, stack: NDArray[Any], truth: NDArray[Any]) -> NDArray[
         truth = truth[0]
     if stack.shape[stack.ndim - truth.ndim :] != truth.shape:
         raise FolderError(
-            f"StackPairs: {name} has the size {stack.shape}, its clean counterpart {truth.shape}; fix: crop both to "
+            f"{name} has the size {stack.shape}, its clean counterpart {truth.shape}; fix: crop both to "
             "the same size, or for a projection to the same y and x."
         )
     return truth

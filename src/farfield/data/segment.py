@@ -15,10 +15,10 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
 
-from farfield._refusals import door
-from farfield.data.base import Listed, Loading, check_root
+from farfield._refusals import put_name
+from farfield.data.base import Loading, check_root
 from farfield.data.classify import IMAGENET
-from farfield.data.readers.images import Check, FolderError, check_images, check_names, list_images, read_image
+from farfield.data.readers.images import Check, FolderError, check_names, list_images, read_image
 from farfield.data.readers.masks import (
     LISTS,
     VOID,
@@ -82,36 +82,25 @@ class VOCFolders(Loading):
         super().__init__(batch_size, workers)
         self._set_folders(root, predict, "a folder in VOC's layout", "a folder of images")
         if not 0 < scales[0] <= scales[1]:
-            raise FolderError(f"VOCFolders: scales must be two numbers above 0, the smaller first, got {scales}.")
+            error = FolderError(f"scales must be two numbers above 0, the smaller first, got {scales}.")
+            raise put_name("VOCFolders", error)
         self.train, self.check, self.shorter_side = train, check, shorter_side
         self.random_view = RandomView(crop, scales, jitter, shorter_side)
 
-    @property
-    @door("VOCFolders")
-    def folder(self) -> Path:
-        """The root; `FolderError` if it is not given or does not exist."""
-        return check_root(self.root, "ImageSets")
+    def _check_root(self) -> None:
+        root = check_root(self.root, "ImageSets")
+        pairs = dict.fromkeys(pair for part in self._pairs(root).values() for pair in part)
+        check_pairs(list(pairs), read_mask_classes(root), root, self.check)
 
-    @door("VOCFolders")
-    def prepare_data(self) -> None:
-        """Check that all lists and files exist, and decode the files; runs in one process of each machine."""
-        if self.predict is not None:
-            check_images([self.predict], self.check)
-        if self.predict is None or (self.root is not None and self.root.is_dir()):
-            pairs = [pair for part in self._pairs().values() for pair in part]
-            check_pairs(list(dict.fromkeys(pairs)), read_mask_classes(self.folder), self.folder, self.check)
+    def _list_predict(self, path: Path) -> None:
+        self._list_named(path, list_images(path))
 
-    @door("VOCFolders")
-    def setup(self, stage: str) -> None:
-        """List the pairs of train, val and test, or the images to predict."""
-        if stage == "predict" and self.predict is not None:
-            paths = list_images(self.predict)
-            self.parts["predict"] = _list_images_to_predict(self.predict, paths, self.shorter_side)
-            return
-        pairs, self.classes = self._pairs(), read_mask_classes(self.folder)
+    def _list_root(self, stage: str) -> None:
+        root = check_root(self.root, "ImageSets")
+        pairs, self.classes = self._pairs(root), read_mask_classes(root)
         for name, part in pairs.items():
             view = self.random_view if name == "train" else self._whole_view
-            self.parts[name] = Listed(part, partial(_read_pair, view))
+            self.parts[name] = self._listed(part, partial(_read_pair, view))
         if "test" not in pairs:
             if stage == "test":
                 rank_zero_info(f"VOCFolders: {self.root} has no list test: using val.")
@@ -121,13 +110,18 @@ class VOCFolders(Loading):
             # Lists may refer to any folder, with `..` or by links; names are relative to the common parent folder.
             paths = [path.parent.resolve() / path.name for path in listed]
             folder = Path(os.path.commonpath([path.parent for path in paths]))
-            self.parts["predict"] = _list_images_to_predict(folder, paths, self.shorter_side)
+            self._list_named(folder, paths)
+
+    def _list_named(self, folder: Path, paths: Sequence[Path]) -> None:
+        names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
+        check_names(names, f"{folder} has several images of", "masks")
+        entries = list(zip(paths, names, strict=True))
+        self.parts["predict"] = self._listed(entries, partial(_read_to_predict, self.shorter_side), paths)
 
     def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return normalize_image(_shorten_side(image, self.shorter_side)), labels.long()
 
-    def _pairs(self) -> dict[str, list[Pair]]:
-        root = self.folder
+    def _pairs(self, root: Path) -> dict[str, list[Pair]]:
         named, given = root / LISTS / f"{self.train}.txt", Path(self.train)
         if given.is_dir() and not named.is_file():
             parts = {"train": list_train_aug(root, given)}
@@ -167,19 +161,10 @@ class RandomView:
         return (image.flip(-1), labels.flip(-1)) if mirrored else (image, labels)
 
 
-@door("VOCFolders")
 def _read_pair(view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], pair: Pair) -> tuple[Tensor, Tensor]:
     return view(read_pixels(pair.image), read_mask(pair.mask))
 
 
-def _list_images_to_predict(folder: Path, paths: Sequence[Path], shorter_side: int | None) -> Listed:
-    """List images to predict: the normalised image, its path, its name below the folder, its original size."""
-    names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
-    check_names(names, f"VOCFolders: {folder} has several images of", "masks")
-    return Listed(list(zip(paths, names, strict=True)), partial(_read_to_predict, shorter_side), paths)
-
-
-@door("VOCFolders")
 def _read_to_predict(shorter_side: int | None, entry: tuple[Path, str]) -> tuple[Tensor, str, str, Tensor]:
     path, name = entry
     image = read_pixels(path)

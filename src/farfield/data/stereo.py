@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from farfield._refusals import door
-from farfield.data.base import Listed, Loading, check_root
+from farfield._refusals import put_name
+from farfield.data.base import Loading, check_root
 from farfield.data.readers.images import Check, FolderError, check_names, list_some, refuse
-from farfield.data.readers.stereo import CALLER, Frame, check_frames, list_frames, read_disparity
+from farfield.data.readers.stereo import Frame, check_frames, list_frames, read_disparity
 from farfield.data.segment import normalize_image, read_pixels
 
 # The disparity of pixels where it is not known: above every largest disparity, so that one comparison excludes them.
@@ -70,41 +70,41 @@ class StereoFrames(Loading):
         super().__init__(batch_size, workers)
         self._set_folders(root, predict, "a folder of stereo pairs", "a folder of such pairs")
         if min(crop) < 1:
-            raise FolderError(f"{CALLER}: crop must be a height and a width in pixels, got {tuple(crop)}.")
+            error = FolderError(f"crop must be a height and a width in pixels, got {tuple(crop)}.")
+            raise put_name("StereoFrames", error)
         self.held_out, self.zero_is_unknown, self.check = list(held_out), zero_is_unknown, check
         self.crop = RandomCrop(*crop)
         self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
 
-    def prepare_data(self) -> None:
-        """Check that all files of `root` and `predict` exist, and decode them; runs in one process of each machine."""
-        if self.predict is not None:
-            check_frames(list_frames(self.predict), self.predict, self.check)
-        if self.root is not None and (self.predict is None or self.root.is_dir()):
-            frames = dict.fromkeys(frame for part in self._frames().values() for frame in part)
-            check_frames(list(frames), self.root, self.check)
+    def _check_predict(self, folder: Path) -> None:
+        check_frames(list_frames(folder), folder, self.check)
 
-    def setup(self, stage: str) -> None:
-        """List the pairs of train, val and test, or those to predict."""
-        if stage == "predict" and self.predict is not None:
-            self.parts["predict"] = _list_frames_to_predict(list_frames(self.predict))
-            return
-        frames, unknown = self._frames(), self.zero_is_unknown
-        self.parts["train"] = Listed(
-            frames["train"], partial(_read_cropped_frame, zero_is_unknown=unknown, crop=self.crop)
-        )
-        for name in ("val", "test"):
-            self.parts[name] = Listed(frames[name], partial(read_whole_frame, zero_is_unknown=unknown))
-        self.parts["predict"] = _list_frames_to_predict(frames["test"])
-
-    @door(CALLER)
-    def _frames(self) -> dict[str, list[Frame]]:
+    def _check_root(self) -> None:
         root = check_root(self.root)
+        frames = dict.fromkeys(frame for part in self._frames(root).values() for frame in part)
+        check_frames(list(frames), root, self.check)
+
+    def _list_predict(self, path: Path) -> None:
+        self._list_named(list_frames(path))
+
+    def _list_root(self, stage: str) -> None:
+        frames, unknown = self._frames(check_root(self.root)), self.zero_is_unknown
+        for name, view in (("train", self.crop), ("val", normalize_pair), ("test", normalize_pair)):
+            self.parts[name] = self._listed(frames[name], partial(read_frame, view, unknown))
+        self._list_named(frames["test"])
+
+    def _list_named(self, frames: Sequence[Frame]) -> None:
+        check_names((frame.name for frame in frames), "several pairs have", "disparities")
+        paths = [path for frame in frames for path in (frame.left, frame.right)]
+        self.parts["predict"] = self._listed(frames, _read_images, paths)
+
+    def _frames(self, root: Path) -> dict[str, list[Frame]]:
         frames = list_frames(root)
         known = {name for frame in frames for name in frame.names}
         strange = [name for name in self.held_out if name not in known]
         if strange:
             raise FolderError(
-                f"{CALLER}: {root} has no scene {list_some(strange)} to hold out.\n"
+                f"{root} has no scene {list_some(strange)} to hold out.\n"
                 "  fix: names of folders in the paths of left images, or of left images without suffix."
             )
         tests = [frame for frame in frames if frame.is_test]
@@ -118,16 +118,15 @@ class StereoFrames(Loading):
         return parts
 
 
-@door(CALLER)
 def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     if not parts["train"]:
         raise FolderError(
-            f"{CALLER}: {root} has no pairs to train on: all are tests or held out.\n"
+            f"{root} has no pairs to train on: all are tests or held out.\n"
             "  fix: add pairs outside the folders of test pairs, or hold out fewer, --data.held_out."
         )
     if not parts["val"]:
         raise FolderError(
-            f"{CALLER}: {root} has no pairs to validate on: no test pairs with disparities.\n"
+            f"{root} has no pairs to validate on: no test pairs with disparities.\n"
             "  fix: hold scenes out by their names, --data.held_out '[Adirondack, Piano]'."
         )
     missing = [str(frame.left) for part in parts.values() for frame in part if frame.disparity is None]
@@ -135,32 +134,20 @@ def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
     refuse(f"pairs in {root} have no disparities", missing, fix)
 
 
-@door(CALLER)
-def read_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Read a pair as `uint8` images, and its disparities, infinite where they are not known."""
+def read_frame(view: Callable[..., Any], zero_is_unknown: bool, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a view of a pair, read as `uint8` images, and its disparities, infinite where they are not known."""
     # Some renderers write disparities as negative shifts to the left.
     disparity = np.abs(read_disparity(cast(Path, frame.disparity)))
     known = np.isfinite(disparity) & ((disparity > 0) | (not zero_is_unknown))
     truth = torch.from_numpy(np.where(known, disparity, np.float32(_UNKNOWN)))
-    return read_pixels(frame.left), read_pixels(frame.right), truth
+    return view(read_pixels(frame.left), read_pixels(frame.right), truth)
 
 
-def read_whole_frame(frame: Frame, zero_is_unknown: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Read a pair as normalised images, and its disparities."""
-    left, right, disparity = read_frame(frame, zero_is_unknown)
+def normalize_pair(left: Tensor, right: Tensor, disparity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise a pair of `uint8` images, and leave its disparities unchanged."""
     return normalize_image(left), normalize_image(right), disparity
 
 
-def _read_cropped_frame(frame: Frame, zero_is_unknown: bool, crop: RandomCrop) -> tuple[Tensor, Tensor, Tensor]:
-    return crop(*read_frame(frame, zero_is_unknown))
-
-
-def _list_frames_to_predict(frames: Sequence[Frame]) -> Listed:
-    check_names((frame.name for frame in frames), f"{CALLER}: several pairs have", "disparities")
-    return Listed(frames, _read_images, [path for frame in frames for path in (frame.left, frame.right)])
-
-
-@door(CALLER)
 def _read_images(frame: Frame) -> tuple[Tensor, Tensor, str, str]:
     left, right = (normalize_image(read_pixels(path)) for path in (frame.left, frame.right))
     return left, right, str(frame.left), frame.name

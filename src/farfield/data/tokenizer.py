@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from farfield._refusals import door
 from farfield.data.readers.images import FolderError, list_some, refuse
-from farfield.data.readers.text import CALLER, TextPiece
+from farfield.data.readers.text import TextPiece
 from farfield.data.sampler import Draw, DrawnSamples
 
 _SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
@@ -79,18 +78,18 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
-        raise FolderError(f"{CALLER}: there is no tokenizer folder {folder}; fix: a folder that save_pretrained wrote.")
+        raise FolderError(f"there is no tokenizer folder {folder}; fix: a folder that save_pretrained wrote.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True, trust_remote_code=False)
     # transformers and tokenizers raise all kinds of errors for damaged files, even a plain Exception.
     except Exception as error:
         raise FolderError(
-            f"{CALLER}: {folder} holds no tokenizer: {error}\n  fix: a folder that a tokenizer's save_pretrained wrote."
+            f"{folder} holds no tokenizer: {error}\n  fix: a folder that a tokenizer's save_pretrained wrote."
         ) from error
     missing = [name for name in _SPECIAL if getattr(tokenizer, f"{name}_token") is None]
     if missing:
         raise FolderError(
-            f"{CALLER}: the tokenizer in {folder} has no {', '.join(missing)} token, which a masked language model "
+            f"the tokenizer in {folder} has no {', '.join(missing)} token, which a masked language model "
             f"needs; fix: the tokenizer of a BERT, RoBERTa or ELECTRA, or none, so that one is trained."
         )
     return tokenizer
@@ -102,37 +101,24 @@ def list_special_words(tokenizer: Any) -> dict[str, str]:
 
 
 class Batch(NamedTuple):
-    """Samples of tokens, padded to the length of the longest.
+    """Samples of tokens, padded to the length of the longest."""
 
-    Attributes:
-        words: `(b, n)`, ids of words, some of them replaced by the mask or by a random word.
-        mask: `(b, n)`, True where a token is valid.
-        labels: `(b, n)`, the original words where they are to be predicted, elsewhere -100.
-        names: The names of the samples.
-    """
-
-    words: Tensor
-    mask: Tensor
-    labels: Tensor
+    words: Tensor  # `(b, n)`, ids of words, some of them replaced by the mask or by a random word
+    mask: Tensor  # `(b, n)`, True where a token is valid
+    labels: Tensor  # `(b, n)`, the original words where they are to be predicted, elsewhere -100
     names: list[str]
 
 
-class Collate:
-    """Pad samples to the longest of a batch, with the id `padding`."""
-
-    def __init__(self, padding: int) -> None:
-        self.padding = padding
-
-    def __call__(self, samples: Sequence[tuple[Tensor, Tensor, str]]) -> Batch:
-        """Return the batch of some samples `(words, labels, name)`."""
-        words, labels, names = zip(*samples, strict=True)
-        lengths = torch.tensor([len(each) for each in words])
-        return Batch(
-            pad_sequence(list(words), batch_first=True, padding_value=self.padding),
-            torch.arange(int(lengths.max())) < lengths[:, None],
-            pad_sequence(list(labels), batch_first=True, padding_value=_IGNORED),
-            list(names),
-        )
+def collate_tokens(padding: int, samples: Sequence[tuple[Tensor, Tensor, str]]) -> Batch:
+    """Return the batch of some samples `(words, labels, name)`, padded to the longest with the id `padding`."""
+    words, labels, names = zip(*samples, strict=True)
+    lengths = torch.tensor([len(each) for each in words])
+    return Batch(
+        pad_sequence(list(words), batch_first=True, padding_value=padding),
+        torch.arange(int(lengths.max())) < lengths[:, None],
+        pad_sequence(list(labels), batch_first=True, padding_value=_IGNORED),
+        list(names),
+    )
 
 
 class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):
@@ -164,17 +150,9 @@ class TokenSamples(Dataset[tuple[Tensor, Tensor, str]]):
         return masked[0], labels[0], self.names[index]
 
 
-class Fixed(Dataset[Any]):
-    """Samples that are masked in the same way on each access, so that metrics on them can be compared."""
-
-    def __init__(self, samples: Dataset[Any]) -> None:
-        self.drawn = DrawnSamples(samples)
-
-    def __len__(self) -> int:
-        return len(self.drawn)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.drawn[Draw(index, index)]
+def read_fixed(samples: Dataset[Any], index: int) -> Any:
+    """Read a sample, masked in the same way each time, so that metrics can be compared."""
+    return DrawnSamples(samples)[Draw(index, index)]
 
 
 def read_blanks(lines: Sequence[TextPiece], tokenizer: Any, length: int) -> list[tuple[Tensor, Tensor, str]]:
@@ -184,7 +162,7 @@ def read_blanks(lines: Sequence[TextPiece], tokenizer: Any, length: int) -> list
     blank = [piece.line for piece, words in zip(lines, encoded, strict=True) if mask not in words]
     if blank:
         raise FolderError(
-            f"{CALLER}: {lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
+            f"{lines[0].file} has lines without {tokenizer.mask_token}, in which there is nothing to "
             f"fill: {list_some(blank)}; fix: write {tokenizer.mask_token} where a word is wanted."
         )
     _check_lengths(lines, [len(words) - 2 for words in encoded], length, "or shorter lines")
@@ -223,7 +201,6 @@ def tokenise(
     return torch.from_numpy(np.array(tokens, np.int32)), bounds, names
 
 
-@door(CALLER)
 def _check_lengths(
     pieces: Sequence[TextPiece], lengths: Sequence[int], length: int, otherwise: str = "or too_long=split"
 ) -> None:

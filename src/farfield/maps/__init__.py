@@ -9,8 +9,7 @@ with the grids that it is called with, `layer_row` a row of one layer. `overlay`
 from farfield.maps.basis import axis_maps, basis_masks
 from farfield.maps.health import Health, health
 from farfield.maps.layer import Layer, layer_row
-from farfield.maps.layers import layers
-from farfield.maps.norms import norm_scales
+from farfield.maps.layers import layers, norm_scales
 from farfield.maps.overlays import overlay
 from farfield.maps.rows import attention_row
 

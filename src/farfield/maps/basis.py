@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._refusals import door, refusal
-from farfield.maps.inputs import Grids, read_call, read_grids, read_position, read_query, with_running_statistics
+from farfield.maps.inputs import (
+    Grids,
+    read_call,
+    read_grids,
+    read_position,
+    read_query,
+    row_major,
+    with_running_statistics,
+)
 from farfield.nn.attention import GridAttention
 from farfield.ops.grid import Gathered
 from farfield.ops.modes import full_precision
@@ -136,21 +143,17 @@ def axis_maps(
     """
     operator = attention.operator if isinstance(attention, GridAttention) else None
     if operator is not None and (operator.keys_from.side_by_side or operator.basis is not None):
-        fix = "attention_row" if operator.basis is None else "basis_masks"
-        raise refusal(
-            ValueError,
-            f"{attention.operator_name} is not an operator with a softmax over axis means; fix: call "
-            f"maps.{fix} instead, or use an attention with the operator kronecker_kv or kronecker_qkv.",
-        )
+        instead = "attention_row" if operator.basis is None else "basis_masks"
+        fix = f"call maps.{instead} instead, or use an attention with the operator kronecker_kv or kronecker_qkv."
+        problem = f"{attention.operator_name} is not an operator with a softmax over axis means"
+        raise refusal(ValueError, f"{problem}; fix: {fix}")
     grids = read_grids(attention, grid, context, mask, context_mask)
     if position is not None:
-        position = read_position(position, grid)
+        position = read_position(position, tuple(grid.shape[2:]))
     elif attention.operator.queries_from.side_by_side:
-        raise refusal(
-            ValueError,
-            f"under {attention.operator_name} every position has its own query; fix: give a position, "
-            f"axis_maps(attention, grid, {tuple(length // 2 for length in grid.shape[2:])}).",
-        )
+        fix = f"give a position, axis_maps(attention, grid, {tuple(length // 2 for length in grid.shape[2:])})."
+        problem = f"under {attention.operator_name} every position has its own query"
+        raise refusal(ValueError, f"{problem}; fix: {fix}")
     with torch.no_grad(), full_precision(grids.key):
         return axis_weights(attention, grids, position)
 
@@ -165,7 +168,7 @@ def axis_weights(attention: GridAttention, grids: Grids, position: tuple[int, ..
         # Queries are all axes concatenated, of which each axis has one index; or all positions, in row-major order.
         columns = [sum(size[:axis]) + index for axis, index in enumerate(position)]
         if operator.queries_from.side_by_side:
-            columns = [sum(index * math.prod(size[axis + 1 :]) for axis, index in enumerate(position))]
+            columns = [row_major(position, size)]
         queries, valid = queries[..., columns], valid[..., columns]
     summary = summarize(operator, key, ones, ones, grids.key_mask is None)
     with with_running_statistics(attention):

@@ -111,17 +111,17 @@ def run(model: nn.Module, example: Any) -> tuple[dict[str, Layer], Sequence[Tens
         # Copied: the next module may work in place.
         return kept[-1].clone()
 
-    with record_layers(model) as recorded:
-        for module in model.modules():
-            if isinstance(module, GridAttention):
-                module.register_forward_hook(keep, prepend=True)
-        outputs = [tensor for tensor in tensors(call(model, example)) if tensor.requires_grad]
-        # Copied before the backward pass, which calls checkpointed layers again.
-        layers, responses = dict(recorded), list(kept)
-        if not (outputs and responses):
-            return layers, [None] * len(layers)
-        weights = [noise(output, seed) for seed, output in enumerate(outputs)]
-        return layers, torch.autograd.grad(outputs, responses, weights, allow_unused=True)
+    recorded = record_layers(model)
+    for module in model.modules():
+        if isinstance(module, GridAttention):
+            module.register_forward_hook(keep, prepend=True)
+    outputs = [tensor for tensor in tensors(call(model, example)) if tensor.requires_grad]
+    # Copied before the backward pass, which calls checkpointed layers again.
+    layers, responses = dict(recorded), list(kept)
+    if not (outputs and responses):
+        return layers, [None] * len(layers)
+    weights = [noise(output, seed) for seed, output in enumerate(outputs)]
+    return layers, torch.autograd.grad(outputs, responses, weights, allow_unused=True)
 
 
 def is_identity(attention: GridAttention) -> bool:
@@ -155,14 +155,14 @@ def examine(name: str, layer: Layer, identity: bool, gradient: Tensor | None) ->
     grad_weights = dict(zip(weights, grads[len(inputs) :], strict=True))
     relative = {part: share(norm(map(grad_weights.get, group)), norm(group)) for part, group in parts.items() if group}
     largest = max(relative.values(), default=0.0)
-    response_spread, grid_spread = spread(response, mask), spread(grid, mask)
+    mean, deviation = spread(response, mask)
     return Health(
         name,
         attention.operator_name,
         identity,
         cut,
-        response=share(response_spread.deviation, grid_spread.deviation),
-        constant=share(response_spread.mean**2, response_spread.mean**2 + response_spread.deviation**2),
+        response=share(deviation, spread(grid, mask)[1]),
+        constant=share(mean**2, mean**2 + deviation**2),
         gradients={part: share(value, largest) for part, value in relative.items()},
         host=share(norm(grads[: len(inputs)]), norm([grad_response])),
     )
@@ -186,20 +186,13 @@ def norm(values: Iterable[Tensor | None]) -> float:
     return sum(squares) ** 0.5
 
 
-class Spread(NamedTuple):
-    """The root mean square of a grid's means over positions, and of its differences from these means."""
-
-    mean: float
-    deviation: float
-
-
-def spread(grid: Tensor, mask: Tensor | None) -> Spread:
-    """Return the `Spread` of a grid over the valid positions of each sample, averaged over channels and samples."""
+def spread(grid: Tensor, mask: Tensor | None) -> tuple[float, float]:
+    """Return the root mean square of a grid's means over valid positions, and of its differences from these means."""
     values, valid = flatten(grid.detach().to(accumulation(grid.dtype)), mask)
     count = valid.sum(-1, keepdim=True).clamp_min(1)
     mean = values.sum(-1, keepdim=True) / count
     variance = ((values - mean) * valid).square().sum(-1, keepdim=True) / count
-    return Spread(float(mean.square().mean().sqrt()), float(variance.mean().sqrt()))
+    return float(mean.square().mean().sqrt()), float(variance.mean().sqrt())
 
 
 def noise(like: Tensor, seed: int = 0) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from farfield._refusals import refusal
 from farfield.nn.attention import GridAttention
 from farfield.nn.checks import batch_error, check_fit
 from farfield.ops.grid import Gathered, accumulation
-from farfield.ops.projection import Call, Projection, ProjectionRuns, Run, project_queries
+from farfield.ops.projection import Call, Projection, Run, project_queries
 from farfield.ops.slots import Summary
 
 
@@ -39,9 +40,8 @@ def read_grids(
 ) -> Grids:
     """Check the arguments of a map as `GridAttention.forward` checks its own; return the grids."""
     if not isinstance(attention, GridAttention):
-        kind = type(attention).__name__
         fix = "farfield.maps.layers(network, image) returns those of a network, with their grids."
-        raise refusal(TypeError, f"attention must be a GridAttention, got {kind}; fix: {fix}")
+        raise refusal(TypeError, f"attention must be a GridAttention, got {type(attention).__name__}; fix: {fix}")
     check_fit(attention, grid, mask)
     if context is None:
         if context_mask is not None:
@@ -64,33 +64,40 @@ def normal(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def read_position(position: Sequence[int], grid: Tensor) -> tuple[int, ...]:
-    """Return a position as a tuple of integers; refuse one outside the grid."""
-    size = tuple(grid.shape[2:])
+def read_position(
+    position: Sequence[int], size: tuple[int, ...], *, owner: str = "a grid", other: str = ""
+) -> tuple[int, ...]:
+    """Return a position as a tuple of integers; refuse one outside a size. `other` is the text of another fix."""
+    fix = f"one index from 0 on each axis; the middle is {tuple(length // 2 for length in size)}{other}."
     try:
         position = tuple(map(operator.index, position))
     except TypeError:
-        fix = f"one index from 0 on each axis; the middle is {tuple(length // 2 for length in size)}."
         raise refusal(TypeError, f"position must be integers, one on each axis, got {position!r}; fix: {fix}") from None
     if len(position) != len(size) or any(not 0 <= index < length for index, length in zip(position, size, strict=True)):
-        middle = tuple(length // 2 for length in size)
-        fix = f"one index from 0 on each axis; the middle is {middle}."
-        raise refusal(ShapeError, f"position {position} does not lie in a grid of size {size}.\n  fix: {fix}")
+        raise refusal(ShapeError, f"position {position} does not lie in {owner} of size {size}.\n  fix: {fix}")
     return position
+
+
+def row_major(position: tuple[int, ...], size: Sequence[int]) -> int:
+    """Return the index of a position among all positions, in row-major order."""
+    return sum(index * math.prod(size[axis + 1 :]) for axis, index in enumerate(position))
 
 
 def read_call(attention: GridAttention, grid: Tensor, dtype: torch.dtype) -> Call:
     """Return the operator with detached projections of queries and keys, and the norm only if it is one of products."""
     call, norm = attention.call_for(grid), attention.coefficient_norm
-    query, key = (
-        Projection(*(None if part is None else part.detach() for part in each)) for each in (call.query, call.key)
-    )
-    of_products = norm if norm is not None and norm.of_products else None
-    key = query if call.key is call.query else key
     # Projections that run on positions do so in the dtype that the module takes.
-    of_queries_and_keys = attention.call_for(grid.to(dtype)).runs[:2] if call.runs_projections else ()
-    runs = (None if run is None else partial(run_detached, run) for run in of_queries_and_keys)
-    return Call(call.operator, call.heads, call.scale, query, key, norm=of_products, runs=ProjectionRuns(*runs))
+    own = attention.call_for(grid.to(dtype)) if call.query.run or call.key.run else call
+    query = detach_projection(call.query, own.query.run)
+    key = query if call.key is call.query else detach_projection(call.key, own.key.run)
+    of_products = norm if norm is not None and norm.of_products else None
+    return Call(call.operator, call.heads, call.scale, query, key, norm=of_products)
+
+
+def detach_projection(projection: Projection, run: Run | None) -> Projection:
+    """Return a projection without gradients, with this function in place of its own."""
+    matrix, bias = (None if part is None else part.detach() for part in projection[:2])
+    return Projection(matrix, bias, None if run is None else partial(run_detached, run))
 
 
 def run_detached(run: Run, positions: Tensor) -> Tensor:

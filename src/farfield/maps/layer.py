@@ -11,6 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from farfield._checks import ShapeError
+from farfield._refusals import door
+from farfield.maps.inputs import read_position, row_major
 from farfield.maps.rows import attention_row
 from farfield.nn.attention import GridAttention
 
@@ -79,18 +81,9 @@ def layer_row(layer: Layer, position: Sequence[int] | int) -> Float[Tensor, "b h
 def token_of(layer: Layer, position: Sequence[int]) -> int:
     """Return the index of the token of a patch."""
     size = layer.patches or ()
-    middle = tuple(length // 2 for length in size)
-    fix = f"one index from 0 on each axis, the middle is {middle}; or a number, the index of a token."
-    try:
-        position = tuple(map(operator.index, position))
-    except TypeError:
-        raise TypeError(f"layer_row: position must be integers, got {position!r}; fix: {fix}") from None
-    if len(position) != len(size) or any(not 0 <= index < length for index, length in zip(position, size, strict=True)):
-        raise ShapeError(f"layer_row: position {position} does not lie in patches of size {size}.\n  fix: {fix}")
-    patch = 0
-    for index, length in zip(position, size, strict=True):
-        patch = patch * length + index
-    return tokens_before(layer, layer.grid.shape[2]) + patch
+    with door("layer_row"):
+        index = read_position(position, size, owner="patches", other="; or a number, the index of a token")
+    return tokens_before(layer, layer.grid.shape[2]) + row_major(index, size)
 
 
 def place_on_image(layer: Layer, weights: Tensor) -> Tensor:
@@ -105,10 +98,8 @@ def tokens_before(layer: Layer, tokens: int) -> int:
     size = layer.patches or ()
     before = tokens - math.prod(size)
     if before < 0:
-        raise ShapeError(
-            f"layer_row: {tokens} tokens cannot be patches of size {size}, which are {math.prod(size)}.\n"
-            f"  fix: layer._replace(patches=None), or the size of the patches."
-        )
+        problem = f"{tokens} tokens cannot be patches of size {size}, which are {math.prod(size)}"
+        raise ShapeError(f"layer_row: {problem}.\n  fix: layer._replace(patches=None), or the size of the patches.")
     return before
 
 

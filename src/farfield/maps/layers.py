@@ -1,19 +1,31 @@
-"""The attention of a network, and the grids that it is called with."""
+"""The attention of a network: the grids that it is called with, and the learned scales of its norms.
+
+An attention that `replace_attention` has replaced is called with the queries and keys of tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from farfield._refusals import door, refusal
 from farfield.maps.layer import Layer, add_layer
-from farfield.maps.tokens import is_replaced, record_tokens
 from farfield.nn.attention import GridAttention
 from farfield.nn.network_copy import copied, share_parameters
+from farfield.nn.norm import CoefficientNorm
+from farfield.nn.token_attention import TokenCall, record_token_calls
+
+# Most tokens before the patches: class and distillation tokens and up to 8 registers, with room. Detection tokens, of
+# which YOLOS has 100, stand behind the patches.
+_BEFORE = 16
+_NORM = "coefficient_norm.weight"
 
 
 @door("maps.layers")
@@ -54,17 +66,13 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
     """
     for shape in inputs:
         if isinstance(shape, tuple | list) and shape and all(isinstance(length, int) for length in shape):
-            raise refusal(
-                TypeError, f"inputs must be tensors, got the shape {tuple(shape)}; fix: torch.zeros{tuple(shape)}."
-            )
-    with (
-        torch.no_grad(),
-        copied(network, share_parameters, reports=True) as own,
-        record_layers(own) as recorded,
-        record_tokens(own, recorded),
-    ):
+            given = tuple(shape)
+            raise refusal(TypeError, f"inputs must be tensors, got the shape {given}; fix: torch.zeros{given}.")
+    with torch.no_grad(), copied(network, share_parameters, reports=True) as own:
         originals: dict[Any, Any] = dict(zip(own.modules(), network.modules(), strict=True))
-        own.eval()(*inputs)
+        recorded = record_layers(own)
+        with _record_tokens(own, recorded):
+            own.eval()(*inputs)
     check_has_attention(network, recorded)
     return {
         name: layer._replace(attention=originals.get(layer.attention, layer.attention))
@@ -76,24 +84,17 @@ def check_has_attention(network: nn.Module, layers: dict[str, Layer]) -> None:
     """Raise ValueError if a network called no attention."""
     if layers:
         return
-    kind = getattr(network, "name", type(network).__name__)
-    replaced = [path for path, module in network.named_modules() if is_replaced(module)]
+    problem = f"{getattr(network, 'name', type(network).__name__)} has no GridAttention that runs"
+    replaced = [path for path, module in network.named_modules() if _is_replaced(module)]
     if replaced:
-        raise refusal(
-            ValueError,
-            f"{kind} has no GridAttention that runs, and the operator replaced in the attention of its own "
-            f"library ({', '.join(replaced[:3])}) is not measured; fix: maps.layers, which has its rows.",
-        )
-    raise refusal(
-        ValueError,
-        f"{kind} has no GridAttention that runs; fix: a network with attention (farfield.models), "
-        f"farfield.insert to put some into this one, or farfield.replace_attention for a transformer.",
-    )
+        other = f"replaced in the attention of its own library ({', '.join(replaced[:3])}) is not measured"
+        raise refusal(ValueError, f"{problem}, and the operator {other}; fix: maps.layers, which has its rows.")
+    fix = "a network with attention (farfield.models), farfield.insert to put some into this one"
+    raise refusal(ValueError, f"{problem}; fix: {fix}, or farfield.replace_attention for a transformer.")
 
 
-@contextmanager
-def record_layers(network: nn.Module) -> Iterator[dict[str, Layer]]:
-    """Record every call of an attention module within the context, in a dictionary as `layers` returns."""
+def record_layers(network: nn.Module) -> dict[str, Layer]:
+    """Return a dictionary as `layers` does, which later calls of the attention of a network, a copy, are added to."""
     recorded: dict[str, Layer] = {}
     names = {module: name for name, module in network.named_modules() if isinstance(module, GridAttention)}
 
@@ -103,9 +104,111 @@ def record_layers(network: nn.Module) -> Iterator[dict[str, Layer]]:
         copies = {name: value.detach().clone() for name, value in given.items() if value is not None}
         add_layer(recorded, names[module], Layer(module, **copies))
 
-    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in names]
-    try:
-        yield recorded
-    finally:
-        for handle in handles:
-            handle.remove()
+    for module in names:
+        module.register_forward_pre_hook(record, with_kwargs=True)
+    return recorded
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether `replace_attention` has replaced the operator of a module, or of the attention inside a model."""
+    if isinstance(module, GridAttention):
+        return False
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return hasattr(module, "operator_name") or str(implementation).startswith("farfield_")
+
+
+@contextmanager
+def _record_tokens(network: nn.Module, recorded: dict[str, Layer]) -> Iterator[None]:
+    """Add a layer to a dictionary for every call of a replaced attention of a network, a copy, within the context."""
+    paths = {module: path for path, module in network.named_modules() if _is_replaced(module)}
+    if not paths:
+        yield
+        return
+    thread, running, patches = threading.get_ident(), list[str](), _LastPatches()
+
+    def enter(module: nn.Module, _: Any) -> None:
+        running.append(paths[module])
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    def record(call: TokenCall) -> None:
+        # Other threads may run other networks.
+        if running and threading.get_ident() == thread:
+            add_layer(recorded, running[-1], layer_of(call, patches.of(running[-1], call)))
+
+    for module in network.modules():
+        if module in paths:
+            module.register_forward_pre_hook(enter)
+            # Behind an error that the network catches, the module is left too.
+            module.register_forward_hook(leave, always_call=True)
+        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            module.register_forward_hook(patches.see)
+    with record_token_calls(record):
+        yield
+
+
+class _LastPatches:
+    """The size of the output of the last convolution, if this made patches."""
+
+    def __init__(self) -> None:
+        self.size: tuple[int, ...] | None = None
+        self.stack: str | None = None
+
+    def see(self, convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d, _: Any, output: Tensor) -> None:
+        """Remember the size of a convolution's output, if the convolution takes apart patches or single positions."""
+        apart = convolution.kernel_size == convolution.stride
+        self.size, self.stack = tuple(output.shape[-len(convolution.stride) :]) if apart else None, None
+
+    def of(self, path: str, call: TokenCall) -> tuple[int, ...] | None:
+        """Return the size of the patches that the tokens of an attention are; None if they are none."""
+        # Another stack of layers may be that of a text, with as many tokens by chance.
+        stack = re.sub(r"\d+", "*", path)
+        self.stack = self.stack or stack
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        if self.size is None or self.stack != stack or queries != keys:
+            return None
+        return self.size if 0 <= keys - math.prod(self.size) <= _BEFORE else None
+
+
+def layer_of(call: TokenCall, patches: tuple[int, ...] | None) -> Layer:
+    """Return a call as a layer: its operator without projections on the grid of queries and the grid of keys."""
+    heads, channels = call.query.shape[1], call.query.shape[1] * call.query.shape[3]
+    scale = float(call.scale) if call.operator.has_scale else 1.0
+    attention = GridAttention(channels, call.operator, heads=heads, project="", scale=scale)
+    # Copied: the model may work in place.
+    grid, context = (positions.detach().mT.flatten(1, 2).clone() for positions in (call.query, call.key))
+    mask = None if call.valid is None else call.valid[:, 0, 0].clone()
+    return Layer(attention.eval(), grid, context, context_mask=mask, patches=patches)
+
+
+def norm_scales(network: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the learned scales of all coefficient norms of a network, or of one of its checkpoints.
+
+    A norm multiplies the normalised coefficients or responses by its scale, which starts at 1. There is one scale per
+    head where products are normalised (KAN): a large one makes their softmax sharp. There is one per channel where
+    responses are normalised (SAN): 0 switches off the response of the channel. The scales of a series of checkpoints
+    show how much attention a network learns to use.
+
+    Args:
+        network: A network, or its state dict, such as `torch.load(path)["state_dict"]`.
+
+    Returns:
+        The path of each attention with a norm -> its scales, `(heads,)` or `(channels,)`; not copied.
+
+    Reference: KAN §4.1, SAN Appendix.
+
+    Example:
+        >>> from farfield import maps, models
+        >>> scales = maps.norm_scales(models.kanet("kronecker_qkv", num_classes=10, width=0.25))
+        >>> len(scales), scales["rows.3.0.attention"]
+        (10, tensor([1., 1., 1., 1.]))
+    """
+    if isinstance(network, nn.Module):
+        norms = {name: norm for name, norm in network.named_modules() if isinstance(norm, CoefficientNorm)}
+        return {name.rpartition(".")[0]: norm.weight.detach() for name, norm in norms.items()}
+    return {
+        name.removesuffix(f".{_NORM}").removesuffix(_NORM): scale
+        for name, scale in network.items()
+        if name.endswith(_NORM)
+    }

@@ -66,7 +66,7 @@ def attention_row(
         torch.Size([1, 2, 5, 7])
     """
     grids = read_grids(attention, grid, context, mask, context_mask)
-    index, query, query_mask = read_position(position, grid), grids.query, grids.query_mask
+    index, query, query_mask = read_position(position, tuple(grid.shape[2:])), grids.query, grids.query_mask
     if attention.operator.queries_from.side_by_side:  # queries of other positions are not needed
         for axis, start in enumerate(index):
             query = query.narrow(axis + 2, start, 1)

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from farfield._checks import shape_error, unknown
+from farfield._checks import shape_error
 from farfield._refusals import put_name
 from farfield.models.bert_weights import fill_from_file
-from farfield.models.choices import bind_arguments, check_whole, find_operator
+from farfield.models.choices import bind_arguments, check_choice, check_numbers, find_operator
 from farfield.models.storage import Stored
 from farfield.nn import TransformerLayer
 from farfield.nn.initialization import DrawnByItself
@@ -79,18 +79,12 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         dropout: float = 0.1,
         attention_dropout: float = 0.0,
     ) -> None:
-        config = bind_arguments(locals())
         super().__init__()
-        if model not in _VARIANTS:
-            raise put_name("models.Bert", unknown("model", model, _VARIANTS))
-        sizes = {"vocabulary": vocabulary, "positions": positions, "channels": channels}
-        sizes |= {"layers": layers, "heads": heads}
-        for name, number in sizes.items():
-            check_whole(model, name, number, 1)
-        if head not in _HEADS:
-            raise put_name(model, unknown("head", head, _HEADS))
+        self.config = bind_arguments(locals(), _VARIANTS)
+        check_numbers(model, vocabulary=vocabulary, positions=positions, channels=channels, layers=layers, heads=heads)
+        check_choice(model, "head", head, _HEADS)
         find_operator(model, operator)
-        self.config, self.name, self.vocabulary = config, model, vocabulary
+        self.name, self.vocabulary = model, vocabulary
         self.words, self.positions = nn.Embedding(vocabulary, channels), nn.Embedding(positions, channels)
         self.types, self.norm = nn.Embedding(2, channels), nn.LayerNorm(channels, _EPSILON)
         self.dropout = nn.Dropout(dropout)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from farfield._refusals import door
-from farfield.models.storage import read_weights
+from farfield.models.storage import describe_differences, read_weights
 from farfield.nn.transformer import TransformerLayer
 
 _Network = TypeVar("_Network", bound=nn.Module)
@@ -73,31 +73,19 @@ def load_hugging_face(net: _Network, state_dict: Mapping[str, Tensor]) -> _Netwo
         True
     """
     theirs = {_modernize_name(name): tensor for name, tensor in state_dict.items()}
-    own, tensors = net.state_dict(), {}
-    scores = [name for name in own if name.endswith(_SCORES) and _name_source(name) not in theirs]
+    own = {_name_source(name): (name, tensor) for name, tensor in net.state_dict().items()}
+    scores = [name for source, (name, _) in own.items() if name.endswith(_SCORES) and source not in theirs]
     if scores:
-        raise ValueError(
-            f"load_hugging_face: {net.name} has a score vector in its attention, {scores[0]}, which no BERT has; "
-            f"fix: a Bert with another operator than siamese and siamese_local."
-        )
-    problems = []
-    for name, mine in own.items():
-        source = _name_source(name)
-        tensor = theirs.get(source)
-        if tensor is None:
-            problems.append(f"it lacks {source}")
-        elif tensor.shape != mine.shape:
-            problems.append(f"{source} is {tuple(tensor.shape)} and not {tuple(mine.shape)}")
-        else:
-            tensors[name] = tensor
+        problem = f"{net.name} has a score vector in its attention, {scores[0]}, which no BERT has"
+        fix = "a Bert with another operator than siamese and siamese_local."
+        raise ValueError(f"load_hugging_face: {problem}; fix: {fix}")
+    given = {source: theirs[source] for source in own if source in theirs}
+    problems = describe_differences({source: tensor for source, (_, tensor) in own.items()}, given)
     if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(
-            f"load_hugging_face: for {net.name} the state dict must be that of a BERT of its sizes: "
-            f"{'; '.join(problems[:3])}{more}. fix: a Bert with the vocabulary, positions, channels and layers of the "
-            f"model's config, and with a head that the model has."
-        )
-    net.load_state_dict(tensors)
+        wanted = f"load_hugging_face: for {net.name} the state dict must be that of a BERT of its sizes"
+        fix = "a Bert with the vocabulary, positions, channels and layers of the model's config, and a head that it has"
+        raise ValueError(f"{wanted}: {problems}. fix: {fix}.")
+    net.load_state_dict({name: given[source] for source, (name, _) in own.items()})
     return net
 
 

@@ -168,9 +168,8 @@ MODELS: dict[str, Callable[..., Any]] = _catalog(
 )
 # Name of a model in a saved configuration -> the class whose arguments the configuration has.
 _FAMILIES: dict[str, Any] = dict.fromkeys(VARIANTS, CompactNet)
-_FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab}
-_FAMILIES |= dict.fromkeys(("bert_base", "bert_large", "bert_small"), Bert)
-_FAMILIES |= {"mask_rcnn": Detector, "faster_rcnn": Detector}
+_FAMILIES |= {"deeplab_v2": DeepLab, "deeplab_compact": DeepLab, "mask_rcnn": Detector, "faster_rcnn": Detector}
+_FAMILIES |= {"bert_base": Bert, "bert_large": Bert, "bert_small": Bert}
 _FAMILIES |= {"unet_care": UNet, "unet_residual": UNet, "unet_projection": ProjectionUNet}
 _FAMILIES |= {"psmnet_stacked": PSMNet, "psmnet_basic": PSMNet}
 _FAMILIES |= {"i3d_resnet50": I3D, "video_resnet": VideoResNet, "sagan": SAGAN}
@@ -214,11 +213,9 @@ def from_pretrained(
         'dot'
     """
     if path_or_repo in MODELS and not Path(path_or_repo).exists():
-        raise refusal(
-            FileNotFoundError,
-            f"{path_or_repo} is the name of a network, of which no weights are published; "
-            f'fix: models.MODELS["{path_or_repo}"]() builds it, or the folder that save_pretrained wrote.',
-        )
+        fix = f'models.MODELS["{path_or_repo}"]() builds it, or the folder that save_pretrained wrote.'
+        problem = f"{path_or_repo} is the name of a network, of which no weights are published"
+        raise refusal(FileNotFoundError, f"{problem}; fix: {fix}")
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token}
     hub |= {"local_files_only": local_files_only, "force_download": force_download}
     return load_model(path_or_repo, rebuild, hub)

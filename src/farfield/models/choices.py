@@ -1,18 +1,18 @@
-"""The arguments of the networks: how they are saved, the operators among them, and checks of numbers."""
+"""The arguments of the networks: how they are saved, and their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from farfield import _checks
-from farfield._checks import unknown
+from farfield._checks import check_whole, unknown
 from farfield._refusals import door, put_name
-from farfield.ops.table import OPERATORS, Operator, find_name
+from farfield.ops.table import Operator, find_name, look_up_operator
 
 
-def bind_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor, its `locals()` at the start, as the configuration to be saved."""
+def bind_arguments(arguments: Mapping[str, Any], models: Collection[str]) -> dict[str, Any]:
+    """Return the arguments of a constructor, its `locals()` at the start, as the configuration; refuse other models."""
+    check_choice(f"models.{type(arguments['self']).__name__}", "model", arguments["model"], models)
     given = {name: value for name, value in arguments.items() if name not in ("self", "__class__", "weights")}
     # The entry None stands for an operator without a name.
     return {name: _plain(value) for name, value in given.items() if value is not None}
@@ -27,17 +27,24 @@ def _plain(value: Any) -> Any:
 
 def find_operator(caller: str, operator: Any) -> Operator:
     """Return an operator by its name, or as it is; `LookupError` for an unknown name."""
-    if isinstance(operator, Operator):
-        return operator
-    if not isinstance(operator, str):
-        fix = 'operator="factorized_gaussian", for example, and other arguments by their names'
-        raise TypeError(f"{caller}: operator must be a name or an ops.Operator, got {operator!r:.60}; fix: {fix}.")
-    if operator not in OPERATORS:
-        raise put_name(caller, unknown("operator", operator, OPERATORS))
-    return OPERATORS[operator]
+    with door(caller):
+        return look_up_operator(operator)[1]
 
 
-def check_whole(model: str, name: str, value: object, smallest: int) -> None:
-    """Refuse a value that is not a whole number, or below the smallest allowed."""
+def check_operator(model: str, operator: Any) -> None:
+    """Refuse what is neither an operator nor the name of one, nor None."""
+    if operator is not None:
+        find_operator(model, operator)
+
+
+def check_choice(caller: str, what: str, value: Any, names: Collection[str]) -> None:
+    """Refuse a name that is not among those known."""
+    if value not in names:
+        raise put_name(caller, unknown(what, value, names))
+
+
+def check_numbers(model: str, smallest: int = 1, **numbers: object) -> None:
+    """Refuse values that are not whole numbers, or below the smallest allowed."""
     with door(model):
-        _checks.check_whole(name, value, smallest)
+        for name, value in numbers.items():
+            check_whole(name, value, smallest)

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple, cast
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from farfield._checks import shape_error, unknown
+from farfield._checks import shape_error
 from farfield._refusals import put_name
-from farfield.models.choices import bind_arguments, check_whole, find_operator
+from farfield.models.choices import bind_arguments, check_numbers, check_operator
 from farfield.models.encoder import POOLS, Encoder, check_pool, dilate_blocks, limit_strides
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
-from farfield.nn.block_fusion import in_slices
 from farfield.nn.blocks import SAMPLE_WISE, AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.conv_norm_act import convolved
 from farfield.nn.initialization import DrawnByItself, draw
+from farfield.nn.slices import in_slices
 from farfield.ops.table import OPERATORS, Operator
 
 
@@ -150,9 +150,13 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         global_pool: str = "avg",
         output_stride: int | None = None,
     ) -> None:
-        config = bind_arguments(locals())
         super().__init__()
-        self.config, variant = config, _find_variant(model, operator)
+        self.config = bind_arguments(locals(), VARIANTS)
+        variant = VARIANTS[model]
+        check_operator(model, operator)
+        if operator is not None and variant.path not in OPERATORS:
+            problem = "has no attention whose operator could be replaced"
+            raise ValueError(f"{model}: {problem}; fix: models.kanet(operator).")
         _check_sizes(model, num_classes, in_channels, width, dropout)
         strides, places = _check_strides(model, strides, output_stride)
         self.name, self.in_channels, self.strides = model, in_channels, tuple(stride for stride, _ in places)
@@ -192,9 +196,8 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         if not is_bare(self.rows, nn.Sequential):
             return self.head(self.run(self.rows, self.stem(image)))
         first, others = [*self.rows][:_FIRST_ROWS], [*self.rows][_FIRST_ROWS:]
-        channels = (
-            2 * _round_channels(_STEM * self.config["width"]) + self.row_channels[0]
-        )  # of the grids of these layers
+        # Of the grids of these layers.
+        channels = 2 * _round_channels(_STEM * self.config["width"]) + self.row_channels[0]
 
         def enter(part: Tensor) -> Tensor:
             return self.run_each(first, self.stem(part))
@@ -264,7 +267,7 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
             LookupError: For an unknown pooling.
             ValueError: For a number below 0, or no pooling with a classifier.
         """
-        check_whole(self.name, "num_classes", num_classes, 0)
+        check_numbers(self.name, 0, num_classes=num_classes)
         pool = self.global_pool if global_pool is None else global_pool
         self.global_pool = check_pool(self.name, pool, num_classes)
         old = next(self.parameters())
@@ -274,18 +277,6 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         self.config.pop("global_pool", None)
         if self.global_pool != "avg":
             self.config["global_pool"] = self.global_pool
-
-
-def _find_variant(model: str, operator: str | Operator | None) -> Variant:
-    if model not in VARIANTS:
-        raise put_name("models.CompactNet", unknown("model", model, VARIANTS))
-    variant = VARIANTS[model]
-    if operator is None:
-        return variant
-    find_operator(model, operator)
-    if variant.path not in OPERATORS:
-        raise ValueError(f"{model}: has no attention whose operator could be replaced; fix: models.kanet(operator).")
-    return variant
 
 
 def _build_row(
@@ -321,8 +312,8 @@ def draw_weights(net: nn.Module) -> nn.Module:
 
 
 def _check_sizes(model: str, num_classes: int, in_channels: int, width: float, dropout: float) -> None:
-    check_whole(model, "num_classes", num_classes, 0)
-    check_whole(model, "in_channels", in_channels, 1)
+    check_numbers(model, 0, num_classes=num_classes)
+    check_numbers(model, in_channels=in_channels)
     if not 0 < width < math.inf:
         raise ValueError(f"{model}: width must be a number above 0, got {width!r}.")
     if not 0 <= dropout < 1:

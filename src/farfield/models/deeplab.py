@@ -12,11 +12,10 @@ from pathlib import Path
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from farfield._checks import unknown
-from farfield._refusals import door, put_name
+from farfield._refusals import door
 from farfield.insertion._places import CHILD
 from farfield.models.channel_norm import ChannelNorm
-from farfield.models.choices import bind_arguments, check_whole, find_operator
+from farfield.models.choices import bind_arguments, check_choice, check_numbers, find_operator
 from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, draw_weights
 from farfield.models.storage import Stored, read_weights
 from farfield.nn.attention import GridAttention
@@ -24,7 +23,6 @@ from farfield.nn.initialization import DrawnByItself, draw
 from farfield.ops.table import OPERATORS, Operator
 
 _RESNETS = ("resnet101", "resnet50")
-_MODELS = ("deeplab_v2", "deeplab_compact")
 OUTPUTS = ("aspp", "plain", *OPERATORS)
 # Dilations, and paddings, of the four 3x3 convolutions of DeepLabV2's output layer.
 _ATROUS = (6, 12, 18, 24)
@@ -118,22 +116,23 @@ class DeepLab(Stored, nn.Module, library_name="farfield", pipeline_tag="image-se
         output_stride: int = 8,
         weights: str | Path | None = None,
     ) -> None:
-        config = bind_arguments(locals())
         super().__init__()
-        if model not in _MODELS:
-            raise put_name("models.DeepLab", unknown("model", model, _MODELS))
-        check_whole(model, "num_classes", num_classes, 1)
-        check_whole(model, "channels", channels, 1)
+        self.config = bind_arguments(locals(), ("deeplab_v2", "deeplab_compact"))
+        check_numbers(model, num_classes=num_classes, channels=channels)
         if output_stride not in _DILATIONS:
             raise ValueError(f"{model}: output_stride must be 8, 16 or 32, got {output_stride!r}.")
-        if isinstance(output, str) and output not in OUTPUTS:
-            raise put_name(model, unknown("output layer", output, OUTPUTS))
-        self.config, self.name, self.num_classes, self.output_stride = config, model, num_classes, output_stride
+        if isinstance(output, str):
+            check_choice(model, "output layer", output, OUTPUTS)
+        self.name, self.num_classes, self.output_stride = model, num_classes, output_stride
         self.backbone, self.features = _build_backbone(model, backbone, width, output_stride)
         self.head = build_head(self.features, output, num_classes, channels, heads, residual, normalized)
         _draw_head(self.head)
         if weights is not None:
-            _fill_backbone(model, self.backbone, Path(weights))
+            # The backbone has this name in torchvision's segmentation networks and in `DeepLab`.
+            with door(model):
+                read = read_weights(Path(weights)).items()
+            tensors = {name.removeprefix("backbone."): tensor for name, tensor in read}
+            fill(model, Path(weights), self.backbone, tensors)
 
     def reset_parameters(self) -> None:
         """Draw the convolutions of the backbone, as torchvision or `CompactNet`, and of the head."""
@@ -209,6 +208,7 @@ def deeplab_compact(
 def _build_backbone(model: str, backbone: str, width: float, output_stride: int) -> tuple[nn.Sequential, int]:
     """Build a backbone, whose parameters have torchvision's or `CompactNet`'s names; return it and its channels."""
     strides = [1 if dilation > 1 else 2 for dilation in _DILATIONS[output_stride]]
+    check_choice(model, "backbone", backbone, (*_RESNETS, *VARIANTS))
     if backbone in _RESNETS:
         if width != 1.0:
             raise ValueError(f"{model}: {backbone} has one width, got {width!r}; fix: leave width out.")
@@ -218,13 +218,11 @@ def _build_backbone(model: str, backbone: str, width: float, output_stride: int)
         parts = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4")
         body = nn.Sequential(OrderedDict((part, getattr(net, part)) for part in parts))
         late, channels = [net.layer3, net.layer4], net.fc.in_features
-    elif backbone in VARIANTS:
+    else:
         compact = CompactNet(backbone, width=width, strides=(*STRIDES[:3], *strides), num_classes=0)
         body = nn.Sequential(OrderedDict(stem=compact.stem, rows=compact.rows))
         first, second = _LATE_ROWS
         late, channels = [compact.rows[first:second], compact.rows[second:]], compact.row_channels[-1]
-    else:
-        raise put_name(model, unknown("backbone", backbone, [*_RESNETS, *VARIANTS]))
     for stage, stride, dilation in zip(late, strides, _DILATIONS[output_stride], strict=True):
         if stride == 1:
             _dilate(stage, dilation)
@@ -250,39 +248,27 @@ def build_head(
     normalized: bool = True,
 ) -> nn.Module:
     """Build the output layer on a grid with `features` channels; the other arguments are those of `DeepLab`."""
-    head: nn.Module
     if output == "aspp":
-        head = ASPP(features, num_classes)
-    elif output == "plain":
-        head = nn.Conv2d(features, num_classes, 1)
-    else:
-        project = find_operator("DeepLab", output).projections("qkv")
-        attention = GridAttention(channels, output, heads=heads, project=project, scale=1.0, residual=residual)
-        reduce, classify = nn.Conv2d(features, channels, 1), nn.Conv2d(channels, num_classes, 1)
-        norm = {"norm": ChannelNorm()} if normalized else {}
-        return nn.Sequential(OrderedDict(reduce=reduce, **norm, attention=attention, classify=classify))
-    return head
+        return ASPP(features, num_classes)
+    if output == "plain":
+        return nn.Conv2d(features, num_classes, 1)
+    project = find_operator("DeepLab", output).projections("qkv")
+    attention = GridAttention(channels, output, heads=heads, project=project, scale=1.0, residual=residual)
+    reduce, classify = nn.Conv2d(features, channels, 1), nn.Conv2d(channels, num_classes, 1)
+    norm = {"norm": ChannelNorm()} if normalized else {}
+    return nn.Sequential(OrderedDict(reduce=reduce, **norm, attention=attention, classify=classify))
 
 
 def _draw_head(head: nn.Module) -> None:
     for name, convolution in head.named_modules():
         if isinstance(convolution, nn.Conv2d):
             # Attention draws itself.
-            draw(convolution) if name == "reduce" else _draw_classifier(convolution)
-
-
-def _draw_classifier(convolution: nn.Conv2d) -> None:
-    nn.init.normal_(convolution.weight, std=0.01)
-    if convolution.bias is not None:
-        nn.init.zeros_(convolution.bias)
-
-
-def _fill_backbone(model: str, backbone: nn.Module, path: Path) -> None:
-    # The file may have weights of other parts too.
-    # The backbone has this name in torchvision's segmentation networks and in `DeepLab`.
-    with door(model):
-        tensors = {name.removeprefix("backbone."): tensor for name, tensor in read_weights(path).items()}
-    fill(model, path, backbone, tensors)
+            if name == "reduce":
+                draw(convolution)
+                continue
+            nn.init.normal_(convolution.weight, std=0.01)
+            if convolution.bias is not None:
+                nn.init.zeros_(convolution.bias)
 
 
 def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -292,8 +278,7 @@ def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor])
     wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
     if wrong:
         shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
-        raise ValueError(
-            f"{model}: {path} holds the weights of another network: {len(wrong)} of {len(own)} are missing or of "
-            f"another shape, {shown}; fix: the options, such as backbone and width, that it was trained with."
-        )
+        problem = f"{len(wrong)} of {len(own)} are missing or of another shape, {shown}"
+        fix = "the options, such as backbone and width, that it was trained with."
+        raise ValueError(f"{model}: {path} holds the weights of another network: {problem}; fix: {fix}")
     part.load_state_dict({name: tensors[name] for name in own}, strict=False)

@@ -55,12 +55,8 @@ def translate(form: int, config: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a configuration of a format to the current names and defaults."""
     if form == 1:
         return translate_format_1(config)
-    return _translate_format_2(config) if form == 2 else dict(config)
-
-
-def _translate_format_2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a configuration of version 0.2.0, whose U-Nets did not scale the response of attention."""
-    if config.get("model") in _UNETS and config.get("normalized", True) is True:
+    # U-Nets of version 0.2.0 did not scale the response of attention.
+    if form == 2 and config.get("model") in _UNETS and config.get("normalized", True) is True:
         return {**config, "normalized": "unscaled"}
     return dict(config)
 
@@ -68,33 +64,27 @@ def _translate_format_2(config: Mapping[str, Any]) -> dict[str, Any]:
 def read_config(path: Path) -> dict[str, Any]:
     """Read a configuration: a JSON object of a known format, with the model's name and arguments within bounds."""
     try:
-        text = read_text(path)
+        config = _parse_config(path, read_text(path))
+        check_arguments(path, config)
     except ValueError as error:
-        raise refusal(ValueError, f"{error}") from error
+        raise refusal(ValueError, str(error)) from error
+    return config
+
+
+def _parse_config(path: Path, text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise refusal(ValueError, f"{path} is damaged, not JSON: {error}; fix: save or download it again.") from error
+        raise ValueError(f"{path} is damaged, not JSON: {error}; fix: save or download it again.") from error
     if isinstance(config, dict) and config.get("format", 1) not in range(1, FORMAT + 1):
-        raise refusal(
-            ValueError,
-            f"{path} is of format {config['format']!r:.40}, and this version reads formats up to {FORMAT}; "
-            f"fix: a newer farfield.",
-        )
+        limit = f"and this version reads formats up to {FORMAT}; fix: a newer farfield."
+        raise ValueError(f"{path} is of format {config['format']!r:.40}, {limit}")
     if not isinstance(config, dict) or not isinstance(config.get("model"), str):
         keys = ", ".join(config) if isinstance(config, dict) else type(config).__name__
-        raise refusal(
-            ValueError, f'{path} names no "model", it has {keys or "no entries"}; fix: a model saved by farfield.'
-        )
+        raise ValueError(f'{path} names no "model", it has {keys or "no entries"}; fix: a model saved by farfield.')
     if "weights" in config:
         fix = 'remove "weights" from it, as the weights of a saved model are in the other file beside it.'
-        raise refusal(
-            ValueError, f"{path} names a file of weights, {config['weights']!r}, which is not read; fix: {fix}"
-        )
-    try:
-        check_arguments(path, config)
-    except ValueError as error:
-        raise refusal(ValueError, f"{error}") from error
+        raise ValueError(f"{path} names a file of weights, {config['weights']!r}, which is not read; fix: {fix}")
     return config
 
 
@@ -102,37 +92,24 @@ def check_arguments(file: Path, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments from a file that are not plain values, that name a class, or that are out of bounds."""
     check_values(file, dict(arguments))
     for name, value in arguments.items():
-        for nested in _walk_mappings(value):
-            if "class_path" in nested:
-                raise ValueError(
-                    f"{file}: {name} names a class, {nested['class_path']!r}, which only a network may; "
-                    f"fix: a plain value."
-                )
-            check_arguments(file, nested)
-        values = value if isinstance(value, list) else [value]
         bound = BOUNDS.get(name, BOUND)
         fix = f"if intended, build the network in code, with {name}={str(value)[:40]}, and load its weights there."
-        if len(values) > _LISTED:
-            raise ValueError(
-                f"{file}: {name} has {len(values):,} values, but at most {_LISTED} are allowed; fix: {fix}"
-            )
-        for number in _walk_numbers(value):
+        if isinstance(value, list) and len(value) > _LISTED:
+            raise ValueError(f"{file}: {name} has {len(value):,} values, but at most {_LISTED} are allowed; fix: {fix}")
+        for each in _flatten(value):
+            if isinstance(each, dict):
+                if "class_path" in each:
+                    what = f"names a class, {each['class_path']!r}, which only a network may"
+                    raise ValueError(f"{file}: {name} {what}; fix: a plain value.")
+                check_arguments(file, each)
             # `not <=` also refuses NaN.
-            if not abs(number) <= bound:
-                raise ValueError(f"{file}: {name} is {str(number)[:40]}, but at most {bound:,} is allowed; fix: {fix}")
+            elif isinstance(each, int | float) and not abs(each) <= bound:
+                raise ValueError(f"{file}: {name} is {str(each)[:40]}, but at most {bound:,} is allowed; fix: {fix}")
 
 
-def _walk_mappings(value: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict):
+def _flatten(value: Any) -> Iterator[Any]:
+    if not isinstance(value, list):
         yield value
-    elif isinstance(value, list):
-        for each in value:
-            yield from _walk_mappings(each)
-
-
-def _walk_numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, int | float):
-        yield value
-    elif isinstance(value, list):
-        for each in value:
-            yield from _walk_numbers(each)
+        return
+    for each in value:
+        yield from _flatten(each)

@@ -6,7 +6,7 @@ Letters as in the papers: b is the number of basis channels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from farfield._checks import unknown
-from farfield._refusals import door, put_name
+from farfield._refusals import door
 from farfield.insertion import detector_places, insert
-from farfield.models.choices import bind_arguments, check_whole, find_operator
-from farfield.models.deeplab import fill, read_weights
-from farfield.models.storage import Stored
+from farfield.models.choices import bind_arguments, check_choice, check_numbers, find_operator
+from farfield.models.deeplab import fill
+from farfield.models.storage import Stored, read_weights
 from farfield.nn.attention import GridAttention
 from farfield.ops.table import Operator
 
-_VARIANTS = ("mask_rcnn", "faster_rcnn")
 _RESNETS = ("resnet50", "resnet101", "resnext101_32x8d", "resnet34", "resnet18")
 # Layers whose shape depends on the number of classes; they are not loaded from a file with another number of them.
 _PREDICTORS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
@@ -123,16 +121,14 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         weights: str | Path | None = None,
         scale: float | None = None,
     ) -> None:
-        config = bind_arguments(locals())
         super().__init__()
-        if model not in _VARIANTS:
-            raise put_name("models.Detector", unknown("model", model, _VARIANTS))
+        self.config = bind_arguments(locals(), ("mask_rcnn", "faster_rcnn"))
         setup = setup if isinstance(setup, Setup) else Setup(**setup)
-        for name, value in {"num_classes": num_classes, "basis": basis, **asdict(setup)}.items():
-            check_whole(model, name, value, 0 if name == "frozen" else 1)
+        self.config |= {"setup": asdict(setup), "attention": list(attention)}
+        check_numbers(model, 0, frozen=setup.frozen)
+        check_numbers(model, num_classes=num_classes, basis=basis, **asdict(replace(setup, frozen=True)))
         entry = find_operator(model, operator)
         self.name, self.num_classes, self.setup = model, num_classes, setup
-        self.config = config | {"setup": asdict(setup), "attention": list(attention)}
         pyramid = _build_pyramid(model, backbone, setup)
         self.rcnn = _build_rcnn(model, pyramid, num_classes, setup)
         # Inserted last, so that the random initialization of the rest does not depend on where attention is.
@@ -217,8 +213,7 @@ def faster_rcnn(
 
 
 def _build_pyramid(model: str, backbone: str, setup: Setup) -> nn.Module:
-    if backbone not in _RESNETS:
-        raise put_name(model, unknown("backbone", backbone, _RESNETS))
+    check_choice(model, "backbone", backbone, _RESNETS)
     from torchvision.models import resnet
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
     from torchvision.ops import FrozenBatchNorm2d
@@ -266,9 +261,8 @@ def _fill_rcnn(model: str, rcnn: Any, path: Path, setup: Setup) -> None:
     with door(model):
         tensors = read_weights(path)
     if not setup.frozen:
-        raise ValueError(
-            f"{model}: weights need a frozen backbone; with frozen=False it has group norms; fix: frozen=True."
-        )
+        problem = "weights need a frozen backbone; with frozen=False it has group norms"
+        raise ValueError(f"{model}: {problem}; fix: frozen=True.")
     # The weights of a ResNet fill the backbone, those of a detector all but predictors of other classes.
     if not any(name.startswith("backbone.body.") for name in tensors):
         fill(model, path, rcnn.backbone.body, tensors)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from farfield._checks import unknown
-from farfield._refusals import put_name
+from farfield.models.choices import check_choice
 
 # timm's number for parameters that belong to the preceding group.
 _BEFORE = 99999
@@ -43,13 +41,10 @@ POOLS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 def check_pool(model: str, global_pool: str, num_classes: int) -> str:
     """Return the name in `POOLS` of a pooling; timm's "fast" variants compute the same. A classifier needs one."""
     name = "avg" if global_pool == "fast" else str(global_pool).removeprefix("fast")
-    if name not in POOLS:
-        raise put_name(model, unknown("global_pool", global_pool, POOLS))
+    check_choice(model, "global_pool", name, POOLS)
     if name == "" and num_classes:
-        raise ValueError(
-            f'{model}: global_pool="" keeps all positions, but a classifier of {num_classes} classes needs one vector; '
-            f'fix: num_classes=0, or global_pool="avg".'
-        )
+        problem = f'global_pool="" keeps all positions, but a classifier of {num_classes} classes needs one vector'
+        raise ValueError(f'{model}: {problem}; fix: num_classes=0, or global_pool="avg".')
     return name
 
 
@@ -105,22 +100,20 @@ class Encoder(nn.Module):
             intermediates_only: Whether to return the chosen grids alone, without the grid of the head.
         """
         if output_fmt != "NCHW" or (stop_early and not intermediates_only):
-            raise ValueError(
-                f"{self.name}.forward_intermediates: grids are NCHW, and stop_early needs intermediates_only=True; "
-                f"got {output_fmt=}, {stop_early=}, {intermediates_only=}; "
-                f'fix: output_fmt="NCHW", and stop_early=False or intermediates_only=True.'
-            )
+            given = f"got {output_fmt=}, {stop_early=}, {intermediates_only=}"
+            fix = 'output_fmt="NCHW", and stop_early=False or intermediates_only=True.'
+            problem = "grids are NCHW, and stop_early needs intermediates_only=True"
+            raise ValueError(f"{self.name}.forward_intermediates: {problem}; {given}; fix: {fix}")
         taken = self.take(indices)
         wanted = [self.feature_rows[index] for index in taken]
-        grids, last = {}, None
+        grids = {}
         for row, grid in enumerate(self.grids(image)):
             if row in wanted:
                 grids[row] = grid
-            last = grid
             if stop_early and row == max(wanted):
                 break
         intermediates = [grids[row] for row in sorted(wanted)]
-        return intermediates if intermediates_only else (self.head(last), intermediates)
+        return intermediates if intermediates_only else (self.head(grid), intermediates)
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -147,10 +140,8 @@ class Encoder(nn.Module):
         else:
             taken = list(indices)
         if not taken or not all(-count <= index < count for index in taken) or len(taken) > count:
-            raise ValueError(
-                f"{self.name}: {indices=} are no grids of the pyramid, which has {count}; fix: a list of indices from "
-                f"0 to {count - 1}, or how many of the last grids, from 1 to {count}."
-            )
+            fix = f"a list of indices from 0 to {count - 1}, or how many of the last grids, from 1 to {count}."
+            raise ValueError(f"{self.name}: {indices=} are no grids of the pyramid, which has {count}; fix: {fix}")
         return [index % count for index in taken]
 
     def grids(self, image: Tensor) -> Iterator[Tensor]:
@@ -168,12 +159,11 @@ class Encoder(nn.Module):
             for part in rows:
                 grid = self.run(part, grid)
             return grid
-        return cast(Tensor, checkpoint(rows, grid, use_reentrant=False, context_fn=partial(_make_contexts, rows)))
 
+        def make_contexts() -> tuple[Any, Any]:  # of the forward run, and of the second one in the backward pass
+            return contextlib.nullcontext(), _restore_statistics(rows)
 
-def _make_contexts(block: nn.Module) -> tuple[Any, Any]:
-    # Of the forward run, and of the second one in the backward pass.
-    return contextlib.nullcontext(), _restore_statistics(block)
+        return cast(Tensor, checkpoint(rows, grid, use_reentrant=False, context_fn=make_contexts))
 
 
 @contextlib.contextmanager

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
-from farfield._checks import shape_error, unknown
+from farfield._checks import shape_error
 from farfield._refusals import put_name
-from farfield.models.choices import bind_arguments, check_whole, find_operator
-from farfield.models.gan_parts import DiscriminatorBlock, GeneratorBlock, bound_weight, draw_bound_weights
+from farfield.models.choices import bind_arguments, check_numbers, check_operator, find_operator
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself
@@ -23,6 +23,94 @@ from farfield.ops.table import Operator
 
 # Height and width of the generator's first grid and the discriminator's last one; blocks double them up to the image.
 _SMALLEST = 4
+
+
+class ConditionalNorm(nn.Module):
+    """Batch norm with a scale and a shift for each class; without classes, ordinary batch norm."""
+
+    _is_hf_initialized = DrawnByItself()
+
+    def __init__(self, channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels, affine=num_classes == 0)
+        self.scale = self.shift = None
+        if num_classes:
+            self.scale, self.shift = nn.Embedding(num_classes, channels), nn.Embedding(num_classes, channels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the scales to 1 and the shifts to 0."""
+        if self.scale is not None and self.shift is not None:
+            nn.init.ones_(self.scale.weight)
+            nn.init.zeros_(self.shift.weight)
+
+    def forward(self, grid: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"] | None) -> Float[Tensor, "b c h w"]:
+        """Return the normalized grid, each sample with the scale and shift of its class."""
+        grid = self.norm(grid)
+        if self.scale is None or self.shift is None:
+            return grid
+        return grid * self.scale(labels)[..., None, None] + self.shift(labels)[..., None, None]
+
+
+class GeneratorBlock(nn.Module):
+    """Residual block that doubles height and width: `up(conv1(x)) + conv3(relu(norm(conv3(up(relu(norm(x)))))))`."""
+
+    def __init__(self, channels: int, out_channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.first_norm = ConditionalNorm(channels, num_classes)
+        self.first = _bound_weight(nn.Conv2d(channels, out_channels, 3, padding=1))
+        self.second_norm = ConditionalNorm(out_channels, num_classes)
+        self.second = _bound_weight(nn.Conv2d(out_channels, out_channels, 3, padding=1))
+        self.shortcut = _bound_weight(nn.Conv2d(channels, out_channels, 1))
+
+    def forward(self, grid: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"] | None) -> Float[Tensor, "b d y x"]:
+        """Return a grid of twice the size."""
+        out = self.first(F.interpolate(F.relu(self.first_norm(grid, labels)), scale_factor=2))
+        out = self.second(F.relu(self.second_norm(out, labels)))
+        # A 1x1 convolution commutes with the repetition of positions, and costs a quarter before it.
+        return F.interpolate(self.shortcut(grid), scale_factor=2) + out
+
+
+class DiscriminatorBlock(nn.Module):
+    """Residual block: two 3x3 convolutions, each after ReLU, plus a shortcut; half the size if `halve`."""
+
+    def __init__(self, channels: int, out_channels: int, *, activate: bool = True, halve: bool = True) -> None:
+        super().__init__()
+        # The block whose input is an image does not activate it.
+        self.activate, self.halve = activate, halve
+        self.first = _bound_weight(nn.Conv2d(channels, out_channels, 3, padding=1))
+        self.second = _bound_weight(nn.Conv2d(out_channels, out_channels, 3, padding=1))
+        has_shortcut = halve or channels != out_channels
+        self.shortcut = _bound_weight(nn.Conv2d(channels, out_channels, 1)) if has_shortcut else nn.Identity()
+
+    def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
+        """Return the sum of convolutions and shortcut."""
+        out = self.second(F.relu(self.first(F.relu(grid) if self.activate else grid)))
+        if not self.halve:
+            return self.shortcut(grid) + out
+        # A 1x1 convolution commutes with average pooling, and costs a quarter after it.
+        return self.shortcut(F.avg_pool2d(grid, 2)) + F.avg_pool2d(out, 2)
+
+
+def _bound_weight(layer: nn.Conv2d | nn.Linear | nn.Embedding) -> nn.Module:
+    """Set the bias to 0 and add spectral norm: the weight over its largest singular value, from a power iteration."""
+    if not isinstance(layer, nn.Embedding) and layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return spectral_norm(layer)
+
+
+def _draw_bound_weights(net: nn.Module) -> None:
+    """Draw the weights that have spectral norm anew, and the vectors of its power iteration."""
+    layers = [cast(nn.Conv2d | nn.Linear, layer) for layer in net.modules() if is_parametrized(layer, "weight")]
+    for layer in layers:
+        # A parametrized layer draws its weight into a product that is thrown away.
+        remove_parametrizations(layer, "weight", leave_parametrized=False)
+        layer.reset_parameters()
+    for module in net.modules():
+        if isinstance(module, GridAttention):
+            module.reset_parameters()
+    for layer in layers:
+        _bound_weight(layer)
 
 
 class GatedAttention(nn.Module):
@@ -74,17 +162,17 @@ class Generator(nn.Module):
         super().__init__()
         self.noise_channels, self.num_classes = noise_channels, num_classes
         widths = [channels * 2**level for level in reversed(range(_count_halvings(side)))]
-        self.linear = bound_weight(nn.Linear(noise_channels, widths[0] * _SMALLEST**2))
+        self.linear = _bound_weight(nn.Linear(noise_channels, widths[0] * _SMALLEST**2))
         pairs = itertools.pairwise([widths[0], *widths])
         self.blocks = nn.ModuleList(GeneratorBlock(before, after, num_classes) for before, after in pairs)
         self.attending = _count_halvings(attention_at) - 1
         self.attention = _build_attention(widths[self.attending], operator, normalized)
         self.norm = nn.BatchNorm2d(channels)
-        self.last = bound_weight(nn.Conv2d(channels, 3, 3, padding=1))
+        self.last = _bound_weight(nn.Conv2d(channels, 3, 3, padding=1))
 
     def reset_parameters(self) -> None:
         """Draw the weights with spectral norm."""
-        draw_bound_weights(self)
+        _draw_bound_weights(self)
 
     def forward(
         self, noise: Float[Tensor, "b z"], labels: Int[Tensor, " b"] | None = None
@@ -123,13 +211,13 @@ class Discriminator(nn.Module):
         self.blocks.append(DiscriminatorBlock(widths[-1], widths[-1], halve=False))
         self.attending = _count_halvings(side) - _count_halvings(attention_at) - 1
         self.attention = _build_attention(widths[self.attending], operator, normalized)
-        self.score = bound_weight(nn.Linear(widths[-1], 1))
+        self.score = _bound_weight(nn.Linear(widths[-1], 1))
         # The projection discriminator: the score has the dot product of the features and an embedding of the class too.
-        self.classes = bound_weight(nn.Embedding(num_classes, widths[-1])) if num_classes else None
+        self.classes = _bound_weight(nn.Embedding(num_classes, widths[-1])) if num_classes else None
 
     def reset_parameters(self) -> None:
         """Draw the weights with spectral norm."""
-        draw_bound_weights(self)
+        _draw_bound_weights(self)
 
     def forward(
         self, images: Float[Tensor, "b 3 side side"], labels: Int[Tensor, " b"] | None = None
@@ -140,10 +228,8 @@ class Discriminator(nn.Module):
             fix = f"images of {self.side} pixels (--data.image_size {self.side}), or a network with another side."
             raise put_name("sagan", shape_error(problem, fix, images=images))
         if self.classes is not None and labels is None:
-            raise ValueError(
-                "sagan: the discriminator has classes, so that it needs the label of each image; "
-                "fix: discriminator(images, labels), or a network with num_classes=0."
-            )
+            problem = "the discriminator has classes, so that it needs the label of each image"
+            raise ValueError(f"sagan: {problem}; fix: discriminator(images, labels), or a network with num_classes=0.")
         grid = images
         for place, block in enumerate(self.blocks):
             grid = block(grid)
@@ -202,16 +288,14 @@ class SAGAN(Stored, nn.Module, library_name="farfield", pipeline_tag="unconditio
         discriminator_channels: int = 64,
         normalized: bool = True,
     ) -> None:
-        config = bind_arguments(locals())
         super().__init__()
-        _check_sides(model, operator, side, attention_at)
-        check_whole(model, "num_classes", num_classes, 0)
-        sizes = {"noise_channels": noise_channels, "generator_channels": generator_channels}
-        sizes |= {"discriminator_channels": discriminator_channels}
-        for name, number in sizes.items():
-            check_whole(model, name, number, 1)
+        self.config = bind_arguments(locals(), ("sagan",))
+        check_operator(model, operator)
+        _check_sides(model, side, attention_at)
+        check_numbers(model, 0, num_classes=num_classes)
+        channels = {"generator_channels": generator_channels, "discriminator_channels": discriminator_channels}
+        check_numbers(model, noise_channels=noise_channels, **channels)
         self.noise_channels, self.num_classes = noise_channels, num_classes
-        self.config = config
         common = (operator, normalized, side, attention_at, num_classes)
         self.generator = Generator(*common, noise_channels, generator_channels)
         self.discriminator = Discriminator(*common, discriminator_channels)
@@ -251,20 +335,14 @@ def sagan(
     return SAGAN(**locals())
 
 
-def _check_sides(model: str, operator: str | Operator | None, side: int, attention_at: int) -> None:
-    if model != "sagan":
-        raise put_name("models.SAGAN", unknown("model", model, ["sagan"]))
-    if operator is not None:
-        find_operator(model, operator)
-    check_whole(model, "side", side, 4 * _SMALLEST)
+def _check_sides(model: str, side: int, attention_at: int) -> None:
+    check_numbers(model, 4 * _SMALLEST, side=side)
     if side & (side - 1):
         raise ValueError(f"{model}: side must be a power of two from {4 * _SMALLEST}, got {side}.")
     allowed = [2 * _SMALLEST * 2**level for level in range(_count_halvings(side) - 1)]
     if attention_at not in allowed:
-        raise ValueError(
-            f"{model}: attention_at must be the side of a grid inside both networks, "
-            f"{', '.join(map(str, allowed))} for images of {side}, got {attention_at!r}."
-        )
+        sides = f"{', '.join(map(str, allowed))} for images of {side}, got {attention_at!r}."
+        raise ValueError(f"{model}: attention_at must be the side of a grid inside both networks, {sides}")
 
 
 def _build_attention(channels: int, operator: str | Operator | None, normalized: bool) -> nn.Module:

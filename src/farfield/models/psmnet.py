@@ -6,24 +6,26 @@ quarter of those of the images; i disparity in positions of these grids.
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from farfield._checks import shape_error, unknown
+from farfield._checks import shape_error
 from farfield._refusals import put_name
-from farfield.models.choices import bind_arguments, check_whole, find_operator
+from farfield.models.choices import bind_arguments, check_numbers, find_operator
 from farfield.models.compact import check_image
-from farfield.models.psmnet_parts import BasicBlock, Hourglass, classifier, conv_norm_relu, draw_kernels, residual
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself
+from farfield.nn.spatial_dims import layers
 from farfield.ops.table import Operator
 
-_VARIANTS = ("psmnet_stacked", "psmnet_basic")
 # Height and width of the windows of spatial pyramid pooling, in the order in which its branches are concatenated.
 _POOLS = (8, 16, 32, 64)
 # Of the four stages: channels in units of those of the first, number of blocks, first stride, dilation.
@@ -91,14 +93,12 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
         first_channels: int = 32,
         scale: float | None = None,
     ) -> None:
-        config = bind_arguments(locals())
         super().__init__()
-        if model not in _VARIANTS:
-            raise put_name("models.PSMNet", unknown("model", model, _VARIANTS))
-        check_whole(model, "first_channels", first_channels, 1)
+        self.config = bind_arguments(locals(), ("psmnet_stacked", "psmnet_basic"))
+        check_numbers(model, first_channels=first_channels)
         if not isinstance(max_disparity, int) or max_disparity < _WHOLE_STRIDE or max_disparity % _WHOLE_STRIDE:
             raise ValueError(f"{model}: max_disparity must be a multiple of {_WHOLE_STRIDE}, got {max_disparity!r}.")
-        self.config, self.name, self.max_disparity = config, model, max_disparity
+        self.name, self.max_disparity = model, max_disparity
         self.features = Features(first_channels)
         self.compare: nn.Module = (Hourglasses if model == "psmnet_stacked" else ResidualBlocks)(first_channels)
         self.reset_parameters()
@@ -110,8 +110,11 @@ class PSMNet(nn.Module, Stored, library_name="farfield", pipeline_tag="depth-est
             self.features.attention = attention
 
     def reset_parameters(self) -> None:
-        """Draw the convolutions; attention draws itself."""
-        draw_kernels(self)
+        """Draw convolutions from N(0, 2 / (kernel positions · output channels)); attention draws itself."""
+        for module in self.modules():
+            # Transposed convolutions keep torch's values.
+            if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd):
+                nn.init.normal_(module.weight, std=math.sqrt(2 / (math.prod(module.kernel_size) * module.out_channels)))
 
     def card_shape(self, side: int) -> tuple[int, ...]:
         """Return the shape of each image whose MACs a model card counts: channels, height, width."""
@@ -196,25 +199,23 @@ class Features(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            *conv_norm_relu(3, channels, stride=2),
-            *conv_norm_relu(channels, channels),
-            *conv_norm_relu(channels, channels),
+            *_conv_norm(3, channels, stride=2),
+            *_conv_norm(channels, channels),
+            *_conv_norm(channels, channels),
         )
         before, stages = channels, []
         for factor, blocks, stride, dilation in _STAGES:
             after = factor * channels
-            stage = [BasicBlock(before, after, stride, dilation)]
-            stage += [BasicBlock(after, after, 1, dilation) for _ in range(blocks - 1)]
+            stage = [_BasicBlock(before, after, stride, dilation)]
+            stage += [_BasicBlock(after, after, 1, dilation) for _ in range(blocks - 1)]
             stages.append(nn.Sequential(*stage))
             before = after
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.attention: nn.Module = nn.Identity()
-        self.pools = nn.ModuleList(nn.Sequential(*conv_norm_relu(before, channels, kernel=1)) for _ in _POOLS)
+        self.pools = nn.ModuleList(nn.Sequential(*_conv_norm(before, channels, kernel=1)) for _ in _POOLS)
         # Channels of the concatenation of layer2, layer4 and the pooled branches.
         together = (_STAGES[1][0] + _STAGES[3][0] + len(_POOLS)) * channels
-        self.last = nn.Sequential(
-            *conv_norm_relu(together, 4 * channels), nn.Conv2d(4 * channels, channels, 1, bias=False)
-        )
+        self.last = nn.Sequential(*_conv_norm(together, 4 * channels), nn.Conv2d(4 * channels, channels, 1, bias=False))
 
     def forward(self, image: Float[Tensor, "b 3 y x"]) -> Float[Tensor, "b c h w"]:
         """Return the features."""
@@ -234,12 +235,10 @@ class Hourglasses(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.enter = nn.Sequential(
-            *conv_norm_relu(2 * channels, channels, spatial_dims=3), *conv_norm_relu(channels, channels, spatial_dims=3)
-        )
-        self.residual = residual(channels)
-        self.hourglasses = nn.ModuleList(Hourglass(channels) for _ in range(3))
-        self.classifiers = nn.ModuleList(classifier(channels) for _ in range(3))
+        self.enter = nn.Sequential(*_conv_norm_3d(2 * channels, channels), *_conv_norm_3d(channels, channels))
+        self.residual = _residual(channels)
+        self.hourglasses = nn.ModuleList(_Hourglass(channels) for _ in range(3))
+        self.classifiers = nn.ModuleList(_classifier(channels) for _ in range(3))
 
     def forward(self, volume: Float[Tensor, "b c i h w"]) -> list[Float[Tensor, "b 1 i h w"]]:
         """Return the scores of the volume's disparities, one grid per hourglass."""
@@ -262,11 +261,9 @@ class ResidualBlocks(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.enter = nn.Sequential(
-            *conv_norm_relu(2 * channels, channels, spatial_dims=3), *conv_norm_relu(channels, channels, spatial_dims=3)
-        )
-        self.blocks = nn.ModuleList(residual(channels) for _ in range(4))
-        self.classify = classifier(channels)
+        self.enter = nn.Sequential(*_conv_norm_3d(2 * channels, channels), *_conv_norm_3d(channels, channels))
+        self.blocks = nn.ModuleList(_residual(channels) for _ in range(4))
+        self.classify = _classifier(channels)
 
     def forward(self, volume: Float[Tensor, "b c i h w"]) -> list[Float[Tensor, "b 1 i h w"]]:
         """Return the scores of the volume's disparities in a list of one grid, as `Hourglasses` does."""
@@ -296,3 +293,81 @@ def regress(scores: Float[Tensor, "b 1 i h w"], disparities: int, size: tuple[in
     enlarged = F.interpolate(scores, (disparities, *size), mode="trilinear", align_corners=False)[:, 0]
     values = torch.arange(disparities, dtype=scores.dtype, device=scores.device)
     return (enlarged.softmax(1) * values[:, None, None]).sum(1, keepdim=True)
+
+
+class _BasicBlock(nn.Module):
+    """`shortcut(x) + norm(convolve(relu(norm(convolve(x)))))`: a residual block without a ReLU after the sum."""
+
+    def __init__(self, before: int, after: int, stride: int, dilation: int) -> None:
+        super().__init__()
+        # The first convolution has the stride, both have the dilation.
+        self.first = nn.Sequential(*_conv_norm(before, after, stride=stride, dilation=dilation))
+        self.second = nn.Sequential(*_conv_norm(after, after, dilation=dilation, relu=False))
+        same = before == after and stride == 1
+        self.shortcut = (
+            nn.Identity() if same else nn.Sequential(*_conv_norm(before, after, kernel=1, stride=stride, relu=False))
+        )
+
+    def forward(self, grid: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d y x"]:
+        """Return the sum of shortcut and convolutions."""
+        return self.shortcut(grid) + self.second(self.first(grid))
+
+
+class _Hourglass(nn.Module):
+    """Halve the size twice and double it twice, with twice the channels; grids of earlier hourglasses are added."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        inside = 2 * channels
+        self.down = nn.Sequential(
+            *_conv_norm_3d(channels, inside, stride=2), *_conv_norm_3d(inside, inside, relu=False)
+        )
+        self.bottom = nn.Sequential(*_conv_norm_3d(inside, inside, stride=2), *_conv_norm_3d(inside, inside))
+        self.up = nn.Sequential(*_transposed_norm(inside, inside))
+        self.out = nn.Sequential(*_transposed_norm(inside, channels))
+
+    def forward(self, grid: Tensor, way_down: Tensor | None, way_up: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the result, and the grids at half the size on the way down and on the way up.
+
+        Of `(b, c, i, h, w)`, i is the disparity. `way_down` is the first hourglass's grid on the way down, which is
+        added on the way up; `way_up` is the previous one's on the way up, which is added on the way down.
+        """
+        down = self.down(grid)
+        down = F.relu(down if way_up is None else down + way_up)
+        up = F.relu(self.up(self.bottom(down)) + (down if way_down is None else way_down))
+        return self.out(up), down, up
+
+
+def _conv_norm(
+    before: int,
+    after: int,
+    *,
+    spatial_dims: int = 2,
+    kernel: int = 3,
+    stride: int = 1,
+    dilation: int = 1,
+    relu: bool = True,
+) -> list[nn.Module]:
+    """Build a convolution without bias, its batch norm and, by default, a ReLU."""
+    kinds, padding = layers(spatial_dims), dilation * (kernel // 2)
+    convolution = kinds.convolution(before, after, kernel, stride, padding, dilation, bias=False)
+    return [convolution, kinds.batch_norm(after), *([nn.ReLU(inplace=True)] if relu else [])]
+
+
+_conv_norm_3d = partial(_conv_norm, spatial_dims=3)
+
+
+def _transposed_norm(before: int, after: int) -> list[nn.Module]:
+    # It doubles the size.
+    transposed = nn.ConvTranspose3d(before, after, 3, stride=2, padding=1, output_padding=1, bias=False)
+    return [transposed, nn.BatchNorm3d(after)]
+
+
+def _residual(channels: int) -> nn.Sequential:
+    """Build two 3-D convolutions with their batch norms, whose result is added to their input."""
+    return nn.Sequential(*_conv_norm_3d(channels, channels), *_conv_norm_3d(channels, channels, relu=False))
+
+
+def _classifier(channels: int) -> nn.Sequential:
+    """Build the layers that compute one score for each position of a volume."""
+    return nn.Sequential(*_conv_norm_3d(channels, channels), nn.Conv3d(channels, 1, 3, padding=1, bias=False))

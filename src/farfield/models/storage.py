@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from farfield._checks import unknown
 from farfield._files import stage_files
-from farfield._refusals import door, put_name, refusal
+from farfield._refusals import door, refusal
 from farfield.models.card import is_edited, list_operators, write_card
+from farfield.models.choices import check_choice
 from farfield.models.description import FORMAT, check_arguments, read_config, translate
 
 _WEIGHTS, _CONFIG, _CARD = "model.safetensors", "config.json", "README.md"
@@ -61,8 +61,7 @@ class Stored(PyTorchModelHubMixin):
             model_card_kwargs: Arguments of `generate_model_card`: training_data, metrics, image_size, license.
         """
         caller, folder = f"{self.config['model']}.save_pretrained", Path(save_directory)
-        if config is not None:
-            raise ValueError(f"{caller}: config.json holds the model's own arguments; fix: leave config out.")
+        _check_no_config(caller, config)
         contents = self.contents(model_card_kwargs or {})
         try:
             if is_edited(folder / _CARD):
@@ -72,10 +71,8 @@ class Stored(PyTorchModelHubMixin):
                 for name, content in contents.items():
                     (staging / name).write_bytes(content)
         except OSError as error:
-            fix = "a folder that you may write to, on a disk with room."
-            raise OSError(
-                error.errno, f"{caller}: cannot write to {folder}: {error.strerror}; what was there is kept. fix: {fix}"
-            ) from error
+            fix = "what was there is kept. fix: a folder that you may write to, on a disk with room."
+            raise OSError(error.errno, f"{caller}: cannot write to {folder}: {error.strerror}; {fix}") from error
         return self.push_to_hub(repo_id or folder.name, model_card_kwargs=model_card_kwargs) if push_to_hub else None
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
@@ -83,11 +80,7 @@ class Stored(PyTorchModelHubMixin):
 
         The card replaces the README.md of the repository, also an edited one, unless `ignore_patterns="README.md"`.
         """
-        if options.get("config") is not None:
-            raise ValueError(
-                f"{self.config['model']}.push_to_hub: config.json holds the model's own arguments; "
-                "fix: leave config out."
-            )
+        _check_no_config(f"{self.config['model']}.push_to_hub", options.get("config"))
         # A model that cannot be saved creates no repository.
         self.contents(options.get("model_card_kwargs") or {})
         return super().push_to_hub(repo_id, **options)
@@ -116,10 +109,7 @@ class Stored(PyTorchModelHubMixin):
         """Return file name -> content of the saved model; `card` holds arguments of `generate_model_card`."""
         known = list(inspect.signature(self.generate_model_card).parameters)
         for name in card:
-            if name not in known:
-                raise put_name(
-                    f"{self.config['model']}.save_pretrained", unknown("entry of model_card_kwargs", name, known)
-                )
+            check_choice(f"{self.config['model']}.save_pretrained", "entry of model_card_kwargs", name, known)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}  # type: ignore[attr-defined]
         identity = {key: self.config[key] for key in _IDENTITY if key in self.config}
         return {
@@ -140,12 +130,11 @@ class Stored(PyTorchModelHubMixin):
             raise ValueError(f"{caller}: from_pretrained would not read it: {error} {fix}") from error
         with torch.device("meta"):
             net: nn.Module = type(self)(**self.config)  # type: ignore[assignment]
-        problems = _describe_differences(net.state_dict(), self.state_dict())  # type: ignore[attr-defined]
+        problems = describe_differences(net.state_dict(), self.state_dict())  # type: ignore[attr-defined]
         if problems:
-            raise ValueError(
-                f"{caller}: the model was changed after it was built, so that its configuration would not bring it "
-                f"back: {problems}; fix: save it before the change, undo the change, or {fix}"
-            )
+            changed = "the model was changed after it was built, so that its configuration would not bring it back"
+            fix = f"save it before the change, undo the change, or {fix}"
+            raise ValueError(f"{caller}: {changed}: {problems}; fix: {fix}")
         return net.eval()
 
     @classmethod
@@ -166,6 +155,11 @@ class Stored(PyTorchModelHubMixin):
             return load_model(pretrained_model_name_or_path, lambda config: cls(**config), hub)
 
 
+def _check_no_config(caller: str, config: Any) -> None:
+    if config is not None:
+        raise ValueError(f"{caller}: config.json holds the model's own arguments; fix: leave config out.")
+
+
 def load_model(source: str | Path, build: Callable[[dict[str, Any]], Any], hub: dict[str, Any]) -> Any:
     """Build a model by `build(configuration)`, fill in the weights of a folder or of the Hub; it is in eval mode."""
     # It is first built on the meta device and compared with the weights: a configuration that does not fit them
@@ -179,10 +173,9 @@ def load_model(source: str | Path, build: Callable[[dict[str, Any]], Any], hub: 
             skeleton = build(config)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
         fix = "models.from_pretrained, which finds the class, or the version of farfield that saved the model."
-        raise refusal(
-            ValueError, f"{config_file} does not describe a model of this version: {error}\n  fix: {fix}"
-        ) from error
-    _check_weights(saved, metadata, _describe_differences(skeleton.state_dict(), shapes), weights_file)
+        problem = f"{config_file} does not describe a model of this version: {error}"
+        raise refusal(ValueError, f"{problem}\n  fix: {fix}") from error
+    _check_weights(saved, metadata, describe_differences(skeleton.state_dict(), shapes), weights_file)
     model = build(config)
     model.load_state_dict(load_file(weights_file))
     return model.eval()
@@ -195,30 +188,22 @@ def _find_files(source: str | Path, hub: dict[str, Any]) -> tuple[Path, Path]:
         for name in (_CONFIG, _WEIGHTS):
             if not (folder / name).is_file():
                 held = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-                raise refusal(
-                    FileNotFoundError,
-                    f"{folder} has no {name}, it holds {held}; "
-                    f"fix: a folder written by save_pretrained (pickled weights are never loaded).",
-                )
+                fix = "a folder written by save_pretrained (pickled weights are never loaded)."
+                raise refusal(FileNotFoundError, f"{folder} has no {name}, it holds {held}; fix: {fix}")
         return folder / _CONFIG, folder / _WEIGHTS
     if folder.exists():
         raise refusal(NotADirectoryError, f"{folder} is a file; fix: the folder that save_pretrained wrote.")
     if isinstance(source, Path) or _is_path(source):
         near = difflib.get_close_matches(folder.name, os.listdir(folder.parent) if folder.parent.is_dir() else [], n=3)
         hint = f" Near it: {', '.join(str(folder.parent / name) for name in near)}." if near else ""
-        raise refusal(
-            FileNotFoundError,
-            f"there is no folder {folder}; fix: the folder that save_pretrained wrote, or a repository of "
-            f"the Hub by owner and name.{hint}",
-        )
+        fix = f"the folder that save_pretrained wrote, or a repository of the Hub by owner and name.{hint}"
+        raise refusal(FileNotFoundError, f"there is no folder {folder}; fix: {fix}")
     try:
         config, weights = (Path(hf_hub_download(source, name, **hub)) for name in (_CONFIG, _WEIGHTS))
     except (OSError, HFValidationError) as error:
-        raise refusal(
-            FileNotFoundError,
-            f'"{source}" is no folder here, and the Hub did not give its {_CONFIG} and {_WEIGHTS}: {error}\n'
-            f"  fix: the owner and name of a repository with both files; token=, if it is private; a connection.",
-        ) from error
+        problem = f'"{source}" is no folder here, and the Hub did not give its {_CONFIG} and {_WEIGHTS}: {error}'
+        fix = "the owner and name of a repository with both files; token=, if it is private; a connection."
+        raise refusal(FileNotFoundError, f"{problem}\n  fix: {fix}") from error
     return config, weights
 
 
@@ -238,28 +223,22 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  (no mapping)
             return file.metadata() or {}, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     except PermissionError as error:
-        raise refusal(
-            PermissionError, error.errno, f"cannot read {path}: {error.strerror}; fix: a file that you may read."
-        ) from error
+        problem = f"cannot read {path}: {error.strerror}; fix: a file that you may read."
+        raise refusal(PermissionError, error.errno, problem) from error
     except (SafetensorError, OSError) as error:
         raise refusal(ValueError, f"{path} is damaged: {error}; fix: save or download it again.") from error
 
 
 def _check_weights(config: dict[str, Any], metadata: Mapping[str, str], problems: str, path: Path) -> None:
     """Refuse weights whose metadata are not those of the configuration, or that have `problems`."""
+    fix = "fix: keep the two files of one save together."
     for key in _IDENTITY:
         if key in metadata and metadata[key] != config.get(key):
-            raise refusal(
-                ValueError,
-                f'{path} holds weights of {key} "{metadata[key]}", its {_CONFIG} states "{config.get(key)}"; '
-                f"fix: keep the two files of one save together.",
-            )
+            problem = f'weights of {key} "{metadata[key]}", its {_CONFIG} states "{config.get(key)}"'
+            raise refusal(ValueError, f"{path} holds {problem}; {fix}")
     if problems:
-        raise refusal(
-            ValueError,
-            f"{path} holds the weights of another model than the {config['model']} its {_CONFIG} describes: "
-            f"{problems}. fix: keep the two files of one save together.",
-        )
+        other = f"the weights of another model than the {config['model']} its {_CONFIG} describes"
+        raise refusal(ValueError, f"{path} holds {other}: {problems}. {fix}")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -295,7 +274,8 @@ def is_entry(entry: tuple[Any, Any]) -> bool:
     return isinstance(entry[0], str) and isinstance(entry[1], Tensor)
 
 
-def _describe_differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+def describe_differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+    """Return how the names and shapes of two state dicts differ, three differences at the most; "" if they do not."""
     problems = [f"it lacks {name}" for name in expected if name not in given]
     problems += [f"{name} is unknown" for name in given if name not in expected]
     problems += [

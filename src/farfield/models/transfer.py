@@ -121,10 +121,9 @@ def _check_mobilenet(net: CompactNet, expected: set[str], given: set[str]) -> No
     lacking, strange = sorted(expected - given), sorted(given - expected - classifier)
     if lacking or strange:
         problem = f"it lacks {lacking[0]}" if lacking else f"it has {strange[0]}"
-        raise ValueError(
-            f"load_torchvision: for {net.name} the state dict must be that of torchvision.models.mobilenet_v2; "
-            f"{problem} ({len(lacking)} lacking, {len(strange)} unknown). fix: mobilenet_v2(...).state_dict()."
-        )
+        problem += f" ({len(lacking)} lacking, {len(strange)} unknown). fix: mobilenet_v2(...).state_dict()."
+        wanted = f"for {net.name} the state dict must be that of torchvision.models.mobilenet_v2"
+        raise ValueError(f"load_torchvision: {wanted}; {problem}")
 
 
 def _check_shape(net: CompactNet, name: str, source: _Counterpart, mine: Tensor, other: Tensor) -> None:
@@ -132,7 +131,6 @@ def _check_shape(net: CompactNet, name: str, source: _Counterpart, mine: Tensor,
         not source.shared or mine.dim() == 0 or other.shape[source.dimension or 0] >= source.shared
     )
     if not fits or source.of(mine).shape != source.of(other).shape:
-        raise ValueError(
-            f"load_torchvision: {name} of {net.name} is {tuple(mine.shape)}, {source.name} is {tuple(other.shape)}; "
-            f"fix: torchvision's network with width_mult={net.config['width']}."
-        )
+        problem = f"{name} of {net.name} is {tuple(mine.shape)}, {source.name} is {tuple(other.shape)}"
+        fix = f"torchvision's network with width_mult={net.config['width']}."
+        raise ValueError(f"load_torchvision: {problem}; fix: {fix}")

@@ -10,12 +10,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from farfield._checks import unknown
-from farfield._refusals import put_name
 from farfield.models.choices import bind_arguments
 from farfield.models.storage import Stored
 from farfield.models.unet_parts import (
-    VARIANTS,
     Normalized,
     append_attention,
     build_care,
@@ -90,17 +87,14 @@ class UNet(nn.Module, Stored, library_name="farfield", pipeline_tag="image-to-im
         probabilistic: bool = False,
         normalized: Normalized = True,
     ) -> None:
-        config = bind_arguments(locals())
         super().__init__()
-        if model not in VARIANTS:
-            raise put_name("models.UNet", unknown("model", model, VARIANTS))
-        sizes = {"depth": depth, "first_channels": first_channels, "in_channels": in_channels}
-        check_unet(model, operator, sizes, kernel)
-        self.config, self.name, self.spatial_dims, self.depth = config, model, spatial_dims, depth
+        self.config = bind_arguments(locals(), ("unet_care", "unet_residual"))
+        check_unet(model, operator, kernel, depth=depth, first_channels=first_channels, in_channels=in_channels)
+        self.name, self.spatial_dims, self.depth = model, spatial_dims, depth
         self.in_channels, self.kernel = in_channels, kernel
-        build = build_care if model == "unet_care" else build_residual
-        parts = build(spatial_dims, kernel, in_channels, [first_channels * 2**level for level in range(depth + 1)])
         activated = model == "unet_care"
+        build = build_care if activated else build_residual
+        parts = build(spatial_dims, kernel, in_channels, [first_channels * 2**level for level in range(depth + 1)])
         self.stem, self.activation = parts.stem, parts.activation
         self.encoder, self.down, self.up = map(nn.ModuleList, (parts.encoder, parts.down, parts.up))
         options = (operator, heads, activated, normalized)
@@ -208,11 +202,9 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
         probabilistic: bool = False,
         normalized: Normalized = True,
     ) -> None:
-        config = bind_arguments(locals())
         super().__init__()
-        if model != "unet_projection":
-            raise put_name("models.ProjectionUNet", unknown("model", model, ["unet_projection"]))
-        check_unet(model, operator, {"depth": depth, "first_channels": first_channels}, kernel)
+        self.config = bind_arguments(locals(), ("unet_projection",))
+        check_unet(model, operator, kernel, depth=depth, first_channels=first_channels)
         self.unet = UNet(
             operator=operator,
             spatial_dims=2,
@@ -223,7 +215,6 @@ class ProjectionUNet(nn.Module, Stored, library_name="farfield", pipeline_tag="i
             probabilistic=probabilistic,
             normalized=normalized,
         )
-        self.config = config
         self.multiples = (1, *[max(2**self.LEVELS, self.unet.multiples[0])] * 2)
         self.select = build_selection(self.LEVELS, self.CHANNELS)
         self.reset_parameters()

@@ -16,14 +16,13 @@ from torch.nn.modules.conv import _ConvNd
 from farfield._checks import shape_error
 from farfield._refusals import door, put_name
 from farfield.models.channel_norm import split_deviation
-from farfield.models.choices import check_whole, find_operator
+from farfield.models.choices import check_numbers, check_operator, find_operator
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself, draw
 from farfield.nn.norm import norm_of
 from farfield.nn.spatial_dims import layers
 from farfield.ops.table import Operator
 
-VARIANTS = ("unet_care", "unet_residual")
 # Whether the input of attention is normalized; "unscaled": its response is not multiplied by what it was divided by.
 Normalized = bool | Literal["unscaled"]
 
@@ -203,12 +202,11 @@ def append_attention(
     return nn.Sequential(OrderedDict(block=block, attention=attention if alone else PreActivated(attention)))
 
 
-def draw_convolutions(net: nn.Module) -> nn.Module:
+def draw_convolutions(net: nn.Module) -> None:
     """Initialize convolutions as in the papers: Glorot uniform, biases 0; attention keeps its own initialization."""
     for module in net.modules():
         if isinstance(module, _ConvNd):
             draw(module)
-    return net
 
 
 def find_reach(low: int, high: int, levels: int, block: int, radius: int | None) -> tuple[int, int]:
@@ -225,12 +223,10 @@ def find_reach(low: int, high: int, levels: int, block: int, radius: int | None)
     return min(low, 2 * below[0] - before) - block, max(high, 2 * below[1] + last) + block
 
 
-def check_unet(model: str, operator: str | Operator | None, numbers: Mapping[str, int], kernel: int) -> None:
+def check_unet(model: str, operator: str | Operator | None, kernel: int, **numbers: int) -> None:
     """Refuse an unknown operator, numbers below 1, and a kernel whose size is even."""
-    if operator is not None:
-        find_operator(model, operator)
-    for name, value in numbers.items():
-        check_whole(model, name, value, 1)
+    check_operator(model, operator)
+    check_numbers(model, **numbers)
     if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
         raise ValueError(f"{model}: kernel must be an odd number, got {kernel!r}; fix: 3 or 5.")
 
@@ -244,9 +240,8 @@ def check_stack(model: str, grid: Tensor, channels: int, spatial_dims: int, mult
             fix = "add the batch, grid.unsqueeze(0), or the channel, grid.unsqueeze(1)."
         raise put_name(model, shape_error(f"the grid must be (batch, {channels}, {names}).", fix, grid=grid))
     if not grid.is_floating_point():
-        raise TypeError(
-            f"{model}: the grid must be floating point, got {grid.dtype}; fix: grid.float(), scaled as in training."
-        )
+        fix = "grid.float(), scaled as in training."
+        raise TypeError(f"{model}: the grid must be floating point, got {grid.dtype}; fix: {fix}")
     if any(side % multiple or not side for side, multiple in zip(grid.shape[2:], multiples, strict=True)):
         problem = f"the size ({names}) must be multiples of {multiples}, above 0."
         fix = "pad the grid; farfield.tasks.restore_stack.restore pads and crops again."

@@ -6,6 +6,7 @@ Clips are `(batch, 3, frames, height, width)`; attention is over time, height an
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from farfield._checks import shape_error, unknown
-from farfield._refusals import door, put_name, refusal
+from farfield._checks import shape_error
+from farfield._refusals import door, refusal
 from farfield.insertion import insert
-from farfield.models.choices import bind_arguments, check_whole, find_operator
+from farfield.models.choices import bind_arguments, check_choice, check_numbers, check_operator, find_operator
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import DrawnByItself
@@ -141,12 +142,10 @@ class I3D(Stored, nn.Module, library_name="farfield", pipeline_tag="video-classi
         num_classes: int = 400,
         dropout: float = 0.5,
     ) -> None:
-        config = bind_arguments(locals())
         super().__init__()
-        if model != "i3d_resnet50":
-            raise put_name("models.I3D", unknown("model", model, ["i3d_resnet50"]))
-        _check_choices(model, operator, num_classes)
-        self.config = config
+        self.config = bind_arguments(locals(), ("i3d_resnet50",))
+        check_operator(model, operator)
+        check_numbers(model, num_classes=num_classes)
         self.conv1 = nn.Conv3d(3, 64, (5, 7, 7), stride=(1, 2, 2), padding=(2, 3, 3), bias=False)
         self.bn1 = nn.BatchNorm3d(64)
         self.pool1 = nn.MaxPool3d((1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1))
@@ -212,17 +211,13 @@ class VideoResNet(Stored, nn.Module, library_name="farfield", pipeline_tag="vide
         num_classes: int = 400,
         scale: float | None = None,
     ) -> None:
-        config = bind_arguments(locals())
+        super().__init__()
+        self.config = bind_arguments(locals(), ("video_resnet",)) | {"where": list(where)}
+        check_operator(model, operator)
+        check_numbers(model, num_classes=num_classes, channels=channels)
+        check_choice(model, "backbone", backbone, BACKBONES)
         from torchvision.models import video
 
-        super().__init__()
-        if model != "video_resnet":
-            raise put_name("models.VideoResNet", unknown("model", model, ["video_resnet"]))
-        _check_choices(model, operator, num_classes)
-        check_whole(model, "channels", channels, 1)
-        if backbone not in BACKBONES:
-            raise put_name(model, unknown("backbone", backbone, BACKBONES))
-        self.config = config | {"where": list(where)}
         self.network = getattr(video, backbone)(weights=None, num_classes=num_classes)
         if operator is not None:
             letters = find_operator(model, operator).projections("qkvo")
@@ -283,29 +278,15 @@ def inflate(net: I3D, tensors: Mapping[str, Tensor]) -> None:
 
     Attention and classifier are unchanged. If a weight is missing or of another shape, nothing is copied.
     """
-    own = {name: tensor for name, tensor in net.state_dict().items() if ".attention." not in name}
-    own = {name: tensor for name, tensor in own.items() if not name.startswith("fc.")}
-    flat = {
-        name: tensor.shape[:2] + tensor.shape[3:] if tensor.dim() == 5 else tensor.shape for name, tensor in own.items()
-    }
-    wrong = [name for name, shape in flat.items() if name not in tensors or tensors[name].shape != shape]
+    own = {name: tensor for name, tensor in net.state_dict().items() if not re.search(r"^fc\.|\.attention\.", name)}
+    flat = {name: tensor[:, :, 0] if tensor.dim() == 5 else tensor for name, tensor in own.items()}
+    wrong = [name for name, tensor in flat.items() if name not in tensors or tensors[name].shape != tensor.shape]
     if wrong:
-        raise ValueError(
-            f"models.video.inflate: {len(wrong)} of {len(own)} weights are missing or of another shape, "
-            f"{wrong[0]} for one; fix: the state dict of torchvision.models.resnet50."
-        )
+        problem = f"{len(wrong)} of {len(own)} weights are missing or of another shape, {wrong[0]} for one"
+        raise ValueError(f"models.video.inflate: {problem}; fix: the state dict of torchvision.models.resnet50.")
     with torch.no_grad():
         for name, tensor in own.items():
-            if tensor.dim() == 5:
-                tensor.copy_(tensors[name][:, :, None] / tensor.shape[2])
-            else:
-                tensor.copy_(tensors[name])
-
-
-def _check_choices(model: str, operator: str | Operator | None, num_classes: int) -> None:
-    if operator is not None:
-        find_operator(model, operator)
-    check_whole(model, "num_classes", num_classes, 1)
+            tensor.copy_(tensors[name][:, :, None] / tensor.shape[2] if tensor.dim() == 5 else tensors[name])
 
 
 def _check_clip(clip: Tensor, *, frames: int = 1) -> None:

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from farfield._checks import add_memory_note, unknown
-from farfield._refusals import put_name
+from farfield._checks import add_memory_note
+from farfield._refusals import door
 from farfield.nn.bare import read_projection
 from farfield.nn.checks import (
     check_context,
@@ -25,9 +25,9 @@ from farfield.nn.initialization import DrawnByItself, draw
 from farfield.nn.norm import CoefficientNorm
 from farfield.ops.engine import attend, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide
-from farfield.ops.projection import Call, ProjectionRuns, project_to_scores
+from farfield.ops.projection import Call, project_to_scores
 from farfield.ops.slots import Summary
-from farfield.ops.table import OPERATORS, Operator, find_name
+from farfield.ops.table import Operator, look_up_operator
 
 
 class GridAttention(nn.Module):
@@ -93,12 +93,8 @@ class GridAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_order(channels, operator)
-        if isinstance(operator, str):
-            if operator not in OPERATORS:
-                raise put_name("GridAttention", unknown("operator", operator, OPERATORS))
-            self.operator_name, operator = operator, OPERATORS[operator]
-        else:
-            self.operator_name = find_name(operator) or "custom"
+        with door("GridAttention"):
+            self.operator_name, operator = look_up_operator(operator)
         self.channels, self.operator, self.heads, self.residual = channels, operator, heads, residual
         self.inner_channels = channels if inner_channels is None else inner_channels
         self.value_channels = channels if value_channels is None else value_channels
@@ -268,12 +264,10 @@ class GridAttention(nn.Module):
     def call_for(self, grid: Tensor) -> Call:
         """Return the operator with this module's projections, as matrices and biases or to be run, and its norm."""
         letters = (self.query, self.key, self.value, self.output)
-        projections, runs = zip(*(read_projection(part, grid) for part in letters), strict=True)
-        query, key, value, output = projections
+        query, key, value, output = (read_projection(part, grid) for part in letters)
         if self.operator.score is not None:
             vector = grid.new_ones(self.inner_channels) if self.weight is None else self.weight.to(grid.dtype)
             query = project_to_scores(query, vector, self.heads)
             key = key if self.key is self.query else project_to_scores(key, vector, self.heads)
         key = query if self.key is self.query else key
-        norm = self.coefficient_norm
-        return Call(self.operator, self.heads, self.scale, query, key, value, output, norm, ProjectionRuns(*runs))
+        return Call(self.operator, self.heads, self.scale, query, key, value, output, self.coefficient_norm)

@@ -20,7 +20,7 @@ from torch.nn.modules import module as globals_of_torch
 from torch.utils.module_tracker import ModuleTracker
 
 from farfield.ops.grid import accumulation
-from farfield.ops.projection import IDENTITY, Projection, Run
+from farfield.ops.projection import IDENTITY, Projection
 
 _Kind = TypeVar("_Kind", bound=nn.Module)
 # What torch calls between a layer and its numbers, if it is replaced on the instance (accelerate, diffusers do so).
@@ -66,22 +66,22 @@ def _has_methods_of_class(module: nn.Module) -> bool:
     return all(own[name] == MethodType(getattr(kind, name, object), module) for name in _METHODS & own.keys())
 
 
-def read_projection(module: nn.Module | None, like: Tensor) -> tuple[Projection, Run | None]:
+def read_projection(module: nn.Module | None, like: Tensor) -> Projection:
     """Return an affine module, or None, as a matrix and bias that can act on a summary, or a function that runs it."""
     if module is None:
-        return IDENTITY, None
+        return IDENTITY
     if is_bare(module, nn.Linear):
-        return Projection(module.weight, module.bias), None
+        return Projection(module.weight, module.bias)
     # Hooks see the positions and their gradients, and dropout is drawn for each of them.
     if not all(is_unchanged(part) and not _drops(part) for part in module.modules()):
-        return IDENTITY, partial(_run_on_positions, module, like.dtype)
+        return Projection(run=partial(_run_on_positions, module, like.dtype))
     # Any other affine module m (LoRA, parametrized) runs once on unit vectors: bias = m(0), matrix = (m(I) - m(0))ᵀ.
     # That m is affine is not checked.
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
     width = cast(int, module.in_features)
     outputs = module(torch.eye(width + 1, width, dtype=dtype, device=like.device))  # the last row is 0
-    return Projection((outputs[:-1] - outputs[-1]).mT.to(like.dtype), outputs[-1].to(like.dtype)), None
+    return Projection((outputs[:-1] - outputs[-1]).mT.to(like.dtype), outputs[-1].to(like.dtype))
 
 
 def _run_on_positions(module: nn.Module, dtype: torch.dtype, positions: Tensor) -> Tensor:

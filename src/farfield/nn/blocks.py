@@ -2,13 +2,20 @@
 
 Letters as in the papers: c input channels, d output channels, r expansion, s stride. Every convolution is followed by
 batch norm and ReLU6, the last 1x1 by batch norm alone.
+
+Blocks are computed without concatenated grids and without the grid of responses. A 1x1 convolution W of a concatenation
+is a sum, W [a | b] = W_a a + W_b b, and attention is linear in its slots:
+
+    W_far · attention(x) = Σ_r coefficients_r(x) · (W_far · slots_r)
+
+so the block's last convolution acts on the slots of the global path and not on its responses. What the global path adds
+is then one product with a few coefficients per position, or, where queries are axis means, one vector per axis.
 """
 
 from __future__ import annotations
 
 import copy
-from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -16,15 +23,23 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError, shape_error
 from farfield._refusals import door, refusal
-from farfield.nn import block_fusion
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
-from farfield.nn.block_fusion import adds_channels, in_slices, splits_channels
 from farfield.nn.bn_folding import Fusable
-from farfield.nn.conv_norm_act import convolved, scale_and_shift
+from farfield.nn.conv_norm_act import (
+    add_convolved,
+    adds_channels,
+    convolve,
+    convolved,
+    scale_and_shift,
+    splits_channels,
+)
 from farfield.nn.norm import CoefficientNorm
+from farfield.nn.slices import in_slices
 from farfield.nn.spatial_dims import layers
-from farfield.ops.grid import windows
+from farfield.ops.engine import attend
+from farfield.ops.grid import in_layout_of, windows
+from farfield.ops.projection import Projection
 from farfield.ops.table import Operator
 
 # Least bound of a block's output: in float16 the fourth root of the largest number would be 16.
@@ -101,8 +116,7 @@ class BaseBlock(Fusable):
         """
         with door("BaseBlock"):
             check_channels(grid, self.channels, self.spatial_dims)
-        fused = splits_channels(self.depthwise) and adds_channels(self.project)
-        compute = partial(block_fusion.base_block, self) if fused else self.plain
+        compute = self._fused if splits_channels(self.depthwise) and adds_channels(self.project) else self.plain
         wide = self.expanded + self.channels if self.concatenates else self.expanded
         return in_slices([*self.children()], compute, grid, wide, SAMPLE_WISE)
 
@@ -112,7 +126,15 @@ class BaseBlock(Fusable):
         if self.concatenates:
             wide = torch.cat([wide, grid], 1)
         out = self.project(self.depthwise(wide))
-        return grid + block_fusion.drop_samples(self, out) if self.residual else out
+        return grid + _drop_samples(self, out) if self.residual else out
+
+    def _fused(self, grid: Tensor) -> Tensor:
+        """Compute the block without concatenating the grid to the expanded channels."""
+        wide = [grid if self.expand is None else self.expand(grid)]
+        if self.concatenates:
+            wide.append(grid)
+        out = self.project.across(self.depthwise.beside(wide))
+        return _drop_samples(self, out).add_(grid) if self.residual else out
 
 
 class AttentionBlock(Fusable):
@@ -195,14 +217,46 @@ class AttentionBlock(Fusable):
         """
         with door("AttentionBlock"):
             check_channels(grid, self.channels, self.spatial_dims)
-        compute = partial(block_fusion.attention_block, self) if adds_channels(self.project) else self.plain
+        compute = self._fused if adds_channels(self.project) else self.plain
         return self.bounded(in_slices([*self.children()], compute, grid, self.expanded + self.channels, SAMPLE_WISE))
 
     def plain(self, grid: Tensor) -> Tensor:
         """Compute the block layer by layer, without the bound, as `forward` does for layers with hooks or wrappers."""
         near = self.depthwise(self.expand(grid))
         out = self.project(torch.cat([near, self.far(grid)], 1))
-        return grid + block_fusion.drop_samples(self, out) if self.residual else out
+        return grid + _drop_samples(self, out) if self.residual else out
+
+    def _fused(self, grid: Tensor) -> Tensor:
+        """Compute the block without concatenating: the last convolution acts on both paths separately."""
+        near = self.depthwise(self.expand(grid))
+        at_once = False
+        if self.stride == 1 and _enters_by_summary(self.attention):
+            # Where no norm follows, W x + x = (W + 1) x.
+            at_once = self.residual and self.skip and not self.training and self.project.norm_or_none is None
+            out = self._add_attention(self.attention, near, grid, residual=at_once)
+        else:
+            out = self.project.across([near, in_layout_of(near, self.far(grid))])
+        return _drop_samples(self, out).add_(grid) if self.residual and not at_once else out
+
+    def _add_attention(self, attention: GridAttention, near: Tensor, grid: Tensor, *, residual: bool) -> Tensor:
+        """Run the last layers on [near | attention(grid)], with the skip on [near | grid + attention(grid)]."""
+        near_weight, far_weight = self.project.convolution.weight.split([near.shape[1], grid.shape[1]], 1)
+
+        def convolve_both(bias: Tensor | None, responses: Tensor | None) -> Tensor:
+            if responses is None:
+                out = convolve(near, near_weight, bias)
+            else:
+                out = add_convolved(responses, near, near_weight, bias)
+            if not self.skip:
+                return out
+            if not residual:
+                return add_convolved(out, grid, far_weight)
+            identity = torch.eye(len(far_weight), dtype=far_weight.dtype, device=far_weight.device)
+            return add_convolved(out, grid, far_weight + identity.view_as(far_weight))
+
+        last = Projection(far_weight.flatten(1), self.project.convolution.bias)
+        call = attention.call_for(grid)._replace(output=last)
+        return self.project.after(attend(call, grid, grid, grid, target=convolve_both))
 
     def far(self, grid: Tensor) -> Tensor:
         """Return the global path: attention of the grid, plus the grid if `skip`, pooled by the stride."""
@@ -297,6 +351,23 @@ class SqueezeExcite(nn.Module):
         means = grid.mean(tuple(range(2, grid.dim())))
         gate = torch.sigmoid(self.excite(torch.relu(self.squeeze(means))))
         return grid * gate.view(*gate.shape, *[1] * (grid.dim() - 2))
+
+
+def _drop_samples(block: BaseBlock | AttentionBlock, out: Tensor) -> Tensor:
+    """In training, set the block's output to 0 for some samples and scale it up for the others (stochastic depth)."""
+    if not block.training or block.drop_path == 0:
+        return out
+    share = 1 - block.drop_path
+    return out * out.new_empty(out.shape[0], *[1] * (out.dim() - 1)).bernoulli_(share).div_(share)
+
+
+def _enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
+    """Whether the last convolution acts on the slots: a plain module with a basis, or with axis means as queries."""
+    if not is_bare(attention, GridAttention):
+        return False
+    operator = attention.operator
+    few = operator.basis is not None or not operator.queries_from.side_by_side
+    return few and attention.output is None and not attention.residual
 
 
 # In eval mode these compute each sample by itself, if the modules inside them do.

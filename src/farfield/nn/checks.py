@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farfield._checks import (
     ShapeError,
@@ -19,37 +19,15 @@ from farfield._checks import (
     check_same_kind,
     shape_error,
 )
-from farfield._refusals import door, put_name, refusal
+from farfield._refusals import door, refusal
 from farfield.nn.bare import is_unchanged
 from farfield.ops.grid import Place
 from farfield.ops.modes import autocast_dtype
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator
 
-
-class Attention(Protocol):
-    """The interface of a `GridAttention` that is checked."""
-
-    operator: Operator
-    operator_name: str
-    channels: int
-    inner_channels: int
-    value_channels: int
-    heads: int
-    scale: float
-    has_default_scale: bool
-    residual: bool
-    training: bool
-    weight: nn.Parameter | None
-
-    @property
-    def coefficient_norm(self) -> object:
-        """The norm, or None."""
-        ...
-
-    def children(self) -> Iterator[nn.Module]:
-        """The projections and the norm."""
-        ...
+# A `GridAttention`, whose file imports this one.
+Attention = Any
 
 
 def check_order(channels: object, operator: object) -> None:
@@ -134,7 +112,7 @@ def check_version(
         )
 
 
-def first_parameter(module: Attention) -> Tensor | None:
+def _first_parameter(module: Attention) -> Any:
     """Return a parameter that is read, or None; projections that are called, as offloaded ones, have any device."""
     if module.weight is not None:
         return module.weight
@@ -156,11 +134,7 @@ def check_input(
 
 
 def check_fit(
-    module: Attention,
-    grid: Tensor,
-    mask: Tensor | None,
-    name: str = "grid",
-    mask_name: str = "mask",
+    module: Attention, grid: Tensor, mask: Tensor | None, name: str = "grid", mask_name: str = "mask"
 ) -> None:
     """Refuse a grid or mask that does not fit the module."""
     check_grid(name, grid)
@@ -168,35 +142,27 @@ def check_fit(
         problem = f"{name} must have the module's {module.channels} channels, got {grid.shape[1]}."
         raise shape_error(problem, channels_fix(name, grid, module.channels), **{name: grid})
     check_mask(mask_name, mask, name, grid)
-    parameter = first_parameter(module)
+    # The module follows the grid, and a context the grid beside it.
+    follower = "module" if name == "grid" else name
+    parameter = _first_parameter(module)
     if parameter is not None and parameter.is_floating_point():
         if parameter.is_meta and not grid.is_meta:
-            problem = f"{name} is on {grid.device} and the module's weights are not loaded"
-            raise refusal(ValueError, f"{problem}; {load(module)}")
+            fix = "fix: module.to_empty(device=grid.device), then module.load_state_dict(…)."
+            if hasattr(module, "_hf_hook"):
+                fix = (
+                    "accelerate loads them for calls of the module alone; fix: call the module, or first "
+                    "accelerate.hooks.remove_hook_from_module(module, recurse=True)."
+                )
+            raise refusal(ValueError, f"{name} is on {grid.device} and the module's weights are not loaded; {fix}")
         if parameter.device != grid.device:
             raise refusal(
                 ValueError,
-                f"{name} is on {grid.device} and the module on {parameter.device}; fix: {conversion(name, 'device')}.",
+                f"{name} is on {grid.device} and the module on {parameter.device}; fix: {follower}.to(grid.device).",
             )
         if parameter.dtype != grid.dtype and autocast_dtype(grid) is None:
             raise refusal(
-                TypeError, f"{name} is {grid.dtype} and the module {parameter.dtype}; fix: {conversion(name, 'dtype')}."
+                TypeError, f"{name} is {grid.dtype} and the module {parameter.dtype}; fix: {follower}.to(grid.dtype)."
             )
-
-
-def load(module: Attention) -> str:
-    """Return the fix for weights that are on the meta device."""
-    if hasattr(module, "_hf_hook"):
-        return (
-            "accelerate loads them for calls of the module alone; fix: call the module, or first "
-            "accelerate.hooks.remove_hook_from_module(module, recurse=True)."
-        )
-    return "fix: module.to_empty(device=grid.device), then module.load_state_dict(…)."
-
-
-def conversion(name: str, what: str) -> str:
-    """Return the fix for a dtype or device that differs: the module follows the grid, a context the grid beside it."""
-    return f"module.to(grid.{what})" if name == "grid" else f"{name}.to(grid.{what})"
 
 
 @door("GridAttention")
@@ -226,20 +192,20 @@ def batch_error(grid: Tensor, context: Tensor) -> ShapeError:
     return shape_error("grid and context must have the same batch.", fix, grid=grid, context=context)
 
 
+@door("GridAttention.respond")
 def check_summary(module: Attention, grid: Tensor, summary: Summary, place: Place | None, query_sums: bool) -> None:
     """Raise for a summary of another batch size, and for a tile whose response needs the whole grid."""
     if summary.count.shape[0] != grid.shape[0]:
         problem = "grid and summary must have the same batch."
         fix = "summarize a grid of the same batch size."
-        raise put_name(
-            "GridAttention.respond", shape_error(problem, fix, **{"grid": grid, "summary.values": summary.values})
-        )
+        raise shape_error(problem, fix, **{"grid": grid, "summary.values": summary.values})
     if place is None or place[1] == tuple(grid.shape[2:]):
         return
     if not query_sums and not module.operator.queries_from.side_by_side:
-        raise ValueError(
-            f"GridAttention.respond: {module.operator_name} takes its queries from sums over the whole grid; "
-            f"fix: query_sums=…, the merged gather_queries of all tiles."
+        raise refusal(
+            ValueError,
+            f"{module.operator_name} takes its queries from sums over the whole grid; "
+            f"fix: query_sums=…, the merged gather_queries of all tiles.",
         )
     if module.training and module.coefficient_norm is not None:
-        raise ValueError("GridAttention.respond: batch norm in training needs the whole grid; fix: module.eval().")
+        raise refusal(ValueError, "batch norm in training needs the whole grid; fix: module.eval().")

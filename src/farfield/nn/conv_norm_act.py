@@ -14,10 +14,10 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from farfield.nn.bare import is_bare
 from farfield.nn.bn_folding import Fusable
-from farfield.nn.layer_kernels import Geometry, convolve_and, norm_and_clamp
+from farfield.nn.layer_kernels import add_pointwise, convolve_and_clamp, norm_and_clamp
 from farfield.nn.spatial_dims import LAYERS, layers
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import is_itself, is_recorded, is_recorded_by_autograd, is_watched
+from farfield.ops.modes import are_themselves, is_recorded, is_recorded_by_autograd, is_watched
 
 CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the number of dimensions of the weight
 CONVOLUTIONS = {each.convolution for each in LAYERS.values()}
@@ -63,23 +63,6 @@ class Convolved(Fusable, nn.Sequential):
         if tuple(self._modules) not in ORDERS or not is_bare(convolution, *CONVOLUTIONS):
             return False
         return self.convolution.padding_mode == "zeros" and (norm is None or has_numbers(norm))
-
-    @property
-    def splits_channels(self) -> bool:
-        """Whether `beside` gives what the module gives: each of its channels is computed from one of the grid."""
-        if not (is_bare(self, Convolved) and self.has_bare_layers and self.is_pointwise_at_last):
-            return False
-        weight = self.convolution.weight
-        return weight.shape[1] == 1 and len(weight) == self.convolution.groups
-
-    @property
-    def adds_channels(self) -> bool:
-        """Whether `across` gives what the module gives: a 1x1 convolution, and a norm or nothing behind it."""
-        if not (is_bare(self, Convolved) and self.has_bare_layers) or "activation" in self._modules:
-            return False
-        layer = self.convolution
-        moves = layer.padding not in ("same", "valid") and any(layer.padding)
-        return not moves and layer.groups == 1 and {*layer.weight.shape[2:], *layer.stride} == {1}
 
     @property
     def is_pointwise_at_last(self) -> bool:
@@ -132,8 +115,8 @@ class Convolved(Fusable, nn.Sequential):
         layer, kernel = self.convolution, piece.weight
         groups = layer.groups * len(kernel) // len(layer.weight)  # the groups of this piece of a depthwise convolution
         if piece.statistics is None and not isinstance(layer.padding, str) and self.clamps:
-            geometry = Geometry(layer.padding, layer.stride, layer.dilation, groups)
-            clamped = convolve_and(grid, kernel, piece.bias, geometry, clamp=BOUNDS)
+            how = layer.padding, layer.stride, layer.dilation, groups
+            clamped = convolve_and_clamp(grid, kernel, piece.bias, BOUNDS, *how)
             if clamped is not None:
                 return clamped
         out = convolve(grid, kernel, piece.bias, layer.stride, layer.padding, layer.dilation, groups)
@@ -161,12 +144,29 @@ class Convolved(Fusable, nn.Sequential):
         # Another part may have the same convolution and a norm of its own.
         self.convolution = convolution = copy.deepcopy(self.convolution)
         # In float32 at least, for networks in half precision.
-        dtype = torch.promote_types(norm.running_var.dtype, torch.float32)
+        dtype = accumulation(norm.running_var.dtype)
         mean, variance = norm.running_mean.to(dtype), norm.running_var.to(dtype)
         convolution.weight, convolution.bias = fuse_conv_bn_weights(
             convolution.weight, convolution.bias, mean, variance, norm.eps, norm.weight, norm.bias
         )
         del self.norm
+
+
+def splits_channels(part: nn.Module) -> bool:
+    """Whether `Convolved.beside` gives what a part gives: each of its channels is computed from one of the grid."""
+    if not (is_bare(part, Convolved) and part.has_bare_layers and part.is_pointwise_at_last):
+        return False
+    weight = part.convolution.weight
+    return weight.shape[1] == 1 and len(weight) == part.convolution.groups
+
+
+def adds_channels(part: nn.Module) -> bool:
+    """Whether `Convolved.across` gives what a part gives: a 1x1 convolution, and a norm or nothing behind it."""
+    if not (is_bare(part, Convolved) and part.has_bare_layers) or "activation" in part._modules:
+        return False
+    layer = part.convolution
+    moves = layer.padding not in ("same", "valid") and any(layer.padding)
+    return not moves and layer.groups == 1 and {*layer.weight.shape[2:], *layer.stride} == {1}
 
 
 def convolved(
@@ -196,7 +196,7 @@ class ReLU6(nn.ReLU6):
 
     def forward(self, grid: Tensor) -> Tensor:
         """Clamp."""
-        if not self.inplace or is_recorded() or not is_recorded_by_autograd(grid) or not is_itself(grid):
+        if not self.inplace or is_recorded() or not is_recorded_by_autograd(grid) or not are_themselves(grid):
             return super().forward(grid)
         if grid._is_view():  # behind a backward hook, whose output torch does not let be changed
             return F.hardtanh(grid, self.min_val, self.max_val)
@@ -237,7 +237,7 @@ def convolve(grid: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any
 
 def add_convolved(out: Tensor, grid: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Add a 1x1 convolution of a grid to `out`, in place of it or of the convolution's output, which is not saved."""
-    added = convolve_and(grid, weight, bias, Geometry(), add_to=out)
+    added = add_pointwise(out, grid, weight, bias)
     return convolve(grid, weight, bias).add_(out) if added is None else added
 
 
@@ -270,7 +270,7 @@ def scale_and_shift(
     mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return the factor and the offset by which a norm acts in eval mode, in float32 at least."""
-    dtype = torch.promote_types(variance.dtype, torch.float32)
+    dtype = accumulation(variance.dtype)
     scale = (variance.to(dtype) + eps).rsqrt()
     scale = scale if weight is None else scale * weight
     mean = mean.to(dtype)

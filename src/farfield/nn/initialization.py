@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-
-
-class Initialized(Protocol):
-    """A module that initializes its own parameters."""
-
-    def reset_parameters(self) -> None:
-        """Set the initial values."""
 
 
 class DrawnByItself:
@@ -22,7 +15,7 @@ class DrawnByItself:
     # layers by its own distribution, modules that it does not know not at all, although the memory of parameters that
     # were in no file is not even zero. Then its functions stand in `torch.nn.init`, which skip what was loaded, so that
     # `reset_parameters` draws the rest. Not a property, so that transformers can set it.
-    def __get__(self, module: Initialized | None, _: object) -> bool:
+    def __get__(self, module: Any, _: object) -> bool:
         if module is None or nn.init.zeros_.__module__ != "transformers.initialization":
             return False
         module.reset_parameters()

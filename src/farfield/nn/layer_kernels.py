@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry, register_fl
 
 from farfield.ops.fast import kernels
 from farfield.ops.function import accelerate
-from farfield.ops.grid import in_channels_last
+from farfield.ops.grid import in_layout_of
 from farfield.ops.modes import are_themselves, is_recorded, is_recorded_by_autograd, is_watched
 
 SWITCH = "FARFIELD_LAYER_KERNELS"
@@ -38,31 +38,21 @@ def is_on() -> bool:
 
 
 # ---- torch's oneDNN --------------------------------------------------------------------------------------------------
-class Geometry(NamedTuple):
-    """How a convolution moves over a grid."""
-
-    padding: Sequence[int] = (0, 0)
-    stride: Sequence[int] = (1, 1)
-    dilation: Sequence[int] = (1, 1)
-    groups: int = 1
-
-
-def convolve_and(
-    grid: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    geometry: Geometry,
-    *,
-    clamp: tuple[float, ...] = (),
-    add_to: Tensor | None = None,
+def convolve_and_clamp(
+    grid: Tensor, weight: Tensor, bias: Tensor | None, bounds: tuple[float, float], *how: Any
 ) -> Tensor | None:
-    """Convolve a grid and clamp the output, or add it to `add_to` in place; None if oneDNN does not do it at once."""
-    if not fuses(grid, weight, *(() if add_to is None else (add_to,))):
+    """Convolve a grid and clamp the output; None if oneDNN does not. `how`: padding, stride, dilation and groups."""
+    if not fuses(grid, weight):
         return None
-    convolve, add = _private_operations()
-    if add_to is not None:
-        return cast(Tensor, add(add_to, grid, weight, bias, *geometry, "add", 1.0, None, [], None))
-    return cast(Tensor, convolve(grid, weight, bias, *geometry, "hardtanh", [*clamp], ""))
+    return cast(Tensor, _private_operations()[0](grid, weight, bias, *how, "hardtanh", [*bounds], ""))
+
+
+def add_pointwise(out: Tensor, grid: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Add a 1x1 convolution of a grid to `out`, in place; None if oneDNN does not do it at once."""
+    if not fuses(grid, weight, out):
+        return None
+    how = (0, 0), (1, 1), (1, 1), 1
+    return cast(Tensor, _private_operations()[1](out, grid, weight, bias, *how, "add", 1.0, None, [], None))
 
 
 def fuses(grid: Tensor, weight: Tensor, *others: Tensor) -> bool:
@@ -136,7 +126,7 @@ def _gradients_of_norm(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of grid, weight and bias."""
     (grid, weight, bias, *others), (grad,) = arguments, grad_outputs
-    grad = grad.movedim(1, -1).contiguous().movedim(-1, 1) if in_channels_last(grid) else grad.contiguous()
+    grad = in_layout_of(grid, grad)
     grads = kernels.call("norm_and_clamp_backward", grid, weight, bias, *kept, *others[-1], grad)
     return *grads, None, None, None, None, None
 
@@ -146,6 +136,4 @@ def _without_running(arguments: Sequence[Any]) -> Sequence[Any]:
     return [*arguments[:3], None, None, *arguments[5:]]
 
 
-_norm_and_clamp = accelerate(
-    _plain_norm, _torch_norm, _gradients_of_norm, kept=2, save=_without_running, kernels_run=kernels.run
-)
+_norm_and_clamp = accelerate(_plain_norm, _torch_norm, _gradients_of_norm, kept=2, save=_without_running)

@@ -69,11 +69,6 @@ def clone(tensor: Tensor) -> Tensor:
     return copy.deepcopy(tensor)
 
 
-def keep(tensor: Tensor) -> Tensor:
-    """Return the tensor."""
-    return tensor
-
-
 # ---- structure -------------------------------------------------------------------------------------------------------
 class Copier:
     """Copies an object and all that it leads to, each object once; what has no structure in Python is shared."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -66,7 +65,7 @@ def attend_tokens(
         q, k = q.sum(2, keepdim=True), k.sum(2, keepdim=True)
     if operator.has_scale:
         q = q * scale
-    operator = add_dropout(operator, dropout)
+    operator = _add_dropout(operator, dropout)
     count = v.new_ones((), dtype=accumulation(v.dtype)).expand(v.shape[0], 1, 1, v.shape[3])
     positions = count if valid is None else valid.to(count.dtype)
     if not weights:
@@ -78,26 +77,20 @@ def attend_tokens(
     return (matrix.to(value.dtype) @ value).transpose(1, 2).contiguous(), matrix
 
 
-def add_dropout(operator: Operator, dropout: float) -> Operator:
+def _add_dropout(operator: Operator, dropout: float) -> Operator:
     """Return the operator with dropout of the basis, or of the coefficients where each position is a slot."""
+    weigh = operator.basis
     if dropout == 0:
         return operator
-    if operator.basis is None:
-        coefficients = partial(drop_coefficients, operator.coefficients, dropout)
+    if weigh is None:  # as softmax attention drops its weights
+
+        def coefficients(query: Tensor, summary: Summary) -> Tensor:
+            return F.dropout(operator.coefficients(query, summary), dropout)
+
         return dataclasses.replace(operator, coefficients=coefficients)
-    return dataclasses.replace(operator, basis=partial(drop_basis, operator.basis, dropout))
 
+    def basis(key: Tensor, valid: Tensor) -> tuple[Tensor, Tensor | None]:  # a slot sums or averages fewer positions
+        weights, peak = weigh(key, valid)
+        return F.dropout(weights, dropout), peak
 
-def drop_coefficients(
-    coefficients: Callable[[Tensor, Summary], Tensor], dropout: float, query: Tensor, summary: Summary
-) -> Tensor:
-    """Return coefficients with some dropped and the others scaled, as softmax attention drops its weights."""
-    return F.dropout(coefficients(query, summary), dropout)
-
-
-def drop_basis(
-    basis: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], dropout: float, key: Tensor, valid: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Return a basis with some weights dropped and the others scaled: a slot sums or averages fewer positions."""
-    weights, peak = basis(key, valid)
-    return F.dropout(weights, dropout), peak
+    return dataclasses.replace(operator, basis=basis)

@@ -7,14 +7,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from farfield._checks import check_heads, check_mask, shape_error, unknown
-from farfield._refusals import door, put_name
+from farfield._checks import check_heads, check_mask, shape_error
+from farfield._refusals import door, refusal
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.grid import ALL, hide
 from farfield.ops.modes import autocast_dtype
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import Operator, look_up_operator
 
 
 class TransformerLayer(nn.Module):
@@ -69,11 +69,9 @@ class TransformerLayer(nn.Module):
         epsilon: float = 1e-12,
     ) -> None:
         super().__init__()
-        if isinstance(operator, str) and operator not in OPERATORS:
-            raise put_name("TransformerLayer", unknown("operator", operator, OPERATORS))
         with door("TransformerLayer"):
+            _, entry = look_up_operator(operator)
             check_heads(heads, channels, "tokens")
-        entry = OPERATORS[operator] if isinstance(operator, str) else operator
         self.attention = GridAttention(
             channels,
             operator,
@@ -82,7 +80,7 @@ class TransformerLayer(nn.Module):
             # The papers have no scale. Transformers have one, and only products before a softmax need it.
             scale=(channels // heads) ** -0.5 if entry.has_scale else 1.0,
         )
-        if attention_dropout and not drops(self.attention.operator):
+        if attention_dropout and (entry.score == "learned" or not entry.keys_from == entry.queries_from == ALL):
             raise ValueError(
                 f"TransformerLayer: {attention_dropout=} drops weights of tokens, and {self.attention.operator_name} "
                 f"pools tokens or learns a score vector; fix: attention_dropout=0.0."
@@ -108,29 +106,27 @@ class TransformerLayer(nn.Module):
             TypeError: If the tokens are not floating-point of the layer's dtype (any under autocast), or the mask is
                 not boolean.
         """
-        channels = self.attention.channels
-        if tokens.dim() != 3 or tokens.shape[2] != channels:
-            problem = f"tokens must be (batch, tokens, {channels})."
-            fix = "channels come last, e.g. grid.flatten(2).mT for a grid (batch, channels, *size)."
-            raise put_name("TransformerLayer", shape_error(problem, fix, tokens=tokens))
-        dtype = self.norm.weight.dtype
-        if not tokens.is_floating_point() or (tokens.dtype != dtype and autocast_dtype(tokens) is None):
-            raise TypeError(
-                f"TransformerLayer: tokens are {tokens.dtype} and the layer {dtype}; fix: tokens.to({dtype})."
-            )
-        if mask is not None and mask.dtype != torch.bool:
-            with door("TransformerLayer"):
-                check_mask("mask", mask, "tokens", tokens.mT)  # raises TypeError
-        if mask is not None and mask.shape != tokens.shape[:2]:
-            problem = f"mask must be boolean, (batch, tokens), got {mask.dtype}."
-            raise put_name(
-                "TransformerLayer", shape_error(problem, "True where a token is valid.", mask=mask, tokens=tokens)
-            )
+        self._check(tokens, mask)
         # Otherwise tokens that are not valid, NaN for example, would enter the gradients of the norms.
         tokens = hide(tokens.mT, mask).mT
         tokens = self.norm(tokens + self.dropout(self.attend(tokens, mask)))
         inner = functional.gelu(self.expand(tokens))
         return self.feedforward_norm(tokens + self.dropout(self.contract(inner)))
+
+    @door("TransformerLayer")
+    def _check(self, tokens: Tensor, mask: Tensor | None) -> None:
+        """Refuse tokens or a mask that do not fit the layer or each other."""
+        channels, dtype = self.attention.channels, self.norm.weight.dtype
+        if tokens.dim() != 3 or tokens.shape[2] != channels:
+            problem = f"tokens must be (batch, tokens, {channels})."
+            fix = "channels come last, e.g. grid.flatten(2).mT for a grid (batch, channels, *size)."
+            raise shape_error(problem, fix, tokens=tokens)
+        if not tokens.is_floating_point() or (tokens.dtype != dtype and autocast_dtype(tokens) is None):
+            raise refusal(TypeError, f"tokens are {tokens.dtype} and the layer {dtype}; fix: tokens.to({dtype}).")
+        if mask is not None and mask.dtype == torch.bool and mask.shape != tokens.shape[:2]:
+            problem = f"mask must be boolean, (batch, tokens), got {mask.dtype}."
+            raise shape_error(problem, "True where a token is valid.", mask=mask, tokens=tokens)
+        check_mask("mask", mask, "tokens", tokens.mT)
 
     def attend(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """Attend within tokens `(b, n, c)`: as a grid of one spatial dim, or by `attend_tokens`, which has dropout."""
@@ -154,22 +150,13 @@ class TransformerLayer(nn.Module):
         For each sample and projection, reducing first takes c²·d MACs and keeps c² numbers; projecting first takes
         N·c·d MACs and keeps N·c numbers. `attend_tokens` projects first, for operators with a basis of all tokens.
         """
-        operator = self.attention.operator
+        attention, operator = self.attention, self.attention.operator
         # A compiled graph has one order; choosing would compile it again for other lengths.
-        few = tokens < self.attention.channels and not torch.compiler.is_compiling()
-        # The attention module itself is not called then; its projections are.
-        if (
-            not few
-            or operator.basis is None
-            or operator.score is not None
-            or not is_bare(self.attention, GridAttention)
-        ):
+        if tokens >= attention.channels or torch.compiler.is_compiling():
             return False
-        if self.attention.residual or self.attention.coefficient_norm is not None:
+        # The attention module itself is not called then; its projections are.
+        if not is_bare(attention, GridAttention) or attention.residual or attention.coefficient_norm is not None:
+            return False
+        if operator.basis is None or operator.score is not None:
             return False
         return operator.keys_from == operator.queries_from == ALL
-
-
-def drops(operator: Operator) -> bool:
-    """Whether attention dropout is possible: the operator weighs every token and learns no score vector."""
-    return operator.score != "learned" and operator.keys_from == operator.queries_from == ALL

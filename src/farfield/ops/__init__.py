@@ -1,8 +1,12 @@
 """Pure functions on grids `(batch, channels, *size)`: the operators of global attention by summary."""
 
 from farfield.ops.axes import axis_means, outer_sum
-from farfield.ops.dot import dot_attention
-from farfield.ops.factorized import averaged_attention, factorized_attention, factorized_gaussian_attention
+from farfield.ops.factorized import (
+    averaged_attention,
+    dot_attention,
+    factorized_attention,
+    factorized_gaussian_attention,
+)
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED, Gathered, Positions, pooled
 from farfield.ops.kronecker import (
     kronecker_kv_attention,

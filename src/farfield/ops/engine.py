@@ -111,9 +111,9 @@ def _summarize_positions(
     """Return the queries `(b, h, d, n)` if a fast step projects them too (`itself_queries`), and the summary."""
     result = table.summarize(call, gathered, values, complete, itself_queries) if fast else None
     if result is None:
-        values = values if call.runs.value is None else run_values(call, values, gathered.valid)
+        values = values if call.value.run is None else run_values(call, values, gathered.valid)
         key, shared = project_keys(call, gathered), call.value.matrix is not None
-        itself_key = call.operator.reads_keys and call.key.matrix is None and call.runs.key is None
+        itself_key = call.operator.reads_keys and call.key.matrix is None and call.key.run is None
         same = values is gathered.positions and itself_key and not shared
         # Every head summarizes all channels where values are projected later.
         value = key if same else values[:, None] if shared else split_heads(values, call.heads)
@@ -158,8 +158,8 @@ def _respond_positions(
         responses = laid_out_for(grid, responses)
     scatter = partial(axes.scatter, queries) if fast and not queries.side_by_side else queries.scatter
     responses = scatter(responses, grid.shape[2:], place)
-    if call.runs.output is not None:
-        responses = call.runs.output(responses.flatten(2)).unflatten(2, grid.shape[2:]).to(grid.dtype)
+    if call.output.run is not None:
+        responses = call.output.run(responses.flatten(2)).unflatten(2, grid.shape[2:]).to(grid.dtype)
     responses = in_layout_of(grid, responses)
     return responses if target is None else target(responses)
 
@@ -180,16 +180,14 @@ def _project_responses(
         work = _count_work(call, query.shape[3], slots, query.shape[1] * query.shape[2], width)
         if work.folds_output(slots, basis=call.operator.basis is not None):
             last, by_slots = None, by_head(call, query.dtype)
-    if fast:
-        responses = table.respond(call, query_positions, query, summary, by_slots, bias if last is None else None)
-        if responses is not None and last is None:
-            return responses
-    else:
-        responses = None
+    own = bias if last is None else None
+    responses = table.respond(call, query_positions, query, summary, by_slots, own) if fast else None
     if responses is None and by_slots is None:
         responses = respond(call.operator, query, summary, scale).flatten(1, 2)
     elif responses is None:
         responses = respond(call.operator, query, summary.project_values(cast(Tensor, by_slots)), scale).sum(1)
+    elif last is None:  # they have the bias
+        return responses
     if last is not None:
         responses = last.to(responses.dtype) @ responses
     return responses if bias is None else responses + bias[:, None].to(responses.dtype)
@@ -197,7 +195,7 @@ def _project_responses(
 
 def _project_shift(call: Call, shift: Tensor | None) -> Tensor | None:
     """Return the bias of the responses: that of the output projection, plus the projected shift of the norm."""
-    matrix, bias = call.output
+    matrix, bias, _ = call.output
     if shift is None or matrix is None:
         return bias if shift is None else shift
     shift = matrix @ shift.to(matrix.dtype)

@@ -57,8 +57,6 @@ def accelerate(
     # `(arguments, grad_outputs)` to gradients that are differentiable again; by default those of `plain`.
     again: Callable[..., Sequence[Tensor | None]] | None = None,
     vmapped: Callable[..., Any] | None = None,  # by default `plain`
-    # Whether `forward` may run a kernel now; kernels, unlike torch's operations, carry no tangents.
-    kernels_run: Callable[[], bool] = lambda: False,
 ) -> Callable[..., Any]:
     """Return a function that computes `plain`, of torch's operations, by `forward`, and its gradients by `backward`."""
 
@@ -112,7 +110,8 @@ def accelerate(
         setup_context = staticmethod(torch.autograd.Function.setup_context)
 
     def run(*arguments: Any) -> Any:
-        if not is_recorded_by_autograd(*arguments) and (not kernels_run() or are_themselves(*arguments)):
+        # Kernels, unlike torch's operations, carry no tangents.
+        if not is_recorded_by_autograd(*arguments) and are_themselves(*arguments):
             return forward(*arguments)
         return (Accelerated if is_transformed() else Untransformed).apply(*arguments)
 

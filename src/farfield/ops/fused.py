@@ -15,14 +15,14 @@ from torch import Tensor
 
 from farfield.ops.function import accelerate
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import is_itself, is_recorded
+from farfield.ops.modes import are_themselves, is_recorded
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute softmax(scale · Q Kᵀ) V: `(b, h, m, c)`, from `(b, h, m, d)`, `(b, h, n, d)` and `(b, h, n, c)`."""
     if is_recorded():
         return _scaled_dot_product(query, key, value, mask, scale)
-    if not all(map(is_itself, (query, key, value))):  # under a transform of torch.func, or with a tangent
+    if not are_themselves(query, key, value):  # under a transform of torch.func, or with a tangent
         return cast(Tensor, _transformed(query, key, value, mask, scale))
     response = _scaled_dot_product(query, key, value, mask, scale)
     return cast(Tensor, _derivable(response, query, key, value, mask, scale)) if response.requires_grad else response
@@ -87,9 +87,7 @@ def _differentiate(
     return *_gradients(grad_outputs[0], *arguments), None, None
 
 
-_gradients = accelerate(
-    _plain_gradients, _gradients_by_kernel, _pull_gradients, vmapped=_gradients_by_kernel, kernels_run=lambda: True
-)
+_gradients = accelerate(_plain_gradients, _gradients_by_kernel, _pull_gradients, vmapped=_gradients_by_kernel)
 # The attention for transforms of torch.func and for tangents.
 _transformed = accelerate(
     _attend,
@@ -97,7 +95,6 @@ _transformed = accelerate(
     _differentiate,
     again=lambda arguments, grad_outputs: _differentiate(arguments, None, grad_outputs),
     vmapped=_scaled_dot_product,
-    kernels_run=lambda: True,
 )
 
 

@@ -12,39 +12,25 @@ from farfield.ops.grid import Gathered
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator
 
-
-class Projection(NamedTuple):
-    """A linear map of channels; the identity if it has no matrix."""
-
-    matrix: Tensor | None = None  # `(out, in)`; `out` holds the channels of all heads in order
-    bias: Tensor | None = None  # `(out,)`
-
-    def by_head(self, heads: int) -> Tensor:
-        """Split the matrix by the output channels of each head: `(h, out/h, in)`."""
-        return self.matrix.unflatten(0, (heads, -1))  # type: ignore[union-attr]  # never called on the identity
-
-
-IDENTITY = Projection()
 Run = Callable[[Tensor], Tensor]  # positions (b, in, n) -> (b, out, n)
 
 
-class ProjectionRuns(NamedTuple):
-    """The projections that run on positions, since no matrix defines them; None for the others."""
+class Projection(NamedTuple):
+    """A linear map of channels; the identity if it has neither a matrix nor a function."""
 
-    query: Run | None = None
-    key: Run | None = None
-    value: Run | None = None
-    output: Run | None = None
+    matrix: Tensor | None = None  # `(out, in)`; `out` holds the channels of all heads in order
+    bias: Tensor | None = None  # `(out,)`
+    run: Run | None = None  # on positions, before the matrix: of a module that no matrix defines
 
 
-_NO_RUNS = ProjectionRuns()
+IDENTITY = Projection()
 
 
 def project_to_scores(projection: Projection, vector: Tensor, heads: int) -> Projection:
     """Compose a projection with the scores by a vector, one score per head: wᵀ(Wx + b) = (wᵀW)x + wᵀb."""
-    scores, (matrix, bias) = _score_matrix(vector, heads), projection
+    scores, (matrix, bias, run) = _score_matrix(vector, heads), projection
     if matrix is None:
-        return Projection(scores)
+        return Projection(scores, None, run)
     return Projection(scores @ matrix.to(scores.dtype), None if bias is None else scores @ bias.to(scores.dtype))
 
 
@@ -61,8 +47,8 @@ def split_heads(positions: Tensor, heads: int) -> Tensor:
 
 
 def project(positions: Tensor, projection: Projection) -> Tensor:
-    """Project positions `(b, in, n)` to `(b, out, n)`; the identity returns them unchanged."""
-    matrix, bias = projection
+    """Project positions `(b, in, n)` to `(b, out, n)` by the matrix; the identity returns them unchanged."""
+    matrix, bias, _ = projection
     if matrix is None:
         return positions
     matrix = matrix.to(positions.dtype).expand(positions.shape[0], -1, -1)  # sums over half precision are float32
@@ -77,27 +63,22 @@ class _FoldedNorm(Protocol):
     @property
     def bias(self) -> Tensor | None:
         """The shift of the responses; None if they are not shifted."""
-        ...
 
     @property
     def weight(self) -> Tensor:
         """The factors that are learned."""
-        ...
 
     @property
     def is_factor(self) -> bool:
         """Whether the norm does no more than to multiply the queries of each head with a factor, `factors`."""
-        ...
 
     def factors(self) -> Tensor:
         """Return these factors, `(heads,)`."""
-        ...
 
     def __call__(
         self, query: Tensor, query_valid: Tensor, summary: Summary, operator: Operator | None = None
     ) -> tuple[Tensor, Summary, Tensor | None]:
         """Return the queries, the summary, and a shift `(channels,)` of the responses or None."""
-        ...
 
 
 class Call(NamedTuple):
@@ -111,18 +92,12 @@ class Call(NamedTuple):
     value: Projection = IDENTITY  # acts on the summary
     output: Projection = IDENTITY  # acts on the summary where that is cheaper
     norm: _FoldedNorm | None = None  # of coefficients or responses
-    runs: ProjectionRuns = _NO_RUNS  # on positions, before the matrices above; that of the output on the responses
 
     @property
     def is_operator_alone(self) -> bool:
         """Whether nothing is projected or normed; queries and keys may be scores."""
         same = self.query is self.key and (self.query.matrix is None or self.operator.score is not None)
         return same and self.value.matrix is None and self.output.matrix is None and self.norm is None
-
-    @property
-    def runs_projections(self) -> bool:
-        """Whether a projection runs on positions."""
-        return self.runs != _NO_RUNS
 
 
 def by_head(call: Call, dtype: torch.dtype) -> Tensor:
@@ -138,16 +113,15 @@ def _run_projection(run: Run, gathered: Gathered, side_by_side: bool) -> Gathere
 
 def run_values(call: Call, values: Tensor, valid: Tensor) -> Tensor:
     """Run the projection of values, which no matrix defines; masked positions stay 0."""
-    side_by_side, run = call.operator.keys_from.side_by_side, cast(Run, call.runs.value)
+    side_by_side, run = call.operator.keys_from.side_by_side, cast(Run, call.value.run)
     return torch.where(valid > 0, _run_projection(run, Gathered(values, valid), side_by_side).positions, 0)
 
 
 def project_keys(call: Call, gathered: Gathered) -> Tensor:
     """Project gathered positions to keys `(b, h, d, n)`; d is 1 for scores."""
-    side_by_side, (matrix, bias) = call.operator.keys_from.side_by_side, call.key
+    side_by_side, (matrix, bias, run) = call.operator.keys_from.side_by_side, call.key
     if not call.operator.reads_keys:  # any keys do
         return gathered.valid[:, None].expand(-1, call.heads, -1, -1)
-    run = call.runs.key
     positions, valid = gathered if run is None else _run_projection(run, gathered, side_by_side)
     if side_by_side or bias is None:
         return split_heads(project(positions, call.key), call.heads)
@@ -157,8 +131,7 @@ def project_keys(call: Call, gathered: Gathered) -> Tensor:
 
 def project_queries(call: Call, gathered: Gathered) -> Tensor:
     """Project gathered positions to queries `(b, h, d, m)`, of the means of those that are sums; d is 1 for scores."""
-    side_by_side, (matrix, bias) = call.operator.queries_from.side_by_side, call.query
-    run = call.runs.query
+    side_by_side, (matrix, bias, run) = call.operator.queries_from.side_by_side, call.query
     positions, valid = gathered if run is None else _run_projection(run, gathered, side_by_side)
     if side_by_side:
         return split_heads(project(positions, call.query), call.heads)

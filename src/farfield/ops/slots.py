@@ -12,11 +12,6 @@ from farfield._refusals import put_name
 from farfield.ops.modes import full_precision
 
 
-def _concatenate(slots: Tensor, others: Tensor) -> Tensor:
-    """Concatenate the slots of two summaries whose slots are positions."""
-    return torch.cat([slots, others], 2)
-
-
 def _check_mergeable(summary: Summary, other: Summary) -> None:
     """Refuse summaries whose slots do not fit each other."""
     slots = 0 if summary.side_by_side else summary.values.shape[2]
@@ -60,11 +55,14 @@ class Summary(NamedTuple):
             ShapeError: If the two are of different operators, heads, channels or batches.
         """
         _check_mergeable(self, other)
-        join = _concatenate if self.side_by_side else torch.add
         peak = None
         if self.peak is not None and other.peak is not None:
             peak = torch.maximum(self.peak, other.peak)
             self, other = self.rescaled(peak), other.rescaled(peak)
+
+        def join(slots: Tensor, others: Tensor) -> Tensor:
+            return torch.cat([slots, others], 2) if self.side_by_side else slots + others
+
         return Summary(
             join(self.values, other.values),
             join(self.weights, other.weights),

@@ -17,6 +17,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from farfield._checks import unknown
+from farfield._refusals import refusal
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED, Positions
 from farfield.ops.slots import Summary
 
@@ -163,6 +165,21 @@ OPERATORS = {
     "siamese_local": Operator(coefficients=queries, basis=one, per=position, score="learned", reads_keys=False),
     "siamese_ones": Operator(coefficients=query_and_one, basis=one_and_key, per=position, score="ones"),
 }
+
+
+def look_up_operator(operator: object) -> tuple[str, Operator]:
+    """Return the name of an operator, "custom" for a user's own, and the operator; refuse what is no operator."""
+    if isinstance(operator, Operator):
+        return find_name(operator) or "custom", operator
+    if not isinstance(operator, str):
+        raise refusal(
+            TypeError,
+            f"operator must be a name or an ops.Operator, got {operator!r:.60}; "
+            f'fix: operator="factorized_gaussian", for example, and other arguments by their names.',
+        )
+    if operator not in OPERATORS:
+        raise unknown("operator", operator, OPERATORS)
+    return operator, OPERATORS[operator]
 
 
 def find_name(operator: Operator) -> str | None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farfield._refusals import refusal
 from farfield.nn.devices import device_of, dtype_of
 from farfield.streaming.adapt import one_grid
-from farfield.streaming.arguments import Tiles, arrange_volumes
+from farfield.streaming.arguments import Tiles, arrange_volumes, axis_spans
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.passes import ReadVolume, Store, TiledRun, WriteOutput
 from farfield.streaming.plan import PatchPlan
@@ -22,7 +23,7 @@ from farfield.streaming.progress import Saved, Stream
 from farfield.streaming.recording import run_patch
 from farfield.streaming.spans import Box, Span
 from farfield.streaming.streaming_plan import StreamingPlan
-from farfield.volumes.file_formats import OutputSpec
+from farfield.volumes.file_formats import OutputSpec, chunk_lengths
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import ArrayOutput, FileOutput, numpy_dtype
 from farfield.volumes.source import AxisLayout, VolumeSource, parse_layout
@@ -106,6 +107,8 @@ class Prediction:
         """Return the tasks, and what runs them."""
         plan, graph = self.plan, self.plan.graph_plan
         on_disk = plan.on_disk or (self.shared and bool(plan.stored))
+        if self.shared:
+            _check_chunks(plan, self.spec)
         tiled = {name: (source, plan.cores) for name, source in self.sources.items()}
         stream = Stream(output, self.identity, Saved(plan.tile, plan.stored, on_disk, self.shared), tiled)
         folder = output.folder if isinstance(output, FileOutput) else None
@@ -135,6 +138,23 @@ class Prediction:
             problem = run_check(plan.check, model, finish, plan.size, read)
         if problem and not quiet:
             print(f"not checked: {problem}", file=sys.stderr)
+
+
+def _check_chunks(plan: StreamingPlan, spec: OutputSpec) -> None:
+    """Refuse tiles that write parts of chunks: two processes would overwrite each other's."""
+    graph, kept = plan.graph_plan, plan.output.kept
+    first, chunks = graph.tiles[0], chunk_lengths(spec)[len(spec.shape) - len(kept) :]
+    for axis, spans in enumerate(axis_spans(plan.size, plan.tile)):
+        for span in spans:
+            box = graph.own_box(graph.labelled.graph.output, (*first[:axis], span, *first[axis + 1 :]))
+            starts = [spans[0][0] - low for spans, (low, _) in zip(box[2:], kept, strict=True)] if box else []
+            if any(start > 0 and start % chunk for start, chunk in zip(starts, chunks, strict=False)):
+                raise refusal(
+                    ValueError,
+                    "tiles do not write whole chunks, and processes would overwrite each other's: with "
+                    'statistics="tile", pad= moves them; fix: a volume of a size that the strides divide, or one '
+                    "process.",
+                )
 
 
 @contextmanager

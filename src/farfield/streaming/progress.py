@@ -106,6 +106,8 @@ class Stream:
             state = self._read_state(output)
             if state is None:
                 self._make(output)
+        if was_moved(output.path):
+            return  # all is done but to remove the folder
         self.attach(output, run, self.threads if state is None else state["threads"])
         for records in self.records:
             records.settle()
@@ -210,8 +212,8 @@ class Stream:
     def _open(self, output: FileOutput, run: Run) -> bool:
         """Lock the output and open it, with the records of an unfinished one of the same identity, or make it anew."""
         with contextlib.ExitStack() as unlocked:
-            output.owned.hold()
-            unlocked.callback(output.owned.let_go)
+            output.hold()
+            unlocked.callback(output.let_go)
             state = self._read_state(output)
             if state is None:
                 self._make(output)

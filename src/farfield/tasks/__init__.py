@@ -2,6 +2,6 @@
 
 Needs the extra `train`. Modules: `classify`, `segment`, `restore`, `detect`, `stereo`, `masked_lm` and `generate` (the
 tasks), `training_task` (their base class), `restore_stack` (restores one whole stack), `metrics` (of restored stacks),
-`checkpoints` (atomic writing, safe reading, export), `replay` (the same random numbers after a resume), `logs` (a run's
-folder), and the package `writers` (the files of `farfield predict`).
+`checkpoints` (atomic writing, safe reading, export), `logs` (a run's folder), and the package `writers` (the files of
+`farfield predict`).
 """

@@ -23,8 +23,6 @@ from torch.optim.lr_scheduler import (
 )
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from farfield._checks import shape_error
-from farfield._refusals import put_name
 from farfield.tasks.training_task import TrainingTask
 
 Decay = Literal["weights", "weights and depthwise", "all"]
@@ -136,13 +134,7 @@ class Classify(TrainingTask):
             {"params": [parameter for parameter in trained if parameter in decayed]},
             {"params": [parameter for parameter in trained if parameter not in decayed], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.SGD(
-            [group for group in groups if group["params"]],
-            lr=settings["learning_rate"],
-            momentum=settings["momentum"],
-            nesterov=settings["nesterov"],
-            weight_decay=settings["weight_decay"],
-        )
+        optimizer = self._build_sgd([group for group in groups if group["params"]], settings["learning_rate"])
         return {"optimizer": optimizer, "lr_scheduler": self._scheduler(optimizer)}
 
     def _evaluation_scores(self, images: Tensor) -> Tensor:
@@ -152,14 +144,8 @@ class Classify(TrainingTask):
     def _scores(self, batch: tuple[Tensor, Tensor], score: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = batch
         scores = score(images)
-        classes = self.classes
-        if scores.ndim != 2 or (classes and scores.shape[1] != len(classes)):
-            expected = f"each of the data's {len(classes)} classes" if classes else "each class"
-            problem = f"the network must give one score for {expected}."
-            fix = "end the network with global pooling and a linear layer, or flatten its output."
-            if classes and scores.ndim == 2:
-                fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
-            raise put_name("Classify", shape_error(problem, fix, images=images, scores=scores))
+        fix = "end the network with global pooling and a linear layer, or flatten its output."
+        self._check_outputs("give one score for {}", fix, 2, images=images, scores=scores)
         return scores, labels
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -194,8 +180,6 @@ class Classify(TrainingTask):
         return SequentialLR(optimizer, [rising, main], milestones=[warmup])
 
 
-# A callback of the trainer and not an argument of `Classify`, as training does not depend on it:
-# --trainer.callbacks+ farfield.tasks.classify.MirroredScores
 class MirroredScores(Callback):
     """Evaluate and predict with the mean of the scores of an image and of its mirror image; needs `Classify`.
 

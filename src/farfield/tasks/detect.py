@@ -91,9 +91,6 @@ class Detect(TrainingTask):
         max_detections: int = 100,
     ) -> None:
         super().__init__(network)
-        self.measures: MeanAveragePrecision | None = None
-        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
-        self.train()
 
     def forward(
         self, images: Sequence[Float[Tensor, "3 h w"]], targets: Sequence[Mapping[str, Tensor]] | None = None
@@ -116,7 +113,8 @@ class Detect(TrainingTask):
     def training_step(self, batch: _Batch, batch_idx: int) -> Tensor:
         """Return the sum of the losses of a batch."""
         images, targets = batch
-        if batch_idx == 0 and "masks" not in targets[0] and _gives_masks(self.network):
+        heads = (getattr(module, "mask_head", None) for module in self.network.modules())
+        if batch_idx == 0 and "masks" not in targets[0] and any(head is not None for head in heads):
             raise ValueError(
                 "Detect: the network is trained on masks and the data have boxes alone; fix: a network without a mask "
                 "head, --model.network faster_rcnn."
@@ -136,12 +134,8 @@ class Detect(TrainingTask):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return SGD on the trained parameters, the warm-up, which changes per step, and the milestones, per epoch."""
         settings = self.hparams
-        optimizer = torch.optim.SGD(
-            [weight for weight in self.network.parameters() if weight.requires_grad],
-            lr=self.rate(),
-            momentum=settings["momentum"],
-            weight_decay=settings["weight_decay"],
-        )
+        trained = [weight for weight in self.network.parameters() if weight.requires_grad]
+        optimizer = self._build_sgd(trained, self.rate())
         schedules: list[Any] = [MultiStepLR(optimizer, list(settings["milestones"]))]
         if settings["warmup"]:
             warmup = LinearLR(optimizer, _WARM, total_iters=settings["warmup"])
@@ -163,9 +157,6 @@ class Detect(TrainingTask):
             )
         return settings["lr_per_image"] * size * trainer.world_size * trainer.accumulate_grad_batches
 
-    def _reset(self) -> None:
-        self.measures = None
-
     def _evaluate(self, stage: str, batch: _Batch, batch_idx: int) -> None:
         images, targets = batch
         detections = [dict(each) for each in self(images)]
@@ -182,10 +173,6 @@ class Detect(TrainingTask):
         if stage == "val":
             values = {name: value for name, value in values.items() if name.partition("_")[2] in _BRIEF}
         self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, prog_bar=stage == "val")
-
-
-def _gives_masks(network: nn.Module) -> bool:
-    return any(getattr(module, "mask_head", None) is not None for module in network.modules())
 
 
 def _build_measures(masks: bool, max_detections: int) -> MeanAveragePrecision:

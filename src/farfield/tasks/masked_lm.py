@@ -89,8 +89,6 @@ class MaskedLM(TrainingTask):
         super().__init__(network)
         self.hidden, self.loss, self.accuracy = SumMetric(), MeanMetric(), MeanMetric()
         self.perplexity = Perplexity(ignore_index=_IGNORED)
-        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
-        self.train()
 
     def forward(self, words: Tensor, mask: Tensor, chosen: Tensor) -> Tensor:
         """Return the logits `(tokens, vocabulary)` of the chosen tokens."""

@@ -63,21 +63,14 @@ def care_metrics(truth: NDArray[Any], restored: NDArray[Any]) -> CareMetrics:
     low, high = np.percentile(truth, _TRUTH_PERCENTILES)
     if high <= low:
         raise ValueError(f"care_metrics: the truth is constant: percentiles 0.1 and 99.9 are both {low:g}.")
-    # A microscope's grey levels have no unit: brightness and contrast are fitted to the truth first.
     truth = (truth - low) / (high - low + EPSILON)
     truth, restored = truth - truth.mean(), restored - restored.mean()
-    restored = restored * _fit_factor(truth, restored)
+    variance = restored.var()
+    # The covariance divides by N - 1 and the variance by N, as in CARE's code.
+    restored = restored * ((truth * restored).sum() / (truth.size - 1) / variance if variance else 0.0)
     smallest = min(truth.shape)
     return CareMetrics(
         psnr=float(peak_signal_noise_ratio(truth, restored, data_range=1)),
         ssim=float(structural_similarity(truth, restored, data_range=1)) if smallest >= 7 else float("nan"),
         nrmse=float(np.sqrt(np.mean((truth - restored) ** 2))),
     )
-
-
-def _fit_factor(truth: NDArray[Any], restored: NDArray[Any]) -> float:
-    variance = float(restored.var())
-    if variance == 0:
-        return 0.0
-    # Both have mean 0 here. The covariance divides by N - 1 and the variance by N, as in CARE's code.
-    return float((truth * restored).sum() / (truth.size - 1)) / variance

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from farfield._checks import shape_error, unknown
+from farfield._checks import unknown
 from farfield._refusals import put_name
 from farfield.tasks.classify import decayed_parameters
 from farfield.tasks.training_task import TrainingTask
@@ -92,9 +92,6 @@ class Segment(TrainingTask):
         if freeze_norms:
             for norm in _list_norms(network):
                 norm.requires_grad_(False)
-        self.measures: MetricCollection | None = None
-        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
-        self.train()
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
         """Return the logits of all classes at each position."""
@@ -113,7 +110,7 @@ class Segment(TrainingTask):
         images, labels = batch
         logits = self._logits(images)
         if self.hparams["upsample_logits"]:
-            logits = _enlarge_logits(logits, labels)
+            logits = functional.interpolate(logits, labels.shape[1:], mode="bilinear")
         else:
             labels = reduce_labels(labels, logits)
         loss = compute_pixel_loss(logits, labels)
@@ -134,12 +131,7 @@ class Segment(TrainingTask):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return SGD on `parameter_groups`, and its schedule per step."""
         settings = self.hparams
-        optimizer = torch.optim.SGD(
-            self.parameter_groups(),
-            lr=settings["learning_rate"],
-            momentum=settings["momentum"],
-            weight_decay=settings["weight_decay"],
-        )
+        optimizer = self._build_sgd(self.parameter_groups(), settings["learning_rate"])
         steps, power = self.trainer.estimated_stepping_batches, settings["power"]
         schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps) ** power)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -163,22 +155,13 @@ class Segment(TrainingTask):
 
     def _logits(self, images: Tensor) -> Tensor:
         logits = self(images)
-        classes = self.classes
-        if logits.ndim != 4 or (classes and logits.shape[1] != len(classes)):
-            expected = f"each of the data's {len(classes)} classes" if classes else "each class"
-            problem = f"the network must return one logit for {expected} per position."
-            fix = "a network without global pooling, whose output is (batch, classes, height, width)."
-            if logits.ndim == 4:
-                fix = f"build it with num_classes={len(classes)} (--model.network.num_classes {len(classes)})."
-            raise put_name("Segment", shape_error(problem, fix, images=images, logits=logits))
+        fix = "a network without global pooling, whose output is (batch, classes, height, width)."
+        self._check_outputs("return one logit for {} per position", fix, 4, images=images, logits=logits)
         return logits
-
-    def _reset(self) -> None:
-        self.measures = None
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
-        logits = _enlarge_logits(self._logits(images).float(), labels)
+        logits = functional.interpolate(self._logits(images).float(), labels.shape[1:], mode="bilinear")
         self.log(
             f"{stage}/loss", compute_pixel_loss(logits, labels), on_epoch=True, sync_dist=True, batch_size=len(images)
         )
@@ -222,9 +205,3 @@ def reduce_labels(labels: Int[Tensor, "b h w"], logits: Float[Tensor, "b classes
     """Reduce labels to the size of logits, by nearest neighbour: each position has the label at its centre."""
     small = functional.interpolate(labels[:, None].float(), logits.shape[2:], mode="nearest-exact")
     return small[:, 0].to(labels.dtype)
-
-
-def _enlarge_logits(
-    logits: Float[Tensor, "b classes y x"], labels: Int[Tensor, "b h w"]
-) -> Float[Tensor, "b classes h w"]:
-    return functional.interpolate(logits, labels.shape[1:], mode="bilinear")

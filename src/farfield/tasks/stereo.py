@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,8 +75,6 @@ class Stereo(TrainingTask):
         own = getattr(network, "max_disparity", 192)
         self.max_disparity: float = own if max_disparity is None else max_disparity
         self.errors = DisparityErrors(self.max_disparity)
-        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
-        self.train()
 
     def forward(self, left: Float[Tensor, "b 3 h w"], right: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b k h w"]:
         """Return the disparities of each output of the network, in the size of the images, which may be any."""
@@ -156,7 +154,7 @@ class DisparityErrors(Metric):
 
     def update(self, disparity: Float[Tensor, "b h w"], truth: Float[Tensor, "b h w"]) -> None:
         """Add frames."""
-        known = _find_known(truth, self.max_disparity)
+        known = truth < self.max_disparity  # unknown disparities are infinite
         error = torch.where(known, (disparity.double() - truth.double()).abs(), 0.0)
         wrong = error > 3
         outliers = wrong & (error > 0.05 * truth)
@@ -179,7 +177,7 @@ def compute_disparity_loss(
     disparities: Float[Tensor, "b k h w"], truth: Float[Tensor, "b h w"], max_disparity: float
 ) -> Float[Tensor, ""]:
     """Return the weighted sum of the outputs' smooth L1 losses, each the mean over pixels with a valid disparity."""
-    known = _find_known(truth, max_disparity)
+    known = truth < max_disparity
     # Indexed instead of multiplied by 0, because unknown disparities are infinite.
     target, pixels = truth[known], known.sum().clamp(min=1)
     losses = [
@@ -187,11 +185,6 @@ def compute_disparity_loss(
         for weight, output in zip(_WEIGHTS[-disparities.shape[1] :], disparities.unbind(1), strict=True)
     ]
     return torch.stack(losses).sum()
-
-
-def _find_known(truth: Float[Tensor, "b h w"], max_disparity: float) -> Bool[Tensor, "b h w"]:
-    # Unknown disparities are infinite.
-    return truth < max_disparity
 
 
 def pad_to_multiples(image: Float[Tensor, "b c h w"], multiples: tuple[int, int]) -> Float[Tensor, "b c y x"]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import SGD
 
+from farfield._checks import shape_error
+from farfield._refusals import put_name
 from farfield.tasks.checkpoints import check_same_network
-from farfield.tasks.replay import Replay
 
 
 class TrainingTask(LightningModule):
@@ -22,6 +28,10 @@ class TrainingTask(LightningModule):
         # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network", *self.not_saved])
         self.network: Any = network
+        # What `_evaluate` sums up over an epoch: metrics of torchmetrics, made at the first batch.
+        self.measures: Any = None
+        # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
+        self.train()
 
     @property
     def classes(self) -> list[str]:
@@ -62,17 +72,58 @@ class TrainingTask(LightningModule):
         raise NotImplementedError
 
     def _reset(self) -> None:
-        """Reset what `_evaluate` sums up over an epoch; by default there is nothing."""
+        self.measures = None
 
     def _measure(self, stage: str) -> None:
         """Log what `_evaluate` has summed up over an epoch; by default there is nothing."""
 
+    def _check_outputs(self, what: str, fix: str, dims: int, **tensors: Tensor) -> None:
+        """Refuse outputs, the last tensor, that do not have `dims` dims and a channel for each class of the data."""
+        *_, outputs = tensors.values()
+        number = len(self.classes)
+        if outputs.ndim == dims:
+            if number in (0, outputs.shape[1]):
+                return
+            fix = f"build it with num_classes={number} (--model.network.num_classes {number})."
+        classes = f"each of the data's {number} classes" if number else "each class"
+        problem = f"the network must {what.format(classes)}."
+        raise put_name(type(self).__name__, shape_error(problem, fix, **tensors))
+
     def _as_weights(self, grid: Tensor) -> Tensor:
         # Under bf16-true and 64-true the weights are not float32; under autocast they are.
         return grid.to(next((weight.dtype for weight in self.network.parameters()), grid.dtype))
+
+    def _build_sgd(self, parameters: Iterable[Any], rate: float) -> SGD:
+        """Build SGD on parameters, or groups of them, with the momentum and the weight decay of the task."""
+        names = ("momentum", "nesterov", "weight_decay")
+        return SGD(parameters, rate, **{name: self.hparams[name] for name in names if name in self.hparams})
 
     def _log_loss(self, loss: Tensor, size: int) -> None:
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=size)
 
     def _log_rate(self) -> None:
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+# A run killed in the middle of an epoch resumes at the start of that epoch and draws the same dropout masks again.
+# From a checkpoint written in the middle of an epoch (every_n_train_steps) it does not, as its loader starts the epoch
+# again.
+class Replay(Callback):
+    """Seed torch's random generators by (seed, epoch, process) before the first batch of every epoch."""
+
+    def __init__(self) -> None:
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Seed before the first batch, as the loader draws from the same generator after the start of the epoch."""
+        if batch_idx == 0:
+            mixed = np.random.SeedSequence((self.seed, trainer.current_epoch, trainer.global_rank))
+            torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seed, for the checkpoint."""
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the seed of the resumed run from its checkpoint."""
+        self.seed = int(state_dict["seed"])

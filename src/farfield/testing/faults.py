@@ -93,10 +93,10 @@ class Outcome(NamedTuple):
     """
 
     kind: str
-    value: Any
-    error: tuple[str, int | None, str]
-    calls: tuple[Call, ...]
-    outside: tuple[str, ...]
+    value: Any = None
+    error: tuple[str, int | None, str] = ("", None, "")
+    calls: tuple[Call, ...] = ()
+    outside: tuple[str, ...] = ()
 
 
 # What is done at a call: None lets it happen, a number fails with that errno, "kill" ends the process before it,
@@ -212,7 +212,6 @@ def _call_and_exit(function: Callable[[], Any], channel: socket.socket, threads:
 
     torch.set_num_threads(threads)
     sys.dont_write_bytecode = True
-    answer: tuple[str, Any, tuple[str, int | None, str]]
     try:
         listener = _install_filter()
         socket.send_fds(channel, [b"f"], [listener])
@@ -221,10 +220,10 @@ def _call_and_exit(function: Callable[[], Any], channel: socket.socket, threads:
         channel.sendall(b"x" + str(error).encode())
         os._exit(1)
     try:
-        answer = ("returned", function(), ("", None, ""))
+        outcome = Outcome("returned", function())
     except BaseException as error:  # noqa: BLE001
-        answer = ("raised", None, (type(error).__name__, getattr(error, "errno", None), str(error)))
-    channel.sendall(pickle.dumps(answer))
+        outcome = Outcome("raised", error=(type(error).__name__, getattr(error, "errno", None), str(error)))
+    channel.sendall(pickle.dumps(outcome))
     channel.shutdown(socket.SHUT_RDWR)
     os._exit(0)
 
@@ -259,11 +258,11 @@ def _supervise(process: int, channel: socket.socket, folder: Path, decide: Decid
     status = os.waitpid(process, 0)[1]
     while chunk := channel.recv(2**20):
         received.append(chunk)
-    content = b"".join(received)
-    kind, value, error = pickle.loads(content) if content else ("killed", None, ("", None, ""))
-    if not content and os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
-        kind, error = "raised", ("ended", None, f"with status {os.waitstatus_to_exitcode(status)}")
-    return Outcome(kind, value, error, tuple(calls), tuple(outside))
+    content, code = b"".join(received), os.waitstatus_to_exitcode(status)
+    outcome = pickle.loads(content) if content else Outcome("killed")
+    if not content and code != -signal.SIGKILL:
+        outcome = Outcome("raised", error=("ended", None, f"with status {code}"))
+    return outcome._replace(calls=tuple(calls), outside=tuple(outside))
 
 
 def _answer_call(
@@ -285,8 +284,8 @@ def _answer_call(
     if any(path == folder or path.startswith(folder + "/") for path in call.paths):
         action = decide(len(calls), call)
         calls.append(call)
-    elif any(_is_a_file(path) for path in call.paths):
-        outside.extend(path for path in call.paths if _is_a_file(path))
+    else:
+        outside.extend(filter(_is_a_file, call.paths))
     value, code, flags = 0, 0, _CONTINUE
     if action in ("torn", "short") and call.name == "write" and arguments[2] > 1:
         value, flags = _write_half(process, thread, arguments), 0

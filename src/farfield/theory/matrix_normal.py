@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -76,7 +75,7 @@ class MatrixNormal(Distribution):
             _check_values(loc, row_covariance, column_covariance)
         self.structure = structure
         # Factorised once: later changes of a covariance in place have no effect, as in MultivariateNormal.
-        self._covariance: _Covariance = STRUCTURES[structure](row_covariance, column_covariance)
+        self._covariance = STRUCTURES[structure](row_covariance, column_covariance)
         self._set(loc, row_covariance, column_covariance, batch)
         # The values are checked above, with errors that name the fix.
         super().__init__(batch, self.loc.shape[-2:], validate_args=False)
@@ -134,24 +133,16 @@ class MatrixNormal(Distribution):
         return 0.5 * (constant + self._covariance.log_determinant()).expand(self.batch_shape)
 
 
-class _Covariance(Protocol):
-    """The interface of a covariance; batch dimensions broadcast."""
-
-    def variance(self) -> Tensor: ...
-
-    def draw(self, shape: torch.Size) -> Tensor: ...
-
-    def squared_distance(self, difference: Tensor) -> Tensor: ...
-
-    def log_determinant(self) -> Tensor: ...
-
-
-class _Product:
-    """Ω⊗Ψ by the Cholesky factors of both, whose derivatives of every order are torch's own and finite."""
+class _Covariance:
+    """Ω and Ψ with their Cholesky factors; batch dimensions broadcast."""
 
     def __init__(self, row: Tensor, column: Tensor) -> None:
         self.row, self.column = row, column
         self.row_factor, self.column_factor = torch.linalg.cholesky(row), torch.linalg.cholesky(column)
+
+
+class _Product(_Covariance):
+    """Ω⊗Ψ by the Cholesky factors of both, whose derivatives of every order are torch's own and finite."""
 
     def variance(self) -> Tensor:
         return _diagonal(self.row)[..., :, None] * _diagonal(self.column)[..., None, :]
@@ -170,12 +161,11 @@ class _Product:
         return 2 * (w * row + h * column)
 
 
-class _Sum:
+class _Sum(_Covariance):
     """Ω⊗I + I⊗Ψ, whose eigenvalues are the sums a_i + b_j of the eigenvalues of Ω and Ψ."""
 
     def __init__(self, row: Tensor, column: Tensor) -> None:
-        self.row, self.column = row, column
-        self.row_factor, self.column_factor = torch.linalg.cholesky(row), torch.linalg.cholesky(column)
+        super().__init__(row, column)
         self.spectrum = spectrum(row, column)
 
     def variance(self) -> Tensor:
@@ -192,7 +182,7 @@ class _Sum:
         return log_determinant(self.row, self.column, self.spectrum)
 
 
-STRUCTURES: dict[str, Callable[[Tensor, Tensor], _Covariance]] = {"product": _Product, "sum": _Sum}
+STRUCTURES: dict[str, type[_Product | _Sum]] = {"product": _Product, "sum": _Sum}
 
 
 def _diagonal(matrix: Tensor) -> Tensor:
@@ -242,10 +232,8 @@ def _check_values(loc: Tensor, row: Tensor, column: Tensor) -> None:
             fault = f"its smallest eigenvalue is {smallest:.3g}, its largest asymmetry {asymmetry:.3g}"
             fix = f"make it symmetric, ({name} + {name}.mT) / 2, and add a multiple of the identity"
             fix += f" above {-smallest:.3g}" if smallest < 0 else ""
-        raise ValueError(
-            f"MatrixNormal: {name} {tuple(covariance.shape)} must be symmetric and positive definite; {fault}.\n"
-            f"  fix: {fix}."
-        )
+        wanted = f"{name} {tuple(covariance.shape)} must be symmetric and positive definite"
+        raise ValueError(f"MatrixNormal: {wanted}; {fault}.\n  fix: {fix}.")
 
 
 @door("MatrixNormal.log_prob")

@@ -48,14 +48,11 @@ def averages(distribution: MatrixNormal) -> Averages:
     h, w = distribution.event_shape
     row_mean, column_mean = distribution.mean.mean(-2), distribution.mean.mean(-1)
     row_scale, column_scale = row.sum((-2, -1))[..., None, None] / h**2, column.sum((-2, -1))[..., None, None] / w**2
-    if distribution.structure == "product":
-        return Averages(
-            MultivariateNormal(row_mean, row_scale * column), MultivariateNormal(column_mean, column_scale * row)
-        )
-    return Averages(
-        MultivariateNormal(row_mean, row_scale * torch.eye(w, dtype=column.dtype, device=column.device) + column / h),
-        MultivariateNormal(column_mean, column_scale * torch.eye(h, dtype=row.dtype, device=row.device) + row / w),
-    )
+    row_covariance, column_covariance = row_scale * column, column_scale * row
+    if distribution.structure == "sum":
+        row_covariance = row_scale * torch.eye(w, dtype=column.dtype, device=column.device) + column / h
+        column_covariance = column_scale * torch.eye(h, dtype=row.dtype, device=row.device) + row / w
+    return Averages(MultivariateNormal(row_mean, row_covariance), MultivariateNormal(column_mean, column_covariance))
 
 
 def reconstruct(row: MultivariateNormal, column: MultivariateNormal, *, normalized: bool = False) -> MatrixNormal:

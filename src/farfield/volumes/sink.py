@@ -104,6 +104,10 @@ class FileOutput:
         self.growing = self.folder / path.name
         self.array: Any = None
 
+    def hold(self) -> None:
+        """Lock the path against other processes."""
+        self.owned.hold()
+
     def let_go(self) -> None:
         """Unlock the path for other processes."""
         self.owned.let_go()
@@ -274,6 +278,9 @@ class ArrayOutput:
             return None if floats.max >= np.finfo(kept).max else (float(floats.min), float(floats.max))
         largest = int(2 / floats.eps)  # whole numbers above are rounded
         return None if np.iinfo(kept).max <= largest else (-largest, largest)
+
+    def hold(self) -> None:
+        """Do nothing: an array is not locked."""
 
     def let_go(self) -> None:
         """Do nothing: an array is not locked."""

@@ -9,9 +9,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
@@ -48,13 +47,8 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-class _Update(NamedTuple):
-    """Progress of the training of one network: batches done, batches in all, and a text."""
-
-    network: str
-    done: int
-    total: int
-    state: str
+# Progress of the training of one network: its name, batches done, batches in all, and a text.
+_Update = tuple[str, int, int, str]
 
 
 class _Settings(NamedTuple):
@@ -90,8 +84,11 @@ def run_demo(
     write_table(_trained_table(networks))
     write_table(_full_table(networks))
     console.rule("[bold]2 of 3 · KAN Table 2 on this machine", align="left")
-    with console.status("softmax attention and Kronecker attention"), _one_thread():
+    with console.status("softmax attention and Kronecker attention"):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # on small grids, synchronizing threads takes longer than the operator
         operators = [row for side in (14, 28, 56) for row in _measure_grid(side)]
+        torch.set_num_threads(threads)
     write_table(_table_2(operators))
     console.rule("[bold]3 of 3 · What one petal attends to", align="left")
     picture, page = output / "attention.png", output / "explore.html"
@@ -138,6 +135,9 @@ def _begin(updates: Queue[_Update], threads: int) -> None:
     """Prepare a training process: its threads, the queue of its progress, and its end with the main process."""
     torch.set_num_threads(threads)
     _Bar.updates = updates
+    # Lightning's advice on loggers and loader processes has no place in the display of the progress.
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 
@@ -155,19 +155,18 @@ def _train(name: str, options: _Settings) -> Row:
     task = Classify(network, **_SETTINGS)
     digits = Digits(image_size=_SIDE, batch_size=_BATCH, subset=options.subset, seed=options.seed)
     start = time.perf_counter()
-    with _quiet():
-        trainer = Trainer(
-            max_epochs=options.epochs,
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-            callbacks=[_Bar(name)],
-        )
-        trainer.fit(task, datamodule=digits)
-        accuracy = trainer.test(task, datamodule=digits, verbose=False)[0]["test/accuracy"]
+    trainer = Trainer(
+        max_epochs=options.epochs,
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        callbacks=[_Bar(name)],
+    )
+    trainer.fit(task, datamodule=digits)
+    accuracy = trainer.test(task, datamodule=digits, verbose=False)[0]["test/accuracy"]
     seconds = time.perf_counter() - start
     network.cpu().save_pretrained(options.output / name)
     held_out = len(digits.parts["test"])  # type: ignore[arg-type]
@@ -185,12 +184,12 @@ class _Bar(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *rest: Any) -> None:
         state = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  loss {outputs['loss'].item():.3f}"
-        self.updates.put(_Update(self.network, trainer.global_step, int(trainer.estimated_stepping_batches), state))
+        self.updates.put((self.network, trainer.global_step, int(trainer.estimated_stepping_batches), state))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         accuracy = float(trainer.callback_metrics["test/accuracy"])
         steps = trainer.global_step
-        self.updates.put(_Update(self.network, steps, steps, f"held-out accuracy {percent(accuracy)}"))
+        self.updates.put((self.network, steps, steps, f"held-out accuracy {percent(accuracy)}"))
 
 
 def _costs(name: str, network: torch.nn.Module) -> Row:
@@ -264,31 +263,6 @@ def _table_2(rows: list[Row]) -> Table:
         "kernel, which never forms the attention matrix: hence less memory and smaller speed-ups than printed.",
     ]
     return Table("batch 8, 8 channels, one thread; KAN: as printed in the paper", columns, rows, notes)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Lightning's advice on loggers and loader processes out of the progress display."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute on one thread: on small grids, synchronizing threads takes longer than the operator."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _clock(seconds: float) -> str:

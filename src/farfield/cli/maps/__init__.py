@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from farfield import maps
 from farfield._outputs import check_not_input
 from farfield._refusals import door
 from farfield.cli.loaded_network import build_untrained, load
 from farfield.cli.maps.figures import write
 from farfield.cli.maps.views import (
     View,
-    attention,
     list_layers,
     measure_health,
     read_photograph,
@@ -93,7 +93,7 @@ def show_maps(  # noqa: PLR0913  (the options of a command)
     trained = load(model, network) if model else build_untrained(str(network))
     if health:
         return _write_view(measure_health(trained, photographs[0], size), output)
-    layers = [attention(trained, photograph, size) for photograph in photographs]
+    layers = [maps.layers(trained.network, trained.prepare(each.pixels, size)) for each in photographs]
     if not (queries or basis):
         view = list_layers(layers[0], photographs[0], size or trained.side, trained.source)
     else:

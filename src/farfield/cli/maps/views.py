@@ -56,11 +56,6 @@ def read_photograph(path: Path) -> Photograph:
     return Photograph(path, image.height, image.width, pixels, shown / 255)
 
 
-def attention(trained: LoadedNetwork, photograph: Photograph, side: int | None) -> dict[str, Layer]:
-    """Return each attention layer of a network, with its inputs for a photograph."""
-    return maps.layers(trained.network, trained.prepare(photograph.pixels, side))
-
-
 def _size_of(layer: Layer) -> tuple[int, ...]:
     """Return the size of the query grid of a layer, or of the patches that its tokens are."""
     return layer.patches or tuple(layer.grid.shape[2:])

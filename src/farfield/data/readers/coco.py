@@ -6,7 +6,7 @@ import json
 import os
 import reprlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,17 +18,16 @@ from jaxtyping import UInt8
 from pycocotools import mask as coco
 from torch import Tensor
 
-from farfield._refusals import door, refusal
 from farfield.data.readers.coco_entries import (
     FIELDS,
     are_numbers,
     find_missing_keys,
+    find_rle_fault,
     find_section_faults,
     find_value_faults,
     is_box,
 )
 from farfield.data.readers.images import SHOWN, FolderError, list_images, list_some, read_utf8, refuse
-from farfield.data.readers.run_lengths import find_rle_fault
 
 # Number of pixels by which a box may exceed its image: annotators' coordinates are rounded.
 _ROUNDING = 1.0
@@ -55,14 +54,14 @@ def read_annotated(root: Path, name: str) -> Annotated:
     if not file.is_file():
         there = sorted(path.name for path in file.parent.glob("*.json")) or ["no .json files"]
         raise FolderError(
-            f"CocoFolders: there is no {file}; {file.parent} has {list_some(there)}.\n"
+            f"there is no {file}; {file.parent} has {list_some(there)}.\n"
             "  fix: add that file, or name the splits that exist, --data.splits."
         )
     places = [root / name, root / "images" / name, root / "images"]
     folder = next((place for place in places if place.is_dir()), None)
     if folder is None:
         raise FolderError(
-            f"CocoFolders: {file} has no images beside it: there is none of {', '.join(map(str, places))}.\n"
+            f"{file} has no images beside it: there is none of {', '.join(map(str, places))}.\n"
             "  fix: put its images into one of these folders."
         )
     content = _read_json(file)
@@ -74,7 +73,6 @@ def read_annotated(root: Path, name: str) -> Annotated:
     return Annotated(file, folder, content["images"], objects, categories)
 
 
-@door("CocoFolders")
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_utf8(file))
@@ -83,24 +81,23 @@ def _read_json(file: Path) -> dict[str, Any]:
     # Numbers of thousands of digits are a ValueError too.
     except (ValueError, RecursionError) as error:
         reason = "its brackets are nested too deep" if isinstance(error, RecursionError) else error
-        raise refusal(FolderError, f"{file} is not JSON: {reason}.") from error
+        raise FolderError(f"{file} is not JSON: {reason}.") from error
     if not isinstance(content, dict):
-        raise refusal(
-            FolderError,
+        raise FolderError(
             f"{file} is not in COCO's format, it holds {type(content).__name__} and not an object with "
-            f"{', '.join(FIELDS)}.",
+            f"{', '.join(FIELDS)}."
         )
     lacking = [section for section in FIELDS if section not in content]
     if lacking:
-        raise refusal(FolderError, f"{file} is not in COCO's format, it has no {', '.join(lacking)}.")
+        raise FolderError(f"{file} is not in COCO's format, it has no {', '.join(lacking)}.")
     return content
 
 
 def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
-    refuse_here = partial(refuse_in, file)
+    refuse_here = partial(refuse, place=f"{file}: ")
     refuse_here("parts are not in COCO's format", list(find_section_faults(content)), "use lists of objects with keys.")
     if not content["images"] or not content["categories"]:
-        raise FolderError(f"CocoFolders: {file} lists no {'categories' if content['images'] else 'images'}.")
+        raise FolderError(f"{file} lists no {'categories' if content['images'] else 'images'}.")
     refuse_here("keys are missing", list(find_missing_keys(content)), "add them; COCO's format needs all of these.")
     refuse_here("values are of another kind", list(find_value_faults(content)), "use values of the kind after 'not'.")
     for section in FIELDS:
@@ -129,10 +126,9 @@ def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
     refuse_here("annotations have unknown categories", strange, f"use the ids under categories: {known}.")
 
 
-@door("CocoFolders")
 def check_files(part: Annotated) -> None:
     """Refuse listed images that do not exist, and images of the split's own folder that are not listed."""
-    refuse_here = partial(refuse_in, part.file)
+    refuse_here = partial(refuse, place=f"{part.file}: ")
     listed = {part.path(image) for image in part.images}
     # pathlib's is_file raises for names that no file can have.
     absent = sorted(str(path) for path in listed if not os.path.isfile(path))
@@ -143,18 +139,11 @@ def check_files(part: Annotated) -> None:
         refuse_here(f"images in {part.folder} are not listed", extra, fix)
 
 
-def refuse_in(file: Path, problem: str, faults: Sequence[object], fix: str) -> None:
-    """Refuse the faults of a file of annotations, if there are any."""
-    with door(f"CocoFolders: {file}"):
-        refuse(problem, faults, fix)
-
-
-def find_box_faults(part: Annotated) -> Iterator[str]:
-    """Yield a text for each box that has no size or lies outside its image."""
+def find_faults(part: Annotated, key: str, find: Callable[[Any, int, int], str | None]) -> Iterator[str]:
+    """Yield a text for each object of which `find` returns what is wrong with its entry `key`."""
     for image in part.images:
         for each in part.objects[image["id"]]:
-            fault = find_box_fault(each["bbox"], image["width"], image["height"])
-            if fault:
+            if fault := find(each.get(key), image["width"], image["height"]):
                 yield f"annotation {each['id']} in {image['file_name']}: {fault}"
 
 
@@ -168,17 +157,8 @@ def find_box_fault(box: Sequence[float], width: int, height: int) -> str | None:
     return None
 
 
-def find_mask_faults(part: Annotated) -> Iterator[str]:
-    """Yield a text for each segmentation that is neither polygons of at least three points nor valid RLE."""
-    for image in part.images:
-        for each in part.objects[image["id"]]:
-            fault = find_mask_fault(each.get("segmentation"), image["width"], image["height"])
-            if fault:
-                yield f"annotation {each['id']} in {image['file_name']}: {fault}"
-
-
 def find_mask_fault(segmentation: Any, width: int, height: int) -> str | None:
-    """Return what is wrong with the segmentation of an object in an image of this size, None if nothing."""
+    """Return what is wrong with a segmentation, polygons of at least three points or RLE, None if nothing."""
     if isinstance(segmentation, Mapping):
         return find_rle_fault(segmentation, width, height)
     if not segmentation:

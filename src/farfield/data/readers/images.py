@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, pil_loader
-
-from farfield._refusals import refusal
 
 Check = Literal["once", "always", "never"]
 _T = TypeVar("_T")
@@ -31,6 +29,10 @@ _WAYS = 100
 
 class FolderError(ValueError):
     """An argument, folder, file or checkpoint from which a data module cannot read its data; the text names it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.is_unnamed = True  # as a `refusal`: the data module puts its own name in front, see `Loading`
 
 
 def list_some(names: Iterable[object], separator: str = ", ") -> str:
@@ -47,31 +49,29 @@ def name_file(path: str | Path) -> Iterator[None]:
     except FolderError:
         raise
     except Exception as error:
-        raise refusal(FolderError, f"cannot read {path}: {str(error) or type(error).__name__}") from error
+        raise FolderError(f"cannot read {path}: {str(error) or type(error).__name__}") from error
 
 
-def refuse(problem: str, faults: Sequence[object], fix: str) -> None:
+def refuse(problem: str, faults: Sequence[object], fix: str, place: str = "") -> None:
     """Raise `FolderError` with the number of faults and the first few, if there are any."""
     if faults:
         lines = list_some(faults, "\n  ")
-        raise refusal(FolderError, f"{len(faults)} {problem}.\n  {lines}\n  fix: {fix}")
+        raise FolderError(f"{place}{len(faults)} {problem}.\n  {lines}\n  fix: {fix}")
 
 
 def list_classes(folder: Path) -> list[str]:
     """List the class folders of a folder in sorted order, of which there must be two; no link to a folder above it."""
     if not folder.is_dir():
-        raise FolderError(f"ImageFolders: there is no folder {folder}.")
+        raise FolderError(f"there is no folder {folder}.")
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     loops = [name for name in names if folder.resolve().is_relative_to((folder / name).resolve())]
     if loops:
-        raise FolderError(
-            f"ImageFolders: {folder / loops[0]} is a link to a folder above it, and no class.\n  fix: remove the link."
-        )
+        raise FolderError(f"{folder / loops[0]} is a link to a folder above it, and no class.\n  fix: remove the link.")
     layout = f"fix: one folder per class, e.g. {folder / 'cat' / '1.jpg'} and {folder / 'dog' / '2.jpg'}."
     if not names:
-        raise FolderError(f"ImageFolders: {folder} has no class folders.\n  {layout}")
+        raise FolderError(f"{folder} has no class folders.\n  {layout}")
     if len(names) == 1:
-        raise FolderError(f'ImageFolders: {folder} has one class, "{names[0]}"; classifying needs two.\n  {layout}')
+        raise FolderError(f'{folder} has one class, "{names[0]}"; classifying needs two.\n  {layout}')
     return names
 
 
@@ -103,7 +103,7 @@ def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
                 rank_zero_warn(f"data: {path} is a link to a folder above it, and is skipped.")
             elif times[identity] > _WAYS:
                 raise FolderError(
-                    f"data: links in {folder} lead to one folder by more than {_WAYS} paths, the last {path}.\n"
+                    f"links in {folder} lead to one folder by more than {_WAYS} paths, the last {path}.\n"
                     "  fix: remove links, so that each folder is there once."
                 )
             ways[path] = (*way, identity)
@@ -120,19 +120,18 @@ def read_utf8(path: Path) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise refusal(FolderError, f"cannot read {path}: {error.strerror or error}.") from error
+        raise FolderError(f"cannot read {path}: {error.strerror or error}.") from error
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise refusal(
-            FolderError,
+        raise FolderError(
             f"{path} is not UTF-8: byte {error.start:,} (0x{content[error.start]:02x}, line {line:,}): "
-            f"{error.reason}; fix: iconv -f latin1 -t utf-8, with the encoding in which it was written.",
+            f"{error.reason}; fix: iconv -f latin1 -t utf-8, with the encoding in which it was written."
         ) from error
     if "\0" in text:
         place = content.index(b"\0")
-        raise refusal(FolderError, f"{path} is not text: byte {place:,} is 0; fix: another file, or save it as UTF-8.")
+        raise FolderError(f"{path} is not text: byte {place:,} is 0; fix: another file, or save it as UTF-8.")
     return text.removeprefix("\ufeff")
 
 
@@ -148,10 +147,10 @@ def check_names(names: Iterable[str], problem: str, outputs: str) -> None:
 def list_images(folder: Path) -> list[Path]:
     """List all image files below a folder in sorted order."""
     if not folder.is_dir():
-        raise refusal(FolderError, f"{folder} is not a folder.\n  fix: the path of a folder with images.")
+        raise FolderError(f"{folder} is not a folder.\n  fix: the path of a folder with images.")
     images = [path for path in list_files(folder) if _is_image_file(path)]
     if not images:
-        raise refusal(FolderError, f"{folder} has no images ({', '.join(IMG_EXTENSIONS)}).")
+        raise FolderError(f"{folder} has no images ({', '.join(IMG_EXTENSIONS)}).")
     return images
 
 
@@ -168,44 +167,55 @@ def check_classes(folder: Path | str, classes: Sequence[str], expected: Sequence
     absent = [name for name in expected if name not in classes]
     added = [name for name in classes if name not in expected]
     if not absent and not added:
-        raise refusal(
-            FolderError,
+        raise FolderError(
             f"{folder} has the classes of {owner} in another order: {list_some(classes)}, where {owner} "
-            f"has {list_some(expected)}; fix: use the same order in both, as predictions are indices of classes.",
+            f"has {list_some(expected)}; fix: use the same order in both, as predictions are indices of classes."
         )
-    raise refusal(
-        FolderError,
+    raise FolderError(
         f"{folder} has other classes than {owner}: {len(classes)} and {len(expected)}.\n"
         f"  only in {owner}: {list_some(absent) or 'none'}\n  only in {folder}: {list_some(added) or 'none'}\n"
-        "  fix: use the same classes in both.",
+        "  fix: use the same classes in both."
     )
 
 
 def check_images(folders: Sequence[Path], check: Check = "once") -> None:
     """Decode every file below the folders, JPEGs at an eighth of their size, and refuse those that are not whole."""
-    if check == "never":
-        return
-    for folder in folders:
+    for folder in folders if check != "never" else ():
         files = list_files(folder)
         problem = f"files in {folder} cannot be read as images"
-        check_each(files, find_fault, check, find_note(folder, files), problem, "remove or replace them.")
+        check_each(files, find_fault, check, Note(folder, files), problem, "remove or replace them.")
+
+
+class Note(NamedTuple):
+    """What a note that files passed a check depends on: their folder, names, sizes and times, and another text."""
+
+    folder: Path
+    files: Iterable[Path]
+    also: str = ""
+
+    def path(self) -> Path:
+        """Return the path of the note, a hash."""
+        digest = hashlib.sha256(f"{self.folder.resolve()}{self.also}".encode())
+        for file in self.files:
+            status = file.stat()
+            digest.update(f"{os.path.relpath(file, self.folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "farfield" / "checked" / digest.hexdigest()
 
 
 def check_each(
-    items: Sequence[_T],
-    fault: Callable[[_T], str | None],
-    check: Check,
-    note: Path,
-    problem: str,
-    fix: str,
+    items: Sequence[_T], fault: Callable[[_T], str | None], check: Check, note: Note, problem: str, fix: str
 ) -> None:
     """Refuse items of which `fault` returns what is wrong, else write a note: with "once" it is not done again."""
-    if check == "never" or (check == "once" and note.exists()):
+    if check == "never" or ((path := note.path()).exists() and check == "once"):
         return
     with ThreadPoolExecutor() as pool:
         faults = [text for text in pool.map(fault, items, chunksize=64) if text]
     refuse(f"of the {len(items)} {problem}", faults, fix)
-    _leave_note(note)
+    # Without the permission to write it, the folder is checked again next time.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
 
 
 def find_fault(path: Path) -> str | None:
@@ -225,23 +235,13 @@ def find_fault(path: Path) -> str | None:
     return None
 
 
-def find_note(folder: Path, files: Iterable[Path], also: str = "") -> Path:
-    """Return the path of the note that files passed a check: a hash of folder, `also`, names, sizes and times."""
-    digest = hashlib.sha256(f"{folder.resolve()}{also}".encode())
-    for path in files:
-        status = path.stat()
-        digest.update(f"{os.path.relpath(path, folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    return _cache_folder() / digest.hexdigest()
+def read_size(path: Path) -> tuple[int, int]:
+    """Return height and width of an image, from its header."""
+    with warnings.catch_warnings(), Image.open(path) as image:
+        warnings.simplefilter("ignore")
+        return image.height, image.width
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfield" / "checked"
-
-
-def _leave_note(note: Path) -> None:
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
-    except OSError:
-        # The folder is checked again next time.
-        return
+def format_size(size: Sequence[int]) -> str:
+    """Format a height and a width as width x height, as image viewers do."""
+    return f"{size[1]}x{size[0]}"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,15 +14,16 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from farfield._refusals import door, refusal
 from farfield.data.readers.images import (
     Check,
     FolderError,
+    Note,
     check_each,
     find_fault,
-    find_note,
+    format_size,
     list_some,
     name_file,
+    read_size,
     read_utf8,
     refuse,
 )
@@ -47,7 +47,6 @@ class Pair(NamedTuple):
     mask: Path
 
 
-@door("VOCFolders")
 def read_mask_classes(root: Path) -> list[str]:
     """Read the classes, one per line in the order of their labels, from `root/classes.txt`; without it VOC's 21."""
     path = root / "classes.txt"
@@ -59,26 +58,24 @@ def read_mask_classes(root: Path) -> list[str]:
         numbered = [(int(label), name.strip()) for label, name in lines if int(label) != VOID]
         labels, names = [label for label, _ in numbered], [name for _, name in numbered]
         if labels != list(range(len(labels))) or not labels:
-            raise refusal(
-                FolderError,
+            raise FolderError(
                 f"the labels of {path} must count up from 0, got {list_some(labels) or 'none'}.\n"
-                "  fix: 0, 1, 2 and so on, one per line, or no labels.",
+                "  fix: 0, 1, 2 and so on, one per line, or no labels."
             )
         return names
     if not lines:
-        raise refusal(FolderError, f"{path} names no classes.\n  fix: one name per line, in the order of their labels.")
+        raise FolderError(f"{path} names no classes.\n  fix: one name per line, in the order of their labels.")
     return [" ".join(line).strip() for line in lines]
 
 
-@door("VOCFolders")
 def read_list(path: Path) -> list[list[str]]:
     """Read the lines of a list of images, each split into words."""
     if not path.is_file():
         held = ", ".join(sorted(entry.stem for entry in path.parent.glob("*.txt"))) or "no lists"
-        raise refusal(FolderError, f"there is no list {path}; {path.parent} has {held}.\n  fix: write that list.")
+        raise FolderError(f"there is no list {path}; {path.parent} has {held}.\n  fix: write that list.")
     lines = [line.split() for line in read_utf8(path).splitlines() if line.strip()]
     if not lines:
-        raise refusal(FolderError, f"{path} is empty.\n  fix: one name per line, that of {_IMAGES}/<name>.jpg.")
+        raise FolderError(f"{path} is empty.\n  fix: one name per line, that of {_IMAGES}/<name>.jpg.")
     return lines
 
 
@@ -97,30 +94,14 @@ def list_train_aug(root: Path, sbd: Path) -> list[Pair]:
     """List VOC's 10,582 training images, (SBD train and val, and VOC train) without VOC val, with SBD's masks."""
     # The folder of cls, train.txt and val.txt, or the one around it.
     sbd = sbd / "dataset" if (sbd / "dataset").is_dir() else sbd
-    ids = {
-        place: {words[0] for words in read_list(path)}
-        for place, path in {
-            "sbd train": sbd / "train.txt",
-            "sbd val": sbd / "val.txt",
-            "train": root / LISTS / "train.txt",
-            "val": root / LISTS / "val.txt",
-        }.items()
-    }
-    # VOC's own masks take precedence.
-    pairs = [
-        Pair(_find_image(root / _IMAGES, name), root / _MASKS / f"{name}.png")
-        if name in ids["train"]
-        else Pair(_find_image(root / _IMAGES, name), sbd / "cls" / f"{name}.mat")
-        for name in list_augmented(ids["sbd train"], ids["sbd val"], ids["train"], ids["val"])
-    ]
+    files = (sbd / "train.txt", sbd / "val.txt", root / LISTS / "train.txt", root / LISTS / "val.txt")
+    sbd_train, sbd_val, train, val = ({words[0] for words in read_list(file)} for file in files)
+    pairs = []
+    for name in sorted((sbd_train | sbd_val | train) - val):
+        # VOC's own masks take precedence.
+        mask = root / _MASKS / f"{name}.png" if name in train else sbd / "cls" / f"{name}.mat"
+        pairs.append(Pair(_find_image(root / _IMAGES, name), mask))
     return _check_complete(pairs, sbd)
-
-
-def list_augmented(
-    sbd_train: Iterable[str], sbd_val: Iterable[str], voc_train: Iterable[str], voc_val: Iterable[str]
-) -> list[str]:
-    """List the names of train_aug in sorted order."""
-    return sorted({*sbd_train, *sbd_val, *voc_train} - {*voc_val})
 
 
 def _find_image(folder: Path, name: str) -> Path:
@@ -130,7 +111,6 @@ def _find_image(folder: Path, name: str) -> Path:
     return next((path for path in paths if os.path.isfile(path)), folder / f"{name}.jpg")
 
 
-@door("VOCFolders")
 def _check_complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
     """Return the pairs; raise `FolderError` if a file is missing. `source` is their list or folder, for the error."""
     missing = [path for pair in pairs for path in pair if not os.path.isfile(path)]
@@ -139,7 +119,6 @@ def _check_complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
     return list(pairs)
 
 
-@door("VOCFolders")
 def read_mask(path: Path) -> Tensor:
     """Read the labels of a mask as a `uint8` tensor `(height, width)`; refuse colours."""
     with name_file(path):
@@ -150,20 +129,16 @@ def read_mask(path: Path) -> Tensor:
         with Image.open(path) as image:
             mode, labels = image.mode, torch.from_numpy(np.array(image))
     if mode not in _INDEXED:
-        raise refusal(
-            FolderError,
+        raise FolderError(
             f"{path} has colours (mode {mode}) and not one label per pixel.\n"
-            "  fix: save masks as palette or grey PNG files whose numbers are the labels.",
+            "  fix: save masks as palette or grey PNG files whose numbers are the labels."
         )
     return labels
 
 
-@door("VOCFolders")
 def check_pairs(pairs: Sequence[Pair], classes: Sequence[str], root: Path, check: Check = "once") -> None:
     """Decode every pair and refuse those that cannot be trained on, in one error."""
-    if check == "never":
-        return
-    note = find_note(root, [path for pair in pairs for path in pair], f"{len(classes)} classes")
+    note = Note(root, (path for pair in pairs for path in pair), f"{len(classes)} classes")
     fix = (
         f"labels are 0 to {len(classes) - 1} and {VOID} for void, on an image of the same size; classes.txt names them."
     )
@@ -179,18 +154,11 @@ def find_pair_fault(pair: Pair, classes: int) -> str | None:
     try:
         labels = read_mask(pair.mask)
     except FolderError as error:
-        return str(error).removeprefix("VOCFolders: ").splitlines()[0]
-    with warnings.catch_warnings(), Image.open(pair.image) as image:
-        warnings.simplefilter("ignore")
-        size = image.size[::-1]
+        return str(error).splitlines()[0]
+    size = read_size(pair.image)
     if tuple(labels.shape) != size:
         return f"{pair.mask} is {format_size(labels.shape)}, {pair.image} is {format_size(size)}"
     foreign = [label for label in labels.unique().tolist() if label >= classes and label != VOID]
     if foreign:
         return f"{pair.mask}: labels {list_some(foreign)} are no classes"
     return None
-
-
-def format_size(size: Sequence[int]) -> str:
-    """Format the size of an image as width x height, as image viewers do."""
-    return f"{size[1]}x{size[0]}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,20 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from farfield._refusals import door
 from farfield.data.readers.images import (
     Check,
     FolderError,
+    Note,
     check_each,
     find_fault,
-    find_note,
+    format_size,
     list_files,
     name_file,
+    read_size,
     refuse,
 )
-from farfield.data.readers.masks import format_size
 
-CALLER = "StereoFrames"
 # Folders of test pairs in Scene Flow, KITTI and Middlebury.
 _TESTS = frozenset({"TEST", "testing", "test", "testF", "testH", "testQ"})
 # KITTI's PNG files store 256 times the disparity.
@@ -38,17 +36,11 @@ _LONGEST_HEADER = 4096
 
 
 class FrameLayout(NamedTuple):
-    """Where a set keeps the parts of a frame, as regular expressions on paths.
-
-    Attributes:
-        left: The pattern of the paths of left images, relative to the folder of the set.
-        right: The path of the right image, with references to the groups of `left`.
-        disparities: Possible paths of the disparities, in the same way; the first that exists is used.
-    """
+    """Where a set keeps the parts of a frame, as regular expressions on paths below the folder of the set."""
 
     left: re.Pattern[str]
-    right: str
-    disparities: tuple[str, ...]
+    right: str  # with references to the groups of `left`
+    disparities: tuple[str, ...]  # in the same way; the first that exists is used
 
 
 # A path belongs to the first layout that it matches. `Frame.is_test` separates FlyingThings3D's TRAIN and TEST.
@@ -92,11 +84,10 @@ class Frame(NamedTuple):
         return not _TESTS.isdisjoint(self.name.split("/")[:-1])
 
 
-@door(CALLER)
 def list_frames(folder: Path) -> list[Frame]:
     """List the pairs of a folder, of every layout, in sorted order."""
     if not folder.is_dir():
-        raise FolderError(f"{CALLER}: there is no folder {folder}.")
+        raise FolderError(f"there is no folder {folder}.")
     there = {path.relative_to(folder).as_posix() for path in list_files(folder)}
     frames, missing = [], []
     for path in sorted(there):
@@ -112,7 +103,7 @@ def list_frames(folder: Path) -> list[Frame]:
         frames.append(Frame(folder / path, folder / right, None if truth is None else folder / truth, name))
     if not frames:
         raise FolderError(
-            f"{CALLER}: {folder} has no stereo pairs of {', '.join(LAYOUTS)}.\n"
+            f"{folder} has no stereo pairs of {', '.join(LAYOUTS)}.\n"
             "  fix: left/1.png, right/1.png and disparity/1.pfm for each pair."
         )
     fix = "add these images, or remove their left ones."
@@ -125,7 +116,6 @@ def _match_layout(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
     return next(((layout, match) for layout, match in matches if match), None)
 
 
-@door(CALLER)
 def read_disparity(path: Path) -> NDArray[np.float32]:
     """Read the disparities of a PFM file, or of KITTI's 16-bit PNG files, which store 256 times the disparity."""
     if path.suffix.lower() == ".pfm":
@@ -134,7 +124,7 @@ def read_disparity(path: Path) -> NDArray[np.float32]:
         mode, values = image.mode, np.array(image)
     if not mode.startswith("I"):
         raise FolderError(
-            f"{CALLER}: {path} has 8 bits or colours (mode {mode}), whose unit is unknown.\n"
+            f"{path} has 8 bits or colours (mode {mode}), whose unit is unknown.\n"
             f"  fix: 16-bit PNG files of {_KITTI_FACTOR} times the disparity in pixels, or PFM files."
         )
     return (values / _KITTI_FACTOR).astype(np.float32)
@@ -150,46 +140,39 @@ def read_pfm(path: Path) -> NDArray[np.float32]:
             if header is None:
                 colours = start.startswith(b"PF")
                 kind = "three channels, which are no disparities" if colours else "no header of a PFM file"
-                raise FolderError(f"{CALLER}: cannot read {path}: it has {kind}.")
+                raise FolderError(f"cannot read {path}: it has {kind}.")
             width, height, scale = int(header[1]), int(header[2]), float(header[3])
             held, wanted = os.fstat(file.fileno()).st_size - header.end(), 4 * width * height
             if held != wanted or not wanted:
-                raise FolderError(f"{CALLER}: cannot read {path}: {width}x{height} are {wanted} bytes, it has {held}.")
+                raise FolderError(f"cannot read {path}: {width}x{height} are {wanted} bytes, it has {held}.")
             if scale == 0 or not math.isfinite(scale):
-                raise FolderError(
-                    f"{CALLER}: cannot read {path}: its scale is {scale}, whose sign gives no byte order."
-                )
+                raise FolderError(f"cannot read {path}: its scale is {scale}, whose sign gives no byte order.")
             file.seek(header.end())
             rows = np.frombuffer(file.read(wanted), "<f4" if scale < 0 else ">f4").reshape(height, width)
     except OSError as error:
-        raise FolderError(f"{CALLER}: cannot read {path}: {error.strerror or error}.") from error
+        raise FolderError(f"cannot read {path}: {error.strerror or error}.") from error
     return np.ascontiguousarray(rows[::-1], np.float32)
 
 
-@door(CALLER)
 def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> None:
     """Decode every frame and refuse those that cannot be read or whose files differ in size, in one error."""
-    if check == "never":
-        return
-    note = find_note(root, [path for frame in frames for path in frame[:3] if path is not None])
+    note = Note(root, (path for frame in frames for path in frame[:3] if path is not None))
     fix = "two images and disparities of one size for each pair, rectified."
     check_each(frames, _find_frame_fault, check, note, f"pairs in {root} cannot be read", fix)
 
 
 def _find_frame_fault(frame: Frame) -> str | None:
-    size = {}
+    size: dict[Path, tuple[int, ...]] = {}
     for path in (frame.left, frame.right):
         damaged = find_fault(path)
         if damaged:
             return damaged
-        with warnings.catch_warnings(), Image.open(path) as image:
-            warnings.simplefilter("ignore")
-            size[path] = image.size[::-1]
+        size[path] = read_size(path)
     if frame.disparity is not None:
         try:
             size[frame.disparity] = read_disparity(frame.disparity).shape
         except FolderError as error:
-            return str(error).removeprefix(f"{CALLER}: ").splitlines()[0]
+            return str(error).splitlines()[0]
     for path, own in size.items():
         if own != size[frame.left]:
             return f"{path} is {format_size(own)}, {frame.left} is {format_size(size[frame.left])}"

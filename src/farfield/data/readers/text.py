@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from farfield._refusals import door
 from farfield.data.readers.images import FolderError, list_files, list_some, read_utf8
-
-CALLER = "TextFolder"
 
 
 class TextPiece(NamedTuple):
@@ -34,10 +31,8 @@ class Text(NamedTuple):
         while place < len(lengths) and kept + lengths[place] <= wanted:
             kept += lengths[place]
             place += 1
-        return (
-            self._replace(lines=self.lines[:place]),
-            Text(self.file, self.lines[place:], self.first + place),
-        )
+        rest = Text(self.file, self.lines[place:], self.first + place)
+        return self._replace(lines=self.lines[:place]), rest
 
     def pieces(self, unit: str) -> Iterator[TextPiece]:
         """Yield the lines that are not blank or, with the unit `"documents"`, the documents between blank lines."""
@@ -57,24 +52,23 @@ class Text(NamedTuple):
 
 def _read_texts(folder: Path) -> list[Text]:
     if not folder.is_dir():
-        raise FolderError(f"{CALLER}: there is no folder {folder}.")
+        raise FolderError(f"there is no folder {folder}.")
     paths = [path for path in list_files(folder) if path.suffix.lower() == ".txt"]
     if not paths:
         held = list_some(path.name for path in list_files(folder)) or "nothing"
-        raise FolderError(f"{CALLER}: {folder} has no text files (.txt); it holds {held}.")
+        raise FolderError(f"{folder} has no text files (.txt); it holds {held}.")
     texts, faults = [], []
     for path in paths:
         try:
             texts.append(read_text_file(path))
         except FolderError as error:
-            faults.append(str(error).removeprefix(f"{CALLER}: "))
+            faults.append(str(error))
     if faults:
         shown = list_some(faults, "\n  ")
-        raise FolderError(f"{CALLER}: {len(faults)} of the {len(paths)} files in {folder} cannot be read.\n  {shown}")
+        raise FolderError(f"{len(faults)} of the {len(paths)} files in {folder} cannot be read.\n  {shown}")
     return texts
 
 
-@door(CALLER)
 def read_text_file(path: Path) -> Text:
     """Read a text file."""
     return Text(path, read_utf8(path).splitlines())
@@ -91,13 +85,9 @@ def read_parts(root: Path, share: float) -> dict[str, list[Text]]:
         both = [text.cut(share) for text in _read_texts(root)]
         parts = {"train": [first for first, _ in both], "val": [last for _, last in both]}
     for name, texts in parts.items():
-        _check_not_blank(root, name, texts)
+        if not any(line.strip() for text in texts for line in text.lines):
+            raise FolderError(
+                f"the {name} part of {root} has no text in its {len(texts)} files; "
+                f"fix: longer texts, another val_share, or folders train and val."
+            )
     return parts
-
-
-def _check_not_blank(root: Path, name: str, texts: Sequence[Text]) -> None:
-    if not any(line.strip() for text in texts for line in text.lines):
-        raise FolderError(
-            f"{CALLER}: the {name} part of {root} has no text in its {len(texts)} files; "
-            f"fix: longer texts, another val_share, or folders train and val."
-        )

@@ -11,7 +11,6 @@ import tifffile
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
-from farfield._refusals import door, refusal
 from farfield.data.readers.images import CLUTTER, FolderError, check_names, name_file, refuse
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.file_name import FileName
@@ -42,11 +41,10 @@ def list_stacks(folder: Path) -> list[Path]:
         if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.name.lower() not in CLUTTER
     )
     # Pairs and outputs go by the name without suffix.
-    check_names((path.stem for path in stacks), f"StackPairs: {folder} has several stacks of", "restored stacks")
+    check_names((path.stem for path in stacks), f"{folder} has several stacks of", "restored stacks")
     return stacks
 
 
-@door("StackPairs")
 def list_stack_pairs(folder: Path, sources: Sequence[str], target: str) -> list[PairOfFiles]:
     """List the pairs of a folder: `folder/<source>/<name>.tif` and `folder/<target>/<name>.tif`."""
     truths = {path.stem: path for path in list_stacks(folder / target)}
@@ -58,7 +56,7 @@ def list_stack_pairs(folder: Path, sources: Sequence[str], target: str) -> list[
         if not files or not truths:
             empty = folder / (target if files else source)
             what = "has no TIFF files" if empty.is_dir() else "is not there"
-            raise refusal(FolderError, f"{empty} {what}.\n  fix: {layout}")
+            raise FolderError(f"{empty} {what}.\n  fix: {layout}")
         lonely = [*(files[name] for name in files.keys() - truths.keys())]
         lonely += [truths[name] for name in truths.keys() - files.keys()]
         refuse("files have no counterpart", sorted(lonely), layout)
@@ -77,12 +75,11 @@ def check_depths(*groups: Sequence[Path]) -> None:
         if len(first) > 1:
             listed = "\n  ".join(f"{dtype:8} {path}" for dtype, path in first.items())
             raise FolderError(
-                f"StackPairs: the stacks have different bit depths.\n  {listed}\n"
+                f"the stacks have different bit depths.\n  {listed}\n"
                 "  fix: save all stacks with one bit depth, that of the microscope."
             )
 
 
-@door("StackPairs")
 def open_tiff_file(path: Path) -> tifffile.TiffFile:
     """Open a TIFF file whose first series is whole."""
     with name_file(path):
@@ -97,10 +94,7 @@ def open_tiff_file(path: Path) -> tifffile.TiffFile:
 def open_stack(
     path: Path, spatial_dims: int, axes: str | None = None, channel: int | None = None, *, lazy: bool = False
 ) -> Any:
-    """Open a stack `(z, y, x)` or an image `(y, x)`, unloaded if the file allows that; `axes` None takes the file's.
-
-    One that is compressed is read, or, if `lazy`, read as it is sliced.
-    """
+    """Open a stack `(z, y, x)` or an image `(y, x)`; `axes` None takes the file's, `lazy` as for `open_array`."""
     with open_tiff_file(path) as file:
         shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
     place = _find_channels_axis(shape, letters)
@@ -109,7 +103,7 @@ def open_stack(
         return _keep_axes(open_array(path, lazy), shape, keep, {})
     if not 0 <= channel < shape[place]:
         raise FolderError(
-            f"StackPairs: {path} has {shape[place]} channels, and no channel {channel}.\n"
+            f"{path} has {shape[place]} channels, and no channel {channel}.\n"
             f"  fix: --data.channel, a number from 0 to {shape[place] - 1}."
         )
     left, one = letters[:place] + letters[place + 1 :], (*shape[:place], *shape[place + 1 :])
@@ -137,18 +131,14 @@ def open_stacks(path: Path, number: int, spatial_dims: int) -> NDArray[Any]:
     whole = whole.reshape([side for side in whole.shape if side > 1])
     if whole.ndim != spatial_dims + 1 or len(whole) != number:
         raise FolderError(
-            f"StackPairs: {path} has the size {whole.shape}; {number} stacks are needed, one for each source and the "
+            f"{path} has the size {whole.shape}; {number} stacks are needed, one for each source and the "
             "clean one, which is last."
         )
     return whole
 
 
-@door("StackPairs")
 def open_array(path: Path, lazy: bool = False) -> Any:
-    """Open the first image series of a TIFF file: mapped into memory where it lies in one piece, else read.
-
-    `lazy` reads one that is compressed as it is sliced.
-    """
+    """Open the first series of a TIFF file: mapped into memory if it lies in one piece, else read, if `lazy` later."""
     with open_tiff_file(path) as file:
         series = file.series[0]
         if len(file.series) > 1:
@@ -158,7 +148,7 @@ def open_array(path: Path, lazy: bool = False) -> Any:
                 "  fix: the one that is meant in a file of its own, such as tifffile.imread(path, series=1)."
             )
         if series.dtype.kind not in "uif":
-            raise refusal(FolderError, f"{path} holds {series.dtype}; stacks are grey levels, whole numbers or floats.")
+            raise FolderError(f"{path} holds {series.dtype}; stacks are grey levels, whole numbers or floats.")
         in_one_piece = series.dataoffset is not None
     with name_file(path):
         if lazy and not in_one_piece:
@@ -204,7 +194,7 @@ def _find_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, t
     if len(axes) != len(shape) or len(set(axes) - set(_UNNAMED)) != len(
         [axis for axis in axes if axis not in _UNNAMED]
     ):
-        raise FolderError(f'StackPairs: {path} has the size {tuple(shape)}, but the axes "{axes}".\n  {fix}')
+        raise FolderError(f'{path} has the size {tuple(shape)}, but the axes "{axes}".\n  {fix}')
     many = [place for place, side in enumerate(shape) if side > 1 or axes[place] in wanted]
     named = "".join(axes[place] for place in many)
     # An unnamed first axis can only be z.
@@ -212,27 +202,25 @@ def _find_axes(path: Path, shape: Sequence[int], axes: str, spatial_dims: int, t
         named = "Z" + named[1:]
     if spatial_dims == 3 and named == "YX":
         fix = 'fix: for images, --data.patch "[64,64]" and --model.network.spatial_dims 2.'
-        raise FolderError(f"StackPairs: {path} is an image {tuple(shape)}, not a stack.\n  {fix}")
+        raise FolderError(f"{path} is an image {tuple(shape)}, not a stack.\n  {fix}")
     if named != wanted:
-        raise FolderError(f'StackPairs: {path} has the axes "{axes}" {tuple(shape)}, which are not {wanted}.\n  {fix}')
+        raise FolderError(f'{path} has the axes "{axes}" {tuple(shape)}, which are not {wanted}.\n  {fix}')
     return many
 
 
 def check_stack_values(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
     """Return a stack unchanged, if its values are finite and differ; warn if many positions are saturated."""
     if not stack.size:
-        raise FolderError(f"StackPairs: {path}: it has no positions, its size is {stack.shape}.")
+        raise FolderError(f"{path}: it has no positions, its size is {stack.shape}.")
     if stack.dtype.kind == "f" and not np.isfinite(stack).all():
         faults = int((~np.isfinite(stack)).sum())
         raise FolderError(
-            f"StackPairs: {path}: {faults} of {stack.size} positions are no numbers (NaN or infinite).\n"
+            f"{path}: {faults} of {stack.size} positions are no numbers (NaN or infinite).\n"
             "  fix: crop the stack, or replace them, e.g. numpy.nan_to_num."
         )
     largest = stack.max()
     if stack.min() == largest:
-        raise FolderError(
-            f"StackPairs: {path}: all positions are {largest:g}; nothing can be learned from a constant stack."
-        )
+        raise FolderError(f"{path}: all positions are {largest:g}; nothing can be learned from a constant stack.")
     if stack.dtype.kind == "u" and largest == np.iinfo(stack.dtype).max:
         share = float((stack == largest).mean())
         if share > _SATURATED:
@@ -240,22 +228,20 @@ def check_stack_values(path: Path | str, stack: NDArray[Any]) -> NDArray[Any]:
     return stack
 
 
-@door("StackPairs")
 def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Read CARE's training data, sources `(samples, 1, z, y, x)` and targets, of one plane `(samples, 1, y, x)`."""
     with name_file(path), np.load(path, allow_pickle=False) as file:
         missing = [name for name in ("X", "Y", "axes") if name not in file]
         if missing:
-            raise refusal(FolderError, f"{path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
+            raise FolderError(f"{path} lacks {', '.join(missing)}; it has {', '.join(file.files)}.")
         source, target, axes = file["X"], file["Y"], str(file["axes"])
     for name, part in (("X", source), ("Y", target)):
         if part.dtype.kind not in "uif":
-            raise refusal(FolderError, f"{path}: {name} holds {part.dtype}; patches are whole numbers or floats.")
+            raise FolderError(f"{path}: {name} holds {part.dtype}; patches are whole numbers or floats.")
     wanted = "SC" + "ZYX"[-spatial_dims:]
     if sorted(axes) != sorted(wanted) or len(axes) != source.ndim or source.ndim != target.ndim:
-        raise refusal(
-            FolderError,
-            f'{path} has the axes "{axes}" for X {source.shape} and Y {target.shape}; they must be {wanted}.',
+        raise FolderError(
+            f'{path} has the axes "{axes}" for X {source.shape} and Y {target.shape}; they must be {wanted}.'
         )
     order = [axes.index(axis) for axis in wanted]
     source, target = source.transpose(order), target.transpose(order)
@@ -265,7 +251,7 @@ def load_npz(path: Path, spatial_dims: int) -> tuple[NDArray[np.float32], NDArra
         or target.shape[1] != 1
         or source.shape[2 + projected :] != target.shape[2 + projected :]
     ):
-        raise refusal(FolderError, f"{path}: X {source.shape} and Y {target.shape} are not pairs of one channel.")
+        raise FolderError(f"{path}: X {source.shape} and Y {target.shape} are not pairs of one channel.")
     source, target = (_normalise_patches(f"{path}: {name}", part) for name, part in (("X", source), ("Y", target)))
     return source, target[:, :, 0] if projected else target
 
@@ -278,5 +264,5 @@ def _normalise_patches(name: str, patches: NDArray[Any]) -> NDArray[np.float32]:
         return np.asarray(patches, np.float32)
     low, high = np.percentile(patches, (2, 99.8))
     if high <= low:
-        raise FolderError(f"StackPairs: {name}: the percentiles 2 and 99.8 are both {low:g}; nothing to normalise by.")
+        raise FolderError(f"{name}: the percentiles 2 and 99.8 are both {low:g}; nothing to normalise by.")
     return ((patches - low) / (high - low)).astype(np.float32)

@@ -51,10 +51,10 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
         if channel is not None and "C" in volume.metadata.axes:
             volume = take_channels(path, volume, channel)
     except ValueError as error:
-        raise FolderError(f"StackPairs: {str(error).removeprefix('open_volume: ')}") from error
+        raise FolderError(str(error).removeprefix("open_volume: ")) from error
     named = volume.metadata.axes
     several = isinstance(channel, Sequence) and len(channel) > 1
     if len(volume.shape) != spatial_dims + several or (named.strip("Q") and not named.endswith(wanted)):
         fix = f"fix: --data.channel, for a file of several channels; or a file of one stack with the axes {wanted}."
-        raise FolderError(f'StackPairs: {path} has the axes "{named}" {volume.shape}.\n  {fix}')
+        raise FolderError(f'{path} has the axes "{named}" {volume.shape}.\n  {fix}')
     return volume

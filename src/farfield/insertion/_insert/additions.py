@@ -7,7 +7,7 @@ it as its last element.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -39,8 +39,7 @@ class Entries(nn.ModuleDict):
     def forward(self, outputs: Any) -> Any:
         """Return a copy of the outputs with the chosen entries replaced; the host's own container is not modified."""
         for name, module in self.items():
-            key = key_of(outputs, name)
-            outputs = with_entry(outputs, key, module(outputs[key]))
+            outputs = change_entry(outputs, name, module)
         return outputs
 
 
@@ -63,6 +62,14 @@ def key_of(outputs: Any, entry: str) -> Any:
 def grid_of(outputs: Any, entry: str | None) -> Any:
     """Return the part of a host's outputs that its addition receives."""
     return outputs if entry is None else outputs[key_of(outputs, entry)]
+
+
+def change_entry(outputs: Any, entry: str | None, change: Callable[[Any], Any]) -> Any:
+    """Return the outputs of a module with one entry changed, or all of it; the module's own are not modified."""
+    if entry is None:
+        return change(outputs)
+    key = key_of(outputs, entry)
+    return with_entry(outputs, key, change(outputs[key]))
 
 
 def with_entry(outputs: Any, key: Any, grid: Tensor) -> Any:
@@ -164,10 +171,9 @@ class Watch:
             if now is None or not _are_one(now._modules.get(CHILD), host._modules[CHILD]):
                 old = type(host).__name__
                 kinds = f"its {old} was removed" if now is None else f"{type(now).__name__} has replaced its {old}"
-                raise RuntimeError(
-                    f"insert: {path} in {type(module).__name__} has lost its addition: {kinds}.\n"
-                    f"  fix: remove() the addition, fuse or replace the layer, then insert() again."
-                )
+                problem = f"{path} in {type(module).__name__} has lost its addition: {kinds}"
+                fix = "remove() the addition, fuse or replace the layer, then insert() again."
+                raise RuntimeError(f"insert: {problem}.\n  fix: {fix}")
             # `convert_sync_batchnorm` replaces a layer by another with its children but without its hooks.
             if CHILD not in _hooks(now):
                 _hang(now)

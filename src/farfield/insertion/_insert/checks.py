@@ -78,21 +78,17 @@ def check_types(model: Any, where: Any, make: Any) -> None:
         fix = call if path is None else f'its path, "{path}"'
         raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {fix}.")
     if make is GridAttention:
-        raise TypeError(
-            "insert: make must be a function of the channels alone, and GridAttention takes an operator too; "
-            'fix: lambda channels: GridAttention(channels, "factorized_gaussian", project="qkvo", residual=True).'
-        )
+        fix = 'lambda channels: GridAttention(channels, "factorized_gaussian", project="qkvo", residual=True).'
+        problem = "make must be a function of the channels alone, and GridAttention takes an operator too"
+        raise TypeError(f"insert: {problem}; fix: {fix}")
     if isinstance(make, nn.Module) or not callable(make):
-        got, fix = (
-            f"{make!r:.60}",
-            f"GridAttention(channels, {repr(make) if isinstance(make, str) else '…'}, residual=True)",
-        )
+        operator = repr(make) if isinstance(make, str) else "…"
+        got, fix = f"{make!r:.60}", f"GridAttention(channels, {operator}, residual=True)"
         if isinstance(make, nn.Module):
             operator = f'"{make.operator_name}"' if isinstance(make, GridAttention) else "…"
             got, fix = f"a module, {type(make).__name__}", f"{type(make).__name__}(channels, {operator})"
-        raise TypeError(
-            f"insert: make must be a function from channels to a new module, got {got}; fix: lambda channels: {fix}."
-        )
+        problem = f"make must be a function from channels to a new module, got {got}"
+        raise TypeError(f"insert: {problem}; fix: lambda channels: {fix}.")
 
 
 def check_free(caller: str, model: nn.Module, place: Place) -> None:
@@ -100,20 +96,17 @@ def check_free(caller: str, model: nn.Module, place: Place) -> None:
     check_open(caller, model, place.path)
     host = model.get_submodule(place.path)
     added = places_of(place.path, host)
+    where = place.path or "the model"
     if hasattr(host, CHILD) and not added:
-        raise ValueError(
-            f'insert: {place.path or "the model"} already has an attribute "{CHILD}", the name under which insert '
-            f"would add its module; fix: insert at another module, or rename that attribute."
-        )
+        problem = f'{where} already has an attribute "{CHILD}", the name under which insert would add its module'
+        raise ValueError(f"insert: {problem}; fix: insert at another module, or rename that attribute.")
     # Entries of one host have additions independently of each other; a whole output has one.
     if added and (place in added or place.entry is None or added[0].entry is None):
         there = place if place in added else added[0]
         raise ValueError(f'insert: {place.label} has an addition already; fix: remove(model, "{there}") first.')
     if place.entry is not None and ("." in place.entry or hasattr(Entries, place.entry)):
-        raise ValueError(
-            f'insert: entry "{place.entry}" of {place.path or "the model"} cannot be the name of a module; '
-            f"fix: insert at the module that computes it, or rename the entry."
-        )
+        fix = "insert at the module that computes it, or rename the entry."
+        raise ValueError(f'insert: entry "{place.entry}" of {where} cannot be the name of a module; fix: {fix}')
 
 
 def record_places(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
@@ -128,15 +121,14 @@ def record_places(model: nn.Module, places: Iterable[Place], example: Any) -> Se
         if not calls:
             inside = [child for child in _list_children(model, path) if seen.calls[child]] + [parent] * bool(parent)
             whole = [child for child in _list_children(model, "") if seen.calls[child]]
-            raise ValueError(
-                f"insert: {path} is never called with this example, in eval; its weights may be read without a call."
-                f"\n  fix: insert at a module that runs: {', '.join(inside or whole)}."
-            )
+            problem = f"{path} is never called with this example, in eval; its weights may be read without a call"
+            fix = f"insert at a module that runs: {', '.join(inside or whole)}."
+            raise ValueError(f"insert: {problem}.\n  fix: {fix}")
         if not seen.is_called_once(path):
+            problem = f"{path} is called {_times(calls)} while {around} is called {_times(seen.calls[parent])}"
+            fix = f"insert at {around}, or at a module that it calls once."
             raise ValueError(
-                f"insert: {path} is called {_times(calls)} while {around} is called {_times(seen.calls[parent])}, "
-                f"and one addition would change the output of every call.\n  fix: insert at {around}, or at a "
-                f"module that it calls once."
+                f"insert: {problem}, and one addition would change the output of every call.\n  fix: {fix}"
             )
     return seen
 
@@ -167,19 +159,16 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     except LookupError:
         raise unknown(f"entry of {path}", place.entry, entries(outputs)) from None
     if not is_floating(grid):
+        problem = f"{place.label} must return a grid of floats, got {describe_value(grid)}"
         fix = _fix_text(_find_alternatives(model, place, seen, example))
-        raise TypeError(
-            f"insert: {place.label} must return a grid of floats, got {describe_value(grid)}.\n  fix: {fix}."
-        )
+        raise TypeError(f"insert: {problem}.\n  fix: {fix}.")
     if grid.dim() < 3:
-        raise ShapeError(
-            f"insert: {place.label} returns {tuple(grid.shape)}, which has no spatial dims to attend over.\n"
-            f"  fix: insert before the layer that removes them, pooling or flattening for example."
-        )
+        problem = f"{place.label} returns {tuple(grid.shape)}, which has no spatial dims to attend over"
+        fix = "insert before the layer that removes them, pooling or flattening for example."
+        raise ShapeError(f"insert: {problem}.\n  fix: {fix}")
     if _has_batch_second(model, place, grid):
-        raise ValueError(
-            f"insert: {place.label} has the batch as its second dimension; fix: build the model with batch_first=True."
-        )
+        problem = f"{place.label} has the batch as its second dimension"
+        raise ValueError(f"insert: {problem}; fix: build the model with batch_first=True.")
     return grid
 
 
@@ -203,50 +192,45 @@ def _has_batch_second(model: nn.Module, place: Place, grid: Tensor) -> bool:
 def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere, example: Any) -> None:
     """Refuse a place whose first dimension is not the batch: an addition there would not see a whole sample."""
     shape = tuple(grid_of(seen.outputs[place.path], place.entry).shape)
+    returned = f"insert: {place.label} returns {shape}"
     if changes(shape, elsewhere.batches):
-        raise ShapeError(
-            f"insert: {place.label} returns {shape}, and {elsewhere.batches[0]} for twice the batch, which may change "
-            f"only the first dimension.\n  fix: set batch_first=True in the model, or insert where the batch is first."
-        )
+        problem = f"{elsewhere.batches[0]} for twice the batch, which may change only the first dimension"
+        fix = "set batch_first=True in the model, or insert where the batch is first."
+        raise ShapeError(f"{returned}, and {problem}.\n  fix: {fix}")
     if elsewhere.keeps_batch(shape, example):
         return
     batch, others = batches(example), [other for other in elsewhere.sizes if other[0] != shape[0]]
     at_another_size = f" and {others[0]} at another input size" if others and shape[0] in batch else ""
+    fix = _fix_text(_find_alternatives(model, place, seen, example))
     raise ShapeError(
-        f"insert: {place.label} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}: "
-        f"its first dimension is not the batch but parts of it, windows for example, and an addition would attend "
-        f"within each part alone.\n  fix: {_fix_text(_find_alternatives(model, place, seen, example))}."
+        f"{returned} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}: its first dimension is not "
+        f"the batch but parts of it, windows for example, and an addition would attend within each part alone.\n"
+        f"  fix: {fix}."
     )
 
 
 def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, example: Any) -> None:
     """Run with the additions in place: each must be called as often as its host, keep the shape and have an effect."""
-    children = {place: child_of(place) for place in grids}
+    children, undone = {place: child_of(place) for place in grids}, "so all additions were taken out again"
     try:
         seen = probe(model, example, ["", *children.values(), *(place.path for place in grids)])
     except Exception as error:
         for place, grid in grids.items():
             _check_runs(place, model.get_submodule(children[place]), grid)
-        raise ValueError(
-            f"insert: {type(model).__name__} fails with {', '.join(place.label for place in grids)} in place, so all "
-            f"additions were taken out again: {describe_error(error)}\n  fix: {_AROUND}"
-        ) from error
+        problem = f"{type(model).__name__} fails with {', '.join(place.label for place in grids)} in place"
+        raise ValueError(f"insert: {problem}, {undone}: {describe_error(error)}\n  fix: {_AROUND}") from error
     for place, grid in grids.items():
         calls, host_calls = seen.calls[children[place]], seen.calls[place.path]
         if calls != host_calls or not calls:
-            raise ValueError(
-                f"insert: {place.label} was called {_times(host_calls)} and its addition {_times(calls)}, so all "
-                f"additions were taken out again.\n  fix: {_AROUND}"
-            )
+            problem = f"{place.label} was called {_times(host_calls)} and its addition {_times(calls)}"
+            raise ValueError(f"insert: {problem}, {undone}.\n  fix: {_AROUND}")
         _check_kept(place, grid, seen.outputs[children[place]])
     effects = Effects(model, example, seen.outputs[""])
     for place, grid in grids.items():
         if not (grid.is_meta or effects.reaches(place, Place(children[place]))):
-            raise ValueError(
-                f"insert: {place.label} has no effect: whatever its addition returns, {type(model).__name__} returns "
-                f"the same for this example, so all additions were taken out again.\n"
-                f"  fix: {_fix_text(_find_alternatives(model, place, before, example))}."
-            )
+            same = f"whatever its addition returns, {type(model).__name__} returns the same for this example"
+            fix = _fix_text(_find_alternatives(model, place, before, example))
+            raise ValueError(f"insert: {place.label} has no effect: {same}, {undone}.\n  fix: {fix}.")
 
 
 def _check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
@@ -255,30 +239,25 @@ def _check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
         with torch.no_grad():
             addition(grid)
     except Exception as error:
+        problem = f"the addition at {place.label} fails on its grid {tuple(grid.shape)}"
+        fix = "make must return a module from one grid to one of the same shape, with as many channels as its argument."
         raise ValueError(
-            f"insert: the addition at {place.label} fails on its grid {tuple(grid.shape)}, so all additions were taken "
-            f"out again: {describe_error(error)}\n  fix: make must return a module from one grid to one of the same "
-            f"shape, with as many channels as its argument."
+            f"insert: {problem}, so all additions were taken out again: {describe_error(error)}\n  fix: {fix}"
         ) from error
 
 
 def _check_kept(place: Place, grid: Tensor, output: Any) -> None:
     """Refuse an addition that does not return one grid of the shape, dtype and device of its input."""
+    it = f"insert: the addition at {place.label}"
     if not isinstance(output, Tensor):
-        raise TypeError(f"insert: the addition at {place.label} must return a tensor, got {type(output).__name__}.")
+        raise TypeError(f"{it} must return a tensor, got {type(output).__name__}.")
     if output.shape != grid.shape:
-        raise ShapeError(
-            f"insert: the addition at {place.label} must keep the shape {tuple(grid.shape)}, got {tuple(output.shape)}."
-        )
+        raise ShapeError(f"{it} must keep the shape {tuple(grid.shape)}, got {tuple(output.shape)}.")
     if (output.dtype, output.device) != (grid.dtype, grid.device):
-        raise TypeError(
-            f"insert: the addition at {place.label} must keep {grid.dtype} on {grid.device}, got {output.dtype} on "
-            f"{output.device}."
-        )
+        kept, got = (f"{each.dtype} on {each.device}" for each in (grid, output))
+        raise TypeError(f"{it} must keep {kept}, got {got}.")
     if not grid.is_meta and torch.isfinite(grid).all() and not torch.isfinite(output).all():
-        raise ValueError(
-            f"insert: the addition at {place.label} returns non-finite numbers for finite {grid.dtype} inputs."
-        )
+        raise ValueError(f"{it} returns non-finite numbers for finite {grid.dtype} inputs.")
 
 
 def _find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:

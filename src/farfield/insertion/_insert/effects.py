@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farfield.insertion._insert.additions import key_of, with_entry
+from farfield.insertion._insert.additions import change_entry, with_entry
 from farfield.insertion._insert.layout import is_floating, map_tensors
 from farfield.insertion._insert.probe import probe
 from farfield.insertion._places import Place
@@ -26,7 +26,7 @@ class Effects:
     def reaches(self, place: Place, module: Place | None = None) -> bool:
         """Whether the model's output changes when the output of a place, or of the module added to it, changes."""
         path, entry = module or place
-        if self.moves(path, partial(_disturb_entry, entry=entry)):
+        if self.moves(path, partial(change_entry, entry=entry)):
             return True
         # A detector may discard everything that depends on the place: then the output of the first module that depends
         # on it and does more than pass the grid on is changed. If the model detects nothing at all, such a module is
@@ -39,7 +39,7 @@ class Effects:
             disturbed.append(add_noise(grid))
             return disturbed[-1]
 
-        change = {path: partial(_disturb_entry, entry=entry, disturb=disturb)}
+        change = {path: partial(change_entry, entry=entry, change=disturb)}
         after = probe(self.model, self.example, others, change=change).outputs
         taker = next((other for other in before if _is_taken(before[other], after.get(other), disturbed)), None)
         if taker is None:
@@ -52,7 +52,7 @@ class Effects:
         # Noise, and NaN, which no small factor and no saturation hides.
         for disturb in (add_noise, partial(torch.full_like, fill_value=torch.nan)):
             try:
-                after = probe(self.model, self.example, [""], change={path: partial(change, disturb=disturb)})
+                after = probe(self.model, self.example, [""], change={path: partial(change, change=disturb)})
             except Exception:  # noqa: BLE001
                 return True
             if not _are_equal(self.outputs, after.outputs[""]):
@@ -73,7 +73,7 @@ def linked(model: nn.Module, example: Any, places: list[Place]) -> set[Place]:
 
     def mark_entries(outputs: Any, path: str) -> Any:
         for place in (place for place in places if place.path == path):
-            outputs = _disturb_entry(outputs, place.entry, partial(mark, place=place))
+            outputs = change_entry(outputs, place.entry, partial(mark, place=place))
         return outputs
 
     change = {place.path: partial(mark_entries, path=place.path) for place in places}
@@ -106,20 +106,12 @@ def _related(path: str, place: str) -> bool:
     return not path or not place or f"{place}.".startswith(f"{path}.") or f"{path}.".startswith(f"{place}.")
 
 
-def _disturb_entry(outputs: Any, entry: str | None, disturb: Callable[[Tensor], Tensor]) -> Any:
-    """Return the outputs of a module with one grid disturbed."""
-    if entry is None:
-        return disturb(outputs)
-    key = key_of(outputs, entry)
-    return with_entry(outputs, key, disturb(outputs[key]))
-
-
-def _disturb_all(outputs: Any, disturb: Callable[[Tensor], Tensor]) -> Any:
+def _disturb_all(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the outputs of a module with all floating-point tensors disturbed."""
     if isinstance(outputs, Mapping | tuple | list):
         for key in outputs if isinstance(outputs, Mapping) else range(len(outputs)):
-            outputs = with_entry(outputs, key, _disturb_all(outputs[key], disturb))
-    return disturb(outputs) if is_floating(outputs) else outputs
+            outputs = with_entry(outputs, key, _disturb_all(outputs[key], change))
+    return change(outputs) if is_floating(outputs) else outputs
 
 
 def add_noise(grid: Tensor) -> Tensor:

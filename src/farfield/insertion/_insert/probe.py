@@ -87,18 +87,14 @@ def run_example(model: nn.Module, paths: Iterable[str], example: Any) -> Seen:
         raise refusal(ValueError, f"{type(model).__name__} cannot be run for inspection: {error}") from error
     except Exception as error:
         weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
-        raise refusal(
-            ValueError,
-            f"{type(model).__name__} refuses example {describe_value(example)}: {describe_error(error)}\n"
-            f"  its weights are {weights}.\n  fix: {_fix_of_example(model, example)}",
-        ) from error
+        problem = f"{type(model).__name__} refuses example {describe_value(example)}: {describe_error(error)}"
+        fix = _fix_of_example(model, example)
+        raise refusal(ValueError, f"{problem}\n  its weights are {weights}.\n  fix: {fix}") from error
     _check_has_batch(model, example)
     if not tensors(seen.outputs[""]):
-        raise refusal(
-            ValueError,
-            f"{type(model).__name__} returns no tensor for this example, so the effect of an addition cannot "
-            f"be checked.\n  fix: an example, or a configuration of the model, for which it returns one.",
-        )
+        problem = "returns no tensor for this example, so the effect of an addition cannot be checked"
+        fix = "an example, or a configuration of the model, for which it returns one."
+        raise refusal(ValueError, f"{type(model).__name__} {problem}.\n  fix: {fix}")
     return seen
 
 
@@ -117,11 +113,9 @@ def _check_has_batch(model: nn.Module, example: Any) -> None:
         return
     if example.dim() != first.weight.dim() - 1 or len(example) != first.in_channels or not _takes(model, example[None]):
         return
-    raise refusal(
-        ValueError,
-        f"example {tuple(example.shape)} has no batch: it is one sample of the {first.in_channels} "
-        f"channels of the first convolution.\n  fix: add the batch, example[None].",
-    )
+    problem = f"it is one sample of the {first.in_channels} channels of the first convolution"
+    fix = "add the batch, example[None]."
+    raise refusal(ValueError, f"example {tuple(example.shape)} has no batch: {problem}.\n  fix: {fix}")
 
 
 def _fix_of_example(model: nn.Module, example: Any) -> str:

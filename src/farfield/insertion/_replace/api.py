@@ -131,10 +131,8 @@ def _check_supported(model: nn.Module, path: str, module: nn.Module) -> None:
     elif isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
         reason = "adds keys and values of its own (add_bias_kv, add_zero_attn)"
     if reason is not None:
-        raise ValueError(
-            f"{CALLER}: {path} ({type(module).__name__}) {reason}; fix: leave it out by where= with the paths of "
-            f"other layers, of an encoder or a vision tower."
-        )
+        fix = "leave it out by where= with the paths of other layers, of an encoder or a vision tower."
+        raise ValueError(f"{CALLER}: {path} ({type(module).__name__}) {reason}; fix: {fix}")
 
 
 def _rotary_warning(name: str, rotary: list[str]) -> str:

@@ -47,10 +47,9 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
     chosen: dict[str, nn.Module] = {}
     patterns = [where or ""] if where is None or isinstance(where, str) else where
     if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(
-            f"{CALLER}: where must be a path of a module or several, got {type(where).__name__}; "
-            f'fix: where="{next((name for name, _ in model.named_children()), "")}", for example.'
-        )
+        problem = f"where must be a path of a module or several, got {type(where).__name__}"
+        first = next((name for name, _ in model.named_children()), "")
+        raise TypeError(f'{CALLER}: {problem}; fix: where="{first}", for example.')
     for pattern in patterns:
         places = list(matching(model, pattern))
         if not places:
@@ -60,10 +59,9 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
             known |= {".".join(filter(None, (place, path))): module for path, module in known_attention(root).items()}
         others = other_attention(model, [place for place, _ in places], list(known))
         if others and known:
-            raise ValueError(
-                f"{CALLER}: {type(model).__name__} also has attention that is not supported: {others}; "
-                f"fix: where= with the paths of the layers to replace, e.g. {next(iter(known))}."
-            )
+            problem = f"{type(model).__name__} also has attention that is not supported: {others}"
+            fix = f"where= with the paths of the layers to replace, e.g. {next(iter(known))}."
+            raise ValueError(f"{CALLER}: {problem}; fix: {fix}")
         if not known:
             raise LookupError(
                 f"{CALLER}: {type(model).__name__} has no supported attention{f' at {pattern}' if pattern else ''}"

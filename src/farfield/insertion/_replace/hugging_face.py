@@ -86,10 +86,9 @@ def _attend_tokens_of_model(
     caller = f"farfield_{name} in {type(module).__name__}"
     for option, given in options.items():
         if option not in _IGNORED and given is not None and given is not False:
-            raise ValueError(
-                f"{caller}: this model calls its attention with {option}=…, which {name} does not support; "
-                f"fix: replace other layers only, replace_attention(…, where=…), or take a model without {option}."
-            )
+            problem = f"this model calls its attention with {option}=…, which {name} does not support"
+            fix = f"replace other layers only, replace_attention(…, where=…), or take a model without {option}."
+            raise ValueError(f"{caller}: {problem}; fix: {fix}")
     # As in transformers: the is_causal of the call, or a mask of pairs, takes precedence over the module's is_causal.
     causal = options.get("is_causal")
     if causal is None:
@@ -120,10 +119,9 @@ def _make_mask(
 
     if mask_function is not bidirectional_mask_function:
         kind = getattr(mask_function, "__qualname__", "a function of pairs").partition(".")[0]
-        raise ValueError(
-            f"{implementation}: the model requests a mask of pairs ({kind}), but all queries share one summary; "
-            f"fix: take an encoder or a vision tower, or choose its layers by replace_attention(…, where=…)."
-        )
+        problem = f"the model requests a mask of pairs ({kind}), but all queries share one summary"
+        fix = "take an encoder or a vision tower, or choose its layers by replace_attention(…, where=…)."
+        raise ValueError(f"{implementation}: {problem}; fix: {fix}")
     return None if attention_mask is None else attention_mask[:, None, None, kv_offset : kv_offset + kv_length].bool()
 
 

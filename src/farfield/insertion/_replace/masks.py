@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from farfield._checks import shape_error, unknown
+from farfield._checks import shape_error
 from farfield._refusals import refusal
 from farfield.ops.grid import ALL
-from farfield.ops.table import OPERATORS, Operator, find_name
+from farfield.ops.table import OPERATORS, Operator, look_up_operator
 
 # Largest value of an additive mask at a masked position: BERT's first masks had -10,000, current ones have the dtype's
 # minimum or -inf.
@@ -21,18 +21,13 @@ _MASKED = -1e4
 
 def resolve_operator(operator: str | Operator) -> tuple[str, Operator]:
     """Return an operator and its name, "custom" for a user's own; refuse one that does not work on tokens."""
-    if isinstance(operator, str):
-        if operator not in OPERATORS:
-            raise unknown("operator", operator, OPERATORS)
-        name, operator = operator, OPERATORS[operator]
-    elif not isinstance(operator, Operator):
+    if not isinstance(operator, str | Operator):
         raise refusal(
             TypeError,
             f"operator must be a name of ops.OPERATORS or an ops.Operator, got {type(operator).__name__}; "
             f'fix: "factorized_gaussian", for example.',
         )
-    else:
-        name = find_name(operator) or "custom"
+    name, operator = look_up_operator(operator)
     reason = find_obstacle(operator)
     if reason is not None:
         given = f'"{name}"' if name in OPERATORS else "operator"
@@ -45,15 +40,11 @@ def find_obstacle(operator: Operator) -> str | None:
     if operator.score == "learned":
         return "has a learned vector, which no host has; fix: take siamese_ones, which has none"
     if not (operator.keys_from.side_by_side and operator.queries_from.side_by_side):
-        return (
-            "averages along axes, and tokens have one axis, so it is softmax on them; "
-            "fix: take factorized_gaussian or softmax"
-        )
+        problem = "averages along axes, and tokens have one axis, so it is softmax on them"
+        return f"{problem}; fix: take factorized_gaussian or softmax"
     if operator.keys_from != ALL or operator.queries_from != ALL:
-        return (
-            "pools neighbours of a grid, but tokens (such as a class token) are not neighbours; "
-            "fix: take factorized_gaussian"
-        )
+        problem = "pools neighbours of a grid, but tokens (such as a class token) are not neighbours"
+        return f"{problem}; fix: take factorized_gaussian"
     return None
 
 
@@ -64,9 +55,8 @@ def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise refusal(
-            TypeError, f"a mask must be boolean or additive (floating point), got {kind}; fix: pass one of these."
-        )
+        problem = f"a mask must be boolean or additive (floating point), got {kind}"
+        raise refusal(TypeError, f"{problem}; fix: pass one of these.")
     if mask.shape[-1] != key.shape[2] or mask.shape[0] not in (1, key.shape[0]):
         fix = f"one value per key: {key.shape[2]} in the last dimension, and a batch of 1 or {key.shape[0]}."
         raise shape_error("the mask must have the batch and the positions of the keys.", fix, mask=mask, key=key)
@@ -78,11 +68,9 @@ def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
         positions = valid.flatten(1, 2).any(1)[:, None, None]
         # A query that attends to nothing is padding, as in masks made of pairs of valid positions.
         if ((valid != positions) & valid.any(-1, keepdim=True)).any():
-            raise refusal(
-                ValueError,
-                "the mask differs between queries or heads (causal, windowed, packed), but all queries "
-                "share one summary; fix: mask padding only, or leave this layer out by where=.",
-            )
+            problem = "the mask differs between queries or heads (causal, windowed, packed)"
+            fix = "mask padding only, or leave this layer out by where=."
+            raise refusal(ValueError, f"{problem}, but all queries share one summary; fix: {fix}")
         valid = positions
     return valid.expand(key.shape[0], 1, 1, -1)
 
@@ -91,18 +79,14 @@ def _unbiased(mask: Tensor) -> Tensor:
     """Convert an additive mask to a boolean one; refuse one that adds a bias."""
     valid = mask == 0
     if mask.requires_grad or not (valid | (mask <= _MASKED)).all():
-        raise refusal(
-            ValueError,
-            "the mask adds a bias to the products of queries and keys (relative positions, ALiBi), and "
-            "there are no such products; fix: leave this layer out by where=, or take a model without the bias.",
-        )
+        problem = "the mask adds a bias to the products of queries and keys (relative positions, ALiBi)"
+        fix = "leave this layer out by where=, or take a model without the bias."
+        raise refusal(ValueError, f"{problem}, and there are no such products; fix: {fix}")
     return valid
 
 
 def causal_error() -> ValueError:
     """Return the error for causal attention."""
-    return refusal(
-        ValueError,
-        "in causal attention each query attends only to the positions before it, but all queries share one "
-        "summary; fix: leave this layer out by where=, and take an encoder or a vision tower.",
-    )
+    problem = "each query attends only to the positions before it, but all queries share one summary"
+    fix = "leave this layer out by where=, and take an encoder or a vision tower."
+    return refusal(ValueError, f"in causal attention {problem}; fix: {fix}")

@@ -42,10 +42,9 @@ class TorchAttention(nn.MultiheadAttention):
         """
         caller = f"nn.MultiheadAttention replaced by {self.operator_name}"
         if query.is_nested or key.is_nested or value.is_nested:
-            raise TypeError(
-                f"{caller}: nested tensors are not supported; fix: encoder.use_nested_tensor = False in the "
-                f"TransformerEncoder around it, or a padded tensor and its key_padding_mask."
-            )
+            fix = "encoder.use_nested_tensor = False in the TransformerEncoder around it"
+            padded = "a padded tensor and its key_padding_mask"
+            raise TypeError(f"{caller}: nested tensors are not supported; fix: {fix}, or {padded}.")
         if is_causal:
             raise put_name(caller, causal_error())
         batched = query.dim() == 3

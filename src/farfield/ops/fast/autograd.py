@@ -27,8 +27,6 @@ from farfield.ops.fast.steps import (
     project_slots,
     respond_by,
     select_queries,
-    split_gradients,
-    stack_projections,
 )
 from farfield.ops.fast.steps import project as project_by_kernel
 from farfield.ops.function import accelerate
@@ -40,15 +38,12 @@ from farfield.ops.summary import WIDENED, sum_over_positions, summarize
 from farfield.ops.table import Operator
 
 
-# ---- the equations ---------------------------------------------------------------------------------------------------
-def _plain_sums(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
+# ---- projecting and summarizing --------------------------------------------------------------------------------------
+def _plain_sums(
+    plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | None, bias: Tensor | None
+) -> tuple[Any, ...]:
     """Return the queries of positions `(b, c, n)`, and the values, weights, count and peak of their summary."""
-    return _sum_rows(plan, positions, valid, project(positions, stack_projections(*_pair_projections(projections))))
-
-
-def _pair_projections(parts: Sequence[Tensor | None]) -> tuple[Projection, Projection]:
-    """Return the projections of keys and of queries."""
-    return Projection(*parts[:2]), Projection(*parts[2:])
+    return _sum_rows(plan, positions, valid, project(positions, Projection(matrix, bias)))
 
 
 def _sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> tuple[Any, ...]:
@@ -60,34 +55,10 @@ def _sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> 
     return select_queries(plan, rows), *summary[:3], summary.peak
 
 
-# ---- the same with a backward pass that keeps the positions ----------------------------------------------------------
-def project_and_summarize(
-    plan: RowPlan, positions: Tensor, valid: Tensor, key: Projection, query: Projection
-) -> tuple[Tensor | None, Summary]:
-    """Return the queries `(b, h, d, n)` of positions, or None, and the summary; `query` if it is no `key`."""
-    # Of large tensors, the positions alone are kept for the backward pass.
-    queries, values, weights, count, peak, _ = _project_and_sum(plan, positions, valid, *key, *query)
-    return queries, Summary(values, weights, count, None, peak, False, plan.complete)
-
-
-def respond_from(
-    plan: ResponsePlan,
-    positions: Tensor,
-    projection: Projection,
-    query: Tensor,
-    summary: Summary,
-    matrix: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Return `(b, 1, p, m)` with a matrix `(h, p, c)` of responses, else `(b, h, c, m)`, as positions lie in memory."""
-    # Kept for the backward pass are the positions, the summary, and queries of few channels.
-    parts = (summary.values, summary.weights, summary.count, summary.peak)
-    return cast(Tensor, _respond(plan, positions, *projection, query, *parts, matrix, bias))
-
-
-def _project_and_keep(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
+def _project_and_keep(
+    plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | None, bias: Tensor | None
+) -> tuple[Any, ...]:
     """Return the same as `_plain_sums`, and the projected rows `(b, rows, n)` if they are small."""
-    matrix, bias = stack_projections(*_pair_projections(projections))
     if plan.kernel is None:
         rows = project(positions, Projection(matrix, bias))
         *outputs, rows = *_sum_rows(plan, positions, valid, rows), rows
@@ -103,24 +74,25 @@ def _gradients_of_sums(
     grad_outputs: Sequence[Any],
     wanted: Sequence[bool],
     precision: Any,
-) -> Iterator[Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of `_plain_sums`; keys that were not kept are projected again."""
-    (plan, positions, valid, *projections), (_, peak, rows) = arguments, kept
+    (plan, positions, valid, matrix, bias), (_, peak, rows) = arguments, kept
     grad_queries, grad_values, grad_weights = grad_outputs
-    projection, other = _pair_projections(projections)
-    (matrix, bias), grad_rows, grad_matrix = stack_projections(projection, other), None, None
+    grad_rows, grad_matrix = None, None
     grads_of_outputs = (grad_queries, grad_values, grad_weights)
     kernel = plan.kernel
     if kernel is not None and kernel.derive is not None and kernels.why_not(*grads_of_outputs, ordered=False) is None:
         grad_positions, *of_projection = kernel.derive(
             plan, positions, valid, matrix, bias, peak, wanted[1], grads_of_outputs
         )
-        return iter((None, grad_positions, None, *split_gradients(Projection(*of_projection), projection, other)))
+        return None, grad_positions, None, *of_projection
     key = valid.expand(-1, plan.heads, -1, -1)
     if plan.keys:
-        with precision():
-            rows = project(positions, projection) if rows is None else rows[:, : plan.keys]
-        key = _leaf(split_heads(rows, plan.heads).to(grad_values.dtype))
+        if rows is None:
+            first = (None if part is None else part[: plan.keys] for part in (matrix, bias))
+            with precision():
+                rows = project(positions, Projection(*first))
+        key = _leaf(split_heads(rows[:, : plan.keys], plan.heads).to(grad_values.dtype))
     with torch.enable_grad():
         basis, own = cast(Any, plan.operator.basis)(key, valid)
     if own is not None:  # the sums are relative to the peak of all blocks
@@ -134,8 +106,8 @@ def _gradients_of_sums(
         grad_positions = None
         if wanted[1]:
             grad_positions = _gradient_of_positions(plan, positions, grad_values, basis, matrix, grad_rows)
-        grads = _gradients_of_projection(positions, matrix, bias, grad_rows, grad_matrix)
-    return iter((None, grad_positions, None, *split_gradients(Projection(*grads), projection, other)))
+        of_projection = _gradients_of_projection(positions, matrix, bias, grad_rows, grad_matrix)
+    return None, grad_positions, None, *of_projection
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -216,6 +188,7 @@ def _gradients_of_projection(
     return grad, None if bias is None else grad_rows.sum((0, 2), dtype=grad.dtype).to(bias.dtype)
 
 
+# ---- responding ------------------------------------------------------------------------------------------------------
 def _respond_to(
     plan: ResponsePlan,
     positions: Tensor,
@@ -224,21 +197,12 @@ def _respond_to(
     query: Tensor,
     *parts: Tensor | None,
 ) -> Tensor:
-    """Respond as `respond_from` does, to the parts of a summary."""
+    """Return `(b, 1, p, m)` with a matrix `(h, p, c)` of responses, else `(b, h, c, m)`, as positions lie in memory.
+
+    `parts` are values, weights, count and peak of a summary, and the matrix and bias of the responses.
+    """
     coefficients, slots = _factors(plan.operator, query, *parts)
     return combine(slots, coefficients, positions)
-
-
-def _respond_in_blocks(
-    plan: ResponsePlan,
-    positions: Tensor,
-    matrix: Tensor | None,
-    bias: Tensor | None,
-    query: Tensor,
-    *parts: Tensor | None,
-) -> Tensor:
-    """Respond as `_respond_to` does, by a kernel if there is one."""
-    return respond_by(plan, positions, query, _build_summary(parts[:4]), *parts[4:])
 
 
 def _save_query(arguments: Sequence[Any]) -> Sequence[Any]:
@@ -262,7 +226,7 @@ def _restore_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
 
 def _gradients_of_response(
     arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], wanted: Sequence[bool], precision: Any
-) -> Iterator[Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Return gradients of `_respond_to` for the query, the summary, and the projection and bias of the responses."""
     (plan, _, _, _, query, *parts), (grad_output,) = arguments, grad_outputs
     query, rest = _leaf(query), [None if part is None else _leaf(part) for part in parts]
@@ -273,7 +237,7 @@ def _gradients_of_response(
         kernel = next(lines, None)
     if kernel is not None:
         grad_query, grad_slots = cast(Any, kernel.derive)(plan.operator, grad_output, query, slots)
-        return iter((None, None, None, None, *_gradients([query, *rest], {query: grad_query, slots: grad_slots})))
+        return None, None, None, None, *_gradients([query, *rest], {query: grad_query, slots: grad_slots})
     with full_precision(grad_output):
         # Under autocast the product, and so its gradient, is of lower precision than its factors.
         arranged = arrange(coefficients, slots).to(grad_output.dtype)
@@ -282,7 +246,7 @@ def _gradients_of_response(
         inner = inner[:, :, : math.prod(coefficients.shape[1:3]) // slots.shape[1]]
         grad_coefficients = inner.reshape(coefficients.shape).to(coefficients.dtype)
         grads = _gradients([query, *rest], {coefficients: grad_coefficients, slots: grad_slots})
-    return iter((None, None, None, None, *grads))
+    return None, None, None, None, *grads
 
 
 def _factors(operator: Operator, query: Tensor, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -305,14 +269,15 @@ def _build_summary(parts: Any) -> Summary:
     return Summary(values, weights, count, None, peak)
 
 
-_project_and_sum = accelerate(
-    _plain_sums, _project_and_keep, _gradients_of_sums, constants=2, kept=1, kernels_run=kernels.run
-)
-_respond = accelerate(
+# Of large tensors, the positions alone are kept for the backward pass.
+project_and_sum = accelerate(_plain_sums, _project_and_keep, _gradients_of_sums, constants=2, kept=1)
+# Kept for the backward pass are the positions, the summary, and queries of few channels.
+respond_from = accelerate(
     _respond_to,
-    _respond_in_blocks,
+    lambda plan, positions, matrix, bias, query, *parts: respond_by(
+        plan, positions, query, _build_summary(parts[:4]), *parts[4:]
+    ),
     _gradients_of_response,
     save=_save_query,
     restore=_restore_query,
-    kernels_run=kernels.run,
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from farfield.ops.modes import are_free, is_recorded
+from farfield.ops.modes import are_free, autocast_dtype, is_recorded
 
 FOLDER = Path(__file__).with_name("cpu")
 LIBRARY = FOLDER / "farfield_cpu.so"
@@ -26,7 +26,6 @@ REASON = FOLDER / "not_built.txt"
 SWITCH = "FARFIELD_KERNELS"
 # What grids and positions may be; the kernels compute in float32.
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
-AUTOCAST = "autocast computes in another dtype"
 MANY_SCORES = "more than 4 scores, or fewer than 8 channels a score, with which torch's products are faster"
 DERIVATIVE = "a derivative is wanted"
 # The forms of a call: the operator alone, with projections or a norm, and added to a target.
@@ -136,8 +135,13 @@ def call(name: str, *arguments: Any) -> Any:
     return getattr(torch.ops.farfield, name)(*arguments)
 
 
-def why_not(*tensors: Tensor | None, ordered: bool = True) -> str | None:
-    """Return the first reason against kernels on these tensors, in words; None if kernels may run."""
+def why_not(*tensors: Tensor | None, ordered: bool = True, multiplied: Tensor | None = None) -> str | None:
+    """Return the first reason against kernels on these tensors, in words; None if kernels may run.
+
+    `multiplied` is a factor of their products, which autocast would compute in its own dtype.
+    """
+    if multiplied is not None and autocast_dtype(multiplied) not in (None, multiplied.dtype):
+        return "autocast computes in another dtype"
     if os.environ.get(SWITCH) == "0":
         return f"switched off ({SWITCH}=0)"
     if is_recorded():

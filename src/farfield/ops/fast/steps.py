@@ -6,7 +6,6 @@ operators, by the functions of an operator and never its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from farfield.ops.fast import kernels
 from farfield.ops.fast.combination import combine
 from farfield.ops.grid import in_channels_last
-from farfield.ops.modes import are_free, autocast_dtype
+from farfield.ops.modes import are_free
 from farfield.ops.projection import Projection
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, exponentials, one_and_key, query_and_one, softmax_over_channels
@@ -50,25 +49,15 @@ _Sums = tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor | Non
 
 # ---- projections -----------------------------------------------------------------------------------------------------
 def stack_projections(key: Projection, query: Projection) -> Projection:
-    """Return one projection for keys and queries, so that positions are read once; either may be the identity."""
+    """Return one projection for keys and queries, so that positions are read once; no keys are the identity."""
     if key.matrix is None or query.matrix is None:
-        return query if key.matrix is None else key
+        return query
     biases = [
         one.matrix.new_zeros(len(one.matrix)) if one.bias is None else one.bias
         for one in (key, query)
         if one.matrix is not None
     ]
     return Projection(torch.cat([key.matrix, query.matrix]), torch.cat(biases))
-
-
-def split_gradients(grads: Projection, key: Projection, query: Projection) -> Iterator[Tensor | None]:
-    """Split the gradients of `stack_projections` into those of its matrices and biases, in order."""
-    start = 0
-    for one in (key, query):
-        end = start if one.matrix is None else start + len(one.matrix)
-        for part, grad in zip(one, grads, strict=True):
-            yield None if part is None or grad is None else grad[start:end]
-        start = end
 
 
 def select_queries(plan: RowPlan, rows: Tensor) -> Tensor | None:
@@ -115,18 +104,13 @@ def are_small(rows: int, positions: Tensor) -> bool:
     return 32 * rows <= positions.shape[1]
 
 
-def why_not_scores(plan: RowPlan, positions: Tensor, *projections: Tensor | None) -> str | None:
+def why_not_scores(plan: RowPlan, positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> str | None:
     """Return why `sum_scores` does not run, or None."""
-    matrices = [each for each in projections[::2] if each is not None]
-    if not matrices or plan.keys != plan.heads * (plan.operator.basis is one_and_key):
+    if matrix is None or plan.keys != plan.heads * (plan.operator.basis is one_and_key):
         return "keys are not scores"
-    if not are_few(sum(map(len, matrices)), positions.shape[1]):
+    if not are_few(len(matrix), positions.shape[1]):
         return kernels.MANY_SCORES
-    return (
-        kernels.AUTOCAST
-        if autocast_dtype(positions) not in (None, positions.dtype)
-        else kernels.why_not(positions, *projections)
-    )
+    return kernels.why_not(positions, matrix, bias, multiplied=positions)
 
 
 def sum_scores(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor, bias: Tensor | None) -> _Sums:
@@ -176,9 +160,7 @@ def why_not_score_gradients(operator: Operator, query: Tensor, slots: Tensor, gr
         return "queries are not scores"
     if not are_few(query.shape[1] // slots.shape[1], grad_output.shape[2]):
         return kernels.MANY_SCORES
-    if autocast_dtype(grad_output) not in (None, grad_output.dtype):
-        return kernels.AUTOCAST
-    return kernels.why_not(grad_output.flatten(0, 1), query, slots)
+    return kernels.why_not(grad_output.flatten(0, 1), query, slots, multiplied=grad_output)
 
 
 def gradients_of_scores(operator: Operator, grad_output: Tensor, query: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,9 +189,7 @@ def expand_batch(matrix: Tensor, batch: int) -> Tensor:
 # ---- keys and their exponentials, queries and their softmax ----------------------------------------------------------
 def why_not_multiplied(plan: object, positions: Tensor, *others: Tensor | None) -> str | None:
     """Return why kernels do not multiply positions `(b, c, n)`, or queries `(b, h, d, n)`, in float32, or None."""
-    if autocast_dtype(positions) not in (None, positions.dtype):
-        return kernels.AUTOCAST
-    if text := kernels.why_not(positions, *others, ordered=False):
+    if text := kernels.why_not(positions, *others, ordered=False, multiplied=positions):
         return text
     if positions.dtype != torch.float32 and positions.dtype in kernels.multiplied_by_processor():
         return f"the processor multiplies {positions.dtype}, with which torch is faster"

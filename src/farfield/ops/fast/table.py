@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from farfield.ops.fast import axes, kernels, steps, whole
-from farfield.ops.fast.autograd import project_and_summarize, respond_from
+from farfield.ops.fast.autograd import project_and_sum, respond_from
 from farfield.ops.fast.kernels import BARE, PROJECTED, WITH_TARGET, Kernel
 from farfield.ops.fast.steps import ResponsePlan, RowPlan, respond_by
 from farfield.ops.fast.whole import Target
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, Gathered
-from farfield.ops.modes import are_free, autocast_dtype
+from farfield.ops.modes import are_free
 from farfield.ops.projection import IDENTITY, Call
 from farfield.ops.slots import Summary
 from farfield.ops.table import (
@@ -229,9 +229,9 @@ def _form(call: Call, target: Target | None) -> str:
 
 def _why_not_any(call: Call, grid: Tensor) -> str | None:
     """Return why no line for attention as a whole runs, or None."""
-    if call.runs_projections:
+    if any(each.run is not None for each in (call.query, call.key, call.value, call.output)):
         return "a projection runs on positions, as one with a hook does"
-    return kernels.AUTOCAST if autocast_dtype(grid) not in (None, grid.dtype) else kernels.why_not(grid)
+    return kernels.why_not(grid, multiplied=grid)
 
 
 def explain(call: Call, grid: Tensor, target: Target | None = None) -> Iterator[tuple[Kernel, str | None]]:
@@ -259,7 +259,7 @@ def summarize(
     operator, (positions, valid) = call.operator, (gathered.positions, gathered.valid[:, None])
     if operator.basis is None or not operator.keys_from.side_by_side or values is not positions:
         return None
-    if call.runs_projections:
+    if call.query.run or call.key.run or call.value.run:
         return None
     key = call.key if operator.reads_keys else None
     query = call.query if itself and (call.key.matrix is None) == (call.query.matrix is None) else None
@@ -267,14 +267,14 @@ def summarize(
     rows, others = (0 if one is None else channels if one.matrix is None else len(one.matrix) for one in (key, query))
     plan = RowPlan(operator, call.heads, rows, others, call.key is query, shared, complete)
     # The same projection is computed once.
-    own, other = key or IDENTITY, IDENTITY if query is None or key is query else query
+    matrix, bias, _ = key or IDENTITY
+    if query is not None and query is not key:
+        matrix, bias, _ = steps.stack_projections(key or IDENTITY, query)
     lines = _SUMS.get((operator.basis,), ())
-    kernel = next((line for line in lines if line.why_not(plan, positions, *own, *other) is None), None)
+    kernel = next((line for line in lines if line.why_not(plan, positions, matrix, bias) is None), None)
     plan = plan._replace(kernel=kernel)
-    if kernel is None or not are_free(positions, *own, *other):
-        return project_and_summarize(plan, positions, valid, own, other)
-    stacked = own if other.matrix is None else steps.stack_projections(own, other)
-    query_rows, sums, weights, count, peak, _ = kernel.run(plan, positions, valid, *stacked)
+    run = project_and_sum if kernel is None or not are_free(positions, matrix, bias) else kernel.run
+    query_rows, sums, weights, count, peak, _ = run(plan, positions, valid, matrix, bias)
     return query_rows, Summary(sums, weights, count, None, peak, False, complete)
 
 
@@ -283,9 +283,11 @@ def respond(
 ) -> Tensor | None:
     """Respond `(b, out, m)`, the bias being one slot more; None if the equation must."""
     operator, positions = call.operator, query_positions.positions
-    if call.runs_projections or operator.basis is None or not operator.queries_from.side_by_side:
+    if call.query.run is not None or operator.basis is None or not operator.queries_from.side_by_side:
         return None
     plan = ResponsePlan(operator, _RESPONSES.get((operator.coefficients,), ()))
-    if are_free(positions, *call.query, query, *summary[:3], summary.peak, matrix, bias):
+    parts = summary.values, summary.weights, summary.count, summary.peak, matrix, bias
+    if are_free(positions, *call.query, query, *parts):
         return respond_by(plan, positions, query, summary, matrix, bias).flatten(1, 2)
-    return respond_from(plan, positions, call.query, query, summary, matrix, bias).flatten(1, 2)
+    responses: Tensor = respond_from(plan, positions, call.query.matrix, call.query.bias, query, *parts)
+    return responses.flatten(1, 2)

@@ -19,7 +19,7 @@ from farfield.ops.fast.combination import add_product
 from farfield.ops.fast.steps import are_few, are_small, expand_batch
 from farfield.ops.function import accelerate, shapes_alone
 from farfield.ops.grid import add_axes, along_axes, in_channels_last, in_layout_of, laid_out_for
-from farfield.ops.modes import are_free, full_precision, is_itself
+from farfield.ops.modes import are_free, are_themselves, full_precision
 from farfield.ops.projection import Call, Projection, by_head, project, split_heads
 from farfield.ops.summary import SMALL, attend_heads
 from farfield.ops.table import Operator, one_and_key
@@ -71,7 +71,7 @@ def why_not_projected_means(call: Call, grid: Tensor) -> str | None:
 
 def attend_projected_means(call: Call, grid: Tensor, target: Target | None) -> Tensor:
     """Attend with projected values and responses in a few calls, in inference."""
-    (matrix, bias), last, size = call.value, call.output, grid.shape[2:]
+    (matrix, bias, _), last, size = call.value, call.output, grid.shape[2:]
     factors = grid.new_ones(call.heads, dtype=torch.float32) if call.norm is None else call.norm.factors()
     with full_precision(grid):
         means = values = kernels.call("axis_means", grid)
@@ -148,10 +148,8 @@ def _gradients_of_responses(
     return None, kernels.call("axis_responses_backward", means, weights, plan.heads, plan.scale, once, grad)
 
 
-_axis_means = accelerate(_plain_means, _kernel_means, _spread_means, save=shapes_alone, kernels_run=kernels.run)
-_respond_from_means = accelerate(
-    _plain_responses, _kernel_responses, _gradients_of_responses, kept=1, kernels_run=kernels.run
-)
+_axis_means = accelerate(_plain_means, _kernel_means, _spread_means, save=shapes_alone)
+_respond_from_means = accelerate(_plain_responses, _kernel_responses, _gradients_of_responses, kept=1)
 
 
 # ---- scores (SAN Eq. 4, SAN Eq. 5) -----------------------------------------------------------------------------------
@@ -177,7 +175,7 @@ def why_not_scores_in_training(call: Call, grid: Tensor) -> str | None:
     if call.query.matrix is None:
         return "queries are not scores"
     # The one call always computes the grid's gradient; where that is not required, the separate steps skip it.
-    if is_itself(grid) and not (grid.requires_grad and are_small(call.heads, grid)):
+    if are_themselves(grid) and not (grid.requires_grad and are_small(call.heads, grid)):
         return "no gradient of the grid is wanted, or its scores are not small beside it"
     return kernels.why_not(call.query.matrix)
 
@@ -212,7 +210,8 @@ def slots_of_scores(call: Call, grid: Tensor) -> tuple[Tensor, Tensor]:
         positions, score = grid.flatten(2), expand_batch(cast(Tensor, call.query.matrix).float(), len(grid))
         rows, sums = kernels.call("project_and_sum", positions, score, None, None)
         means = sums / positions.shape[2]  # of x, and of s_h x for each head
-        heads = torch.bmm(by_head(call, torch.float32), call.value.by_head(call.heads).float())  # W_h, (h, out, c)
+        value = cast(Tensor, call.value.matrix).float().unflatten(0, (call.heads, -1))
+        heads = torch.bmm(by_head(call, torch.float32), value)  # W_h, (h, out, c)
         slots = torch.bmm(means[:, 0].expand(call.heads, -1, -1), heads.mT).transpose(0, 1)
         if not _weighs_keys(call.operator):
             return slots, rows
@@ -249,4 +248,4 @@ def _gradients_of_scores(
     return None, grad_grid, grad_matrix.to(matrix.dtype)
 
 
-_attend_scores = accelerate(_plain_scores, _score_kernel, _gradients_of_scores, kept=2, kernels_run=kernels.run)
+_attend_scores = accelerate(_plain_scores, _score_kernel, _gradients_of_scores, kept=2)

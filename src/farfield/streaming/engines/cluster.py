@@ -12,7 +12,7 @@ import sys
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._checks import install_command
-from farfield._files import replace_file
+from farfield._files import open_replacement, replace_file
 from farfield._refusals import refusal
 from farfield.nn.devices import device_of
 from farfield.streaming.engines.local import count_units, show_progress
@@ -79,6 +79,8 @@ class _Setup(NamedTuple):
     folder: str
     digest: str
     threads: int
+    # Of this call: what a worker knows of an earlier one, of the same network and paths, may be of other numbers.
+    token: str
 
 
 def check_cluster(client: Any, out: Any) -> None:
@@ -89,6 +91,8 @@ def check_cluster(client: Any, out: Any) -> None:
             f"client must be a dask.distributed.Client, got {type(client).__name__}; fix: "
             f"distributed.Client(address), from {install_command('distributed')}.",
         )
+    if getattr(client, "asynchronous", False):
+        raise refusal(TypeError, "client is asynchronous; fix: Client(address), without asynchronous=True.")
     if not isinstance(out, str | Path) or not str(out).lower().endswith(".zarr"):
         given = "None" if out is None else f'"{out}"' if isinstance(out, str | Path) else type(out).__name__
         raise refusal(
@@ -113,14 +117,15 @@ def run_on_cluster(client: Any, job: Job, stream: Stream, quiet: bool) -> Any:
             stream.run.clean(number)
             while not records.is_complete():
                 left = sorted(set(range(each.tiles)) - records.finished())
-                for _ in _run_pass(client, setup, number, left):
-                    bar.update(count_units(each))
+                with contextlib.closing(_run_pass(client, setup, number, left)) as finished:
+                    for _ in finished:
+                        bar.update(count_units(each))
                 records.settle()
     return stream.finish()
 
 
-def _run_pass(client: Any, setup: _Setup, number: int, left: Sequence[int]) -> Iterator[int]:
-    """Run tiles of a pass on the workers; yield each when it is finished."""
+def _run_pass(client: Any, setup: _Setup, number: int, left: Sequence[int]) -> Generator[int]:
+    """Run tiles of a pass on the workers; yield each when it is finished, and cancel the others where that ends."""
     from distributed import KilledWorker, as_completed
 
     info = client.scheduler_info(n_workers=-1)["workers"]
@@ -129,7 +134,6 @@ def _run_pass(client: Any, setup: _Setup, number: int, left: Sequence[int]) -> I
     queues = {address: deque(map(int, part)) for address, part in zip(info, parts, strict=True)}
     needs = {"GPU": 1} if any("GPU" in each["resources"] for each in info.values()) else None
     running: dict[Any, tuple[str, int]] = {}
-    run = uuid.uuid4().hex[:8]
 
     def submit(address: str) -> Any:
         own = queues[address] or max(queues.values(), key=len)
@@ -141,7 +145,7 @@ def _run_pass(client: Any, setup: _Setup, number: int, left: Sequence[int]) -> I
             setup,
             number,
             index,
-            key=f"farfield-{run}-pass-{number + 1}-tile-{index}",
+            key=f"farfield-{setup.token}-pass-{number + 1}-tile-{index}",
             workers=[address],
             allow_other_workers=True,
             retries=_RETRIES,
@@ -166,7 +170,7 @@ def _run_pass(client: Any, setup: _Setup, number: int, left: Sequence[int]) -> I
                 finished.add(following)
             yield index
     finally:
-        client.cancel(list(running))  # after an error, or Ctrl-C
+        client.cancel(list(running))
 
 
 def _killed(number: int, index: int, error: Any) -> Exception:
@@ -193,7 +197,7 @@ def _save_job(job: Job, output: FileOutput, threads: int) -> _Setup:
             "pickle takes, and open_volume(path) for the volume.",
         ) from error
     replace_file(output.folder / _JOB, content)
-    return _Setup(str(output.folder.absolute()), hashlib.sha256(content).hexdigest(), threads)
+    return _Setup(str(output.folder.absolute()), hashlib.sha256(content).hexdigest(), threads, uuid.uuid4().hex[:8])
 
 
 def _portable(volume: Any, file: Path) -> Any:
@@ -210,8 +214,8 @@ def _portable(volume: Any, file: Path) -> Any:
     if mapped is not None:
         path, offset = mapped
         return _Mapped(str(path.absolute()), offset, volume.dtype, volume.shape, volume.strides)
-    if not file.exists():
-        np.save(file, volume)
+    with open_replacement(file) as opened:
+        np.save(opened, volume)
     return _Mapped.of(np.load(file, mmap_mode="r"), file)
 
 

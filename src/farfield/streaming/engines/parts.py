@@ -120,7 +120,10 @@ def run_part(part: Part, stream: Stream, quiet: bool) -> Any:
                     stream.run_task(number, index)
                     bar.update(count_units(each))
                 records.settle()
-    return stream.finish() if part.index == 0 else None
+    if part.index:
+        return None
+    stream.output.hold()
+    return stream.finish()
 
 
 def _left(part: Part, tiles: int, finished: set[int]) -> list[int]:

@@ -44,7 +44,9 @@ class DetectionFolder(PredictionFolder):
         super().on_predict_start(trainer, pl_module)
         self.results = []
 
-    def write(self, trainer: Trainer, prediction: Detected) -> None:
+    def write_on_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, prediction: Detected, *rest: Any
+    ) -> None:
         """Keep the results of each image for `results.json`, and write its picture."""
         data = getattr(trainer, "datamodule", None)
         ids, classes = getattr(data, "category_ids", None), getattr(data, "classes", None) or []

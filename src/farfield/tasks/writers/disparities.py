@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -19,7 +19,7 @@ COLOURS = (*((48, 18, 59), (70, 134, 251), (27, 229, 181), (164, 252, 60), (251,
 class DisparityFolder(PredictionFolder):
     """Write the predictions of `Stereo`: `disparity/<name>.pfm`, in the left image's pixels, `colours/<name>.png`."""
 
-    def write(self, trainer: Trainer, prediction: Any) -> None:
+    def write_on_batch_end(self, trainer: Trainer, pl_module: LightningModule, prediction: Any, *rest: Any) -> None:
         """Write the disparities of each pair of a `Matched`."""
         for path, name, values in zip(prediction.paths, prediction.names, prediction.disparities, strict=True):
             disparity = values.numpy()

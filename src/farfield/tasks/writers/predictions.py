@@ -104,23 +104,6 @@ class PredictionFolder(BasePredictionWriter):
                 self.growing.empty()
         trainer.strategy.barrier()
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Any,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
-        """Write the predictions of a batch."""
-        self.write(trainer, prediction)
-
-    def write(self, trainer: Trainer, prediction: Any) -> None:
-        """Write what `predict_step` returned for a batch."""
-        raise NotImplementedError
-
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Move the folder to its final name."""
         trainer.strategy.barrier()
@@ -159,7 +142,9 @@ class PredictionFolder(BasePredictionWriter):
 class MaskFolder(PredictionFolder):
     """Write the predictions of `Segment`: `masks/<name>.png` with VOC's palette, and `overlays/<name>.jpg`."""
 
-    def write(self, trainer: Trainer, prediction: Segmented) -> None:
+    def write_on_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, prediction: Segmented, *rest: Any
+    ) -> None:
         """Write the mask and the overlay of each image."""
         for path, name, labels in zip(*prediction, strict=True):
             mask = Image.fromarray(labels.numpy())

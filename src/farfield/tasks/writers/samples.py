@@ -20,16 +20,14 @@ class SampleFolder(PredictionFolder):
         path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
     """
 
-    def __init__(self, path: str | None = None) -> None:
-        super().__init__(path)
-        self.drawn: dict[int, torch.Tensor] = {}
+    drawn: dict[int, torch.Tensor]
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the samples of an earlier prediction, and begin the folder."""
         self.drawn = {}
         super().on_predict_start(trainer, pl_module)
 
-    def write(self, trainer: Trainer, prediction: Drawn) -> None:
+    def write_on_batch_end(self, trainer: Trainer, pl_module: LightningModule, prediction: Drawn, *rest: Any) -> None:
         """Write each sample."""
         for place, image in zip(*prediction, strict=True):
             self.drawn[place] = image
