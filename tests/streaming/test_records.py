@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,3 +113,17 @@ def test_what_is_no_record_is_none(tmp_path: Path) -> None:
     for tile in range(3):
         records.add(tile, record_of(tile))
     check(records.read(), in_order(3))
+
+
+def test_records_that_another_process_merges_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that settles has seen files of a group, and the other has merged them before they are read."""
+    one, other = Records(3, merge_of, tmp_path), Records(3, merge_of, tmp_path)
+    for tile in range(2):
+        one.add(tile, record_of(tile))
+    seen = set(one.known)
+    other.add(2, record_of(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(one.known), "__iter__", lambda folder: iter(seen))
+        assert one.settle() == []
+    assert one.is_complete()
+    check(one.read(), in_order(3))

@@ -164,7 +164,7 @@ class Records:
                 continue
             try:
                 records.append(self.known[level, place])
-            except DamagedError:
+            except (DamagedError, _MergedError):  # another process may merge it meanwhile
                 names.remove((level, place))
         return records
 

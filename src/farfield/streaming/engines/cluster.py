@@ -156,7 +156,8 @@ def _run_pass(client: Any, setup: _Setup, number: int, left: Sequence[int]) -> G
         return future
 
     first = [submit(address) for _ in range(_IN_FLIGHT) for address in queues]
-    finished = as_completed([future for future in first if future is not None])
+    # The client's own loop: it need not be the default one.
+    finished = as_completed([future for future in first if future is not None], loop=client.loop)
     try:
         for future in finished:
             address, index = running.pop(future)

@@ -1,0 +1,328 @@
+"""Predictions by several processes: a simulation of many workers, the overhead of a tile, and what is killed.
+
+    python benchmarks/cluster.py simulate --tiles 100000 --workers 100
+    python benchmarks/cluster.py overhead --tiles 10000
+    python benchmarks/cluster.py local --tiles 10000
+    python benchmarks/cluster.py kills --kills 50
+
+simulate: clock and faults are drawn, and records and the order of tasks are the real ones (`simulated_cluster.py`).
+overhead: tiles without work on a LocalCluster of two workers, each with a record of the size of a norm's.
+local: predict_whole of a convolution with one weight, in as many tiles, in one process; runs on older versions too.
+kills: kill -9 of a worker, the scheduler, the client and a part at drawn moments; the call is repeated, and its bytes
+are compared with those of one process. Processes are forked, so Linux alone. `--seconds` ends it earlier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import random
+import resource
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
+
+# Seconds after which a process that should have ended counts as hanging.
+HANGS = 60.0
+KINDS = ("worker", "scheduler", "client", "part")
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of those that it has started and that have ended."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in usage)
+
+
+# ---- overhead --------------------------------------------------------------------------------------------------------
+class Empty:
+    """A prediction whose tiles are no work: what the engine calls, and what runs."""
+
+    caller, shared, tile_bytes = "overhead", True, 0
+
+    def __init__(self, tiles: int) -> None:
+        self.tiles, self.model = tiles, nn.Conv2d(1, 1, 1)
+
+    @property
+    def spec(self) -> Any:
+        """The output, of one number."""
+        from farfield.volumes import ImageMetadata
+        from farfield.volumes.file_formats import OutputSpec
+
+        return OutputSpec((1,), np.dtype("float32"), (1,), ImageMetadata("X"))
+
+    @property
+    def passes(self) -> list[Any]:
+        """One pass."""
+        from farfield.streaming.passes import Pass
+
+        return [Pass(self.tiles, self.run_tile, 1.0, lambda key: lambda one, two: (one[0] + two[0], one[1] + two[1]))]
+
+    def run_tile(self, tile: int) -> dict[str, Any]:
+        """Return a record of the size of a norm's."""
+        from farfield.streaming.records import empty_record
+
+        parts = torch.ones(16, dtype=torch.float64), torch.ones(16, dtype=torch.float64)
+        return empty_record() | {"parts": {"3": parts}, "stored": {"5-0": {str(tile): 2**64 - 1 - tile}}}
+
+    def sent(self, convert: Callable[[str, Any], Any]) -> Empty:
+        """Return what is sent."""
+        return self
+
+    def bind(self) -> Empty:
+        """Return what was sent."""
+        return self
+
+    def connect(self, output: Any) -> tuple[Any, Empty]:
+        """Return the tasks, and what runs them."""
+        from farfield.streaming.progress import Saved, Stream
+
+        return Stream(output, {"model": "empty"}, Saved((1,), shared=True), {}), self
+
+    def surroundings(self) -> AbstractContextManager[None]:
+        """Return the context in which tasks run."""
+        return contextlib.nullcontext()
+
+    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
+        """Go on: nothing is stored."""
+        return True
+
+    def first_pass(self, number: int) -> int:
+        """Return the first pass."""
+        return 0
+
+    def clean(self, number: int) -> None:
+        """Nothing is stored."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def measure_overhead(arguments: argparse.Namespace) -> None:
+    """Print the milliseconds of a tile on a cluster."""
+    import distributed
+
+    from farfield.streaming.engines.cluster import run_on_cluster
+    from farfield.volumes.sink import FileOutput
+
+    options = {"threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "memory_limit": 0}
+    with tempfile.TemporaryDirectory() as name:
+        with (
+            distributed.LocalCluster(n_workers=2, **options) as cluster,
+            distributed.Client(cluster) as client,
+        ):
+            client.run(__import__, "farfield.streaming")
+            job = Empty(arguments.tiles)
+            stream, run = job.connect(FileOutput("overhead", Path(name) / "out.zarr", job.spec, None))
+            stream.open(run)
+
+            def spent() -> list[float]:
+                return [time.process_time(), *client.run(time.process_time).values()]
+
+            before, started = spent(), time.monotonic()
+            with contextlib.closing(stream):
+                run_on_cluster(client, job, stream, quiet=True)
+            seconds, after = time.monotonic() - started, spent()
+        client_ms, *workers = (1000 * (b - a) / arguments.tiles for a, b in zip(before, after, strict=True))
+        print("| tiles | ms a tile | CPU ms of client and scheduler | of the workers |\n|---|---|---|---|")
+        print(
+            f"| {arguments.tiles:,} | {1000 * seconds / arguments.tiles:.2f} | {client_ms:.2f} | {sum(workers):.2f} |"
+        )
+
+
+def measure_local(arguments: argparse.Namespace) -> None:
+    """Print the CPU milliseconds of a tile in one process."""
+    from farfield.streaming import predict_whole
+
+    side = 8 * int(arguments.tiles**0.5)
+    volume, network = np.zeros((1, side, side), "float32"), nn.Conv2d(1, 1, 1).eval()
+    for name in ("array in memory", "out.npy"):
+        with tempfile.TemporaryDirectory() as folder:
+            out = np.zeros_like(volume) if name == "array in memory" else Path(folder) / name
+            started = cpu_seconds()
+            predict_whole(network, volume, tile=8, out=out, quiet=True)
+            spent = cpu_seconds() - started
+        print(f"{name}: {1000 * spent / (side // 8) ** 2:.3f} CPU ms a tile, of {(side // 8) ** 2:,}", flush=True)
+
+
+# ---- kills -----------------------------------------------------------------------------------------------------------
+FORK = multiprocessing.get_context("fork")
+
+
+def start(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Start a function in a forked process."""
+    process = FORK.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def kill(*processes: Any) -> None:
+    """Kill processes that may have ended."""
+    for each in processes:
+        each.kill()
+        each.join()
+
+
+def serve(kind: str, file: str) -> None:
+    """Run a scheduler, or a worker, until it is killed."""
+    import distributed
+
+    async def run() -> None:
+        options: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"}
+        if kind == "scheduler":
+            server: Any = distributed.Scheduler(scheduler_file=file, **options)
+        else:
+            server = distributed.Worker(scheduler_file=file, nthreads=1, **options)
+        async with server:
+            await server.finished()
+
+    asyncio.run(run())
+
+
+def predict(case: str, out: Path, file: str | None, part: str | None = None) -> None:
+    """Run a call: in one process, on the cluster of a file, or a part."""
+    import distributed
+
+    from farfield.streaming import Part, predict_whole
+    from helpers.several_processes import CASES, network_of, volume_of
+
+    call = partial(predict_whole, network_of(case), volume_of(), out=out, quiet=True, **CASES[case].options)
+    if part is not None:
+        call(part=Part.parse(part, timeout=HANGS))
+    elif file is None:
+        call()
+    else:
+        with distributed.Client(scheduler_file=file, set_as_default=False) as client:
+            client.wait_for_workers(1)
+            call(client=client)
+
+
+@contextlib.contextmanager
+def cluster(file: Path) -> Iterator[list[Any]]:
+    """Start a scheduler and two workers."""
+    file.unlink(missing_ok=True)
+    processes = [start(serve, "scheduler", str(file))]
+    try:
+        while not file.exists():
+            time.sleep(0.05)
+        processes += [start(serve, "worker", str(file)) for _ in range(2)]
+        yield processes
+    finally:
+        kill(*processes)
+
+
+def has_ended(process: Any) -> bool:
+    """Wait for a process; kill it if it hangs."""
+    process.join(HANGS)
+    if process.exitcode is None:
+        kill(process)
+        return False
+    return True
+
+
+def disturb(kind: str, case: str, out: Path, moment: float, counts: Counter[str]) -> None:
+    """Start a call, kill a process after some seconds, and repeat the call."""
+    file = out.parent / "scheduler.json"
+    if kind == "part":
+        parts = [start(predict, case, out, None, f"{number}/2") for number in (1, 2)]
+        time.sleep(moment)
+        counts["part: had ended"] += not parts[0].is_alive()
+        kill(parts[0])
+        again = start(predict, case, out, None, "1/2")
+        for each in (again, parts[1]):
+            counts["part: hangs"] += not has_ended(each)
+            counts["part: failed"] += each.exitcode != 0
+        predict(case, out, None, "reduce")
+        return
+    with cluster(file) as processes:
+        call = start(predict, case, out, str(file))
+        time.sleep(moment)
+        counts[f"{kind}: call had ended"] += not call.is_alive()
+        kill({"client": call, "scheduler": processes[0], "worker": processes[1]}[kind])
+        if kind == "worker":
+            processes.append(start(serve, "worker", str(file)))
+        counts[f"{kind}: hangs"] += not has_ended(call)
+        if kind == "scheduler":
+            counts["scheduler: client ended with an error"] += call.exitcode not in (0, None, -9)
+        elif not out.exists() or out.with_name(out.name + ".unfinished").exists():
+            counts["worker: call repeated"] += kind == "worker"
+            again = start(predict, case, out, str(file))
+            counts[f"{kind}: hangs when repeated"] += not has_ended(again)
+    if not out.exists() or out.with_name(out.name + ".unfinished").exists():
+        with cluster(file):
+            again = start(predict, case, out, str(file))
+            counts[f"{kind}: hangs when repeated"] += not has_ended(again)
+
+
+def run_kills(arguments: argparse.Namespace) -> None:
+    """Kill processes at drawn moments, and exit with 1 if a byte is wrong."""
+    # So that each process that is forked has them.
+    import distributed  # noqa: F401
+
+    import farfield.streaming  # noqa: F401
+    from helpers.several_processes import content
+
+    torch.set_num_threads(1)
+    drawn, counts, started = random.Random(arguments.seed), Counter[str](), time.monotonic()
+    wanted: dict[str, dict[str, bytes]] = {}
+    cases = ("norms", "softmax on disk")
+    for number in range(arguments.kills * len(KINDS)):
+        if time.monotonic() - started > arguments.seconds:
+            break
+        kind, case = KINDS[number % len(KINDS)], cases[number // len(KINDS) % len(cases)]
+        with tempfile.TemporaryDirectory() as name:
+            if case not in wanted:
+                predict(case, Path(name) / "want.zarr", None)
+                wanted[case] = content(Path(name) / "want.zarr")
+            out, moment = Path(name) / "out.zarr", drawn.uniform(0, arguments.moment)
+            try:
+                disturb(kind, case, out, moment, counts)
+                is_same = content(out) == wanted[case]
+            except Exception:  # noqa: BLE001
+                traceback.print_exc()
+                is_same = False
+            counts[kind] += 1
+            counts["wrong"] += not is_same
+            if not is_same:
+                print(f"wrong: {kind}, {case}, after {moment:.2f} s", flush=True)
+        print(f"{time.monotonic() - started:.0f} s: {dict(counts)}", flush=True)
+    sys.exit(bool(counts["wrong"]))
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("simulate", "overhead", "local", "kills"))
+    parser.add_argument("--tiles", type=int, default=10_000)
+    parser.add_argument("--workers", type=int, default=100, help="of the simulation")
+    parser.add_argument("--hours", type=float, default=2.0, help="of work until a worker is killed, in the simulation")
+    parser.add_argument("--stragglers", type=float, default=0.01, help="share of tiles that take ten times as long")
+    parser.add_argument("--kills", type=int, default=50, help="of each kind")
+    parser.add_argument("--moment", type=float, default=2.0, help="a kill is drawn within so many seconds")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no kill follows")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.what == "simulate":
+        from simulated_cluster import simulate
+
+        simulate(arguments.tiles, arguments.workers, arguments.hours, arguments.stragglers, arguments.seed)
+    else:
+        {"overhead": measure_overhead, "local": measure_local, "kills": run_kills}[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()
