@@ -17,7 +17,7 @@ from farfield.nn.bn_folding import Fusable
 from farfield.nn.layer_kernels import add_pointwise, convolve_and_clamp, norm_and_clamp
 from farfield.nn.spatial_dims import LAYERS, layers
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import are_themselves, is_recorded, is_recorded_by_autograd, is_watched
+from farfield.ops.modes import is_itself, is_recorded, is_recorded_by_autograd, is_watched
 
 CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the number of dimensions of the weight
 CONVOLUTIONS = {each.convolution for each in LAYERS.values()}
@@ -196,7 +196,7 @@ class ReLU6(nn.ReLU6):
 
     def forward(self, grid: Tensor) -> Tensor:
         """Clamp."""
-        if not self.inplace or is_recorded() or not is_recorded_by_autograd(grid) or not are_themselves(grid):
+        if not self.inplace or is_recorded() or not is_recorded_by_autograd(grid) or not is_itself(grid):
             return super().forward(grid)
         if grid._is_view():  # behind a backward hook, whose output torch does not let be changed
             return F.hardtanh(grid, self.min_val, self.max_val)

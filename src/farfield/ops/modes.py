@@ -15,6 +15,15 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+def is_itself(tensor: Tensor) -> bool:
+    """Whether no transform of torch.func wraps a tensor and it carries no forward-mode tangent."""
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:  # a wrapped tensor has no memory
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is None
+
+
 class _Probe(torch.autograd.Function):
     """Does nothing; has no setup_context, without which torch refuses a function in a transform of torch.func."""
 
@@ -39,15 +48,7 @@ def is_recorded_by_autograd(*arguments: object) -> bool:
 
 def are_themselves(*arguments: object) -> bool:
     """Whether no transform of torch.func wraps an argument that is a tensor, and none carries a tangent."""
-    try:
-        for each in arguments:
-            if isinstance(each, Tensor):
-                each.untyped_storage()
-                if forward_ad.unpack_dual(each).tangent is not None:
-                    return False
-    except NotImplementedError:  # a wrapped tensor has no memory
-        return False
-    return True
+    return all(is_itself(each) for each in arguments if isinstance(each, Tensor))
 
 
 def are_free(*arguments: object) -> bool:

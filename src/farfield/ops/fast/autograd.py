@@ -88,11 +88,9 @@ def _gradients_of_sums(
         return None, grad_positions, None, *of_projection
     key = valid.expand(-1, plan.heads, -1, -1)
     if plan.keys:
-        if rows is None:
-            first = (None if part is None else part[: plan.keys] for part in (matrix, bias))
-            with precision():
-                rows = project(positions, Projection(*first))
-        key = _leaf(split_heads(rows[:, : plan.keys], plan.heads).to(grad_values.dtype))
+        with precision():
+            rows = project(positions, Projection(matrix, bias)) if rows is None else rows[:, : plan.keys]
+        key = _leaf(split_heads(rows, plan.heads).to(grad_values.dtype))
     with torch.enable_grad():
         basis, own = cast(Any, plan.operator.basis)(key, valid)
     if own is not None:  # the sums are relative to the peak of all blocks

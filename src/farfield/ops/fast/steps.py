@@ -49,9 +49,9 @@ _Sums = tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor | Non
 
 # ---- projections -----------------------------------------------------------------------------------------------------
 def stack_projections(key: Projection, query: Projection) -> Projection:
-    """Return one projection for keys and queries, so that positions are read once; no keys are the identity."""
+    """Return one projection for keys and queries, so that positions are read once; either may be the identity."""
     if key.matrix is None or query.matrix is None:
-        return query
+        return query if key.matrix is None else key
     biases = [
         one.matrix.new_zeros(len(one.matrix)) if one.bias is None else one.bias
         for one in (key, query)

@@ -267,9 +267,7 @@ def summarize(
     rows, others = (0 if one is None else channels if one.matrix is None else len(one.matrix) for one in (key, query))
     plan = RowPlan(operator, call.heads, rows, others, call.key is query, shared, complete)
     # The same projection is computed once.
-    matrix, bias, _ = key or IDENTITY
-    if query is not None and query is not key:
-        matrix, bias, _ = steps.stack_projections(key or IDENTITY, query)
+    matrix, bias, _ = steps.stack_projections(key or IDENTITY, IDENTITY if query is None or key is query else query)
     lines = _SUMS.get((operator.basis,), ())
     kernel = next((line for line in lines if line.why_not(plan, positions, matrix, bias) is None), None)
     plan = plan._replace(kernel=kernel)

@@ -19,7 +19,7 @@ from farfield.ops.fast.combination import add_product
 from farfield.ops.fast.steps import are_few, are_small, expand_batch
 from farfield.ops.function import accelerate, shapes_alone
 from farfield.ops.grid import add_axes, along_axes, in_channels_last, in_layout_of, laid_out_for
-from farfield.ops.modes import are_free, are_themselves, full_precision
+from farfield.ops.modes import are_free, full_precision, is_itself
 from farfield.ops.projection import Call, Projection, by_head, project, split_heads
 from farfield.ops.summary import SMALL, attend_heads
 from farfield.ops.table import Operator, one_and_key
@@ -175,7 +175,7 @@ def why_not_scores_in_training(call: Call, grid: Tensor) -> str | None:
     if call.query.matrix is None:
         return "queries are not scores"
     # The one call always computes the grid's gradient; where that is not required, the separate steps skip it.
-    if are_themselves(grid) and not (grid.requires_grad and are_small(call.heads, grid)):
+    if is_itself(grid) and not (grid.requires_grad and are_small(call.heads, grid)):
         return "no gradient of the grid is wanted, or its scores are not small beside it"
     return kernels.why_not(call.query.matrix)
 
