@@ -136,4 +136,6 @@ def _without_running(arguments: Sequence[Any]) -> Sequence[Any]:
     return [*arguments[:3], None, None, *arguments[5:]]
 
 
-_norm_and_clamp = accelerate(_plain_norm, _torch_norm, _gradients_of_norm, kept=2, save=_without_running)
+_norm_and_clamp = accelerate(
+    _plain_norm, _torch_norm, _gradients_of_norm, kept=2, save=_without_running, kernels_run=kernels.run
+)

@@ -57,6 +57,8 @@ def accelerate(
     # `(arguments, grad_outputs)` to gradients that are differentiable again; by default those of `plain`.
     again: Callable[..., Sequence[Tensor | None]] | None = None,
     vmapped: Callable[..., Any] | None = None,  # by default `plain`
+    # Whether `forward` may run a kernel now; kernels, unlike torch's operations, carry no tangents.
+    kernels_run: Callable[[], bool] = lambda: False,
 ) -> Callable[..., Any]:
     """Return a function that computes `plain`, of torch's operations, by `forward`, and its gradients by `backward`."""
 
@@ -110,8 +112,7 @@ def accelerate(
         setup_context = staticmethod(torch.autograd.Function.setup_context)
 
     def run(*arguments: Any) -> Any:
-        # Kernels, unlike torch's operations, carry no tangents.
-        if not is_recorded_by_autograd(*arguments) and are_themselves(*arguments):
+        if not is_recorded_by_autograd(*arguments) and (not kernels_run() or are_themselves(*arguments)):
             return forward(*arguments)
         return (Accelerated if is_transformed() else Untransformed).apply(*arguments)
 

@@ -87,7 +87,9 @@ def _differentiate(
     return *_gradients(grad_outputs[0], *arguments), None, None
 
 
-_gradients = accelerate(_plain_gradients, _gradients_by_kernel, _pull_gradients, vmapped=_gradients_by_kernel)
+_gradients = accelerate(
+    _plain_gradients, _gradients_by_kernel, _pull_gradients, vmapped=_gradients_by_kernel, kernels_run=lambda: True
+)
 # The attention for transforms of torch.func and for tangents.
 _transformed = accelerate(
     _attend,
@@ -95,6 +97,7 @@ _transformed = accelerate(
     _differentiate,
     again=lambda arguments, grad_outputs: _differentiate(arguments, None, grad_outputs),
     vmapped=_scaled_dot_product,
+    kernels_run=lambda: True,
 )
 
 

@@ -27,6 +27,8 @@ from farfield.ops.fast.steps import (
     project_slots,
     respond_by,
     select_queries,
+    split_gradients,
+    stack_projections,
 )
 from farfield.ops.fast.steps import project as project_by_kernel
 from farfield.ops.function import accelerate
@@ -38,12 +40,16 @@ from farfield.ops.summary import WIDENED, sum_over_positions, summarize
 from farfield.ops.table import Operator
 
 
-# ---- projecting and summarizing --------------------------------------------------------------------------------------
-def _plain_sums(
-    plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | None, bias: Tensor | None
-) -> tuple[Any, ...]:
+# ---- the equations ---------------------------------------------------------------------------------------------------
+def _plain_sums(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
     """Return the queries of positions `(b, c, n)`, and the values, weights, count and peak of their summary."""
-    return _sum_rows(plan, positions, valid, project(positions, Projection(matrix, bias)))
+    return _sum_rows(plan, positions, valid, project(positions, stack_projections(*_pair_projections(projections))))
+
+
+def _pair_projections(parts: Sequence[Tensor | None]) -> tuple[Projection, Projection]:
+    """Return the projections of keys and of queries."""
+    matrix, bias, other_matrix, other_bias = parts
+    return Projection(matrix, bias), Projection(other_matrix, other_bias)
 
 
 def _sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> tuple[Any, ...]:
@@ -55,10 +61,36 @@ def _sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> 
     return select_queries(plan, rows), *summary[:3], summary.peak
 
 
-def _project_and_keep(
-    plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | None, bias: Tensor | None
-) -> tuple[Any, ...]:
+# ---- the same with a backward pass that keeps the positions ----------------------------------------------------------
+def project_and_summarize(
+    plan: RowPlan, positions: Tensor, valid: Tensor, key: Projection, query: Projection
+) -> tuple[Tensor | None, Summary]:
+    """Return the queries `(b, h, d, n)` of positions, or None, and the summary; `query` if it is no `key`."""
+    # Of large tensors, the positions alone are kept for the backward pass.
+    queries, values, weights, count, peak, _ = _project_and_sum(
+        plan, positions, valid, key.matrix, key.bias, query.matrix, query.bias
+    )
+    return queries, Summary(values, weights, count, None, peak, False, plan.complete)
+
+
+def respond_from(
+    plan: ResponsePlan,
+    positions: Tensor,
+    projection: Projection,
+    query: Tensor,
+    summary: Summary,
+    matrix: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return `(b, 1, p, m)` with a matrix `(h, p, c)` of responses, else `(b, h, c, m)`, as positions lie in memory."""
+    # Kept for the backward pass are the positions, the summary, and queries of few channels.
+    parts = (summary.values, summary.weights, summary.count, summary.peak)
+    return cast(Tensor, _respond(plan, positions, projection.matrix, projection.bias, query, *parts, matrix, bias))
+
+
+def _project_and_keep(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
     """Return the same as `_plain_sums`, and the projected rows `(b, rows, n)` if they are small."""
+    matrix, bias, _ = stack_projections(*_pair_projections(projections))
     if plan.kernel is None:
         rows = project(positions, Projection(matrix, bias))
         *outputs, rows = *_sum_rows(plan, positions, valid, rows), rows
@@ -74,22 +106,23 @@ def _gradients_of_sums(
     grad_outputs: Sequence[Any],
     wanted: Sequence[bool],
     precision: Any,
-) -> tuple[Tensor | None, ...]:
+) -> Iterator[Tensor | None]:
     """Return the gradients of `_plain_sums`; keys that were not kept are projected again."""
-    (plan, positions, valid, matrix, bias), (_, peak, rows) = arguments, kept
+    (plan, positions, valid, *projections), (_, peak, rows) = arguments, kept
     grad_queries, grad_values, grad_weights = grad_outputs
-    grad_rows, grad_matrix = None, None
+    projection, other = _pair_projections(projections)
+    (matrix, bias, _), grad_rows, grad_matrix = stack_projections(projection, other), None, None
     grads_of_outputs = (grad_queries, grad_values, grad_weights)
     kernel = plan.kernel
     if kernel is not None and kernel.derive is not None and kernels.why_not(*grads_of_outputs, ordered=False) is None:
         grad_positions, *of_projection = kernel.derive(
             plan, positions, valid, matrix, bias, peak, wanted[1], grads_of_outputs
         )
-        return None, grad_positions, None, *of_projection
+        return iter((None, grad_positions, None, *split_gradients(Projection(*of_projection), projection, other)))
     key = valid.expand(-1, plan.heads, -1, -1)
     if plan.keys:
         with precision():
-            rows = project(positions, Projection(matrix, bias)) if rows is None else rows[:, : plan.keys]
+            rows = project(positions, projection) if rows is None else rows[:, : plan.keys]
         key = _leaf(split_heads(rows, plan.heads).to(grad_values.dtype))
     with torch.enable_grad():
         basis, own = cast(Any, plan.operator.basis)(key, valid)
@@ -104,8 +137,8 @@ def _gradients_of_sums(
         grad_positions = None
         if wanted[1]:
             grad_positions = _gradient_of_positions(plan, positions, grad_values, basis, matrix, grad_rows)
-        of_projection = _gradients_of_projection(positions, matrix, bias, grad_rows, grad_matrix)
-    return None, grad_positions, None, *of_projection
+        grads = _gradients_of_projection(positions, matrix, bias, grad_rows, grad_matrix)
+    return iter((None, grad_positions, None, *split_gradients(Projection(*grads), projection, other)))
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -186,7 +219,6 @@ def _gradients_of_projection(
     return grad, None if bias is None else grad_rows.sum((0, 2), dtype=grad.dtype).to(bias.dtype)
 
 
-# ---- responding ------------------------------------------------------------------------------------------------------
 def _respond_to(
     plan: ResponsePlan,
     positions: Tensor,
@@ -195,10 +227,7 @@ def _respond_to(
     query: Tensor,
     *parts: Tensor | None,
 ) -> Tensor:
-    """Return `(b, 1, p, m)` with a matrix `(h, p, c)` of responses, else `(b, h, c, m)`, as positions lie in memory.
-
-    `parts` are values, weights, count and peak of a summary, and the matrix and bias of the responses.
-    """
+    """Respond as `respond_from` does, to the parts of a summary."""
     coefficients, slots = _factors(plan.operator, query, *parts)
     return combine(slots, coefficients, positions)
 
@@ -224,7 +253,7 @@ def _restore_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
 
 def _gradients_of_response(
     arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], wanted: Sequence[bool], precision: Any
-) -> tuple[Tensor | None, ...]:
+) -> Iterator[Tensor | None]:
     """Return gradients of `_respond_to` for the query, the summary, and the projection and bias of the responses."""
     (plan, _, _, _, query, *parts), (grad_output,) = arguments, grad_outputs
     query, rest = _leaf(query), [None if part is None else _leaf(part) for part in parts]
@@ -235,7 +264,7 @@ def _gradients_of_response(
         kernel = next(lines, None)
     if kernel is not None:
         grad_query, grad_slots = cast(Any, kernel.derive)(plan.operator, grad_output, query, slots)
-        return None, None, None, None, *_gradients([query, *rest], {query: grad_query, slots: grad_slots})
+        return iter((None, None, None, None, *_gradients([query, *rest], {query: grad_query, slots: grad_slots})))
     with full_precision(grad_output):
         # Under autocast the product, and so its gradient, is of lower precision than its factors.
         arranged = arrange(coefficients, slots).to(grad_output.dtype)
@@ -244,7 +273,7 @@ def _gradients_of_response(
         inner = inner[:, :, : math.prod(coefficients.shape[1:3]) // slots.shape[1]]
         grad_coefficients = inner.reshape(coefficients.shape).to(coefficients.dtype)
         grads = _gradients([query, *rest], {coefficients: grad_coefficients, slots: grad_slots})
-    return None, None, None, None, *grads
+    return iter((None, None, None, None, *grads))
 
 
 def _factors(operator: Operator, query: Tensor, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -267,10 +296,10 @@ def _build_summary(parts: Any) -> Summary:
     return Summary(values, weights, count, None, peak)
 
 
-# Of large tensors, the positions alone are kept for the backward pass.
-project_and_sum = accelerate(_plain_sums, _project_and_keep, _gradients_of_sums, constants=2, kept=1)
-# Kept for the backward pass are the positions, the summary, and queries of few channels.
-respond_from = accelerate(
+_project_and_sum = accelerate(
+    _plain_sums, _project_and_keep, _gradients_of_sums, constants=2, kept=1, kernels_run=kernels.run
+)
+_respond = accelerate(
     _respond_to,
     lambda plan, positions, matrix, bias, query, *parts: respond_by(
         plan, positions, query, _build_summary(parts[:4]), *parts[4:]
@@ -278,4 +307,5 @@ respond_from = accelerate(
     _gradients_of_response,
     save=_save_query,
     restore=_restore_query,
+    kernels_run=kernels.run,
 )

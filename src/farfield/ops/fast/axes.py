@@ -88,10 +88,12 @@ _sum_axes = accelerate(
     lambda grid, wide: _read_axes(grid),
     _spread,
     save=shapes_alone,
+    kernels_run=kernels.run,
 )
 _outer_sum = accelerate(
     lambda responses, size, training: add_axes(responses, size),
     write_sum,
     _collect,
     save=shapes_alone,
+    kernels_run=kernels.run,
 )

@@ -6,6 +6,7 @@ operators, by the functions of an operator and never its name.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import torch
@@ -60,6 +61,16 @@ def stack_projections(key: Projection, query: Projection) -> Projection:
     return Projection(torch.cat([key.matrix, query.matrix]), torch.cat(biases))
 
 
+def split_gradients(grads: Projection, key: Projection, query: Projection) -> Iterator[Tensor | None]:
+    """Split the gradients of `stack_projections` into those of its matrices and biases, in order."""
+    start = 0
+    for one in (key, query):
+        end = start if one.matrix is None else start + len(one.matrix)
+        for part, grad in zip(one[:2], grads[:2], strict=True):
+            yield None if part is None or grad is None else grad[start:end]
+        start = end
+
+
 def select_queries(plan: RowPlan, rows: Tensor) -> Tensor | None:
     """Return the queries `(b, h, d, n)` among the rows."""
     return rows[:, rows.shape[1] - plan.queries :].unflatten(1, (plan.heads, -1)) if plan.queries else None
@@ -104,13 +115,14 @@ def are_small(rows: int, positions: Tensor) -> bool:
     return 32 * rows <= positions.shape[1]
 
 
-def why_not_scores(plan: RowPlan, positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> str | None:
+def why_not_scores(plan: RowPlan, positions: Tensor, *projections: Tensor | None) -> str | None:
     """Return why `sum_scores` does not run, or None."""
-    if matrix is None or plan.keys != plan.heads * (plan.operator.basis is one_and_key):
+    matrices = [each for each in projections[::2] if each is not None]
+    if not matrices or plan.keys != plan.heads * (plan.operator.basis is one_and_key):
         return "keys are not scores"
-    if not are_few(len(matrix), positions.shape[1]):
+    if not are_few(sum(map(len, matrices)), positions.shape[1]):
         return kernels.MANY_SCORES
-    return kernels.why_not(positions, matrix, bias, multiplied=positions)
+    return kernels.why_not(positions, *projections, multiplied=positions)
 
 
 def sum_scores(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor, bias: Tensor | None) -> _Sums:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from farfield.ops.fast import axes, kernels, steps, whole
-from farfield.ops.fast.autograd import project_and_sum, respond_from
+from farfield.ops.fast.autograd import project_and_summarize, respond_from
 from farfield.ops.fast.kernels import BARE, PROJECTED, WITH_TARGET, Kernel
 from farfield.ops.fast.steps import ResponsePlan, RowPlan, respond_by
 from farfield.ops.fast.whole import Target
@@ -267,12 +267,15 @@ def summarize(
     rows, others = (0 if one is None else channels if one.matrix is None else len(one.matrix) for one in (key, query))
     plan = RowPlan(operator, call.heads, rows, others, call.key is query, shared, complete)
     # The same projection is computed once.
-    matrix, bias, _ = steps.stack_projections(key or IDENTITY, IDENTITY if query is None or key is query else query)
+    own, other = key or IDENTITY, IDENTITY if query is None or key is query else query
     lines = _SUMS.get((operator.basis,), ())
-    kernel = next((line for line in lines if line.why_not(plan, positions, matrix, bias) is None), None)
+    matrices = own.matrix, own.bias, other.matrix, other.bias
+    kernel = next((line for line in lines if line.why_not(plan, positions, *matrices) is None), None)
     plan = plan._replace(kernel=kernel)
-    run = project_and_sum if kernel is None or not are_free(positions, matrix, bias) else kernel.run
-    query_rows, sums, weights, count, peak, _ = run(plan, positions, valid, matrix, bias)
+    if kernel is None or not are_free(positions, *matrices):
+        return project_and_summarize(plan, positions, valid, own, other)
+    stacked = own if other.matrix is None else steps.stack_projections(own, other)
+    query_rows, sums, weights, count, peak, _ = kernel.run(plan, positions, valid, stacked.matrix, stacked.bias)
     return query_rows, Summary(sums, weights, count, None, peak, False, complete)
 
 
@@ -284,8 +287,6 @@ def respond(
     if call.query.run is not None or operator.basis is None or not operator.queries_from.side_by_side:
         return None
     plan = ResponsePlan(operator, _RESPONSES.get((operator.coefficients,), ()))
-    parts = summary.values, summary.weights, summary.count, summary.peak, matrix, bias
-    if are_free(positions, *call.query, query, *parts):
+    if are_free(positions, *call.query, query, *summary[:3], summary.peak, matrix, bias):
         return respond_by(plan, positions, query, summary, matrix, bias).flatten(1, 2)
-    responses: Tensor = respond_from(plan, positions, call.query.matrix, call.query.bias, query, *parts)
-    return responses.flatten(1, 2)
+    return respond_from(plan, positions, call.query, query, summary, matrix, bias).flatten(1, 2)

@@ -148,8 +148,10 @@ def _gradients_of_responses(
     return None, kernels.call("axis_responses_backward", means, weights, plan.heads, plan.scale, once, grad)
 
 
-_axis_means = accelerate(_plain_means, _kernel_means, _spread_means, save=shapes_alone)
-_respond_from_means = accelerate(_plain_responses, _kernel_responses, _gradients_of_responses, kept=1)
+_axis_means = accelerate(_plain_means, _kernel_means, _spread_means, save=shapes_alone, kernels_run=kernels.run)
+_respond_from_means = accelerate(
+    _plain_responses, _kernel_responses, _gradients_of_responses, kept=1, kernels_run=kernels.run
+)
 
 
 # ---- scores (SAN Eq. 4, SAN Eq. 5) -----------------------------------------------------------------------------------
@@ -248,4 +250,4 @@ def _gradients_of_scores(
     return None, grad_grid, grad_matrix.to(matrix.dtype)
 
 
-_attend_scores = accelerate(_plain_scores, _score_kernel, _gradients_of_scores, kept=2)
+_attend_scores = accelerate(_plain_scores, _score_kernel, _gradients_of_scores, kept=2, kernels_run=kernels.run)
