@@ -285,7 +285,8 @@ def _lay_out(parts: Sequence[_Part], own: int) -> Place:
         raise refusal(
             ShapeError,
             f"parts may differ only in spatial dim {dim}.\n{list_by_rank(shapes)}\n"
-            f"  fix: the same batch and channels on all; if other spatial dims differ, origin= and size= of sharded_attention.",
+            "  fix: the same batch and channels on all; if other spatial dims differ, origin= and size= of "
+            "sharded_attention.",
         )
     origin, size = [0] * (len(shapes[own]) - 2), list(shapes[own][2:])
     origin[dim] = sum(shape[dim + 2] for shape in shapes[:own])
