@@ -141,16 +141,16 @@ CHILD = """
     from helpers.streamed_nets import Hourglass, attention, settled
 
     kill, out, how = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    taken, advance = 0, progress.Stream.advance
+    taken, run_task = 0, progress.Stream.run_task
 
     def counted(*arguments):
         global taken
+        run_task(*arguments)
         taken += 1
         if taken == kill:
             os.kill(os.getpid(), how)
-        return advance(*arguments)
 
-    progress.Stream.advance = counted
+    progress.Stream.run_task = counted
     volume = np.load(Path(out).with_name("volume.npy"), mmap_mode="r")
     {call}
     print(taken)
