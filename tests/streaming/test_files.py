@@ -180,7 +180,7 @@ def fingerprint(path: Path) -> dict[str, str]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "suffix", "kills"),
-    partly([("predict", ".zarr", (20, 15)), ("respond", ".npy", (3,))], [("respond", ".npy", (3,))]),
+    partly([("predict", ".zarr", (20, 8)), ("respond", ".npy", (3,))], [("respond", ".npy", (3,))]),
 )
 def test_what_was_killed_goes_on_and_ends_with_the_same_file(
     call: str, suffix: str, kills: tuple[int, ...], volume: np.ndarray, tmp_path: Path
