@@ -3,11 +3,13 @@
     python benchmarks/cluster.py simulate --tiles 100000 --workers 100
     python benchmarks/cluster.py overhead --tiles 10000
     python benchmarks/cluster.py local --tiles 10000
+    python benchmarks/cluster.py unet --length 256
     python benchmarks/cluster.py kills --kills 50
 
 simulate: clock and faults are drawn, and records and the order of tasks are the real ones (`simulated_cluster.py`).
 overhead: tiles without work on a LocalCluster of two workers, each with a record of the size of a norm's.
 local: predict_whole of a convolution with one weight, in as many tiles, in one process; runs on older versions too.
+unet: predict_whole of MONAI's UNet in one process, and on a LocalCluster of one and of two workers; equal bytes first.
 kills: kill -9 of a worker, the scheduler, the client and a part at drawn moments; the call is repeated, and its bytes
 are compared with those of one process. Processes are forked, so Linux alone. `--seconds` ends it earlier.
 """
@@ -303,11 +305,45 @@ def run_kills(arguments: argparse.Namespace) -> None:
     sys.exit(bool(counts["wrong"]))
 
 
+def measure_unet(arguments: argparse.Namespace) -> None:
+    """Print the seconds of one process, and of one and two workers, for a network."""
+    import monai.networks.nets as monai
+    from distributed import Client, LocalCluster
+
+    from farfield.streaming import Tiles, predict_whole
+    from helpers.several_processes import content
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    network = monai.UNet(3, 1, 2, (16, 32, 64), (2, 2), norm="instance").eval()
+    print("| run | s | CPU s of all processes |\n|---|---|---|")
+    with tempfile.TemporaryDirectory() as name:
+        file, options = Path(name) / "volume.npy", {"tile": Tiles(64, disk=4 * 10**9), "quiet": True}
+        np.save(file, np.random.default_rng(0).random((1, *[arguments.length] * 3), "float32"))
+        volume, want = np.load(file, mmap_mode="r"), {}
+        for workers in (0, 1, 2):
+            spent, out = cpu_seconds(), Path(name) / f"workers{workers}.zarr"
+            with contextlib.ExitStack() as stack:
+                if workers:
+                    address = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
+                    made = LocalCluster(n_workers=workers, threads_per_worker=1, memory_limit=0, **address)
+                    options["client"] = stack.enter_context(Client(stack.enter_context(made)))
+                started = time.monotonic()
+                predict_whole(network, volume, out=out, **options)
+                seconds = time.monotonic() - started
+            want = want or content(out)
+            if content(out) != want:
+                sys.exit(f"{workers} workers give other bytes")
+            run = ("one process", "1 worker", "2 workers")[workers]
+            print(f"| {run} | {seconds:.1f} | {cpu_seconds() - spent:.1f} |", flush=True)
+
+
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("simulate", "overhead", "local", "kills"))
+    parser.add_argument("what", choices=("simulate", "overhead", "local", "unet", "kills"))
     parser.add_argument("--tiles", type=int, default=10_000)
+    parser.add_argument("--length", type=int, default=256, help="of the U-Net's volume, along each axis")
     parser.add_argument("--workers", type=int, default=100, help="of the simulation")
     parser.add_argument("--hours", type=float, default=2.0, help="of work until a worker is killed, in the simulation")
     parser.add_argument("--stragglers", type=float, default=0.01, help="share of tiles that take ten times as long")
@@ -321,7 +357,8 @@ def main() -> None:
 
         simulate(arguments.tiles, arguments.workers, arguments.hours, arguments.stragglers, arguments.seed)
     else:
-        {"overhead": measure_overhead, "local": measure_local, "kills": run_kills}[arguments.what](arguments)
+        functions = {"overhead": measure_overhead, "local": measure_local, "unet": measure_unet, "kills": run_kills}
+        functions[arguments.what](arguments)
 
 
 if __name__ == "__main__":
