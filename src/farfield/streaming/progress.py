@@ -106,7 +106,7 @@ class Stream:
             state = self._read_state(output)
             if state is None:
                 self._make(output)
-        if was_moved(output.path):
+        if state is not None and state["written"] and was_moved(output.path):
             return  # all is done but to remove the folder
         self.attach(output, run, self.threads if state is None else state["threads"])
         for records in self.records:
@@ -258,7 +258,8 @@ class Stream:
     def _reopen(self, output: FileOutput, run: Run, written: Sequence[Any]) -> None:
         """Go on with an unfinished output: what it and stored values do not hold any more runs again."""
         opened = output.open()
-        if was_moved(output.path) and opened and all(_holds(output, each) for each in written):
+        # Without boxes it was not finished: what is at the path is another file, and the unfinished one is lost.
+        if written and was_moved(output.path) and opened and all(_holds(output, each) for each in written):
             return  # all is done but to remove the folder
         self._plan(run)
         for each in self.records[len(run.passes) :]:  # what is in coarser levels has no checksum
