@@ -631,3 +631,15 @@ def test_the_bar_weighs_a_tile_by_the_work_of_its_pass(
     shown = capfd.readouterr().err
     assert "pass 2 of 2: 100%" in shown
     assert "tile/s" not in shown
+
+
+def test_an_unfinished_file_that_is_lost_is_not_the_older_one_at_its_path(
+    net: torch.nn.Module, volume: np.ndarray, want: np.ndarray, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.npy"
+    np.save(out, np.zeros_like(want))
+    with stopping(3):
+        predict_whole(net, volume, tile=TILE, out=out, overwrite=True, quiet=True)
+    growing(out).unlink()
+    got = predict_whole(net, volume, tile=TILE, out=out, overwrite=True, quiet=True)
+    np.testing.assert_array_equal(got, want)
