@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -67,13 +67,6 @@ class Empty:
 
         return OutputSpec((1,), np.dtype("float32"), (1,), ImageMetadata("X"))
 
-    @property
-    def passes(self) -> list[Any]:
-        """One pass."""
-        from farfield.streaming.passes import Pass
-
-        return [Pass(self.tiles, self.run_tile, 1.0, lambda key: lambda one, two: (one[0] + two[0], one[1] + two[1]))]
-
     def run_tile(self, tile: int) -> dict[str, Any]:
         """Return a record of the size of a norm's."""
         from farfield.streaming.records import empty_record
@@ -89,29 +82,22 @@ class Empty:
         """Return what was sent."""
         return self
 
-    def connect(self, output: Any) -> tuple[Any, Empty]:
-        """Return the tasks, and what runs them."""
+    def connect(self, output: Any) -> tuple[Any, Any]:
+        """Return the tasks, and what runs them: one pass."""
+        from farfield.streaming.passes import Pass, Run
         from farfield.streaming.progress import Saved, Stream
 
-        return Stream(output, {"model": "empty"}, Saved((1,), shared=True), {}), self
+        def merge(one: Any, two: Any) -> Any:
+            return one[0] + two[0], one[1] + two[1]
+
+        class OnePass(Run):
+            passes = (Pass(self.tiles, self.run_tile, 1.0, lambda key: merge),)
+
+        return Stream(output, {"model": "empty"}, Saved((1,), shared=True), {}), OnePass()
 
     def surroundings(self) -> AbstractContextManager[None]:
         """Return the context in which tasks run."""
         return contextlib.nullcontext()
-
-    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
-        """Go on: nothing is stored."""
-        return True
-
-    def first_pass(self, number: int) -> int:
-        """Return the first pass."""
-        return 0
-
-    def clean(self, number: int) -> None:
-        """Nothing is stored."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def measure_overhead(arguments: argparse.Namespace) -> None:

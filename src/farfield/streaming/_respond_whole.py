@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from farfield.streaming import layers
 from farfield.streaming.arguments import arrange_letters, cores, parse_positions, refuse_large_summary, round_up_tile
 from farfield.streaming.engines.cluster import check_cluster, run_on_cluster
 from farfield.streaming.engines.local import run_local
-from farfield.streaming.passes import Pass
+from farfield.streaming.passes import Pass, Run
 from farfield.streaming.progress import Saved, Stream, find_unfinished, refuse_shared
 from farfield.streaming.records import Record, empty_record
 from farfield.volumes.aliasing import refuse_aliasing
@@ -343,7 +343,7 @@ def _check_mask(name: str, mask: Any, expected: tuple[int, ...]) -> None:
         )
 
 
-class _Response:
+class _Response(Run):
     """Passes over a grid and what keys and values come from: the "context", or the "grid" itself if there is none."""
 
     def __init__(self, layer: GridAttention, keys: str, stream: Stream) -> None:
@@ -362,20 +362,6 @@ class _Response:
             Pass(len(volumes[name][1]), task, math.prod(volumes[name][0].size), lambda key: layers.merge_attention)
             for name, task in each_pass
         ]
-
-    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
-        """Go on: nothing is stored."""
-        return True
-
-    def first_pass(self, number: int) -> int:
-        """Return the first pass of all."""
-        return 0
-
-    def clean(self, number: int) -> None:
-        """Remove nothing: nothing is stored."""
-
-    def close(self) -> None:
-        """Close nothing."""
 
     def read(self, name: str, index: int) -> tuple[Tensor, dict[str, Any]]:
         """Read a tile; return it with its mask, origin and size as `summarize` and `respond` take them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +32,6 @@ WriteOutput = Callable[[int, Box, Tensor | None], None]
 # (sample, pass, tile) -> whether the tile is skipped
 Skips = Callable[[int, int, int], bool]
 
-
 # Pass -> the merged parts of all tiles, by key
 PartsOf = Callable[[int], Mapping[str, Parts]]
 
@@ -48,6 +48,29 @@ class Pass(NamedTuple):
     run_tile: Callable[[int], Record]
     work: float  # relative to that of other passes
     merge: Callable[[str], Merge] = has_no_parts
+
+
+class Run(ABC):
+    """What a prediction does with its tiles. Without methods of their own, nothing is stored between passes."""
+
+    @property
+    @abstractmethod
+    def passes(self) -> list[Pass]:
+        """The passes over all tiles."""
+
+    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
+        """Go on with a pass of which some tiles are finished; False if what was stored for it is gone."""
+        return True
+
+    def first_pass(self, number: int) -> int:
+        """Return the first pass that a pass depends on."""
+        return 0
+
+    def clean(self, number: int) -> None:  # noqa: B027  # nothing is stored
+        """Remove what was stored and no pass from this one on reads, where several processes work."""
+
+    def close(self) -> None:  # noqa: B027  # nothing is open
+        """Let go of files and memory."""
 
 
 class Sums(dict[int, Parts]):
@@ -140,7 +163,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
         return True
 
 
-class TiledRun:
+class TiledRun(Run):
     """Runs the tasks of a plan; samples that no layer mixes run one after the other, each through all passes."""
 
     def __init__(

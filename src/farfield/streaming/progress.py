@@ -6,11 +6,11 @@ import contextlib
 import inspect
 import itertools
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from farfield._files import replace_file
 from farfield._fingerprint import fingerprint
 from farfield._refusals import refusal
-from farfield.streaming.passes import Pass
+from farfield.streaming.passes import Pass, Run
 from farfield.streaming.records import DamagedError, Record, Records, empty_record, pack, unpack
 from farfield.streaming.rules.rule import Parts
 from farfield.volumes.sink import ArrayOutput, FileOutput, box_checksum, check_path, overwrite_fix, to_numpy
@@ -47,26 +47,6 @@ class Saved(NamedTuple):
     on_disk: bool = False
     # Whether several processes work on it: each block of a stored value is a file.
     shared: bool = False
-
-
-class Run(Protocol):
-    """What a prediction does with a tile."""
-
-    @property
-    def passes(self) -> list[Pass]:
-        """The passes over all tiles."""
-
-    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
-        """Go on with a pass of which some tiles are finished; False if what was stored for it is gone."""
-
-    def first_pass(self, number: int) -> int:
-        """Return the first pass that a pass depends on."""
-
-    def clean(self, number: int) -> None:
-        """Remove what was stored and no pass from this one on reads, where several processes work."""
-
-    def close(self) -> None:
-        """Let go of files and memory."""
 
 
 class Stream:

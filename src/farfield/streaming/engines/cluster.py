@@ -27,7 +27,8 @@ from farfield._files import open_replacement, replace_file
 from farfield._refusals import refusal
 from farfield.nn.devices import device_of
 from farfield.streaming.engines.local import count_units, show_progress
-from farfield.streaming.progress import Run, Stream
+from farfield.streaming.passes import Run
+from farfield.streaming.progress import Stream
 from farfield.volumes.aliasing import find_mapped_file
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.file_formats import OutputSpec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from farfield.streaming.passes import Pass
+from farfield.streaming.passes import Pass, Run
 from farfield.streaming.progress import Saved, Stream
 from farfield.streaming.records import Record, empty_record
 from farfield.volumes.file_formats import OutputSpec
@@ -56,25 +55,16 @@ def write_whole(caller: str, path: Path, array: np.ndarray, metadata: ImageMetad
         return run_local(stream, quiet=True)
 
 
-class _InOnePiece:
+class _InOnePiece(Run):
     """Writes an array as one tile."""
 
     def __init__(self, stream: Stream, array: np.ndarray) -> None:
         self.stream, self.array = stream, array
-        self.passes = [Pass(1, self._write, 1.0)]
+
+    @property
+    def passes(self) -> list[Pass]:
+        return [Pass(1, self._write, 1.0)]
 
     def _write(self, index: int) -> Record:
         self.stream.write((slice(None),) * self.array.ndim, torch.from_numpy(self.array))
         return empty_record()
-
-    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
-        return True
-
-    def first_pass(self, number: int) -> int:
-        return 0
-
-    def clean(self, number: int) -> None:
-        """Nothing is stored."""
-
-    def close(self) -> None:
-        """Nothing is open."""
