@@ -405,3 +405,36 @@ def test_a_mask_is_sent_too(client: Any, tmp_path: Path) -> None:
     predict_whole(network, volume, out=tmp_path / "want.zarr", **options)
     predict_whole(network, volume, out=tmp_path / "out.zarr", client=client, **options)
     assert content(tmp_path / "out.zarr") == content(tmp_path / "want.zarr")
+
+
+def test_a_repeated_call_goes_on_with_the_threads_that_it_began_with(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.zarr"
+    torch.set_num_threads(2)
+    call("norms", out, part=Part(1, 2, only=1))
+    torch.set_num_threads(1)
+    seen = []
+    save = cluster._save_job
+    monkeypatch.setattr(cluster, "_save_job", lambda *given: seen.append(save(*given).threads) or save(*given))
+    call("norms", out, client=client)
+    assert seen == [2]
+
+
+def test_a_damaged_record_of_a_pass_that_is_read_says_the_fix(tmp_path: Path) -> None:
+    out = tmp_path / "out.zarr"
+    call("norms", out, part=Part(1, 1, only=1))
+    (record,) = tmp_path.glob("out.zarr.unfinished/pass-1/*.zip")
+    original, read = record.read_bytes(), Stream.parts_of
+
+    def damaging(stream: Stream, number: int) -> Any:
+        record.write_bytes(original[:50])
+        return read(stream, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "parts_of", damaging)
+        with pytest.raises(ValueError, match=r"predict_whole: the record of a pass is damaged \(.*; fix: repeat"):
+            call("norms", out, part=Part(1, 1, only=2))
+    call("norms", out)
+    call("norms", tmp_path / "want.zarr")
+    assert content(out) == content(tmp_path / "want.zarr")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,8 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     refuse_aliasing(out, opened)
     check_network(model, "model", "predict_whole(model, …)")
     refuse_meta(device_of(model))
-    with plan_in_turns(path, part, lambda: find_unfinished(path, overwrite, model, opened)) as (identity, saved):
+    find = partial(find_unfinished, path, overwrite, model, opened)
+    with plan_in_turns(path, part, overwrite, find) as (identity, saved):
         shared = refuse_shared(path, saved, several=client is not None or part is not None)
         if plan is None:
             shapes = [each.shape for each in volumes.values()]

@@ -86,7 +86,7 @@ class Stream:
             state = self._read_state(output)
             if state is None:
                 self._make(output)
-        if state is not None and state["written"] and was_moved(output.path):
+        if state is not None and _is_finished(output, state["written"]):
             return  # all is done but to remove the folder
         self.attach(output, run, self.threads if state is None else state["threads"])
         for records in self.records:
@@ -199,6 +199,8 @@ class Stream:
                 self._make(output)
                 self._plan(run)
             else:
+                # Rounding follows from the threads with which workers began.
+                self.threads = state["threads"] if self.planned.shared else self.threads
                 self._reopen(output, run, state["written"])
             unlocked.pop_all()
         return state is not None
@@ -237,10 +239,9 @@ class Stream:
 
     def _reopen(self, output: FileOutput, run: Run, written: Sequence[Any]) -> None:
         """Go on with an unfinished output: what it and stored values do not hold any more runs again."""
-        opened = output.open()
-        # Without boxes it was not finished: what is at the path is another file, and the unfinished one is lost.
-        if written and was_moved(output.path) and opened and all(_holds(output, each) for each in written):
+        if _is_finished(output, written):
             return  # all is done but to remove the folder
+        opened = output.open()
         self._plan(run)
         for each in self.records[len(run.passes) :]:  # what is in coarser levels has no checksum
             each.clear()
@@ -288,6 +289,12 @@ class Stream:
             )
         for records in self.records[first:]:
             records.clear()
+
+
+def _is_finished(output: FileOutput, written: Sequence[Any]) -> bool:
+    """Whether a finished output was moved to its path; without boxes, what is there is an older file."""
+    is_there = bool(written) and was_moved(output.path) and output.open()
+    return is_there and all(_holds(output, each) for each in written)
 
 
 def _holds(output: FileOutput, written: Sequence[Any]) -> bool:

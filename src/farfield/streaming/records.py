@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from farfield._files import replace_file
+from farfield._refusals import refusal
 from farfield.streaming.rules.rule import Parts
 
 Merge = Callable[[Parts, Parts], Parts]
@@ -147,8 +148,12 @@ class Records:
         return self.last in self.known
 
     def read(self) -> Record:
-        """Return the record of all tiles."""
-        return self.known[self.last]
+        """Return the record of all tiles; refuse a damaged one."""
+        try:
+            return self.known[self.last]
+        except DamagedError as error:
+            fix = "repeat the call, which runs these tiles again"
+            raise refusal(ValueError, f"the record of a pass is damaged ({error}); fix: {fix}.") from error
 
     def settle(self) -> list[Record]:
         """Go on where a process was killed, and return what records there are; damaged ones go, to run again."""
