@@ -167,8 +167,11 @@ def remove(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that replaces `path` at once; after a crash of the machine it may be empty or the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file that replaces `path` at once; after a crash of the machine it may be empty or the old one.
+
+    Its folder is made, and no folder above it.
+    """
+    path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # of another machine, perhaps
     try:
         partial.write_bytes(content)

@@ -26,13 +26,13 @@ def refusal(kind: type[_Error], *arguments: object) -> _Error:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether the name of the called function is still to be put in front of the text."""
-    return "is_unnamed" in vars(error)
+    return bool(vars(error).get("is_unnamed"))
 
 
 def put_name(name: str, error: _Error) -> _Error:
     """Put a name in front of the text of a refusal that has none, and return it; other errors stay as they are."""
     if is_refusal(error):
-        del vars(error)["is_unnamed"]
+        vars(error)["is_unnamed"] = False  # and not gone: an error that sets it is made again where it is unpickled
         *others, text = error.args
         error.args = (*others, f"{name}: {text}")
         if isinstance(error, OSError) and others:  # its text is not made of args

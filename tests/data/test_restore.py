@@ -440,7 +440,7 @@ def test_folders_without_data_are_named(tmp_path: Path) -> None:
     assert fault(tmp_path / "nowhere") == f"StackPairs: there is no {tmp_path / 'nowhere'}."
     assert "has no folder train or train_data" in fault(tmp_path)
     assert "there is no folder" in fault(tmp_path, "test")
-    assert "has no TIFF files to restore" in fault(tmp_path, "predict")
+    assert "has no volumes to restore" in fault(tmp_path, "predict")
     make_npz(tmp_path / "train" / "a.npz", 4, PATCH, PATCH)
     assert "gives 4 patches; a tenth of them cannot be held out" in fault(tmp_path)
     make_npz(tmp_path / "train" / "b.npz", 4, PATCH, PATCH)
@@ -634,8 +634,9 @@ def test_a_file_is_opened_once(channel: Any, tmp_path: Path, monkeypatch: pytest
 
 
 def test_all_files_that_open_volume_reads_are_listed(tmp_path: Path) -> None:
-    names = [f"{number:02}{suffix}" for number, suffix in enumerate(READERS)]
-    for name in (*names, ".hidden.npy", "notes.txt", "data.npz"):
+    suffixes = [".zarr.zip" if suffix == ".zip" else suffix for suffix in READERS]
+    names = [f"{number:02}{suffix}" for number, suffix in enumerate(suffixes)]
+    for name in (*names, ".hidden.npy", "notes.txt", "data.npz", "notes.zip"):
         (tmp_path / name).touch()
     for name in names[:2]:  # whose depths are compared
         tifffile.imwrite(tmp_path / name, np.ones((5, 8, 9), "uint8"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -21,7 +23,7 @@ from torch import nn
 from farfield.streaming import Part, Tiles, _predict_whole, plan_whole, predict_whole
 from farfield.streaming.engines import cluster, local
 from farfield.streaming.progress import Stream
-from farfield.volumes import ome_zarr, open_volume
+from farfield.volumes import ImageMetadata, ome_zarr, open_volume
 from helpers import several_processes
 from helpers.several_processes import CASES, content, network_of, volume_of
 from helpers.streamed_nets import settled
@@ -150,12 +152,16 @@ def test_passes_one_by_one(tmp_path: Path) -> None:
         tmp_path / "out.ome.zarr",
         len(plan_whole(network_of("labels"), (1, 53, 70), **CASES["labels"].options).passes),
     )
-    for only in range(1, count + 9):
+    levels = len(ome_zarr.pyramid_factors((53, 70), ImageMetadata("YX")))
+    assert levels
+    for only in range(1, count + levels + 1):
         for number in (2, 1):
             assert call("labels", out, part=Part(number, 2, only=only)) is None
         if only == 1:
             with pytest.raises(TimeoutError, match="20 of 20 tiles of pass 2 are not finished yet, from tile 0 on;"):
                 call("labels", out, part=Part.parse("reduce"))
+    with pytest.raises(ValueError, match=f"there are {count + levels} passes, got only={count + levels + 1}; fix:"):
+        call("labels", out, part=Part(1, 2, only=count + levels + 1))
     call("labels", out, part=Part.parse("reduce"))
     call("labels", tmp_path / "want.ome.zarr")
     assert content(out) == content(tmp_path / "want.ome.zarr")
@@ -208,13 +214,17 @@ def test_a_client_that_is_interrupted_goes_on(
     assert content(out) == want("norms", ".ome.zarr", wanted, tmp_path)
 
 
-@pytest.mark.parametrize("seconds", [2.5, pytest.param(3.5, marks=pytest.mark.long)])
-def test_a_part_that_is_killed_starts_again(seconds: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("records", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_a_part_that_is_killed_starts_again(records: int, tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
-    parts = {number: start_part("attention", out, f"{number}/2") for number in (1, 2)}
-    time.sleep(seconds)
-    parts[1].kill()
-    parts[1].wait()
+    first = start_part("attention", out, "1/2")
+    # It waits for the other part before its second pass.
+    while len(list(tmp_path.glob("out.zarr.unfinished/pass-1/*.zip"))) < records:
+        assert first.poll() is None
+        time.sleep(0.005)
+    first.kill()
+    assert first.wait() == -signal.SIGKILL
+    parts = {2: start_part("attention", out, "2/2")}
     assert start_part("attention", out, "1/2").wait() == 0
     assert parts[2].wait() == 0
     call("attention", out, part=Part.parse("reduce"))
@@ -231,7 +241,12 @@ def test_volumes_are_opened_by_the_workers(client: Any, tmp_path: Path) -> None:
     network, volume = network_of("attention"), volume_of((40, 70))
     tifffile.imwrite(tmp_path / "a.tif", volume, compression="zlib", tile=(16, 16))
     np.save(tmp_path / "a.npy", np.stack([volume + 1, volume]).transpose(0, 2, 1))
+    np.save(tmp_path / "zeros.npy", np.zeros_like(volume))
+    changed = np.load(tmp_path / "zeros.npy", mmap_mode="c")
+    changed[:] = volume  # in memory, and not in the file
     given = {
+        "changed": changed,
+        "gradient": torch.from_numpy(volume).requires_grad_(),
         "file": open_volume(tmp_path / "a.tif"),
         "map": np.load(tmp_path / "a.npy", mmap_mode="r")[1].T,
         "memory": volume,
@@ -270,6 +285,11 @@ def test_what_is_no_client(tmp_path: Path) -> None:
     for text in ("0/3", "three", "4/3", "-1/3"):
         with pytest.raises(ValueError, match="Part: "):
             Part.parse(text)
+    with pytest.raises(ValueError, match="Part: passes are counted from 1, got only=0"):
+        Part(1, 2, only=0)
+    for given in (("3", 16), (1, 2.5), (True, 2)):
+        with pytest.raises(TypeError, match=r"Part: .* must be a whole number, got"):
+            Part(*given)
 
 
 def test_another_version_on_a_worker(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,11 +355,12 @@ def test_an_error_of_a_tile_is_that_of_one_process(client: Any, tmp_path: Path) 
     assert str(several.value) == str(alone.value)
 
 
-def test_tiles_have_what_they_take(tmp_path: Path) -> None:
-    """`Tiles` are seen by each process, as those of one."""
-    out = tmp_path / "out.zarr"
-    predict_whole(network_of("norms"), volume_of(), tile=Tiles(16), pad="reflect", out=out, part=Part(1, 1), quiet=True)
-    assert (tmp_path / "out.zarr.unfinished" / "progress.zip").exists()
+def test_a_call_of_one_part_is_that_of_one_process(tmp_path: Path) -> None:
+    options = {"tile": Tiles(16), "pad": "reflect", "quiet": True}
+    predict_whole(network_of("norms"), volume_of(), out=tmp_path / "want.zarr", **options)
+    for part in (Part(1, 1), Part.parse("reduce")):
+        predict_whole(network_of("norms"), volume_of(), out=tmp_path / "out.zarr", part=part, **options)
+    assert content(tmp_path / "out.zarr") == content(tmp_path / "want.zarr")
 
 
 class Deadly:
@@ -438,3 +459,65 @@ def test_a_damaged_record_of_a_pass_that_is_read_says_the_fix(tmp_path: Path) ->
     call("norms", out)
     call("norms", tmp_path / "want.zarr")
     assert content(out) == content(tmp_path / "want.zarr")
+
+
+def test_a_job_that_somebody_else_has_written_is_not_loaded(tmp_path: Path) -> None:
+    call("norms", tmp_path / "out.zarr", part=Part(1, 1, only=1))
+    folder = tmp_path / "out.zarr.unfinished"
+    (folder / "job.pickle").write_bytes(pickle.dumps(Malicious()))
+    with pytest.raises(ValueError, match="is not what the client has written; fix: repeat the call"):
+        cluster._load_job(cluster._Setup(str(folder), hashlib.sha256(b"another").hexdigest(), 1, "token"))
+    assert not (tmp_path / "ran").exists()
+
+
+class Malicious:
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(Path.cwd() / "ran"),)
+
+
+def test_a_block_that_is_lost_says_what_computes_it_again(tmp_path: Path) -> None:
+    out = tmp_path / "out.zarr"
+    call("norms", out, part=Part(1, 1, only=1))
+    (folder,) = tmp_path.glob("out.zarr.unfinished/*.value")
+    (folder / "3").unlink()
+    with pytest.raises(ValueError, match=rf'"{folder}" has changed .*; fix: repeat the call without part='):
+        call("norms", out, part=Part(1, 1, only=2))
+    with pytest.warns(UserWarning, match="does not hold any more what passes stored"):
+        call("norms", out)
+    call("norms", tmp_path / "want.zarr")
+    assert content(out) == content(tmp_path / "want.zarr")
+
+
+def test_a_task_that_is_late_leaves_nothing(tmp_path: Path) -> None:
+    """Its output was finished by others, and the folder is gone."""
+    out, late = tmp_path / "out.zarr", []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_predict_whole, "run_part", lambda part, stream, quiet: late.append(stream))
+        patch.setattr(Stream, "close", lambda stream: None)
+        call("norms", out, part=Part(1, 1))
+    for part in (Part(1, 1), Part.parse("reduce")):
+        call("norms", out, part=part)
+    with pytest.raises(FileNotFoundError, match="is gone: the output is finished, or was removed; fix: repeat"):
+        late[0].run_task(0, 0)
+    assert [each.name for each in tmp_path.iterdir()] == ["out.zarr"]
+    with pytest.raises(FileExistsError, match="exists; fix: another path"):
+        call("norms", out, part=Part.parse("reduce"))
+
+
+def test_parts_leave_the_threads_of_the_caller(tmp_path: Path) -> None:
+    call("norms", tmp_path / "out.zarr", part=Part(1, 2, only=1))
+    torch.set_num_threads(2)
+    call("norms", tmp_path / "out.zarr", part=Part(2, 2, only=1))
+    assert torch.get_num_threads() == 2
+
+
+def test_a_lazy_mask_is_read_in_the_workers(client: Any, tmp_path: Path) -> None:
+    import dask.array
+
+    mask = np.zeros((56, 72), bool)
+    mask[3:40, 20:31] = True
+    options = {"tile": 16, "quiet": True, "out": tmp_path / "out.zarr"}
+    lazy = dask.array.from_array(mask, chunks=(20, 30))
+    got = predict_whole(network_of("norms"), volume_of((1, 56, 72)), mask=lazy, client=client, **options)
+    want = predict_whole(network_of("norms"), volume_of((1, 56, 72)), tile=16, mask=mask, quiet=True)
+    np.testing.assert_array_equal(got[:], want)

@@ -16,8 +16,9 @@ from farfield.nn import GridAttention, SqueezeExcite
 from farfield.streaming import MeanOverFlips, Tiles, freeze_statistics, plan_whole, predict_whole
 from farfield.streaming.engines.parts import Part
 from farfield.streaming.labels import GraphError
-from farfield.volumes import open_volume
+from farfield.volumes import ImageMetadata, Volume, open_volume
 from helpers.masked_nets import coarse, run_masked
+from helpers.stopping import stopping
 from helpers.streamed_nets import relative, settled
 
 # Networks in float64.
@@ -543,3 +544,36 @@ def test_operations_that_leave_nothing_out(function: Any) -> None:
     net, grid = written(function)
     with pytest.raises(GraphError, match=r"predict_whole: Written has no mask: .* in Written: .*fix: mask=None"):
         predict_whole(net, grid, tile=(None, None), mask=make_mask("blob", ODD), quiet=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mask_away_from_the_checked_region_is_no_difference(seed: int) -> None:
+    """Of a region without a valid position only the fill is read, and norms of what does not vary amplify rounding."""
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4)]
+    net = settled(nn.Sequential(*layers, nn.Conv2d(4, 1, 1)), seed).double()
+    grid, mask = torch.randn(1, 64, 64, dtype=torch.float64), np.zeros((64, 64), bool)
+    mask[50:60, 50:60] = True
+    assert plan_whole(net, grid.shape, tile=8).check  # a region is checked
+    got = predict_whole(net, grid, tile=8, mask=mask, quiet=True)
+    assert relative(got, run_masked(net, grid[None], as_mask(mask))[0]) < TOLERANCE
+
+
+def test_letters_of_a_mask_are_obeyed() -> None:
+    net, grid, mask = of_norm()
+    turned = Volume(np.ascontiguousarray(np.asarray(mask).T), ImageMetadata("XY"))
+    got = predict_whole(net, grid, tile=8, mask=turned, quiet=True)
+    assert torch.equal(got, predict_whole(net, grid, tile=8, mask=np.asarray(mask), quiet=True))
+
+
+def test_a_mask_in_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    net, grid, _ = of_norm()
+    with pytest.raises(FileNotFoundError, match="predict_whole: mask: open_volume: there is no "):
+        predict_whole(net, grid, tile=8, mask=tmp_path / "no.npy", quiet=True)
+
+
+def test_a_fill_is_its_number(tmp_path: Path) -> None:
+    net, grid, mask = of_norm()
+    with stopping(4):
+        predict_whole(net, grid, tile=8, mask=mask, out=tmp_path / "out.npy", quiet=True)
+    got = predict_whole(net, grid, tile=8, mask=mask, fill=np.float32(0), out=tmp_path / "out.npy", quiet=True)
+    np.testing.assert_array_equal(got, predict_whole(net, grid, tile=8, mask=mask, quiet=True))

@@ -194,7 +194,8 @@ VIRTUAL = {
     "by a link": (".", "inner/raw", '"inner" is a link to "/"'),
     "by a link from the root": (".", "/./inner/raw", '"inner" is a link to "/"'),
     "by a soft link": (".", "soft", '"soft" is a link to "/inner/raw"'),
-    "by another virtual one": (".", "chain", '"inner" is a link to "/"'),
+    "by another virtual one": (".", "chain", '"raw" has parts in "chain", which is virtual too; fix: copy it'),
+    "in a circle": (".", "raw", '"raw" has parts in "raw", which is virtual too; fix: copy it'),
     "outside": (".", "bytes", '"bytes" is in "beside"; fix: '),
     "itself": (".", "group/same", ""),
 }

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
+from farfield._refusals import door
 from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
 from farfield.data.base import Listed, Loading, check_root, list_folders, refuse_level
 from farfield.data.readers.images import (
@@ -97,6 +98,7 @@ class ImageFolders(_Classification):
         self.evaluation_transform = build_evaluation_transform(augmentation, image_size)
 
     @property
+    @door("ImageFolders")
     def folders(self) -> dict[str, Path]:
         """The folders of train, val and test that exist, by name; `root` as train if it has none of them."""
         if self.root is None or (self.predict is not None and not self.root.is_dir()):

@@ -122,7 +122,7 @@ class StackPairs(Loading):
         if test is not None:
             files = [each for source in self.sources for each in list_volumes(test / source)]
         if not files:
-            raise FolderError(f"{path} has no TIFF files to restore, .tif or .tiff, and no zarr folders.")
+            raise FolderError(f"{path} has no volumes to restore, such as .tif files or zarr folders.")
         above = test or (path.parent if single else path)
         inputs = [part for each in files for part in list_stack_files(each)]
         entries = [(each, str(each.relative_to(above))) for each in files]

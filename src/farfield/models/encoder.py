@@ -41,7 +41,8 @@ POOLS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 def check_pool(model: str, global_pool: str, num_classes: int) -> str:
     """Return the name in `POOLS` of a pooling; timm's "fast" variants compute the same. A classifier needs one."""
     name = "avg" if global_pool == "fast" else str(global_pool).removeprefix("fast")
-    check_choice(model, "global_pool", name, POOLS)
+    if name not in POOLS:
+        check_choice(model, "global_pool", global_pool, POOLS)
     if name == "" and num_classes:
         problem = f'global_pool="" keeps all positions, but a classifier of {num_classes} classes needs one vector'
         raise ValueError(f'{model}: {problem}; fix: num_classes=0, or global_pool="avg".')

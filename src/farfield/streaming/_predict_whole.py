@@ -24,12 +24,11 @@ from farfield.streaming.engines.parts import Part, check_part, plan_in_turns, ru
 from farfield.streaming.planning import Planner
 from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished, refuse_shared
-from farfield.streaming.skipping import check_fill, open_mask
+from farfield.streaming.skipping import check_fill, open_mask, open_mask_file
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
 from farfield.volumes.sink import FileOutput, output_for
-from farfield.volumes.volume import open_volume
 
 
 @looks_at_a_copy
@@ -172,7 +171,7 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
     check_fill(fill, mask is not None)
-    mask = open_volume(mask) if isinstance(mask, str | Path) else mask
+    mask = open_mask_file(mask)
     opened = volumes if mask is None else volumes | {"mask": open_mask(mask)}
     refuse_aliasing(out, opened)
     check_network(model, "model", "predict_whole(model, …)")
@@ -189,7 +188,8 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         prediction.arranged = known, volumes, layouts
         prediction.identity |= _identify(prediction, path)
         if mask is not None:
-            prediction.identity["mask or fill"] = f"{fill!r} {fingerprint(prediction.skipped)}"
+            prediction.opened_mask = opened["mask"]
+            prediction.identity["mask or fill"] = f"{float(fill)} {fingerprint(prediction.skipped)}"
         if not quiet:
             print(prediction, file=sys.stderr)
         output = output_for("predict_whole", out, prediction.spec, next(iter(volumes.values())), overwrite)
@@ -212,7 +212,7 @@ def _identify(prediction: Prediction, path: Path | None) -> dict[str, str]:
     """Return what identifies the plan of an unfinished prediction."""
     plan = prediction.plan
     halo = plan.graph_plan.labelled.halo
-    settings = (plan.tile, halo, plan.patch_size, plan.stored, prediction.on_disk, str(path))
+    settings = (plan.tile, halo, plan.patch_size, plan.stored, prediction.on_disk, str(path and path.absolute()))
     return {
         "tile or halo": repr(settings),
         "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",

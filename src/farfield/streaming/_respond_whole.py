@@ -122,7 +122,7 @@ def respond_whole(
     if tile is None and saved is not None:
         call.tile = saved.tile
     output = output_for("respond_whole", out, call.spec, given["grid"], None)
-    call.identity["tile or halo"] = repr((call.spec.box, call.tiles_of_keys, str(path)))
+    call.identity["tile or halo"] = repr((call.spec.box, call.tiles_of_keys, str(path and path.absolute())))
     stream, run = call.connect(output)
     with closing(stream):
         stream.open(run)

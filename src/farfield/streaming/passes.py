@@ -104,7 +104,7 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
             path = None if folder is None else folder / f"{name_value(value)}{SUFFIX}"
             boxes = [plan.own_box(value, tile) for tile in plan.tiles]
             name = f'"{plan.labelled.graph.nodes[value.node].path}"'
-            if shared:
+            if shared and path is not None:
                 self[value] = self.blocks[value] = StoredInBlocks(path, name, info, boxes, device)
             else:
                 self[value] = StoredInFile(path, name, info, boxes, device)

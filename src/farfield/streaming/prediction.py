@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -46,6 +46,7 @@ class Prediction:
         shared: Whether several processes run its tasks.
         mask: The argument.
         fill: The argument.
+        found: Which tiles are skipped, if that is known before the mask is read.
     """
 
     model: nn.Module
@@ -56,12 +57,18 @@ class Prediction:
     shared: bool = False
     mask: Any = None
     fill: float = 0.0
+    found: np.ndarray | None = None
     caller = "predict_whole"
 
     @cached_property
     def arranged(self) -> tuple[ImageMetadata | None, dict[str, Any], list[AxisLayout | None]]:
         """What is known of the volume, its arrays by name, and their axes."""
         return arrange_volumes("predict_whole", self.model, self.tiles, self.volume)
+
+    @cached_property
+    def opened_mask(self) -> Any:
+        """The mask as an array."""
+        return open_mask(self.mask)
 
     @cached_property
     def sources(self) -> dict[str, VolumeSource]:
@@ -76,7 +83,7 @@ class Prediction:
             for (name, array), known in zip(volumes.items(), layouts, strict=True)
         }
         if self.mask is not None:
-            mask, shape = open_mask(self.mask), next(iter(sources.values())).shape
+            mask, shape = self.opened_mask, next(iter(sources.values())).shape
             layout = layout_of_mask(mask, self.plan.layout, shape, self.plan.samples < self.plan.output.shape[0])
             # Padding is valid where the border is, so that a mask of all positions changes nothing.
             mode = "reflect" if mode == "reflect" else "replicate"
@@ -91,7 +98,7 @@ class Prediction:
     @cached_property
     def skipped(self) -> np.ndarray:
         """Which tiles each pass skips, `(samples, passes, tiles)`."""
-        return find_skipped(self.graph, self.sources["mask"], self.plan.samples)
+        return find_skipped(self.graph, self.sources["mask"], self.plan.samples) if self.found is None else self.found
 
     @cached_property
     def spec(self) -> OutputSpec:
@@ -126,17 +133,14 @@ class Prediction:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what follows from the arguments."""
-        fields = ("model", "plan", "tiles", "volume", "identity", "shared", "mask", "fill")
-        return {name: each for name, each in vars(self).items() if name in fields}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def sent(self, convert: Callable[[str, Any], Any]) -> Prediction:
         """Return the prediction with each volume as it is sent."""
-        mask = None if self.mask is None else convert("mask", self.mask)
-        if not isinstance(self.volume, tuple):
-            return replace(self, volume=convert("volume", self.volume), mask=mask)
-        return replace(
-            self, mask=mask, volume=tuple(convert(f"volume-{each}", own) for each, own in enumerate(self.volume))
-        )
+        several = self.volume if isinstance(self.volume, tuple) else None
+        sent = tuple(convert(f"volume-{each}", own) for each, own in enumerate(several or (self.volume,)))
+        mask, found = (None, None) if self.mask is None else (convert("mask", self.mask), self.skipped)
+        return replace(self, volume=sent if several else sent[0], mask=mask, found=found)
 
     def bind(self) -> Prediction:
         """Return the prediction with its plan bound to the network, after it was sent."""

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,9 @@ class Stream:
                 self._make(output)
         if state is not None and _is_finished(output, state["written"]):
             return  # all is done but to remove the folder
+        if not output.growing.exists():
+            text = f'"{output.growing}" is gone; fix: remove "{output.folder}", and start all parts again.'
+            raise refusal(FileNotFoundError, text)
         self.attach(output, run, self.threads if state is None else state["threads"])
         for records in self.records:
             records.settle()
@@ -97,18 +100,36 @@ class Stream:
         output.attach()
         self._plan(run)
         self.threads = threads
-        torch.set_num_threads(threads)  # the order of sums, and so their rounding, follows from their number
 
     def run_task(self, number: int, index: int) -> None:
         """Run a pass on a tile, and keep its record."""
         while self.planned.shared and self.known < number:
             self._learn(self.records[self.known].read())
             self.known += 1
+        self._check_there()
         self.record = empty_record()
-        with torch.no_grad():
+        with torch.no_grad(), self._threads():
             parts = self.passes[number].run_tile(index)
         with self.explained():
             self.records[number].add(index, parts | {field: self.record[field] for field in ("read", "written")})
+
+    @contextlib.contextmanager
+    def _threads(self) -> Iterator[None]:
+        """Use as many threads as all processes: the order of sums, and so their rounding, follows from their number."""
+        before = torch.get_num_threads()
+        if self.planned.shared and before != self.threads:
+            torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            if torch.get_num_threads() != before:
+                torch.set_num_threads(before)
+
+    def _check_there(self) -> None:
+        """Refuse a task that is late: other processes have finished the output, and its folder is gone."""
+        if self.planned.shared and isinstance(self.output, FileOutput) and not (self.output.folder / STATE).exists():
+            text = f'"{self.output.folder}" is gone: the output is finished, or was removed; fix: repeat the call.'
+            raise refusal(FileNotFoundError, text)
 
     def parts_of(self, number: int) -> Mapping[str, Parts]:
         """Return the merged parts of all tiles of a pass."""
@@ -169,6 +190,7 @@ class Stream:
                 f"{self.caller}: the result has infinite numbers, and the network is of float16, which ends at "
                 f"{torch.finfo(box.dtype).max:g}; fix: model.float(), or model.bfloat16()."
             )
+        self._check_there()
         with self.explained():
             self.output.write(index, box)
         if isinstance(self.output, FileOutput):

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ from farfield.streaming.masks import find_mask
 from farfield.streaming.plan import GraphPlan, join_halos, make_graph_plan
 from farfield.streaming.run import compute
 from farfield.streaming.spans import Box, axes_of, is_empty
+from farfield.volumes.axes_view import order_axes
 from farfield.volumes.checks import check_volume
 from farfield.volumes.source import AxisLayout, Region, VolumeSource
-from farfield.volumes.volume import split_volume
+from farfield.volumes.volume import open_volume, split_volume
 
 
 def check_fill(fill: Any, has_mask: bool) -> None:
@@ -32,9 +34,21 @@ def check_fill(fill: Any, has_mask: bool) -> None:
         raise refusal(ValueError, "got fill but no mask; fix: give the mask too.")
 
 
+def open_mask_file(mask: Any) -> Any:
+    """Open a mask that is given by its path."""
+    if not isinstance(mask, str | Path):
+        return mask
+    try:
+        return open_volume(mask)
+    except (ValueError, OSError, ImportError) as error:
+        raise refusal(type(error), f"mask: {error}") from error
+
+
 def open_mask(mask: Any) -> Any:
-    """Return a mask as an array; refuse one of floats."""
-    _, mask = split_volume(mask)
+    """Return a mask as an array with its axes in the order of a volume's; refuse one of floats."""
+    known, mask = split_volume(mask)
+    if known is not None and set(known.axes) <= set("TZYX"):
+        mask = order_axes(mask, sorted(range(len(known.axes)), key=lambda axis: "TZYX".index(known.axes[axis])))
     check_volume("predict_whole", "mask", mask)
     if "float" in str(getattr(mask, "dtype", "")):
         text = f"mask must be boolean, True where a position is valid, got {mask.dtype}; fix: mask > 0."

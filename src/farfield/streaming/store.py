@@ -78,6 +78,9 @@ class StoredInMemory:
 class StoredInFile:
     """A value that is stored in a file; each tile's own part, if it has one, is a contiguous block, in their order."""
 
+    # What computes it again where it has changed.
+    again = "repeat the call"
+
     def __init__(
         self, path: Path | None, name: str, info: Info, boxes: Sequence[Box | None], device: torch.device
     ) -> None:
@@ -223,7 +226,7 @@ class StoredInFile:
         return refusal(
             ValueError,
             f"{self._described} has changed since it was written, {how}; it stores {self.name} between "
-            "passes; fix: repeat the call, which computes it again.",
+            f"passes; fix: {self.again}, which computes it again.",
         )
 
 
@@ -234,6 +237,11 @@ class StoredInBlocks(StoredInFile):
     """
 
     sample = 0
+    again = "repeat the call without part="
+
+    def __init__(self, path: Path, name: str, info: Info, boxes: Sequence[Box | None], device: torch.device) -> None:
+        super().__init__(path, name, info, boxes, device)
+        self.blocks = path  # of one sample the path begins with its number
 
     def begin(self, sample: int) -> None:
         """Go on with a sample."""
@@ -256,7 +264,7 @@ class StoredInBlocks(StoredInFile):
 
     def clean(self, *, is_read: bool) -> None:
         """Remove the files of earlier samples, and of this one unless it is read; other processes may be ahead."""
-        for folder in self._folder.parent.glob(f"*-{self._folder.name.partition('-')[2]}"):
+        for folder in self.blocks.parent.glob(f"*-{self.blocks.name}"):
             sample = int(folder.name.partition("-")[0])
             if sample < self.sample or (sample == self.sample and not is_read):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -267,8 +275,11 @@ class StoredInBlocks(StoredInFile):
 
     @property
     def _folder(self) -> Path:
-        path = self.path or Path(self.name)
-        return path.with_name(f"{self.sample}-{path.name}")
+        return self.blocks.with_name(f"{self.sample}-{self.blocks.name}")
+
+    @property
+    def _described(self) -> str:
+        return f'"{self._folder}"'
 
     def _file(self, index: int) -> Path:
         return self._folder / str(index)

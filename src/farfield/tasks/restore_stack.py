@@ -120,8 +120,9 @@ def restore(
         array, known, _ = take_samples("the stack", array, known)
         axes = known.axes
         order = sorted(range(len(axes)), key=lambda axis: axes[axis] != "C")  # channels, then the others
-        array, known = order_axes(array, order), known.with_axes("".join(axes[axis] for axis in order))
-        stack = Volume(array, known)
+        if order != sorted(order) or array is not split_volume(stack)[1]:
+            array, known = order_axes(array, order), known.with_axes("".join(axes[axis] for axis in order))
+            stack = Volume(array, known)
     has_channels = known is not None and "C" in known.axes
     multiples = getattr(network, "multiples", (1,) * (len(stack.shape) - has_channels))
     if len(stack.shape) - len(multiples) not in (0, 1):

@@ -121,20 +121,25 @@ class ByteAddresses:
         return np.asarray(cls(interface))
 
 
-def find_mapped_file(array: np.ndarray | Tensor, address: int) -> tuple[Path, int] | None:
-    """Return the file that an address is mapped from, and its offset in that file; None if there is no such file."""
+def find_mapped_file(array: np.ndarray | Tensor, address: int, *, as_is: bool = False) -> tuple[Path, int] | None:
+    """Return the file that an address is mapped from, and its offset in that file; None if there is no such file.
+
+    With `as_is` only a file that has the numbers of the array: those of a copy-on-write map may be others.
+    """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-            span, _, offset, _, inode, *name = line.split(maxsplit=5)
+            span, permissions, offset, _, inode, *name = line.split(maxsplit=5)
             start, stop = (int(end, 16) for end in span.split("-"))
             if start <= address < stop:
+                if as_is and "w" in permissions and permissions.endswith("p"):
+                    return None
                 file = Path(*name)
                 return (file, int(offset, 16) + address - start) if inode != "0" and file.is_file() else None
         return None
     # Systems without /proc/self/maps: only memory that NumPy itself has mapped is known.
     while isinstance(array, np.ndarray) and isinstance(array.base, np.ndarray):
         array = array.base
-    if not isinstance(array, np.memmap) or not array.filename:
+    if not isinstance(array, np.memmap) or not array.filename or (as_is and array.mode == "c"):
         return None
     return Path(array.filename), array.offset + address - array.__array_interface__["data"][0]
 

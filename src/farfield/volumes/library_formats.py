@@ -51,7 +51,7 @@ def open_hdf5(file: FileName) -> Opened:
 def _refuse_links(file: FileName, h5py: Any, opened: Any, name: str) -> None:
     """Refuse a dataset in another file, and a virtual one of which a part is: HDF5 opens whatever file is named."""
     names = [name]
-    for here in names:  # which grows by the sources of virtual datasets
+    for here in names:  # which grows by the sources of a virtual dataset
         _refuse_link(file, h5py, opened, here)
         found = opened.get(here)
         if not isinstance(found, h5py.Dataset):
@@ -63,8 +63,11 @@ def _refuse_links(file: FileName, h5py: Any, opened: Any, name: str) -> None:
                 raise file.error(f'"{here}" has parts in "{source.file_name}"; fix: open that file')
             if "%" in source.dset_name:  # in whose place HDF5 puts numbers, of datasets that are not known
                 raise file.error(f'"{here}" has parts in datasets "{source.dset_name}"; fix: copy it into one')
-            if source.dset_name not in names:
-                names.append(source.dset_name)
+            # One that leads back to itself would end the process that reads it.
+            inner = opened.get(source.dset_name)
+            if isinstance(inner, h5py.Dataset) and inner.is_virtual:
+                raise file.error(f'"{here}" has parts in "{source.dset_name}", which is virtual too; fix: copy it')
+            names.append(source.dset_name)
 
 
 def _refuse_link(file: FileName, h5py: Any, opened: Any, name: str) -> None:

@@ -15,7 +15,7 @@ from farfield.volumes.tiff_parts import paths_of
 from farfield.volumes.volume import take_channels
 
 # Suffixes of volumes that are none of the TIFF files that `list_stacks` lists.
-_OTHERS = tuple(suffix for suffix in READERS if suffix not in SUFFIXES)
+_OTHERS = (*(suffix for suffix in READERS if suffix not in (*SUFFIXES, ".zip")), ".zarr.zip")
 
 
 def list_volumes(folder: Path) -> list[Path]:

@@ -32,11 +32,13 @@ from farfield.streaming.progress import Stream
 from farfield.volumes.aliasing import find_mapped_file
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.file_formats import OutputSpec
-from farfield.volumes.sink import ArrayOutput, FileOutput
+from farfield.volumes.sink import ArrayOutput, FileOutput, to_numpy
 from farfield.volumes.volume import Volume, is_reopened
 
 # Tasks that a worker has at once: one runs, the others wait there.
 _IN_FLIGHT = 2
+# Seconds in which a worker starts again.
+_RESTART = 60
 # How often the scheduler runs a task again that raised an error.
 _RETRIES = 2
 # In the folder of the unfinished output: what workers load, and a file by which they show that they see it.
@@ -108,7 +110,8 @@ def run_on_cluster(client: Any, job: Job, stream: Stream, quiet: bool) -> Any:
     output = stream.output
     if not isinstance(output, FileOutput) or stream.run is None:  # finished, but for its folder
         return stream.finish()
-    setup = _save_job(job, output, stream.threads)
+    with stream.explained():
+        setup = _save_job(job, output, stream.threads)
     workers = _check_workers(client, job, output)
     if not quiet:
         print(f"{len(workers)} workers of {client.scheduler.address}, {client.dashboard_link}", file=sys.stderr)
@@ -129,9 +132,13 @@ def _run_pass(client: Any, setup: _Setup, number: int, left: Sequence[int]) -> G
     """Run tiles of a pass on the workers; yield each when it is finished, and cancel the others where that ends."""
     from distributed import KilledWorker, as_completed
 
+    with contextlib.suppress(TimeoutError):  # those that were killed may start again
+        client.wait_for_workers(1, _RESTART)
     info = client.scheduler_info(n_workers=-1)["workers"]
     # Neighbours run on one worker, which has their chunks; one that is done takes from the end of the longest queue.
-    parts = np.array_split(np.asarray(left), max(1, len(info)))
+    if not info:
+        raise _no_workers()
+    parts = np.array_split(np.asarray(left), len(info))
     queues = {address: deque(map(int, part)) for address, part in zip(info, parts, strict=True)}
     needs = {"GPU": 1} if any("GPU" in each["resources"] for each in info.values()) else None
     running: dict[Any, tuple[str, int]] = {}
@@ -174,6 +181,10 @@ def _run_pass(client: Any, setup: _Setup, number: int, left: Sequence[int]) -> G
         client.cancel(list(running))
 
 
+def _no_workers() -> Exception:
+    return refusal(ValueError, "the client has no workers; fix: start some, and wait, client.wait_for_workers(1).")
+
+
 def _killed(number: int, index: int, error: Any) -> Exception:
     return refusal(
         MemoryError,
@@ -208,10 +219,10 @@ def _portable(volume: Any, file: Path) -> Any:
     if isinstance(volume, AxesView):
         return AxesView(_portable(volume.array, file), volume.axes, volume.taken)
     if isinstance(volume, Tensor):
-        volume = volume.detach().cpu().float().numpy() if volume.dtype == torch.bfloat16 else volume.cpu().numpy()
+        volume = to_numpy(volume)
     if type(volume) not in (np.ndarray, np.memmap):
         return volume
-    mapped = find_mapped_file(volume, volume.__array_interface__["data"][0])
+    mapped = find_mapped_file(volume, volume.__array_interface__["data"][0], as_is=True)
     if mapped is not None:
         path, offset = mapped
         return _Mapped(str(path.absolute()), offset, volume.dtype, volume.shape, volume.strides)
@@ -247,16 +258,18 @@ def _open_mapped(
 
 def _check_workers(client: Any, job: Job, output: FileOutput) -> Mapping[str, Any]:
     """Refuse workers that would not give the same bytes, see the folder, or have the memory."""
+    from distributed.comm import CommClosedError
+
     workers = client.scheduler_info(n_workers=-1)["workers"]
     if not workers:
-        raise refusal(ValueError, "the client has no workers; fix: start some, and wait, client.wait_for_workers(1).")
+        raise _no_workers()
     token, device = uuid.uuid4().hex, device_of(job.model)
     (output.folder / _TOKEN).write_text(token, encoding="ascii")
     told = client.run(_describe_worker, str(output.folder.absolute()), device.type, on_error="return")
     own = _describe_worker(str(output.folder.absolute()), device.type)
     for address, said in told.items():
         name = f"worker {address}"
-        if isinstance(said, OSError):  # it has ended meanwhile, and costs its tasks
+        if isinstance(said, CommClosedError):  # it has ended meanwhile, and costs its tasks
             continue
         if isinstance(said, Exception):
             reason = f"{name} cannot import farfield.streaming ({type(said).__name__}: {said})"
@@ -300,14 +313,14 @@ _OPENED: dict[_Setup, tuple[Job, Stream]] = {}
 
 def _run_remote(setup: _Setup, number: int, index: int) -> None:
     """Run a task on a worker."""
-    with _LOCK:
+    with _LOCK, _read_here():
         if setup not in _OPENED:
             for _, stream in _OPENED.values():
                 stream.close()
             _OPENED.clear()
             _OPENED[setup] = _load_job(setup)
         job, stream = _OPENED[setup]
-        with job.surroundings(), _read_here():
+        with job.surroundings():
             stream.run_task(number, index)
 
 

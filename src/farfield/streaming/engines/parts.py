@@ -17,7 +17,8 @@ from farfield._files import OwnedFolder
 from farfield._refusals import refusal
 from farfield.streaming.engines.local import count_units, show_progress
 from farfield.streaming.progress import Stream
-from farfield.volumes.unfinished import unfinished_folder
+from farfield.volumes.sink import FileOutput
+from farfield.volumes.unfinished import STATE, unfinished_folder
 
 # Seconds between two looks at what others have finished.
 _POLL = 0.2
@@ -25,7 +26,7 @@ _POLL = 0.2
 
 @dataclass(frozen=True)
 class Part:
-    """A share of a prediction: `Part(3, 16)` is the third of sixteen, and `Part.finish()` what follows all of them.
+    """A share of a prediction: `Part(3, 16)` is the third of sixteen, and `Part.parse("reduce")` what follows them all.
 
     Args:
         index: Which part, from 1; 0 runs no tile, and finishes what all parts have written.
@@ -47,6 +48,11 @@ class Part:
     only: int | None = None
 
     def __post_init__(self) -> None:
+        for name, number in (("index", self.index), ("count", self.count), ("only", self.only)):
+            if not isinstance(number, int | None) or isinstance(number, bool):
+                raise TypeError(f"Part: {name} must be a whole number, got {number!r:.40}.")
+        if self.only is not None and self.only < 1:
+            raise ValueError(f"Part: passes are counted from 1, got only={self.only}.")
         if not 0 <= self.index <= self.count or self.count < 1:
             raise ValueError(f"Part: part {self.index} of {self.count}; fix: from 1 to {max(1, self.count)}.")
 
@@ -106,6 +112,10 @@ def run_part(part: Part, stream: Stream, quiet: bool) -> Any:
 
     None is returned where other parts may still run.
     """
+    if part.index == 0:
+        _hold_finished(stream)
+    if stream.passes and part.only is not None and part.only > len(stream.passes):
+        raise refusal(ValueError, f"there are {len(stream.passes)} passes, got only={part.only}; fix: one of them.")
     with show_progress(stream, quiet) as bar:
         for number, (records, each) in enumerate(zip(stream.records, stream.passes, strict=True)):
             bar.set_description(f"pass {number + 1} of {len(stream.passes)}")
@@ -122,10 +132,16 @@ def run_part(part: Part, stream: Stream, quiet: bool) -> Any:
                     stream.run_task(number, index)
                     bar.update(count_units(each))
                 records.settle()
-    if part.index:
-        return None
-    stream.output.hold()
-    return stream.finish()
+    return None if part.index else stream.finish()
+
+
+def _hold_finished(stream: Stream) -> None:
+    """Lock the output, so that one process finishes it; refuse one that another has finished meanwhile."""
+    output = stream.output
+    output.hold()
+    if isinstance(output, FileOutput) and not (output.folder / STATE).exists():
+        output.owned.remove_if_new()
+        raise refusal(FileExistsError, f'"{output.path}" was finished by another process.')
 
 
 def _left(part: Part, tiles: int, finished: set[int]) -> list[int]:
