@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from farfield.streaming import Part, Tiles, _predict_whole, plan_whole, predict_whole
+from farfield.streaming import Part, Tiles, _predict_whole, passes, plan_whole, predict_whole, prediction
 from farfield.streaming.engines import cluster, local
 from farfield.streaming.progress import Stream
 from farfield.volumes import ImageMetadata, ome_zarr, open_volume
@@ -504,11 +504,24 @@ def test_a_task_that_is_late_leaves_nothing(tmp_path: Path) -> None:
         call("norms", out, part=Part.parse("reduce"))
 
 
-def test_parts_leave_the_threads_of_the_caller(tmp_path: Path) -> None:
+def test_tasks_run_with_the_threads_of_the_first_call_and_leave_those_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other parts, and one process that goes on."""
     call("norms", tmp_path / "out.zarr", part=Part(1, 2, only=1))
+    seen, run_task = set(), passes.TiledRun.run_task
+
+    def recorded(run: passes.TiledRun, number: int, index: int) -> Any:
+        seen.add(torch.get_num_threads())
+        return run_task(run, number, index)
+
+    monkeypatch.setattr(passes.TiledRun, "run_task", recorded)
+    monkeypatch.setattr(prediction, "run_check", lambda *given: "")
     torch.set_num_threads(2)
-    call("norms", tmp_path / "out.zarr", part=Part(2, 2, only=1))
-    assert torch.get_num_threads() == 2
+    for several in ({"part": Part(2, 2, only=1)}, {}):
+        call("norms", tmp_path / "out.zarr", **several)
+        assert (seen, torch.get_num_threads()) == ({1}, 2)
+        seen.clear()
 
 
 def test_a_lazy_mask_is_read_in_the_workers(client: Any, tmp_path: Path) -> None:
