@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 
@@ -21,6 +22,13 @@ class DrawnByItself:
         module.reset_parameters()
         vars(module)["_is_hf_initialized"] = True
         return True
+
+
+def set_identity(matrices: Tensor) -> None:
+    """Set matrices `(h, d, d)` to the identity, unless transformers has loaded them."""
+    if not getattr(matrices, "_is_hf_initialized", False):
+        with torch.no_grad():
+            matrices.copy_(torch.eye(matrices.shape[1]))
 
 
 def draw(layer: nn.Linear | _ConvNd) -> None:
