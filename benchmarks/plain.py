@@ -150,6 +150,91 @@ class Regular(nn.Module):
         return merged(attention.output, products.softmax(-1) @ v)
 
 
+# Of one head, channels first: queries and keys (b, h, d, n), values (b, h, p, n); a step to (b, h, p, n).
+def relu_quotient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """EfficientViT's and Sana's code: a row of ones beside the values sums the divisor."""
+    q, k = q.relu(), k.relu()
+    sums = (F.pad(v, (0, 0, 0, 1), value=1.0) @ k.mT) @ q
+    return sums[:, :, :-1] / (sums[:, :, -1:] + 1e-6)
+
+
+def quotient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Linear attention's and Hedgehog's code, of features."""
+    share = 1 / torch.einsum("bhdn,bhd->bhn", q, k.sum(-1))
+    return torch.einsum("bhdn,bhpd,bhn->bhpn", q, v @ k.mT, share)
+
+
+def elu_quotient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Linear attention's code."""
+    return quotient(F.elu(q) + 1, F.elu(k) + 1, v)
+
+
+def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """InLine's code."""
+    factor = q.shape[2] ** -0.5 / k.shape[3]
+    shares = q.mT @ (factor * k.sum(3, keepdim=True))
+    return (factor * v @ k.mT) @ q + (1 - shares.mT) * v.mean(3, keepdim=True)
+
+
+def magnitude_aware(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """MALA's code."""
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    scale = q.shape[2] ** -0.5
+    z = scale * k.mean(3)[:, :, None] @ q
+    return (scale / k.shape[3] * v @ k.mT) @ q * (1 + 1 / (z + 1e-6)) - z * v.mean(3, keepdim=True)
+
+
+HEADS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "linear_relu": relu_quotient,
+    "linear_elu": elu_quotient,
+    "inline": shifted,
+    "mala": magnitude_aware,
+}
+
+
+class Linear(nn.Module):
+    """An operator of this decade as its authors' code has it: projections at each position, and products per head.
+
+    It has the weights of a `GridAttention` with all its projections, or with none.
+    """
+
+    def __init__(self, attention: GridAttention) -> None:
+        super().__init__()
+        self.heads, self.name = attention.heads, attention.operator_name
+        self.learned = nn.ParameterDict(
+            {name: getattr(attention, name).detach().clone()
+             for name in attention.operator.parameter_shapes(attention.inner_channels, self.heads)}
+        )
+        linears = (attention.query, attention.key, attention.value, attention.output)
+        self.query, self.key, self.value, self.output = (
+            None if linear is None else copy.deepcopy(linear) for linear in linears
+        )
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Attend, `(b, c, *size)`."""
+        positions = grid.flatten(2)
+        query, key, value = (
+            _project(linear, positions).unflatten(1, (self.heads, -1)) for linear in (self.query, self.key, self.value)
+        )
+        if self.name == "flare":
+            latents, k, v = self.learned["latents"].expand(len(grid), -1, -1, -1), key.mT.contiguous(), value.mT.contiguous()
+            slots = F.scaled_dot_product_attention(latents, k, v, scale=1.0)
+            attended = F.scaled_dot_product_attention(k, latents, slots, scale=1.0).mT
+        elif self.name == "hedgehog":
+            q, k = (torch.einsum("hed,bhdn->bhen", self.learned[f"{side}_map"], each)
+                    for side, each in (("query", query), ("key", key)))
+            q, k = (torch.cat([each.softmax(2), (-each).softmax(2)], 2) for each in (q, k))
+            attended = quotient(q, k, value)
+        else:
+            attended = HEADS[self.name](query, key, value)
+        return _project(self.output, attended.flatten(1, 2)).unflatten(2, grid.shape[2:])
+
+
+def _project(linear: nn.Linear | None, positions: Tensor) -> Tensor:
+    """Project positions `(b, c, n)` by a 1×1 convolution."""
+    return positions if linear is None else F.conv1d(positions, linear.weight[:, :, None], linear.bias)
+
+
 class Textbook(nn.Module):
     """Factorized attention as it is usually written: 1×1 convolutions at each position, and a loop over heads.
 

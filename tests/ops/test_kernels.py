@@ -204,14 +204,19 @@ def test_operations_are_those_that_torch_expects(on: None, dtype: torch.dtype, w
         four, other, channels = grid(2, 3, 4, 5), grid(2, 3, 4, 5), [torch.rand(3) for _ in range(4)]
         check("norm_and_clamp_backward", four, *channels, 0.0, 6.0, other)
     check("project_and_sum", positions, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
-    for bias, valid, groups in product((False, True), (None, torch.ones(2, 7)), (1, 2)):
-        check("project_and_summarize", positions, torch.randn(8, 8), None, valid, 4, 4, groups, True)
-        grads = (torch.randn(2, 4, 8 // groups), torch.randn(2, 4), grid(2, 4, 7))
-        options = (torch.zeros(2, 4), *grads, False, bias)
+    for bias, valid, groups, features in product((False, True), (None, torch.ones(2, 7)), (1, 2), range(6)):
+        pairs = 1 + (features == 5)
+        options = 2, groups, features, bias
+        check("project_and_summarize", positions, torch.randn(8, 8), None, valid, 4, 4, *options)
+        grads = torch.randn(2, 4 * pairs, 8 // groups), torch.randn(2, 4 * pairs), torch.randn(2, 8) if bias else None
+        options = (torch.zeros(2, 4 * pairs), *grads, grid(2, 4, 7), 4, 2, features, False, bias)
         check("project_and_summarize_backward", positions, torch.randn(8, 8), None, valid, *options)
-        queries, slots = grid(2, 8, 7), torch.randn(2, groups, 8 // groups + bias, 3)
-        check("combine_slots", queries, slots, 2, True, wide)
-        check("combine_slots_backward", queries, slots, grid(2, 3 * groups, 7), 2, True)
+        for factor in range(3):
+            queries, sums = grid(2, 8, 7), torch.rand(2, 8 * pairs) if factor else None
+            slots = torch.randn(2, groups, (8 * pairs + 2 * (factor == 2)) // groups + bias, 3)
+            check("combine_slots", queries, slots, sums, 2, features, factor, 0.1, wide)
+            options = grid(2, 3 * groups, 7), 2, features, factor, 0.1
+            check("combine_slots_backward", queries, slots, sums, *options)
 
 
 # ---- operators with a basis ------------------------------------------------------------------------------------------
@@ -339,7 +344,7 @@ def test_a_kernel_refuses_what_it_does_not_read(on: None) -> None:
         with pytest.raises(RuntimeError, match="2 to 16 spatial dims alone"):
             torch.ops.farfield.axis_sums(wrong)
     with pytest.raises(RuntimeError, match="contiguous float32 matrices alone"):
-        torch.ops.farfield.combine_slots(grid.flatten(2), torch.randn(2, 1, 3, 4).bfloat16(), 1, False, False)
+        torch.ops.farfield.combine_slots(grid.flatten(2), torch.randn(2, 1, 3, 4).bfloat16(), None, 1, 0, 0, 0.0, False)
 
 
 @pytest.mark.parametrize("place", [0, 500, 999])
@@ -410,7 +415,7 @@ def test_every_number_of_half_width_is_read_and_rounded_as_by_torch(on: None, dt
     up, down = (middle.nextafter(middle.new_full((), end)) for end in (torch.inf, -torch.inf))
     slots = torch.cat([middle, up, down, torch.tensor([3.4e38, -3.4e38, torch.inf, torch.nan])])
     one = torch.ones(1, 1, 1, dtype=dtype)
-    rounded = torch.ops.farfield.combine_slots(one, slots[None, None, None], 1, False, wide)
+    rounded = torch.ops.farfield.combine_slots(one, slots[None, None, None], None, 1, 0, 0, 0.0, wide)
     assert rounded.dtype == dtype
     assert torch.equal(rounded.flatten().nan_to_num(1.5), slots.to(dtype).nan_to_num(1.5))
 
@@ -519,8 +524,8 @@ def test_a_grid_of_more_than_two_to_the_31_numbers(on: None) -> None:
     assert distance(grads[0][..., -8:, :], wanted[0].double()) <= eps
     assert distance(grads[1], times * wanted[1].double()) <= 8 * EPS
     del grads
-    queries, values, *_ = torch.ops.farfield.project_and_summarize(grid.flatten(2), matrix, None, None, 1, 1, 1, True)
-    wanted = torch.ops.farfield.project_and_summarize(some.flatten(2), matrix, None, None, 1, 1, 1, True)
+    queries, values, *_ = torch.ops.farfield.project_and_summarize(grid.flatten(2), matrix, None, None, 1, 1, 1, 1, 1, True)
+    wanted = torch.ops.farfield.project_and_summarize(some.flatten(2), matrix, None, None, 1, 1, 1, 1, 1, True)
     assert torch.equal(queries.unflatten(-1, (times, -1))[:, :, -1], wanted[0])
     assert distance(values, times * wanted[1].double()) <= 8 * EPS
 

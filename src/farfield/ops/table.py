@@ -60,8 +60,8 @@ def relu(positions: Tensor) -> Tensor:
 
 def elu_plus_one(positions: Tensor) -> Tensor:
     """Katharopoulos et al.: elu(x) + 1, which is positive."""
-    # elu is -1 where exp(x) is below eps, so that the sum would be 0.
-    return positions.clamp_max(0).exp() + positions.relu()
+    # elu is -1 where exp(x) is below eps, so that the sum would be 0; the gradient of `clamp_max` at 0 would be 0.
+    return positions.masked_fill(positions > 0, 0).exp() + positions.relu()
 
 
 def softmax_pair(positions: Tensor) -> Tensor:
@@ -145,10 +145,10 @@ def magnitude_aware(query: Tensor, summary: Summary) -> Tensor:
     """MALA: with z the sum of the weights φ(q_i)ᵀφ(k_j) s/N, these times 1 + 1/z, less z/N: they sum to 1."""
     scale, z = _mean_product(elu_plus_one, query, summary)
     features = elu_plus_one(query.to(z.dtype))
-    return torch.cat([scale * (1 + 1 / (z + _MALA_EPSILON)) * features, -z], 2).to(query.dtype)
+    return torch.cat([scale * (1 + 1 / (z + MALA_EPSILON)) * features, -z], 2).to(query.dtype)
 
 
-_MALA_EPSILON = 1e-6
+MALA_EPSILON = 1e-6
 
 
 def _mean_product(features: Callable[[Tensor], Tensor], query: Tensor, summary: Summary) -> tuple[float, Tensor]:
