@@ -137,7 +137,9 @@ def truth(attention: GridAttention, grid: Tensor, chosen: Tensor | None = None) 
     """
     name, size = attention.operator_name, grid.shape[2:]
     positions = grid.flatten(2).mT
-    if name not in EQUATIONS and name not in HEADS:  # a user's own: there is no other form of it, so it is compared with itself, in float64
+    if (
+        name not in EQUATIONS and name not in HEADS
+    ):  # a user's own: there is no other form of it, so it is compared with itself, in float64
         response = attention(grid).flatten(2).mT
         return response if chosen is None else response[:, chosen]
     chosen = torch.arange(positions.shape[1], device=grid.device) if chosen is None else chosen

@@ -22,6 +22,8 @@ from farfield.ops.table import Quotient
 
 FOLDER = Path(__file__).with_name("cpu")
 LIBRARY = FOLDER / "farfield_cpu.so"
+# The number of the features that are twice as many as rows, in cpu/products.h.
+PAIR = 5
 # Why there is no library, as `hatch_build.py` wrote it.
 REASON = FOLDER / "not_built.txt"
 # If this environment variable is 0, no kernel runs.
@@ -82,9 +84,6 @@ def _as_formula(count: Callable[..., int]) -> Callable[..., int]:
     return lambda *shapes, out_shape: count(*shapes)
 
 
-_PAIR = 5  # the number of features that are twice as many as rows, in cpu/products.h
-
-
 # ---- FLOPs for torch's flop counter: the products of the equations, from the shapes of a kernel's arguments ----------
 def _count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *_: Any) -> int:
     """Count scores, one or two slots, and the responses."""
@@ -94,7 +93,7 @@ def _count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *_: An
 def _count_summary(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any) -> int:
     """Count the projection, and the sums over positions of weight ⊗ position."""
     _, _, keys, _, _, groups, number, _ = others
-    slots = keys * (1 + (number == _PAIR))
+    slots = keys * (1 + (number == PAIR))
     return 2 * math.prod(positions) * ((matrix[0] if matrix else 0) + slots // groups)
 
 

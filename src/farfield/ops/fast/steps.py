@@ -49,7 +49,7 @@ _MAPS: dict[object, int] = {
     relu: 3,
     elu_plus_one: 4,
     magnitude_aware: 4,
-    softmax_pair: 5,
+    softmax_pair: kernels.PAIR,
 }
 # What kernels multiply them with, as `Factor` numbers it: 0 for nothing.
 _OF_SUM, _OF_MAGNITUDE = 1, 2
@@ -136,22 +136,19 @@ def _join_slots(slots: Tensor, last: Tensor | None, add_up: bool, bias: Tensor |
 def prepare_slots(
     operator: Operator, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the slots `(b, g, s, p)` that kernels combine, and the sums `(b, features)` that a factor is made of.
-
-    Where nothing is known of the slots of weight 1, these slots are those of `project_slots`.
-    """
+    """Return the slots `(b, g, s, p)` that kernels combine, and the sums `(b, features)` of `Coefficients`, or None."""
     slots, last, sums, kind = _divide_slots(operator, query, summary, matrix), None, None, operator.coefficients
     if isinstance(kind, Quotient):
-        sums = summary.weights
+        sums = summary.weights.flatten(1)
     elif kind in (centred, magnitude_aware):
         scale = query.shape[2] ** -0.5
-        sums = scale * summary.weights[:, :, :-1] / summary.count.clamp_min(1)
+        means = scale * summary.weights[:, :, :-1] / summary.count.clamp_min(1)
         slots, last = scale * slots[:, :, :-1], slots[:, :, -1:]
-        if kind is centred:  # s qᵀ V + (1 - qᵀ u) v̄ = qᵀ (s V - u v̄) + v̄
-            slots, sums = slots - sums * last, None
+        if kind is centred:  # qᵀ (s V) + (1 - qᵀ u) v̄ = qᵀ (s V - u v̄) + v̄
+            slots = slots - means * last
         else:
-            slots, last = torch.cat([slots, last], 2), None
-    return _join_slots(slots, last, matrix is not None, bias), None if sums is None else sums.flatten(1)
+            slots, last, sums = torch.cat([slots, last], 2), None, means.flatten(1)
+    return _join_slots(slots, last, matrix is not None, bias), sums
 
 
 def respond_by(
@@ -172,7 +169,7 @@ def respond_by(
 def _count_coefficients(operator: Operator, channels: int) -> int:
     """Return the coefficients of a query with so many channels, of operators whose features kernels compute."""
     kind = operator.coefficients
-    return channels * (1 + (_map_of(kind) == _MAPS[softmax_pair])) + (kind in (centred, magnitude_aware))
+    return channels * (1 + (_map_of(kind) == kernels.PAIR)) + (kind in (centred, magnitude_aware))
 
 
 def _map_of(function: object) -> int | None:
