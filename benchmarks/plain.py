@@ -66,7 +66,7 @@ EQUATIONS: dict[str, Equation] = {
 }
 
 
-# ---- the same, of this decade, as their authors' code has them: channels first, q and k (b, h, d, n), v (b, h, p, n) -----
+# ---- the same of this decade, as their authors write them: channels first, q and k (b, h, d, n), v (b, h, p, n) ------
 def relu_quotient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """EfficientViT, Sana: a row of ones beside the values sums the divisor."""
     q, k = q.relu(), k.relu()
