@@ -96,5 +96,5 @@ def test_a_list_of_damaged_files_names_what_was_called_once(tmp_path: Path) -> N
 
 def test_the_folder_of_segmentation_is_known_or_refused(tmp_path: Path) -> None:
     assert VOCFolders(str(made_masks.make_voc(tmp_path))).folder == tmp_path
-    with pytest.raises(FolderError, match="^VOCFolders: there is no folder .*none"):
+    with pytest.raises(FolderError, match=r"^VOCFolders: there is no folder .*none"):
         _ = VOCFolders(str(tmp_path / "none")).folder
