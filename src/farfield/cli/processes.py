@@ -68,6 +68,7 @@ def open_processes(processes: Processes) -> Iterator[dict[str, Any]]:
                 LocalCluster(
                     n_workers=processes.workers,
                     threads_per_worker=1,
+                    memory_limit=1 / processes.workers,  # by default that of one core, which may be less than a tile
                     host="127.0.0.1",
                     dashboard_address="127.0.0.1:0",
                     silence_logs=50,
