@@ -120,7 +120,6 @@ def run(options: argparse.Namespace, name: str, local: int | None, steps: int, s
             local=local,
             tune=tune,
             folder=options.checkpoints / "-".join(map(str, line.values())) if options.checkpoints else folder,
-            lengths=(),
             quiet=True,
         )
     line |= compare(embed(student, held_out), wanted)

@@ -201,7 +201,7 @@ def _measure_cost(module: nn.Module, operator: Operator, tokens: int) -> Attenti
 
 
 def _measure(run: Any) -> tuple[float, int]:
-    """Return the seconds of a run, the median of three if they are short, and the peak of the bytes that torch's operations allocate in one."""
+    """Return the seconds of a run, the median of three if they are short, and the peak of the bytes it allocates."""
     seconds = list[float]()
     with torch.no_grad():
         with LiveBytes() as live:
