@@ -58,8 +58,8 @@ def choose_parameters(
 ) -> Iterator[Mapping[str, Tensor]]:
     """Let only the parameters that are tuned require gradients; LoRA is merged into the weights at the end."""
     required = {parameter: parameter.requires_grad for parameter in student.parameters()}
-    student.requires_grad_(False)
     adapted = _add_lora(student, modules) if tune == "lora" else None
+    student.requires_grad_(False)
     own = [module._parameters.values() for module in modules.values()]
     chosen = {
         "attention": (each for module in modules.values() for each in module.parameters()),
