@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -21,11 +20,11 @@ from farfield.nn.checks import (
     check_summary,
     check_version,
 )
-from farfield.nn.initialization import DrawnByItself, draw
+from farfield.nn.initialization import DrawnByItself, draw, draw_learned
 from farfield.nn.norm import CoefficientNorm
 from farfield.ops.engine import attend, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide
-from farfield.ops.projection import Call, project_to_scores
+from farfield.ops.projection import Call, map_heads
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, look_up_operator
 
@@ -76,6 +75,10 @@ class GridAttention(nn.Module):
     # Of the state dict. In version 1 `kronecker_qkv` was today's `kronecker_qkv_literal`, and the default scale 1.0.
     _version = 2
     _is_hf_initialized = DrawnByItself()
+    weight: nn.Parameter | None
+    latents: nn.Parameter | None
+    query_map: nn.Parameter | None
+    key_map: nn.Parameter | None
 
     def __init__(
         self,
@@ -107,7 +110,9 @@ class GridAttention(nn.Module):
         self.key = nn.Linear(channels, inner, bias) if "k" in project else None
         self.value = nn.Linear(channels, width, bias) if "v" in project else None
         self.output = nn.Linear(width, channels, bias) if "o" in project else None
-        self.weight = nn.Parameter(torch.empty(inner)) if operator.score == "learned" else None
+        shapes = operator.parameter_shapes(inner, heads)
+        for name in ("weight", "latents", "query_map", "key_map"):
+            self.register_parameter(name, nn.Parameter(torch.empty(shapes[name])) if name in shapes else None)
         within = coefficient_norm == "columns"
         self.coefficient_norm = CoefficientNorm(operator, heads, width, columns=within) if coefficient_norm else None
         self.register_load_state_dict_pre_hook(check_version)
@@ -116,16 +121,17 @@ class GridAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Draw projections and the vector of learned scores as Glorot uniform; set biases to 0.
 
-        With a residual, the output projection is set to 0. The norm keeps its parameters and statistics.
+        With a residual, the output projection is set to 0. Latents are drawn as normal with a standard deviation of
+        1/√d for d channels per head; learned maps are set to the identity. The norm keeps its parameters and
+        statistics.
         """
         for linear in (self.query, self.key, self.value, self.output):
             if linear is not None:
                 draw(linear)
         if self.output is not None and self.residual:
             nn.init.zeros_(self.output.weight)
-        if self.weight is not None:  # Glorot uniform: one projection from c/heads channels to 1 per head
-            bound = math.sqrt(6 / (1 + self.inner_channels // self.heads))
-            nn.init.uniform_(self.weight, -bound, bound)
+        for name, parameter in self.named_parameters(recurse=False):
+            draw_learned(name, parameter, self.heads)
 
     def extra_repr(self) -> str:
         """Name the operator and the options."""
@@ -265,9 +271,10 @@ class GridAttention(nn.Module):
         """Return the operator with this module's projections, as matrices and biases or to be run, and its norm."""
         letters = (self.query, self.key, self.value, self.output)
         query, key, value, output = (read_projection(part, grid) for part in letters)
-        if self.operator.score is not None:
-            vector = grid.new_ones(self.inner_channels) if self.weight is None else self.weight.to(grid.dtype)
-            query = project_to_scores(query, vector, self.heads)
-            key = key if self.key is self.query else project_to_scores(key, vector, self.heads)
         key = query if self.key is self.query else key
+        if self.operator.score is not None:
+            names = self.operator.parameter_shapes(self.inner_channels, self.heads)
+            learned = {name: getattr(self, name).to(grid.dtype) for name in names}
+            ones = grid.new_ones(self.inner_channels)
+            query, key = map_heads(self.operator, query, key, learned, ones, self.heads)
         return Call(self.operator, self.heads, self.scale, query, key, value, output, self.coefficient_norm)

@@ -74,7 +74,8 @@ def check_projections(name: str, operator: Operator, project: str, channels: int
         raise refusal(ValueError, f'{project=} must be letters of "qkvo", each at most once; fix: project="{allowed}".')
     letters = operator.projections(project)
     if letters != project:
-        raise refusal(ValueError, f'{name} reads no keys; fix: project="{letters}".')
+        why = "makes queries as keys" if operator.reads_keys else "reads no keys"
+        raise refusal(ValueError, f'{name} {why}; fix: project="{letters}".')
     missing = "".join(letter for letter in operator.projections("qk") if letter not in project)
     if inner_channels != channels and missing:
         raise refusal(
@@ -114,8 +115,9 @@ def check_version(
 
 def _first_parameter(module: Attention) -> Any:
     """Return a parameter that is read, or None; projections that are called, as offloaded ones, have any device."""
-    if module.weight is not None:
-        return module.weight
+    own = next(module.parameters(recurse=False), None)
+    if own is not None:
+        return own
     parts = (part for part in module.children() if is_unchanged(part))
     return next((each for part in parts for each in part.parameters()), None)
 

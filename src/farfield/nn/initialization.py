@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 
@@ -21,6 +23,19 @@ class DrawnByItself:
         module.reset_parameters()
         vars(module)["_is_hf_initialized"] = True
         return True
+
+
+def draw_learned(name: str, parameter: Tensor, heads: int = 1) -> None:
+    """Draw what an operator learns, by its name in `Operator.parameter_shapes`, for so many heads of a vector."""
+    if name == "weight":  # Glorot uniform: one projection from c/heads channels to 1 per head
+        bound = math.sqrt(6 / (1 + len(parameter) // heads))
+        nn.init.uniform_(parameter, -bound, bound)
+    elif name == "latents":  # scores vary as the channels of a key do
+        nn.init.normal_(parameter, std=parameter.shape[2] ** -0.5)
+    # Maps are the identity, unless transformers has loaded them.
+    elif not getattr(parameter, "_is_hf_initialized", False):
+        with torch.no_grad():
+            parameter.copy_(torch.eye(parameter.shape[1]))
 
 
 def draw(layer: nn.Linear | _ConvNd) -> None:

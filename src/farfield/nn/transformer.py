@@ -34,7 +34,7 @@ class TransformerLayer(nn.Module):
         dropout: Dropout of the outputs of attention and feed-forward layer, in training.
         attention_dropout: Dropout of attention, in training: of the weights of the basis, or, where each token is a
             slot, of the coefficients, whose N × N matrix is then formed. It needs an operator that attends to every
-            token and learns no score vector.
+            token and learns nothing beside the projections.
         epsilon: Epsilon of the norms.
 
     Raises:
@@ -80,10 +80,11 @@ class TransformerLayer(nn.Module):
             # The papers have no scale. Transformers have one, and only products before a softmax need it.
             scale=(channels // heads) ** -0.5 if entry.has_scale else 1.0,
         )
-        if attention_dropout and (entry.score == "learned" or not entry.keys_from == entry.queries_from == ALL):
+        drops = entry.score in (None, "ones") and entry.keys_from == entry.queries_from == ALL
+        if attention_dropout and not drops:
             raise ValueError(
                 f"TransformerLayer: {attention_dropout=} drops weights of tokens, and {self.attention.operator_name} "
-                f"pools tokens or learns a score vector; fix: attention_dropout=0.0."
+                f"pools tokens or multiplies them with what it learns; fix: attention_dropout=0.0."
             )
         hidden = 4 * channels if hidden is None else hidden
         self.norm = nn.LayerNorm(channels, epsilon)

@@ -13,6 +13,14 @@ from farfield.ops.kronecker import (
     kronecker_qkv_attention,
     kronecker_qkv_literal_attention,
 )
+from farfield.ops.latent import flare, flare_attention
+from farfield.ops.linear import (
+    hedgehog_attention,
+    inline_attention,
+    linear_elu_attention,
+    linear_relu_attention,
+    mala_attention,
+)
 from farfield.ops.padding import pad_grids
 from farfield.ops.siamese import (
     siamese_attention,
@@ -40,9 +48,16 @@ __all__ = [
     "dot_attention",
     "factorized_attention",
     "factorized_gaussian_attention",
+    "flare",
+    "flare_attention",
+    "hedgehog_attention",
+    "inline_attention",
     "kronecker_kv_attention",
     "kronecker_qkv_attention",
     "kronecker_qkv_literal_attention",
+    "linear_elu_attention",
+    "linear_relu_attention",
+    "mala_attention",
     "outer_sum",
     "pad_grids",
     "pooled",

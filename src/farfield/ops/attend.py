@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from farfield._checks import ShapeError, add_memory_note, check_attention, check_grid, check_same_kind
+from farfield._checks import ShapeError, add_memory_note, check_attention, check_grid, check_heads, check_same_kind
 from farfield._refusals import door, refusal
 from farfield.ops import engine
-from farfield.ops.projection import IDENTITY, Call, project_to_scores
-from farfield.ops.table import OPERATORS
+from farfield.ops.projection import IDENTITY, Call, map_heads
+from farfield.ops.table import OPERATORS, Operator
 
 _Function = TypeVar("_Function", bound=Callable[..., Tensor])
 
@@ -21,6 +22,9 @@ _ARGUMENTS = {
     "key": "The key grid, `(b, c, *n)`.",
     "value": "The value grid, `(b, p, *n)`, one value for each key.",
     "weight": "The learned vector w, `(c,)`: c/heads numbers for each head, in order.",
+    "latents": "The learned latents L, `(heads, slots, c/heads)`.",
+    "query_map": "The learned matrices of the queries, `(heads, c/heads, c/heads)`, one for each head.",
+    "key_map": "The learned matrices of the keys, of the same shape.",
     "heads": "Channels are split into this many groups in order, which attend separately; it divides c and p.",
     "mask": "`(b, *n)`, True where a key is valid (None: all); masked keys and values may hold anything, NaN included. "
     "Without a valid key, the responses of a sample are 0.",
@@ -32,9 +36,9 @@ _RESULTS = """Returns:
     The responses, `(b, p, *m)`, in the query's dtype and memory format.
 
 Raises:
-    ShapeError: If the shapes of grids, masks and weight, or heads and channels, do not fit together.
-    TypeError: If grids and weight are not of one floating-point dtype, or a mask is not boolean.
-    ValueError: If heads is not a whole number from 1, or grids, masks and weight are on different devices."""
+    ShapeError: If the shapes of grids, masks and what is learned, or heads and channels, do not fit together.
+    TypeError: If grids and what is learned are not of one floating-point dtype, or a mask is not boolean.
+    ValueError: If heads is not a whole number from 1, or the tensors are on different devices."""
 
 
 def document_arguments(function: _Function) -> _Function:
@@ -55,23 +59,23 @@ def attend(
     heads: int,
     mask: Tensor | None,
     query_mask: Tensor | None = None,
-    weight: Tensor | None = None,
+    learned: Mapping[str, Tensor] = {},
     scale: float = 1.0,
 ) -> Tensor:
     """Check the arguments of the function of the operator of this name, and attend.
 
-    For an operator with a score, `weight` or ones project queries and keys to one channel per head (SAN 4).
+    `learned` are the tensors that the operator multiplies queries and keys with, by the names of its arguments.
     """
     operator = OPERATORS[name]
     with door(f"{name}_attention"):
-        if operator.score == "learned":
-            _check_weight(query, weight)
+        for each, tensor in learned.items():
+            _check_learned(operator, each, tensor, query, heads)
         check_attention(query, key, value, heads, mask, query_mask)
-    score = IDENTITY
+    queries = keys = IDENTITY
     if operator.score is not None:
-        vector = query.new_ones(query.shape[1]) if weight is None else weight
-        score = project_to_scores(IDENTITY, vector.to(query.dtype), heads)
-    call = Call(operator, heads, scale, score, score)
+        learned = {each: tensor.to(query.dtype) for each, tensor in learned.items()}
+        queries, keys = map_heads(operator, queries, keys, learned, query.new_ones(query.shape[1]), heads)
+    call = Call(operator, heads, scale, queries, keys)
     try:
         return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask)
     except RuntimeError as error:
@@ -80,19 +84,24 @@ def attend(
         raise
 
 
-def _check_weight(query: Tensor, weight: Any) -> None:
-    """Refuse a weight that does not have one number per query channel, or another dtype or device."""
+def _check_learned(operator: Operator, name: str, learned: Any, query: Any, heads: Any) -> None:
+    """Refuse a learned tensor of another shape than the queries and heads need, or of another dtype or device."""
     check_grid("query", query)
-    if not isinstance(weight, Tensor):
+    check_heads(heads, query.shape[1], "query")
+    if not isinstance(learned, Tensor):
+        shape = operator.parameter_shapes(query.shape[1], heads)[name]
         raise refusal(
             TypeError,
-            f"weight must be a tensor with one number per channel of query, got {type(weight).__name__}; "
-            f"fix: torch.nn.Parameter(torch.ones({query.shape[1]})).",
+            f"{name} must be a tensor {shape}, got {type(learned).__name__}; "
+            f"fix: torch.nn.Parameter(torch.ones{shape}).",
         )
-    if weight.dim() != 1 or weight.shape[0] != query.shape[1]:
+    if operator.score == "latents" and learned.dim() == 3:  # as many as there are
+        operator = replace(operator, slots=learned.shape[1])
+    shape = operator.parameter_shapes(query.shape[1], heads)[name]
+    if learned.shape != shape:
         raise refusal(
             ShapeError,
-            f"weight must have one number per channel of query, got {tuple(weight.shape)} for "
-            f"query {tuple(query.shape)}; fix: torch.nn.Parameter(torch.ones({query.shape[1]})).",
+            f"{name} must have the shape {shape} for heads={heads} and the channels of query {tuple(query.shape)}, "
+            f"got {tuple(learned.shape)}; fix: torch.nn.Parameter(torch.ones{shape}).",
         )
-    check_same_kind(query=query, weight=weight)
+    check_same_kind(query=query, **{name: learned})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -26,19 +26,40 @@ class Projection(NamedTuple):
 IDENTITY = Projection()
 
 
-def project_to_scores(projection: Projection, vector: Tensor, heads: int) -> Projection:
-    """Compose a projection with the scores by a vector, one score per head: wᵀ(Wx + b) = (wᵀW)x + wᵀb."""
-    scores, (matrix, bias, run) = _score_matrix(vector, heads), projection
+def map_heads(
+    operator: Operator, query: Projection, key: Projection, learned: Mapping[str, Tensor], ones: Tensor, heads: int
+) -> tuple[Projection, Projection]:
+    """Compose projections of queries and keys with what the operator multiplies them with, head by head.
+
+    `learned` holds the tensors of `operator.parameter_shapes`; `ones` is a vector `(c,)` for those that learn none.
+    """
+    if operator.score is None:
+        return query, key
+    of_queries, of_keys = operator.head_matrices(learned or {"weight": ones}, heads)
+    if operator.score == "latents":  # queries are made as keys are
+        query = key
+    same = query is key and of_queries is of_keys
+    mapped = _compose_by_head(query, of_queries)
+    return mapped, mapped if same else _compose_by_head(key, of_keys)
+
+
+def _compose_by_head(projection: Projection, matrices: Tensor) -> Projection:
+    """Compose a projection with a matrix per head, `(h, r, d)`, to h·r channels: M(Wx + b) = (MW)x + Mb."""
+    heads, (matrix, bias, run) = len(matrices), projection
     if matrix is None:
-        return Projection(scores, None, run)
-    return Projection(scores @ matrix.to(scores.dtype), None if bias is None else scores @ bias.to(scores.dtype))
+        return Projection(_join_heads(matrices), None, run)
+    matrix = (matrices @ matrix.to(matrices.dtype).unflatten(0, (heads, -1))).flatten(0, 1)
+    if bias is not None:
+        bias = (matrices @ bias.to(matrices.dtype).view(heads, -1, 1)).flatten()
+    return Projection(matrix, bias)
 
 
-def _score_matrix(vector: Tensor, heads: int) -> Tensor:
-    """Return the matrix `(heads, c)` of one score per head, from a vector `(c,)` of c/heads numbers per head."""
-    if heads == 1:
-        return vector[None]
-    return (torch.eye(heads, dtype=vector.dtype, device=vector.device)[:, :, None] * vector.view(heads, -1)).flatten(1)
+def _join_heads(matrices: Tensor) -> Tensor:
+    """Return the matrix `(h·r, h·d)` with those of the heads, `(h, r, d)`, along its diagonal."""
+    if len(matrices) == 1:
+        return matrices[0]
+    heads = torch.eye(len(matrices), dtype=matrices.dtype, device=matrices.device)[:, None, :, None]
+    return (heads * matrices[:, :, None]).flatten(2).flatten(0, 1)
 
 
 def split_heads(positions: Tensor, heads: int) -> Tensor:

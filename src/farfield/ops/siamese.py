@@ -40,7 +40,9 @@ def siamese_attention(
         >>> ops.siamese_attention(text, text, text, weight=torch.ones(64), heads=4).shape
         torch.Size([2, 64, 512])
     """
-    return attend("siamese", query, key, value, heads=heads, mask=mask, query_mask=query_mask, weight=weight)
+    return attend(
+        "siamese", query, key, value, heads=heads, mask=mask, query_mask=query_mask, learned={"weight": weight}
+    )
 
 
 @document_arguments
@@ -73,7 +75,9 @@ def siamese_local_attention(
         >>> ops.siamese_local_attention(text, text, text, weight=torch.ones(64)).shape
         torch.Size([2, 64, 512])
     """
-    return attend("siamese_local", query, key, value, heads=heads, mask=mask, query_mask=query_mask, weight=weight)
+    return attend(
+        "siamese_local", query, key, value, heads=heads, mask=mask, query_mask=query_mask, learned={"weight": weight}
+    )
 
 
 @document_arguments

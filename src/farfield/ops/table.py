@@ -9,7 +9,7 @@ folded projections, norms and attention maps work with it. Shapes: keys `(b, h, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -47,6 +47,46 @@ def one_and_key(score: Tensor, valid: Tensor) -> tuple[Tensor, None]:
     return torch.cat([torch.ones_like(score), score], 2), None
 
 
+# ---- features φ(x) of queries and keys (b, h, d, n), and the basis that they are -------------------------------------
+def identity(positions: Tensor) -> Tensor:
+    """InLine: the channels themselves."""
+    return positions
+
+
+def relu(positions: Tensor) -> Tensor:
+    """EfficientViT, Sana: the positive part."""
+    return positions.relu()
+
+
+def elu_plus_one(positions: Tensor) -> Tensor:
+    """Katharopoulos et al.: elu(x) + 1, which is positive."""
+    # elu is -1 where exp(x) is below eps, so that the sum would be 0.
+    return positions.clamp_max(0).exp() + positions.relu()
+
+
+def softmax_pair(positions: Tensor) -> Tensor:
+    """Hedgehog: the softmax of the channels, and that of their negatives: twice as many."""
+    return torch.cat([positions.softmax(2), (-positions).softmax(2)], 2)
+
+
+@dataclass(frozen=True)
+class Features:
+    """The basis of linear attention: each feature φ of a key is a slot; with `one`, so is a 1, which sums the values.
+
+    Attributes:
+        map: φ, from `(b, h, d, n)` to `(b, h, r, n)`.
+        one: Whether the last slot has the weight 1.
+    """
+
+    map: Callable[[Tensor], Tensor]
+    one: bool = False
+
+    def __call__(self, key: Tensor, valid: Tensor) -> tuple[Tensor, None]:
+        """Return the weight of each key in each slot, `(b, h, r, n)`."""
+        features = self.map(key)
+        return torch.cat([features, torch.ones_like(features[:, :, :1])], 2) if self.one else features, None
+
+
 # ---- coefficients(query, summary) -> (b, h, r, m): how a query combines the slots ----------------------------------
 def queries(query: Tensor, summary: Summary) -> Tensor:
     """SAN 2, FA 3: each query channel is the coefficient of one slot."""
@@ -74,6 +114,48 @@ def softmax_of_products(query: Tensor, summary: Summary) -> Tensor:
     means = summary._replace(keys=cast(Tensor, summary.keys) / weight(query, summary))
     hidden = ~valid & valid.any(2, keepdim=True)  # nothing is hidden in a sample without valid slots: no NaN
     return torch.where(valid, products(query, means).masked_fill(hidden, -torch.inf).softmax(2), 0)
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """Linear attention: φ(q)ᵀ Σ_j φ(k_j) v_j / (φ(q)ᵀ Σ_j φ(k_j) + ε); of a slot, which is a mean, the share in that.
+
+    Attributes:
+        map: φ, which is not negative.
+        epsilon: ε, added to the divisor.
+    """
+
+    map: Callable[[Tensor], Tensor]
+    epsilon: float = 0.0
+
+    def __call__(self, query: Tensor, summary: Summary) -> Tensor:
+        """Return the share of each slot, `(b, h, r, m)`."""
+        shares = self.map(query.to(summary.weights.dtype)) * summary.weights
+        total = shares.sum(2, keepdim=True)
+        return (shares / torch.where(total == 0, 1, total + self.epsilon)).to(query.dtype)
+
+
+def centred(query: Tensor, summary: Summary) -> Tensor:
+    """InLine: the weights q_iᵀk_j s/N less their mean over j, plus 1/N, with s = 1/√d: they sum to 1."""
+    scale, products = _mean_product(identity, query, summary)
+    return torch.cat([scale * query, 1 - products], 2).to(query.dtype)
+
+
+def magnitude_aware(query: Tensor, summary: Summary) -> Tensor:
+    """MALA: with z the sum of the weights φ(q_i)ᵀφ(k_j) s/N, these times 1 + 1/z, less z/N: they sum to 1."""
+    scale, z = _mean_product(elu_plus_one, query, summary)
+    features = elu_plus_one(query.to(z.dtype))
+    return torch.cat([scale * (1 + 1 / (z + _MALA_EPSILON)) * features, -z], 2).to(query.dtype)
+
+
+_MALA_EPSILON = 1e-6
+
+
+def _mean_product(features: Callable[[Tensor], Tensor], query: Tensor, summary: Summary) -> tuple[float, Tensor]:
+    """Return s = 1/√d, and the mean over the keys of φ(q)ᵀφ(k) s, `(b, h, 1, m)`."""
+    scale = query.shape[2] ** -0.5
+    means = summary.weights[:, :, :-1] / summary.count.clamp_min(1)
+    return scale, scale * (features(query.to(means.dtype)) * means).sum(2, keepdim=True)
 
 
 # ---- per(query, summary): the divisor of a slot's sum ----------------------------------------------------------------
@@ -104,8 +186,10 @@ class Operator:
         per: The divisor of a slot's sum: its weight, the number of positions or the number of channels.
         keys_from: Where keys and values come from: ALL, AXES, POOLED or another `pooled(…)`.
         queries_from: Where queries come from: ALL, AXES or NORMALIZED_AXES.
-        score: The vector, one per head, by which queries and keys are first reduced to scores (SAN 4): "learned" or
-            "ones"; None if they are not.
+        score: What queries and keys are first multiplied with, head by head: to one score each, a "learned" vector or
+            "ones" (SAN 4); "latents": `slots` learned vectors, to a score each, the same for queries and keys (FLARE);
+            "maps": two learned square matrices (Hedgehog). None if they are not.
+        slots: The number of latents; 0 for other operators.
         reads_keys: Whether the basis depends on the keys; if not, keys are not projected.
     """
 
@@ -115,11 +199,33 @@ class Operator:
     keys_from: Positions = ALL
     queries_from: Positions = ALL
     score: str | None = None
+    slots: int = 0
     reads_keys: bool = True
 
     def projections(self, letters: str) -> str:
-        """Return the `letters` (of "qkvo") of projections that the operator has: all but "k" if keys are not read."""
-        return letters if self.reads_keys else letters.replace("k", "")
+        """Return the `letters` (of "qkvo") of projections that the operator has.
+
+        All but "k" if keys are not read, and all but "q" if queries are made as keys are.
+        """
+        missing = "" if self.reads_keys else "k"
+        return "".join(letter for letter in letters if letter not in ("q" if self.score == "latents" else missing))
+
+    def parameter_shapes(self, channels: int, heads: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what the operator learns, by name, for so many channels of queries and keys."""
+        width = channels // heads
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {
+            "learned": {"weight": (channels,)},
+            "latents": {"latents": (heads, self.slots, width)},
+            "maps": {"query_map": (heads, width, width), "key_map": (heads, width, width)},
+        }
+        return shapes.get(self.score or "", {})
+
+    def head_matrices(self, learned: Mapping[str, Tensor], heads: int) -> tuple[Tensor, Tensor]:
+        """Return the matrices `(h, r, d)` that queries and keys are multiplied with, from what the operator learns."""
+        if self.score == "maps":
+            return learned["query_map"], learned["key_map"]
+        matrices = learned["latents"] if self.score == "latents" else learned["weight"].view(heads, 1, -1)
+        return matrices, matrices
 
     @property
     def merges_by_adding(self) -> bool:
@@ -133,13 +239,14 @@ class Operator:
 
     @property
     def averages(self) -> bool:
-        """Whether coefficients are a softmax, so that without a norm a response is no larger than the values."""
-        return self.coefficients in (softmax_of_products, softmax_over_channels)
+        """Whether coefficients sum to 1 and are not negative, so that a response is no larger than the values."""
+        softmax = self.coefficients in (softmax_of_products, softmax_over_channels)
+        return softmax or isinstance(self.coefficients, Quotient)
 
     @property
     def weighs_by_products(self) -> bool:
         """Whether the weights of values depend on products of keys and queries, as rotary position embeddings need."""
-        return self.has_orders or self.coefficients in (products, softmax_of_products)
+        return self.has_orders or self.coefficients in (products, softmax_of_products, centred)
 
     @cached_property
     def has_orders(self) -> bool:
@@ -164,6 +271,12 @@ OPERATORS = {
     "siamese": Operator(coefficients=query_and_one, basis=one_and_key, per=position, score="learned"),
     "siamese_local": Operator(coefficients=queries, basis=one, per=position, score="learned", reads_keys=False),
     "siamese_ones": Operator(coefficients=query_and_one, basis=one_and_key, per=position, score="ones"),
+    "flare": Operator(coefficients=softmax_over_channels, basis=exponentials, score="latents", slots=64),
+    "linear_relu": Operator(coefficients=Quotient(relu, epsilon=1e-6), basis=Features(relu)),
+    "linear_elu": Operator(coefficients=Quotient(elu_plus_one), basis=Features(elu_plus_one)),
+    "hedgehog": Operator(coefficients=Quotient(softmax_pair), basis=Features(softmax_pair), score="maps"),
+    "inline": Operator(coefficients=centred, basis=Features(identity, one=True), per=position),
+    "mala": Operator(coefficients=magnitude_aware, basis=Features(elu_plus_one, one=True), per=position),
 }
 
 
@@ -184,4 +297,7 @@ def look_up_operator(operator: object) -> tuple[str, Operator]:
 
 def find_name(operator: Operator) -> str | None:
     """Return the name in OPERATORS of an equal operator, or None for a user's own."""
-    return next((name for name, entry in OPERATORS.items() if entry == operator), None)
+    # Any number of latents is the same operator.
+    return next(
+        (name for name, entry in OPERATORS.items() if entry in (operator, replace(operator, slots=entry.slots))), None
+    )
