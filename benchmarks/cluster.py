@@ -366,8 +366,7 @@ def measure_unet(arguments: argparse.Namespace) -> None:
                     spans = list(client.run(watched_tasks).values()) if client else [watched_tasks()]
                     first = min(span[0] for own in spans for span in own) - started
                     busy = sum(end - start for own in spans for start, end, _ in own) / len(spans)
-                    spent = sum(span[2] for own in spans for span in own)
-                    row = (seconds, first, busy, spent, seconds - first - busy)
+                    row = (seconds, first, busy, sum(each[2] for own in spans for each in own), seconds - first - busy)
                     print(f"| {run}{again} | {loaded} | {' | '.join(f'{each:.1f}' for each in row)} |", flush=True)
                     want, loaded = want or content(out), ""
                     if content(out) != want:
