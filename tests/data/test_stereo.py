@@ -330,6 +330,8 @@ def test_no_folder() -> None:
         StereoFrames()
     with pytest.raises(FolderError, match=r"crop must be a height and a width in pixels, got \(0, 32\)"):
         StereoFrames("somewhere", crop=(0, 32))
+    with pytest.raises(FolderError, match=r"crop must be a height and a width in pixels, got \(32,\)"):
+        StereoFrames("none", crop=(32,))  # type: ignore[arg-type]
 
 
 # ---- real data -------------------------------------------------------------------------------------------------------
