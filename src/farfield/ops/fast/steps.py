@@ -249,7 +249,7 @@ def why_not_score_gradients(operator: Operator, query: Tensor, slots: Tensor, gr
 
 
 def gradients_of_scores(
-    operator: Operator, grad_output: Tensor, query: Tensor, slots: Tensor, sums: None
+    operator: Operator, grad_output: Tensor, query: Tensor, slots: Tensor, no_sums: None
 ) -> tuple[Tensor, Tensor, None]:
     """Return the gradients of scores `(b, h, 1, m)` and slots; that of the responses is read once for both."""
     # A head's slots: one for its query and, for some operators, one with a coefficient of 1; the last may be the bias.
