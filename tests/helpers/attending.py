@@ -53,8 +53,7 @@ def written_out(
 def _options(attention: GridAttention, grid: Tensor, mask: Tensor | None) -> dict[str, Any]:
     """The arguments that an operator takes."""
     operator, options = attention.operator_name, {"heads": attention.heads}
-    if operator in explicit.WEIGHT_ROWS:
-        options["weight"] = attention.weight
+    options |= {name: getattr(attention, name) for name in explicit.LEARNED if getattr(attention, name) is not None}
     if operator in explicit.SOFTMAX_ROWS:
         options["scale"] = attention.scale
     if operator in explicit.MEAN_ROWS:
