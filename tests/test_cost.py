@@ -30,7 +30,7 @@ def attention(row: str | Operator, channels: int = 16, **options: object) -> Gri
 
 def projects(row: str) -> list[str]:
     """The maps that a row can have: siamese_local reads no keys."""
-    return list(dict.fromkeys(project.replace("k", "") if row == "siamese_local" else project for project in PROJECTS))
+    return list(dict.fromkeys(OPERATORS[row].projections(project) for project in PROJECTS))
 
 
 # ---- count -----------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_the_formula_is_what_executes(row: str, heads: int) -> None:
 @pytest.mark.parametrize("row", OPERATORS)
 def test_the_formula_is_what_executes_with_other_channels(row: str) -> None:
     narrow: dict[str, object] = {} if row == "siamese_local" else {"inner_channels": 8}
-    letters = "qvo" if row == "siamese_local" else "qkvo"
+    letters = OPERATORS[row].projections("qkvo")
     for width, heads, output in itertools.product((4, 24), (1, 2, 4), ("", "o")):
         project = letters.replace("o", output)
         module = attention(row, heads=heads, project=project, value_channels=width, bias=False, **narrow)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from farfield import ShapeError, maps
 from farfield.nn import GridAttention
 from farfield.ops import ALL, AXES, OPERATORS, Operator, pooled
+from farfield.ops.table import look_up_operator
 from helpers import explicit
 from helpers.attending import _options, convolved, valid_or_zero
 from helpers.grids import NORMALISED_ROWS, PAIRS, ROWS, SCALED_ROWS, assert_close, draw_mask, name
@@ -26,8 +27,7 @@ AXIS_ROWS, MEAN_ROWS = explicit.AXIS_ROWS, explicit.MEAN_ROWS
 
 def build(row: str | Operator, *, heads: int = 2, project: str = "qkvo", **options: Any) -> GridAttention:
     """A module in float64 whose parameters, norms' statistics included, are nothing special."""
-    if row == "siamese_local":
-        project = project.replace("k", "")
+    project = look_up_operator(row)[1].projections(project)
     attention = GridAttention(4, row, heads=heads, project=project, **options).double().eval()
     with torch.no_grad():
         for parameter in attention.parameters():

@@ -285,7 +285,7 @@ def test_cost_without_a_table_of_a_paper(run: Any) -> None:
     rows = json.loads(run("cost", "--channels", "12", "--size", "9,7,5", "--heads", "2", "--project", "qkvo", "--json"))
     for row in rows:
         name = row["operator"]
-        project = "qvo" if name == "siamese_local" else "qkvo"
+        project = OPERATORS[name].projections("qkvo")
         options = {"channels": 12, "size": (9, 7, 5), "heads": 2, "project": project}
         ours, paper = (cost.predict(name, convention=each, **options) for each in ("farfield", "paper"))
         assert (row["macs_executed"], row["macs_paper"]) == (ours.macs, paper.macs)
