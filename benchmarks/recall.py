@@ -28,6 +28,8 @@ What the task leaves open was decided before the first run:
 - "convolution" is depthwise with batch norm and ReLU, then pointwise, and added to its input; as with the operators,
   the last weights start at zero. Its kernel is the largest with no more weights than their projections: 13×13, which
   with the three convolutions around it connects all positions of 8×8, or 5×5×5.
+- "HyenaND" is MONAI's mixer (`pip install monai[hyena]`) as it is: a gated convolution as long as the grid, through
+  Fourier transforms. Its last weights start at zero too. It has 23,008 weights, `factorized_gaussian` 16,640.
 - AdamW decays all weights; the one-cycle schedule is torch's, with its momentum. All sizes have 1,200 steps unless
   `--steps` is given; runs of different steps are not mixed. Convolutions before a batch norm have no bias.
 - The best rate is the one with the best mean accuracy over the seeds, among the rates with the most seeds. A number of

@@ -15,7 +15,7 @@ from farfield.ops import OPERATORS
 from farfield.ops.table import softmax_of_products
 
 CHANNELS, VALUES, BATCH, TESTED, TEST_SEED = 64, 4, 64, 2048, 1_000_000
-CONTESTANTS = [*OPERATORS, "softmax, scale 1", "none", "convolution"]
+CONTESTANTS = [*OPERATORS, "softmax, scale 1", "none", "convolution", "HyenaND"]
 
 
 # ---- the task --------------------------------------------------------------------------------------------------------
@@ -112,16 +112,34 @@ class LargeConvolution(nn.Module):
         return grid + self.pointwise(F.relu(self.norm(self.depthwise(grid))))
 
 
+class GatedLongConvolution(nn.Module):
+    """MONAI's HyenaND with its own options: queries times a convolution with keys times values, added to its input."""
+
+    def __init__(self, dims: int) -> None:
+        from monai.networks.blocks.hyena import HyenaMixer
+
+        super().__init__()
+        self.mixer = HyenaMixer(CHANNELS, spatial_dims=dims)
+        nn.init.zeros_(self.mixer.out_proj.weight)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Mix, and add the grid."""
+        mixed: Tensor = self.mixer(grid.movedim(1, -1)).movedim(-1, 1)
+        return grid + mixed
+
+
 def make_mixer(contestant: str, dims: int) -> nn.Module:
     """Build the module that mixes distant positions."""
     if contestant == "none":
         return nn.Identity()
     if contestant == "convolution":
         return LargeConvolution(dims)
+    if contestant == "HyenaND":
+        return GatedLongConvolution(dims)
     name = contestant.removesuffix(", scale 1")
     operator = OPERATORS[name]
     scaled = operator.coefficients is softmax_of_products and name == contestant
-    project = "qkvo" if operator.reads_keys else "qvo"
+    project = operator.projections("qkvo")
     return GridAttention(CHANNELS, name, project=project, scale=CHANNELS**-0.5 if scaled else 1.0, residual=True)
 
 

@@ -36,22 +36,18 @@ def test_the_table_says_which_rows_have_a_meaning() -> None:
         except ValueError as error:
             assert str(error).startswith(f"replace_attention: {name} ")  # noqa: PT017
             assert "; fix: take " in str(error)  # noqa: PT017
-    assert sorted(taken) == sorted(ROWS)
+    learn = [name for name, operator in ops.OPERATORS.items() if operator.parameter_shapes(8, 2)]
+    assert sorted(taken) == sorted([*ROWS, *learn])
 
 
 @pytest.mark.parametrize(
     ("row", "text"),
     [
         (
-            "siamese",
-            "siamese has a learned vector, which no host has; fix: take siamese_ones, which has none, or",
-        ),
-        ("siamese_local", r'or insert a GridAttention\(channels, "siamese_local"\)\.$'),
-        (
             "kronecker_kv",
-            "averages along axes, and tokens have one axis, so it is softmax on them; fix: take factorized_gauss",
+            "kronecker_kv averages along axes, and tokens have one axis, so it is softmax on them; fix: take factorized_gauss",
         ),
-        ("kronecker_qkv", "kronecker_qkv averages along axes"),
+        ("kronecker_qkv", r'or insert a GridAttention\(channels, "kronecker_qkv"\)\.$'),
         (
             "softmax_pooled",
             r"pools neighbours of a grid, but tokens \(such as a class token\) are not neighbours; fix: take fac",
@@ -85,10 +81,32 @@ def test_an_operator_of_ones_own() -> None:
 
 
 def test_the_fix_for_an_operator_of_ones_own_has_no_name() -> None:
-    operator = dataclasses.replace(ops.OPERATORS["siamese"], per=doubled)
+    operator = dataclasses.replace(ops.OPERATORS["kronecker_kv"], per=doubled)
     with pytest.raises(ValueError, match=r"or insert a GridAttention\(channels, operator\)\.$"):
         replace_attention(encoder(), operator)
     assert GridAttention(8, operator).operator is operator
+
+
+@pytest.mark.parametrize("name", ["siamese", "siamese_local", "flare", "hedgehog"])
+def test_what_an_operator_learns_becomes_a_parameter_of_each_attention(name: str) -> None:
+    model, grid = encoder(1), torch.randn(2, 7, 16, requires_grad=True)
+    attention = replace_attention(model, name)["layers.0.self_attn"]
+    shapes = ops.OPERATORS[name].parameter_shapes(16, 2)
+    learned = {key: getattr(attention, key) for key in shapes}
+    assert {key: tuple(each.shape) for key, each in learned.items()} == shapes
+    for each in learned.values():
+        nn.init.normal_(each)
+    query, key, value = (x.mT for x in (grid @ attention.in_proj_weight.mT + attention.in_proj_bias).chunk(3, -1))
+    response = getattr(ops, f"{name}_attention")(query, key, value, heads=2, **learned).mT
+    inputs = grid, *learned.values()
+    want = attention.out_proj(response)
+    found = attention(grid, grid, grid, need_weights=False)[0]
+    torch.testing.assert_close(found, want)
+    weigh = torch.randn_like(want)
+    for one, two in zip(*(torch.autograd.grad(out, inputs, weigh) for out in (found, want)), strict=True):
+        torch.testing.assert_close(one, two)
+    replace_attention(model, GAUSSIAN)
+    assert not set(shapes) & {key.rpartition(".")[2] for key in model.state_dict()} - {"weight"}
 
 
 def doubled(query: Tensor, summary: ops.Summary) -> int:

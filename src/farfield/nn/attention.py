@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -21,7 +20,7 @@ from farfield.nn.checks import (
     check_summary,
     check_version,
 )
-from farfield.nn.initialization import DrawnByItself, draw, set_identity
+from farfield.nn.initialization import DrawnByItself, draw, draw_learned
 from farfield.nn.norm import CoefficientNorm
 from farfield.ops.engine import attend, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide
@@ -131,15 +130,8 @@ class GridAttention(nn.Module):
                 draw(linear)
         if self.output is not None and self.residual:
             nn.init.zeros_(self.output.weight)
-        width = self.inner_channels // self.heads
-        if self.weight is not None:  # Glorot uniform: one projection from c/heads channels to 1 per head
-            bound = math.sqrt(6 / (1 + width))
-            nn.init.uniform_(self.weight, -bound, bound)
-        if self.latents is not None:  # scores vary as the channels of a key do
-            nn.init.normal_(self.latents, std=width**-0.5)
-        for each in (self.query_map, self.key_map):
-            if each is not None:
-                set_identity(each)
+        for name, parameter in self.named_parameters(recurse=False):
+            draw_learned(name, parameter, self.heads)
 
     def extra_repr(self) -> str:
         """Name the operator and the options."""

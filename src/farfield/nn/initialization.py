@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,11 +25,17 @@ class DrawnByItself:
         return True
 
 
-def set_identity(matrices: Tensor) -> None:
-    """Set matrices `(h, d, d)` to the identity, unless transformers has loaded them."""
-    if not getattr(matrices, "_is_hf_initialized", False):
+def draw_learned(name: str, parameter: Tensor, heads: int = 1) -> None:
+    """Draw what an operator learns, by its name in `Operator.parameter_shapes`, for so many heads of a vector."""
+    if name == "weight":  # Glorot uniform: one projection from c/heads channels to 1 per head
+        bound = math.sqrt(6 / (1 + len(parameter) // heads))
+        nn.init.uniform_(parameter, -bound, bound)
+    elif name == "latents":  # scores vary as the channels of a key do
+        nn.init.normal_(parameter, std=parameter.shape[2] ** -0.5)
+    # Maps are the identity, unless transformers has loaded them.
+    elif not getattr(parameter, "_is_hf_initialized", False):
         with torch.no_grad():
-            matrices.copy_(torch.eye(matrices.shape[1]))
+            parameter.copy_(torch.eye(parameter.shape[1]))
 
 
 def draw(layer: nn.Linear | _ConvNd) -> None:

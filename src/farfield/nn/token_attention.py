@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ def attend_tokens(
     scale: float,  # of the products before a softmax; ignored for other operators
     dropout: float = 0.0,  # of a weight of the basis, or of a coefficient without a basis, in any training mode
     weights: bool = False,
+    learned: Mapping[str, Tensor] = MappingProxyType({}),  # of `operator.parameter_shapes`, by name
 ) -> tuple[Tensor, Tensor | None]:
     """Attend by any operator: responses `(b, m, h, c)`, contiguous, and with `weights` the matrix `(b, h, m, n)`."""
     if valid is not None:
@@ -58,10 +60,14 @@ def attend_tokens(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if learned:
+        matrices = operator.head_matrices(learned, query.shape[1])
+        query, key = (x @ matrix.mT.to(x.dtype) for x, matrix in zip((query, key), matrices, strict=True))
+        operator = dataclasses.replace(operator, score=None, slots=0)
     for record in RECORDERS:
         record(TokenCall(operator, query, key, valid, scale))
     q, k, v = query.mT, key.mT, value.mT  # (b, h, d, m), (b, h, d, n), (b, h, c, n)
-    if operator.score is not None:  # a learned vector is multiplied into queries and keys before
+    if operator.score is not None:  # of ones
         q, k = q.sum(2, keepdim=True), k.sum(2, keepdim=True)
     if operator.has_scale:
         q = q * scale

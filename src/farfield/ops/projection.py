@@ -35,14 +35,12 @@ def map_heads(
     """
     if operator.score is None:
         return query, key
-    if operator.score == "maps":
-        return _compose_by_head(query, learned["query_map"]), _compose_by_head(key, learned["key_map"])
+    of_queries, of_keys = operator.head_matrices(learned or {"weight": ones}, heads)
     if operator.score == "latents":  # queries are made as keys are
-        key = _compose_by_head(key, learned["latents"])
-        return key, key
-    vector = learned.get("weight", ones).view(heads, 1, -1)
-    scores = _compose_by_head(query, vector)
-    return scores, scores if key is query else _compose_by_head(key, vector)
+        query = key
+    same = query is key and of_queries is of_keys
+    mapped = _compose_by_head(query, of_queries)
+    return mapped, mapped if same else _compose_by_head(key, of_keys)
 
 
 def _compose_by_head(projection: Projection, matrices: Tensor) -> Projection:

@@ -9,7 +9,7 @@ folded projections, norms and attention maps work with it. Shapes: keys `(b, h, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -219,6 +219,13 @@ class Operator:
             "maps": {"query_map": (heads, width, width), "key_map": (heads, width, width)},
         }
         return shapes.get(self.score or "", {})
+
+    def head_matrices(self, learned: Mapping[str, Tensor], heads: int) -> tuple[Tensor, Tensor]:
+        """Return the matrices `(h, r, d)` that queries and keys are multiplied with, from what the operator learns."""
+        if self.score == "maps":
+            return learned["query_map"], learned["key_map"]
+        matrices = learned["latents"] if self.score == "latents" else learned["weight"].view(heads, 1, -1)
+        return matrices, matrices
 
     @property
     def merges_by_adding(self) -> bool:

@@ -19,6 +19,7 @@ from farfield.insertion._replace.hugging_face import (
     register_operator,
     uses_interface,
 )
+from farfield.insertion._replace.learned import add_learned, find_heads
 from farfield.insertion._replace.masks import resolve_operator
 from farfield.insertion._replace.modules import TimmAttention, TorchAttention
 from farfield.insertion._replace.saving import note_operators, note_part
@@ -39,8 +40,9 @@ def replace_attention(
 
     Supported attention: `torch.nn.MultiheadAttention`, so torch's transformer layers, whose fast path in eval no longer
     applies; timm's ViT-style `Attention`; and models of transformers, as `attn_implementation="farfield_<operator>"`.
-    Supported operators: those without weights of their own that attend to every token. `softmax` computes the model's
-    original function, so it undoes a replacement.
+    Supported operators: those that attend to every token. What an operator learns of its own (the vector of `siamese`,
+    the latents of `flare`, the maps of `hedgehog`) becomes a parameter of each attention, at its start. `softmax`
+    computes the model's original function, so it undoes a replacement.
 
     * Padding: by the model's own mask; the contents of padding have no effect, and the response of a sample that is all
       padding is 0 before the output projection.
@@ -89,7 +91,7 @@ def replace_attention(
         name, resolved = resolve_operator(operator)
     chosen = find_attention(model, where)
     for path, module in chosen.items():
-        _check_supported(model, path, module)
+        _check_supported(model, path, module, resolved)
     hugging_face = {path: module for path, module in chosen.items() if uses_interface(module)}
     if hugging_face:
         rotary = [f"{path} ({type(module).__name__})" for path, module in hugging_face.items() if is_rotary(module)]
@@ -104,6 +106,7 @@ def replace_attention(
             module.__class__ = kind
             attention = cast(TorchAttention | TimmAttention, module)
             attention.operator, attention.operator_name = resolved, name
+        add_learned(module, resolved)
     _leave_fast_path(model)
     note_operators(model)
     return chosen
@@ -123,13 +126,15 @@ def _check_model(model: nn.Module) -> None:
             raise TypeError(f"{CALLER}: {type(model).__name__} is {kind} already; fix: replace first, then compile.")
 
 
-def _check_supported(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Refuse a supported attention with options that no operator supports."""
+def _check_supported(model: nn.Module, path: str, module: nn.Module, operator: Operator) -> None:
+    """Refuse a supported attention with options that the operator does not support."""
     reason = None
     if uses_interface(module):
         reason = find_attention_obstacle(module, [model.get_submodule(name) for name in parents(path)])
     elif isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
         reason = "adds keys and values of its own (add_bias_kv, add_zero_attn)"
+    if reason is None and operator.parameter_shapes(1, 1) and find_heads(module) is None:
+        reason = "does not say how many heads it has, for which the operator learns parameters"
     if reason is not None:
         fix = "leave it out by where= with the paths of other layers, of an encoder or a vision tower."
         raise ValueError(f"{CALLER}: {path} ({type(module).__name__}) {reason}; fix: {fix}")

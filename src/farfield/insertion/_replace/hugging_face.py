@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from farfield._refusals import door, put_name
+from farfield.insertion._replace.learned import read_learned
 from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
@@ -29,7 +30,9 @@ _CAUSAL_TOWERS = ("clip_text_model",)
 
 
 def register_transformers() -> list[str]:
-    """Register every operator that is defined on tokens with transformers, as `farfield_<operator>`; return the names.
+    """Register the operators that are defined on tokens with transformers, as `farfield_<operator>`; return the names.
+
+    Not those that learn something beside the projections, which only `replace_attention` gives to a model.
 
     Then every model that looks its attention up in transformers' `AttentionInterface` accepts such a name:
     `from_pretrained(…, attn_implementation="farfield_factorized_gaussian")`, with unchanged weights. The same weights
@@ -52,7 +55,9 @@ def register_transformers() -> list[str]:
         True
     """
     return [
-        register_operator(name, operator) for name, operator in OPERATORS.items() if find_obstacle(operator) is None
+        register_operator(name, operator)
+        for name, operator in OPERATORS.items()
+        if find_obstacle(operator) is None and not operator.parameter_shapes(1, 1)
     ]
 
 
@@ -102,7 +107,10 @@ def _attend_tokens_of_model(
         valid = find_valid_positions(attention_mask, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))
-    return attend_tokens(operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
+    learned = read_learned(module, operator)
+    return attend_tokens(
+        operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted, learned=learned
+    )
 
 
 def _make_mask(

@@ -37,10 +37,6 @@ def resolve_operator(operator: str | Operator) -> tuple[str, Operator]:
 
 def find_obstacle(operator: Operator) -> str | None:
     """Return why an operator does not work on a host's tokens and weights, with a fix; None if it does."""
-    if operator.score == "learned":
-        return "has a learned vector, which no host has; fix: take siamese_ones, which has none"
-    if operator.score in ("latents", "maps"):
-        return f"learns {operator.score}, which no host has; fix: take linear_elu, which learns nothing"
     if not (operator.keys_from.side_by_side and operator.queries_from.side_by_side):
         problem = "averages along axes, and tokens have one axis, so it is softmax on them"
         return f"{problem}; fix: take factorized_gaussian or softmax"
