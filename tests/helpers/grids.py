@@ -19,8 +19,9 @@ from helpers.seeding import seeded_generator
 ROWS = tuple(ops.OPERATORS)
 SCALED_ROWS = explicit.SOFTMAX_ROWS
 WEIGHT_ROWS = explicit.WEIGHT_ROWS
-# Operators whose implied attention rows sum to one (kronecker_qkv_literal: to the number of spatial dims).
-NORMALISED_ROWS = (*explicit.SOFTMAX_ROWS, "factorized_gaussian", "flare", "linear_elu", "hedgehog", "inline", "mala")
+# Operators whose implied attention rows sum to one (kronecker_qkv_literal: to the number of spatial dims). Of mala they
+# sum to z/(z + 10⁻⁶).
+NORMALISED_ROWS = (*explicit.SOFTMAX_ROWS, "factorized_gaussian", "flare", "linear_elu", "hedgehog", "inline")
 
 # (query size, key size): 1–4 spatial dims, lengths of 1, odd, prime and unequal, then different spatial dims.
 PAIRS = (

@@ -182,6 +182,9 @@ def test_a_summary_does_not_grow_with_the_grid(row: str) -> None:
         "one per pooled position": (4, 16),
         "one per index of each axis": (8, 16),
         "one per key channel": (2, 2),
+        "two per key channel": (4, 4),
+        "one per key channel, and one": (3, 3),
+        "one per latent": (5, 5),
         "two": (2, 2),
         "one": (1, 1),
     }
