@@ -26,7 +26,8 @@ LEARNED = ("weight", "latents", "query_map", "key_map")
 # Operators that divide products of features by their sum: the features, and what is added to the sum.
 QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "linear_relu": (torch.relu, 1e-6),
-    "linear_elu": (lambda x: torch.nn.functional.elu(x) + 1, 0.0),
+    # elu + 1, without the cancellation of a small exponential.
+    "linear_elu": (lambda x: x.clamp(max=0).exp() + x.relu(), 0.0),
     "hedgehog": (lambda x: torch.cat([x.softmax(2), (-x).softmax(2)], 2), 0.0),
 }
 

@@ -147,7 +147,7 @@ def test_psmnet(operator: str) -> None:
 # ---- what is inserted ------------------------------------------------------------------------------------------------
 def inserted(operator: str) -> nn.Module:
     net = resnet18(num_classes=5)
-    project = "qkvo" if OPERATORS[operator].reads_keys else "qvo"
+    project = OPERATORS[operator].projections("qkvo")
     make = partial(GridAttention, operator=operator, inner_channels=64, project=project, residual=True)
     insert(net, resnet_places("res1", "res2", "res3"), make, example=torch.zeros(1, 3, 64, 64))
     return net

@@ -101,7 +101,7 @@ def test_the_scale_multiplies_the_products(row: str, masked: bool) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_large_exponents_stay_finite(row: str) -> None:
     case = draw(row, (3, 4), (4, 3), heads=2, masked=True)
-    factor = 300 if row != "linear_elu" else 30  # products of its features leave the range of float64
+    factor = 300 if row != "linear_elu" else 100  # products of its features leave the range of float64
     case = case.replace(query=case.query * factor, key=case.key * factor)
     assert_close(case.library(), case.loops(), 1e-11)
 

@@ -153,7 +153,7 @@ def _long_response(case: Case) -> torch.Tensor:
         return v @ k.T @ q / (k.sum(dim=1) @ q + epsilon)
     if case.row in ("inline", "mala"):
         mala = case.row == "mala"
-        q, k = (F.elu(each) + 1 if mala else each for each in (q, k))
+        q, k = (explicit.QUOTIENTS["linear_elu"][0](each) if mala else each for each in (q, k))
         scale, mean = len(k) ** -0.5, v.mean(dim=1, keepdim=True)
         z = scale * k.mean(dim=1) @ q
         factor, shift = (1 + 1 / (z + 1e-6), -z) if mala else (1, 1 - z)

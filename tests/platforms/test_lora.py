@@ -22,7 +22,7 @@ class Placed(nn.Module):
 
     def __init__(self, row: str) -> None:
         super().__init__()
-        letters = "qkvo" if OPERATORS[row].reads_keys else "qvo"
+        letters = OPERATORS[row].projections("qkvo")
         self.first = nn.Conv2d(3, 16, 3, padding=1)
         self.attention = GridAttention(16, row, heads=2, project=letters, inner_channels=8, residual=True)
         self.attention.output.reset_parameters()

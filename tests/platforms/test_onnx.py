@@ -54,7 +54,7 @@ def export(module: nn.Module, example: Sequence[Tensor], names: Sequence[str], f
 
 
 def attention(row: str) -> GridAttention:
-    letters = "qkvo" if OPERATORS[row].reads_keys else "qvo"
+    letters = OPERATORS[row].projections("qkvo")
     return GridAttention(16, row, heads=2, project=letters, inner_channels=8, residual=False).eval()
 
 

@@ -335,7 +335,7 @@ def flare(query: Array, key: Array, value: Array, *, latents: Array, heads: int 
 
 
 def _elu_plus_one(vector: Array) -> Array:
-    return np.where(vector > 0, vector, np.expm1(np.minimum(vector, 0))) + 1
+    return np.where(vector > 0, vector + 1, np.exp(np.minimum(vector, 0)))
 
 
 def _quotient(
