@@ -22,8 +22,6 @@ from farfield.cli.values import parse_device
 from farfield.cost.formulas import PAPERS
 from farfield.ops import OPERATORS
 
-PAPERS = Path(__file__).parents[1] / "papers"
-
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Any:

@@ -38,9 +38,10 @@ def written_out(
     if operator == "softmax_pooled":  # by definition: pool, then project
         context, context_mask = explicit.pool(context, context_mask)
         operator = "softmax"
+    asking = attention.query if attention.operator.projections("q") else attention.key  # queries are made as keys
     query, key, value = (
         convolved(linear, positions)
-        for linear, positions in ((attention.query, grid), (attention.key, context), (attention.value, context))
+        for linear, positions in ((asking, grid), (attention.key, context), (attention.value, context))
     )
     response = explicit.attention(operator, query, key, value, mask=context_mask, **options)
     norm = attention.coefficient_norm

@@ -31,7 +31,7 @@ LEARNED: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def valid(row: str, project: str) -> bool:
-    """Projections that an operator has not, as keys of `siamese_local`, are refused."""
+    """Keys of `siamese_local`, and queries of `flare`, have no projection."""
     return OPERATORS[row].projections(project) == project
 
 
@@ -82,7 +82,7 @@ def assert_close_where_valid(got: Tensor, want: Tensor, mask: Tensor | None) -> 
 def test_it_is_projections_around_the_named_whole(row: str, queries: str, values: str, bias: bool, heads: int) -> None:
     project = queries + values
     if not valid(row, project):
-        with pytest.raises(ValueError, match=r'siamese_local reads no keys; fix: project="'):
+        with pytest.raises(ValueError, match=r'(siamese_local reads no|flare makes queries as) keys; fix: project="'):
             build(row, project, bias=bias, heads=heads)
         return
     attention = build(row, project, bias=bias, heads=heads)
@@ -98,8 +98,7 @@ def test_it_is_projections_around_the_named_whole(row: str, queries: str, values
 
 @pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qkvo"), masked={"whole": False, "masked": True}))
 def test_every_gradient(row: str, project: str, masked: bool) -> None:
-    if not valid(row, project):
-        project = "qvo"
+    project = OPERATORS[row].projections(project)
     attention = build(row, project)
     grid, context = grid_of((3, 4)).requires_grad_(), grid_of((4, 3)).requires_grad_()
     mask, context_mask = (mask_of((3, 4)), mask_of((4, 3))) if masked else (None, None)
@@ -157,7 +156,7 @@ def build_like(attention: GridAttention, *, scale: float) -> GridAttention:
 @pytest.mark.parametrize("project", ["qkvo", "vo", "o"])
 @pytest.mark.parametrize("row", ROWS)
 def test_a_residual_with_an_output_map_is_the_identity_at_first(row: str, project: str) -> None:
-    project = project if valid(row, project) else "qvo"
+    project = OPERATORS[row].projections(project)
     attention = GridAttention(4, row, heads=2, project=project, residual=True)
     assert not attention.output.weight.any()
     for size in SIZE:
@@ -183,7 +182,7 @@ def test_without_an_output_map_a_residual_starts_as_it_is(row: str) -> None:
 
 @pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qkvo"), poison=(float("nan"), float("inf"), -1e30)))
 def test_masked_content_is_bit_equal_to_zeros(row: str, project: str, poison: float) -> None:
-    attention = build(row, project if valid(row, project) else "qvo", residual=True)
+    attention = build(row, OPERATORS[row].projections(project), residual=True)
     mask, context_mask = mask_of((3, 4)), mask_of((4, 3))
     forms = []
     for fill in (0.0, poison):
