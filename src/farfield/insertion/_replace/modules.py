@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield._refusals import door, put_name
-from farfield.insertion._replace.learned import read_learned
+from farfield.insertion._replace.learned import attend
 from farfield.insertion._replace.masks import causal_error, find_valid_positions
-from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import Operator
 
 
@@ -55,16 +54,8 @@ class TorchAttention(nn.MultiheadAttention):
         with door(caller):
             valid = self.find_valid_keys(key_padding_mask, attn_mask, k)
         scale, dropout = 1 / math.sqrt(q.shape[-1]), self.dropout if self.training else 0.0
-        positions, weights = attend_tokens(
-            self.operator,
-            q,
-            k,
-            v,
-            valid,
-            scale=scale,
-            dropout=dropout,
-            weights=need_weights,
-            learned=read_learned(self, self.operator),
+        positions, weights = attend(
+            self, self.operator, q, k, v, valid, scale=scale, dropout=dropout, weights=need_weights
         )
         response = self.out_proj(positions.flatten(2)).transpose(0, batch)
         if weights is not None and average_attn_weights:
@@ -120,10 +111,7 @@ class TimmAttention(nn.Module):
         with door(caller):
             valid = find_valid_positions(attn_mask, key)
         dropout = self.attn_drop.p if self.training else 0.0
-        learned = read_learned(self, self.operator)
-        positions, _ = attend_tokens(
-            self.operator, query, key, value, valid, scale=self.scale, dropout=dropout, learned=learned
-        )
+        positions, _ = attend(self, self.operator, query, key, value, valid, scale=self.scale, dropout=dropout)
         response = positions.flatten(2)
         # Older versions of timm have neither.
         norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
