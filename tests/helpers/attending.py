@@ -17,6 +17,11 @@ def convolved(linear: nn.Module | None, grid: Tensor) -> Tensor:
     return grid if linear is None else linear(grid.movedim(1, -1)).movedim(-1, 1)
 
 
+def asking(attention: GridAttention) -> nn.Module | None:
+    """The projection of queries, which flare makes as keys."""
+    return attention.query if attention.operator.projections("q") else attention.key
+
+
 def valid_or_zero(grid: Tensor, mask: Tensor | None) -> Tensor:
     """Set masked positions to 0."""
     return grid if mask is None else grid.masked_fill(~mask[:, None], 0.0)
@@ -38,10 +43,9 @@ def written_out(
     if operator == "softmax_pooled":  # by definition: pool, then project
         context, context_mask = explicit.pool(context, context_mask)
         operator = "softmax"
-    asking = attention.query if attention.operator.projections("q") else attention.key  # queries are made as keys
     query, key, value = (
         convolved(linear, positions)
-        for linear, positions in ((asking, grid), (attention.key, context), (attention.value, context))
+        for linear, positions in ((asking(attention), grid), (attention.key, context), (attention.value, context))
     )
     response = explicit.attention(operator, query, key, value, mask=context_mask, **options)
     norm = attention.coefficient_norm
