@@ -77,7 +77,7 @@ def test_every_row_responds_as_with_the_summed_weights(row: str) -> None:
     assert relative(adapted(image), plain(image)) <= 32 * EPS
     assert relative(adapted(image), before) > 0.01
     merged = adapted.merge_and_unload()
-    assert type(merged.attention.query) is nn.Linear
+    assert type(merged.attention.value) is nn.Linear
     assert relative(merged(image), plain(image)) <= 32 * EPS
 
 
