@@ -434,7 +434,7 @@ def responses_and_gradients(
 def test_operators_respond_and_learn_as_by_the_equation(
     on: None, row: str, project: str, heads: int, masked: bool, wide: bool
 ) -> None:
-    project = project.replace("k", "") if row == "siamese_local" else project
+    project = ops.OPERATORS[row].projections(project)
     attention = GridAttention(32, row, heads=heads, project=project)
     for shape in ((2, 32, 7, 9), (1, 32, 67, 41), (2, 32, 3, 5, 7)):
         grid = torch.randn(shape)

@@ -143,11 +143,11 @@ def prepare_slots(
     elif kind in (centred, magnitude_aware):
         scale = query.shape[2] ** -0.5
         means = scale * summary.weights[:, :, :-1] / summary.count.clamp_min(1)
-        slots, last = scale * slots[:, :, :-1], slots[:, :, -1:]
         if kind is centred:  # qᵀ (s V) + (1 - qᵀ u) v̄ = qᵀ (s V - u v̄) + v̄
-            slots = slots - means * last
+            last = slots[:, :, -1:]
+            slots = scale * slots[:, :, :-1] - means * last
         else:
-            slots, last, sums = torch.cat([slots, last], 2), None, means.flatten(1)
+            sums = means.flatten(1)
     return _join_slots(slots, last, matrix is not None, bias), sums
 
 

@@ -442,8 +442,9 @@ class Queries {
   Queries(const Coefficients& of, int64_t block)
       : of(of), block(block), depth(of.rows / of.heads), count(of.features() / of.heads), step(of.of_head()),
         rows(of.rows * block), others(step == depth ? 0 : of.count() * block),
-        own(of.factor == Factor::NONE ? 0 : of.count() * block), factors(of.factor == Factor::NONE ? 0 : 2 * of.heads * block),
-        grads_of_sums(of.features() * WIDTH), features(step == depth ? rows.data() : others.data()) {}
+        own(of.factor == Factor::NONE ? 0 : of.count() * block),
+        factors(of.factor == Factor::NONE ? 0 : 2 * of.heads * block), grads_of_sums(of.features() * WIDTH),
+        features(step == depth ? rows.data() : others.data()) {}
 
   // Returns coefficients (heads × step × block).
   const float* read(const Positions& from, int64_t sample, int64_t first, int64_t length) {
@@ -465,8 +466,7 @@ class Queries {
         }
         store(factor, each);
         store(factor + block, share);
-        for (int64_t r = 0; r < count; ++r)
-          store(to + r * block, each * load(feature + r * block) * (of.factor == Factor::OF_SUM ? sums[r] : 1));
+        for (int64_t r = 0; r < count; ++r) store(to + r * block, each * sums[r] * load(feature + r * block));
       }
     }
     return own.data();
@@ -486,21 +486,21 @@ class Queries {
   }
 
  private:
-  // With products p = u ∘ f and z = Σ p, p / (z + ε) has the gradient (∂c − Σ c ∘ ∂c) / (z + ε) of p.
+  // With products p = u ∘ f, z = Σ p, a share a = 1 / (z + ε) and c = factor · p, the factor being a or 1 + a:
+  // ∂p = factor · ∂c − a² Σ p ∘ ∂c, less the gradient of the last coefficient, -z.
   void derive_factor(int64_t head, int64_t i, const float* sums, float* grads) {
     const int64_t first = head * step * block + i;
     const float *feature = features + first, *coefficient = own.data() + first;
     float* grad = grads + first;
     const Lanes each = load(&factors[2 * head * block + i]), share = load(&factors[(2 * head + 1) * block + i]);
-    const bool of_sum = of.factor == Factor::OF_SUM;
-    const float* factor = of_sum ? coefficient : feature;
-    Lanes mean = share * sum_rows(count, [&](int64_t r) { return load(factor + r * block) * load(grad + r * block); });
-    if (!of_sum) mean = share * mean + load(grad + count * block);
+    const auto product = [&](int64_t r) { return load(coefficient + r * block) * load(grad + r * block); };
+    Lanes grad_z = -share * (share / each) * sum_rows(count, product);
+    if (of.factor == Factor::OF_MAGNITUDE) grad_z -= load(grad + count * block);
     for (int64_t r = 0; r < count; ++r) {
       float *to = grad + r * block, *total = &grads_of_sums[(head * count + r) * WIDTH];
-      const Lanes scaled = each * load(to), of_product = of_sum ? scaled - mean : -mean;
+      const Lanes of_product = each * load(to) + grad_z;
       store(total, load(total) + load(feature + r * block) * of_product);
-      store(to, of_sum ? sums[r] * of_product : scaled + sums[r] * of_product);
+      store(to, sums[r] * of_product);
     }
   }
 

@@ -36,7 +36,7 @@ enum class Map : int64_t { IDENTITY, EXPONENTIALS, SOFTMAX, RELU, ELU_PLUS_ONE, 
 inline int64_t features_of(Map map, int64_t rows) { return map == Map::SOFTMAX_PAIR ? 2 * rows : rows; }
 
 // What makes features f of a query its coefficients, with sums u of the head and z = Σ u f. OF_SUM: u f / (z + ε), or u f
-// where z is 0. OF_MAGNITUDE: (1 + 1 / (z + ε)) f, and a last coefficient, -z.
+// where z is 0. OF_MAGNITUDE: (1 + 1 / (z + ε)) u f, and a last coefficient, -z.
 enum class Factor : int64_t { NONE, OF_SUM, OF_MAGNITUDE };
 
 // A task of each loop is a sample and a part of its positions. Rows are keys `(h · r)` first and queries last, or both.
