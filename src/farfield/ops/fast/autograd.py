@@ -19,11 +19,10 @@ from torch import Tensor
 
 from farfield.ops.fast import kernels
 from farfield.ops.fast.combination import arrange, combine
+from farfield.ops.fast.scores import are_small, gradients_of_rows
 from farfield.ops.fast.steps import (
     ResponsePlan,
     RowPlan,
-    are_small,
-    gradients_of_rows,
     prepare_slots,
     project_slots,
     respond_by,

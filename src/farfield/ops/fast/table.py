@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from farfield.ops.fast import axes, kernels, steps, whole
+from farfield.ops.fast import axes, kernels, scores, steps, whole
 from farfield.ops.fast.autograd import project_and_summarize, respond_from
 from farfield.ops.fast.kernels import BARE, PROJECTED, WITH_TARGET, Kernel, with_any_epsilon
 from farfield.ops.fast.steps import ResponsePlan, RowPlan, respond_by
@@ -134,8 +134,8 @@ LINES = (
         "sums",
         ("project_and_sum",),
         ({"basis": (one, one_and_key), "keys_from": (ALL,)},),
-        steps.why_not_scores,
-        steps.sum_scores,
+        scores.why_not_scores,
+        scores.sum_scores,
         gradient=("project_and_sum",),
         needs=_FEW,
     ),
@@ -153,9 +153,9 @@ LINES = (
         "responses",
         (),  # torch's product
         ({"coefficients": (queries, query_and_one), "queries_from": (ALL,)},),
-        steps.why_not_score_gradients,
+        scores.why_not_score_gradients,
         steps.combine_slots,
-        steps.gradients_of_scores,
+        scores.gradients_of_scores,
         gradient=("project_and_sum",),
         when="in training",
         needs=f"{_FEW}, which are the queries",
