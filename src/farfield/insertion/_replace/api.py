@@ -11,7 +11,7 @@ from torch import nn
 
 from farfield._refusals import door
 from farfield.insertion._places import parents
-from farfield.insertion._replace.finding import CALLER, find_attention, replaced_class
+from farfield.insertion._replace.finding import CALLER, find_attention
 from farfield.insertion._replace.hugging_face import (
     choose,
     find_attention_obstacle,
@@ -19,9 +19,10 @@ from farfield.insertion._replace.hugging_face import (
     register_operator,
     uses_interface,
 )
+from farfield.insertion._replace.kinds import find_kind
 from farfield.insertion._replace.learned import add_learned, find_heads
 from farfield.insertion._replace.masks import resolve_operator
-from farfield.insertion._replace.modules import TimmAttention, TorchAttention
+from farfield.insertion._replace.modules import Replaced, TorchAttention
 from farfield.insertion._replace.saving import note_operators, note_part
 from farfield.ops.table import Operator
 
@@ -100,12 +101,12 @@ def replace_attention(
         for config in choose(model, list(hugging_face.values()), register_operator(name, resolved)):
             note_part(config)
     for module in chosen.values():
-        kind = replaced_class(module)
+        kind = find_kind(module)
         if kind is not None:
             # The same object, so that its weights, hooks and every reference to it stay.
             module.__class__ = kind
-            attention = cast(TorchAttention | TimmAttention, module)
-            attention.operator, attention.operator_name = resolved, name
+            attention = cast(Replaced, module)
+            attention.operator, attention.operator_name = kind.adapt_operator(module, resolved), name
         add_learned(module, resolved)
     _leave_fast_path(model)
     note_operators(model)
@@ -128,16 +129,17 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_supported(model: nn.Module, path: str, module: nn.Module, operator: Operator) -> None:
     """Refuse a supported attention with options that the operator does not support."""
-    reason = None
+    reason, kind = None, find_kind(module)
     if uses_interface(module):
         reason = find_attention_obstacle(module, [model.get_submodule(name) for name in parents(path)])
-    elif isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
-        reason = "adds keys and values of its own (add_bias_kv, add_zero_attn)"
-    if reason is None and operator.parameter_shapes(1, 1) and find_heads(module) is None:
+    elif kind is not None:
+        reason = kind.find_obstacle(module, operator)
+    # Those of the table do.
+    if kind is None and reason is None and operator.parameter_shapes(1, 1) and find_heads(module) is None:
         reason = "does not say how many heads it has, for which the operator learns parameters"
     if reason is not None:
-        fix = "leave it out by where= with the paths of other layers, of an encoder or a vision tower."
-        raise ValueError(f"{CALLER}: {path} ({type(module).__name__}) {reason}; fix: {fix}")
+        fix = "; fix: leave it out by where= with the paths of other layers, of an encoder or a vision tower."
+        raise ValueError(f"{CALLER}: {path} ({type(module).__name__}) {reason}{'' if '; fix: ' in reason else fix}")
 
 
 def _rotary_warning(name: str, rotary: list[str]) -> str:
