@@ -134,8 +134,8 @@ def _check_supported(model: nn.Module, path: str, module: nn.Module, operator: O
         reason = find_attention_obstacle(module, [model.get_submodule(name) for name in parents(path)])
     elif kind is not None:
         reason = kind.find_obstacle(module, operator)
-    # Those of the table do.
-    if kind is None and reason is None and operator.parameter_shapes(1, 1) and find_heads(module) is None:
+    heads = hasattr(kind, "head_dim") or find_heads(module) is not None
+    if reason is None and operator.parameter_shapes(1, 1) and not heads:
         reason = "does not say how many heads it has, for which the operator learns parameters"
     if reason is not None:
         fix = "; fix: leave it out by where= with the paths of other layers, of an encoder or a vision tower."

@@ -80,7 +80,8 @@ class CallingAttention(Replaced):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the host's forward, in which the operator answers torch's function."""
         vars(self)["fused_attn"] = True  # where timm's classes have another way beside torch's function
-        with _Answer(self) as answer:
+        answer = _Answer(self)
+        with answer:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not answer.calls:
             name = self.host.__name__

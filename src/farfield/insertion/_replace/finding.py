@@ -70,6 +70,7 @@ def other_attention(model: nn.Module, places: list[str], known: list[str]) -> st
     for path, module in model.named_modules():
         kind = type(module)
         alike = _CALLED.search(kind.__name__) or _CHILDREN & module._modules.keys()
+        alike = alike or isinstance(module, nn.MultiheadAttention)
         if not alike or kind.__module__.startswith("farfield.") or not any(_lies_in(path, place) for place in places):
             continue
         if not any(_lies_in(path, other) or _lies_in(other, path) for other in known):
