@@ -17,7 +17,9 @@ from farfield.streaming import predict_whole
 CASES = [((7,), 3), ((1,), 5), ((4, 7), 3), ((3, 1), (3, 5)), ((3, 4, 5), 3), ((2, 1, 5), (1, 3, 5))]
 
 
-def build(size: tuple[int, ...], kernel: int | tuple[int, ...], project: str = "qkvo", **options: object) -> LocalBranch:
+def build(
+    size: tuple[int, ...], kernel: int | tuple[int, ...], project: str = "qkvo", **options: object
+) -> LocalBranch:
     """Return a branch in float64 whose parameters are all drawn."""
     options = {"operator": "inline", "heads": 2, "residual": False} | options
     attention = GridAttention(6, project=project, **options)

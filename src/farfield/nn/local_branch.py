@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,11 +24,11 @@ class LocalBranch(nn.Module):
     `response = attention(X) + O (depthwise(V X + b))`, V and b the attention's own value projection, O the matrix of
     its output projection; each is left out where the attention has none.
 
-    A summary of few slots blurs what is near, and a linear attention's weights have a low rank; the convolution gives
-    back differences between neighbours. It acts on the values before the output projection, as in FLatten; InLine makes
-    the kernel anew for each sample, from its mean. Its parameters start at 0, so that at first the module computes what the attention does: the identity for a
-    `GridAttention` that is. With the convolution a module has a number of spatial dims, and a halo where it runs in
-    tiles, of half the kernel.
+    A summary of few slots blurs what is near, and the weights of linear attention have a low rank; the convolution
+    gives back differences between neighbours. It acts on the values before the output projection, as in FLatten; InLine
+    makes the kernel anew for each sample, from its mean. Its parameters start at 0, so that at first the module
+    computes what the attention does: the identity for a `GridAttention` that is. With the convolution a module has a
+    number of spatial dims, and a halo of half the kernel where it runs in tiles.
 
     Args:
         attention: A `GridAttention`, or any module from a grid to a grid of its size; `attention.value` and
@@ -62,12 +63,15 @@ class LocalBranch(nn.Module):
     def __init__(self, attention: nn.Module, channels: int, kernel: int | Sequence[int], spatial_dims: int) -> None:
         super().__init__()
         with door("LocalBranch"):
-            convolution = layers(spatial_dims).convolution
+            # Their types have a size of one number an axis each.
+            convolution: Any = layers(spatial_dims).convolution
             size = _check_kernel(kernel, spatial_dims)
             _check_attention(attention, channels)
         self.attention = attention
         padding = tuple(length // 2 for length in size)
-        self.depthwise = convolution(channels, channels, size, padding=padding, groups=channels)
+        self.depthwise: nn.Conv1d | nn.Conv2d | nn.Conv3d = convolution(
+            channels, channels, size, padding=padding, groups=channels
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -142,7 +146,7 @@ def _check_attention(attention: nn.Module, channels: int) -> None:
         raise refusal(
             TypeError,
             f"attention must be a module, got {type(attention).__name__}; "
-            f'fix: LocalBranch(GridAttention({channels}, "inline"), {channels}, kernel=3, spatial_dims=2), for example.',
+            f'fix: GridAttention({channels}, "inline"), for example.',
         )
     own = getattr(attention, "value_channels", channels)
     if own != channels:

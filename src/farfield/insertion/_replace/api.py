@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -104,7 +104,7 @@ def replace_attention(
         kind = find_kind(module)
         if kind is not None:
             # The same object, so that its weights, hooks and every reference to it stay.
-            module.__class__ = kind
+            cast(Any, module).__class__ = kind
             attention = cast(Replaced, module)
             attention.operator, attention.operator_name = kind.adapt_operator(module, resolved), name
         add_learned(module, resolved)

@@ -1,12 +1,11 @@
 """Attention of other libraries that calls torch's `scaled_dot_product_attention`: the operator answers that call.
 
-The host's own forward runs, with its projections, norms, rotations, windows and masks. The class of a replaced module is
-a subclass of the host's, so that the methods that its forward calls are there.
+The host's own forward runs, with its projections, norms, rotations, windows and masks. The class of a replaced module
+is a subclass of the host's, so that the methods that its forward calls are there.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from typing import Any
@@ -47,11 +46,15 @@ def _calls(function: Any, *names: str) -> bool:
     return code is not None and not set(names).isdisjoint(code.co_names)
 
 
-@functools.cache
+_MADE: dict[tuple[type[Replaced], type[nn.Module]], type[Replaced]] = {}
+
+
 def make_class(kind: type[Replaced], host: type[nn.Module]) -> type[Replaced]:
     """Return the class of a replaced attention of this kind, whose other methods are the host's."""
-    own = {"__module__": kind.__module__, "host": host, "kind": kind, "__reduce_ex__": _reduce}
-    return type(f"{host.__name__}", (kind, host), own)
+    if (kind, host) not in _MADE:
+        own = {"__module__": kind.__module__, "host": host, "kind": kind, "__reduce_ex__": _reduce}
+        _MADE[kind, host] = type(host.__name__, (kind, host), own)
+    return _MADE[kind, host]
 
 
 def _reduce(module: Any, _: int) -> tuple[Any, ...]:
@@ -200,9 +203,10 @@ class DiffusersAttention(CallingAttention):
         query = query if self.norm_q is None else self.norm_q(query)
         key = key if self.norm_k is None else self.norm_k(key)
         # In float32, as the processor: sums over positions exceed the range of float16.
-        heads = (split_heads(each.to(accumulation(each.dtype)), self.heads) for each in (query, key, value))
+        wide = (each.to(accumulation(each.dtype)) for each in (query, key, value))
+        query, key, value = (split_heads(each, self.heads) for each in wide)
         if attention_mask is not None:  # (b, n), or (b, 1, n)
             attention_mask = attention_mask.reshape(len(attention_mask), 1, -1, attention_mask.shape[-1])
-        response = self.answer(*heads, attention_mask).transpose(1, 2).flatten(2)
+        response = self.answer(query, key, value, attention_mask).transpose(1, 2).flatten(2)
         output: Tensor = self.to_out[1](self.to_out[0](response.to(hidden_states.dtype)))
         return output.clip(-65504, 65504) if output.dtype == torch.float16 else output

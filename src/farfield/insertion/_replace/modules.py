@@ -7,7 +7,7 @@ to it stay. The query weights give the coefficients, the key weights the basis.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ class Replaced:
         weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from queries `(b, h, m, d)`: responses `(b, m, h, c)`, and with `weights` the matrix."""
-        learned = read_learned(self, self.operator)
+        learned = read_learned(cast(nn.Module, self), self.operator)
         return attend_tokens(
             self.operator, query, key, value, valid, scale=scale, dropout=dropout, weights=weights, learned=learned
         )

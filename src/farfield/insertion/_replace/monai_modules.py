@@ -52,8 +52,10 @@ class MonaiSelfAttention(_MonaiAttention):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Attend as MONAI's `SABlock`: tokens `(b, n, c)`, a mask `(b, n)` that is not 0 where a token is valid."""
         if self.use_combined_linear:
-            return self.finish(*self.qkv(x).chunk(3, -1), mask=attn_mask)
-        return self.finish(self.to_q(x), self.to_k(x), self.to_v(x), attn_mask)
+            query, key, value = self.qkv(x).chunk(3, -1)
+        else:
+            query, key, value = self.to_q(x), self.to_k(x), self.to_v(x)
+        return self.finish(query, key, value, attn_mask)
 
 
 class MonaiCrossAttention(_MonaiAttention):
