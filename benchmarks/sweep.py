@@ -40,7 +40,7 @@ from networks import Network, networks, timm_network
 
 from farfield import insert, remove, replace_attention
 from farfield.insertion._insert.probe import call, probe
-from farfield.insertion._replace.kinds import find_kind
+from farfield.insertion._replace.finding import find_original
 from farfield.nn import GridAttention
 
 make = partial(GridAttention, operator="factorized_gaussian", inner_channels=8, project="qkvo", residual=True)
@@ -248,8 +248,7 @@ def restore(model: nn.Module, replaced: dict[str, nn.Module]) -> None:
     """Replace each attention by the operator that its library computes."""
     paths = collections.defaultdict(list)
     for path, module in replaced.items():
-        kind = find_kind(module)
-        paths["softmax" if kind is None else kind.find_original(module)].append(path)
+        paths[find_original(module)].append(path)
     for operator, where in paths.items():
         replace_attention(model, operator, where=where)
 

@@ -45,7 +45,7 @@ def test_the_table_says_which_rows_have_a_meaning() -> None:
     [
         (
             "kronecker_kv",
-            "kronecker_kv averages along axes, and tokens have one axis, so it is softmax on them; fix: take factorized_gauss",
+            "kronecker_kv averages along axes, and tokens have one axis, so it is softmax on them; fix: take factorize",
         ),
         ("kronecker_qkv", r'or insert a GridAttention\(channels, "kronecker_qkv"\)\.$'),
         (

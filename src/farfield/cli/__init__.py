@@ -43,6 +43,7 @@ COMMANDS = {
     "kernels": Command("machine.show_kernels"),
     "recipes": Command("recipes.show_recipes"),
     "seams": Command("seams.show_seams", "stream"),
+    "linearize": Command("linearize.linearize_network", "demo"),
     "fit": _TRAIN,
     "validate": _TRAIN,
     "test": _TRAIN,

@@ -9,17 +9,24 @@ transformers by name.
 
 from farfield.insertion._insert.api import insert, remove
 from farfield.insertion._insert.listing import InsertionPlace, places
+from farfield.insertion._linearize.api import linearize
+from farfield.insertion._linearize.report import LinearizeReport
 from farfield.insertion._places import detector_places, resnet_places
+from farfield.insertion._recipe import apply_recipe, save_recipe
 from farfield.insertion._replace.api import replace_attention
 from farfield.insertion._replace.hugging_face import register_transformers
 
 __all__ = [
     "InsertionPlace",
+    "LinearizeReport",
+    "apply_recipe",
     "detector_places",
     "insert",
+    "linearize",
     "places",
     "register_transformers",
     "remove",
     "replace_attention",
     "resnet_places",
+    "save_recipe",
 ]

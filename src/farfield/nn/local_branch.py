@@ -63,7 +63,6 @@ class LocalBranch(nn.Module):
     def __init__(self, attention: nn.Module, channels: int, kernel: int | Sequence[int], spatial_dims: int) -> None:
         super().__init__()
         with door("LocalBranch"):
-            # Their types have a size of one number an axis each.
             convolution: Any = layers(spatial_dims).convolution
             size = _check_kernel(kernel, spatial_dims)
             _check_attention(attention, channels)

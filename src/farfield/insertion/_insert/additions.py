@@ -7,7 +7,7 @@ it as its last element.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -199,6 +199,19 @@ def watch(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> No
             around = seen.caller_of(place.path)
             watched = _hooks(model.get_submodule(around), "forward_pre").setdefault(CHILD, Watch())
             watched.hosts[inside(around, place.path)] = host
+
+
+def read_watches(model: nn.Module) -> list[list[str]]:
+    """Return the pairs of paths of a module that checks additions before it runs, and of a layer in it that has one."""
+    return [[around, path] for around, _, watched in _watches(model) for path in watched.hosts]
+
+
+def watch_places(model: nn.Module, pairs: Iterable[Sequence[str]]) -> None:
+    """Make modules check additions before they run, from the pairs of `read_watches`."""
+    for around, path in pairs:
+        module = model.get_submodule(around)
+        watched = _hooks(module, "forward_pre").setdefault(CHILD, Watch())
+        watched.hosts[path] = module.get_submodule(path)
 
 
 def _are_one(one: nn.Module | None, other: nn.Module | None) -> bool:

@@ -106,7 +106,7 @@ def replace_attention(
             # The same object, so that its weights, hooks and every reference to it stay.
             cast(Any, module).__class__ = kind
             attention = cast(Replaced, module)
-            attention.operator, attention.operator_name = kind.adapt_operator(module, resolved), name
+            attention.operator, attention.operator_name = resolved, name
         add_learned(module, resolved)
     _leave_fast_path(model)
     note_operators(model)

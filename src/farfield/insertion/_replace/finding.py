@@ -31,6 +31,12 @@ def chosen_operator(module: nn.Module) -> tuple[str, Operator] | None:
     return (module.operator_name, module.operator) if isinstance(module, Replaced) else None
 
 
+def find_original(module: nn.Module) -> str:
+    """Return the name of the operator that a supported attention computes in its own library."""
+    kind = find_kind(module)
+    return "softmax" if kind is None else kind.find_original(module)
+
+
 def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[str, nn.Module]:
     """Return every supported attention at and below some paths."""
     chosen: dict[str, nn.Module] = {}

@@ -15,9 +15,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from farfield._refusals import door, put_name
-from farfield.insertion._replace.learned import read_learned
+from farfield.insertion._replace.learned import attend
 from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions
-from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
 
 # Options that models pass to their attention and that do not change it; any other option that is set is an error.
@@ -107,10 +106,7 @@ def _attend_tokens_of_model(
         valid = find_valid_positions(attention_mask, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))
-    learned = read_learned(module, operator)
-    return attend_tokens(
-        operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted, learned=learned
-    )
+    return attend(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
 
 
 def _make_mask(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield.nn.initialization import draw_learned
+from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
 
 # Names of the number of heads and of their channels, in an attention or its configuration.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")
 _WIDTHS = ("head_dim", "attention_head_size", "dim_head")
 _CHANNELS = ("embed_dim", "hidden_size", "all_head_size", "inner_dim", "dim")
+# The kernel of a local branch; and which of the two parts of a response an attention leaves out, "local" or "summary".
+LOCAL, WITHOUT = "local_kernel", "_farfield_without"
 _NAMES = sorted({name for operator in OPERATORS.values() for name in operator.parameter_shapes(1, 1)})
 
 
@@ -35,7 +40,7 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
 def add_learned(module: nn.Module, operator: Operator) -> None:
     """Give an attention the parameters that an operator learns, at their start, in place of another operator's."""
     like = next(module.parameters())
-    for name in _NAMES:
+    for name in (*_NAMES, LOCAL):
         module._parameters.pop(name, None)
     heads, width = find_heads(module) or (1, 1)
     for name, shape in operator.parameter_shapes(heads * width, heads).items():
@@ -43,6 +48,42 @@ def add_learned(module: nn.Module, operator: Operator) -> None:
         draw_learned(name, module.get_parameter(name), heads)
 
 
-def read_learned(module: nn.Module, operator: Operator) -> Mapping[str, Tensor]:
-    """Return these parameters by name."""
-    return {name: getattr(module, name) for name in operator.parameter_shapes(1, 1)}
+def attend(
+    module: nn.Module,
+    operator: Operator,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor | None,
+    *,
+    scale: float,
+    dropout: float,
+    weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as `attend_tokens` does, with what the attention has learned, and its local branch if it has one."""
+    learned = {name: getattr(module, name) for name in operator.parameter_shapes(1, 1)}
+    options: Any = {"scale": scale, "dropout": dropout, "weights": weights, "learned": learned}
+    response, matrix = attend_tokens(operator, query, key, value, valid, **options)
+    kernel = getattr(module, LOCAL, None)
+    # In cross-attention the values have no place beside the queries.
+    if kernel is None or module.__dict__.get(WITHOUT) == "local" or query.shape[2] != value.shape[2]:
+        return response, matrix
+    branch = _convolve(value, valid, kernel, query.shape[1])
+    return branch if module.__dict__.get(WITHOUT) == "summary" else response + branch, matrix
+
+
+def add_local(module: nn.Module, kernel: int) -> None:
+    """Give an attention a local branch: a depthwise convolution of the values along the tokens, which starts at 0."""
+    heads, width = find_heads(module) or (1, 1)
+    like = next(module.parameters())
+    module.register_parameter(LOCAL, nn.Parameter(like.new_zeros(heads * width, 1, kernel)))
+
+
+def _convolve(value: Tensor, valid: Tensor | None, kernel: Tensor, heads: int) -> Tensor:
+    """Convolve values `(b, g, n, c)` along the tokens, those that are not valid read as 0: `(b, n, h, c)`."""
+    if valid is not None:
+        value = torch.where(valid.mT, value, 0)
+    value = value.repeat_interleave(heads // value.shape[1], 1)
+    rows = value.mT.flatten(1, 2)
+    convolved = F.conv1d(rows, kernel.to(rows.dtype), padding="same", groups=len(kernel))
+    return convolved.unflatten(1, (heads, -1)).permute(0, 3, 1, 2)

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield._refusals import door, put_name
-from farfield.insertion._replace.learned import read_learned
+from farfield.insertion._replace.learned import attend
 from farfield.insertion._replace.masks import causal_error, find_valid_positions
-from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import Operator
 
 
@@ -52,10 +51,9 @@ class Replaced:
         weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from queries `(b, h, m, d)`: responses `(b, m, h, c)`, and with `weights` the matrix."""
-        learned = read_learned(cast(nn.Module, self), self.operator)
-        return attend_tokens(
-            self.operator, query, key, value, valid, scale=scale, dropout=dropout, weights=weights, learned=learned
-        )
+        module = cast(nn.Module, self)
+        operator = self.adapt_operator(module, self.operator)
+        return attend(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=weights)
 
 
 class TorchAttention(Replaced, nn.MultiheadAttention):

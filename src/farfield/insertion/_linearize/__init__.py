@@ -1,0 +1,1 @@
+"""From a trained softmax network to a linear one, without labels."""

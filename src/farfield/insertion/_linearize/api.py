@@ -1,0 +1,215 @@
+"""Replace the softmax attention of a trained transformer by a linear operator, and train it to the same features."""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farfield._checks import check_whole
+from farfield._refusals import door, refusal
+from farfield.insertion._linearize.features import agree, compare, find_valid, move, read_features
+from farfield.insertion._linearize.report import AttentionCost, LinearizeReport
+from farfield.insertion._linearize.training import RATES, choose_parameters, leave_out, train
+from farfield.insertion._replace.api import replace_attention
+from farfield.insertion._replace.learned import add_local, attend, find_heads
+from farfield.nn.tracing import LiveBytes
+from farfield.ops.table import Operator, look_up_operator
+
+# Numbers of tokens for which the attention of a layer is timed.
+_LENGTHS = (512, 4096, 16384)
+# Seconds of a run that is timed three times.
+_SHORT = 1.0
+
+
+@door("linearize")
+def linearize(
+    model: nn.Module,
+    operator: str | Operator,
+    inputs: Iterable[Any],
+    *,
+    teacher: nn.Module | None = None,
+    where: str | Sequence[str] | None = None,
+    keep: int = 0,
+    steps: int = 120,
+    local: int | None = None,
+    tune: Literal["attention", "lora", "all"] = "attention",
+    folder: str | Path | None = None,
+    quiet: bool = False,
+) -> LinearizeReport:
+    """Replace the softmax attention of a trained transformer, in place, and train it to its former final features.
+
+    `minimize ‖features(student, x) − features(teacher, x)‖² / ‖features(teacher, x)‖²` over the inputs x. No labels are
+    needed: the teacher is a copy of the model as it was.
+
+    The whole network is matched at once, as that took fewer steps to the same agreement than matching the layers one by
+    one (docs/guide/linearize.md has the measurements). Dropout is off. The agreement is measured on the first input,
+    which is not trained on.
+
+    Args:
+        model: The transformer, of a kind that `replace_attention` takes. It keeps its mode.
+        operator: A name of `ops.OPERATORS`, or your own `ops.Operator`.
+        inputs: At least two: each a tensor, a tuple of arguments, or a dictionary of arguments by name, such as a
+            tokenizer returns. They are read again and again, so a list or a DataLoader and no iterator that ends.
+        teacher: The network whose final features are matched; by default a copy of the model as it is.
+        where: As in `replace_attention`: which attention; all by default.
+        keep: How many stay softmax: those whose replacement alone changes the final features most.
+        steps: Training steps, an input each.
+        local: Length of a local branch, odd: a depthwise convolution of the values along the tokens, added to the
+            response of each attention. It starts at 0, and half of the steps are done without it. None for none.
+        tune: What is trained: the "attention" that is replaced, "lora" of rank 8 on its linear layers (with what the
+            operator learns; merged into the weights at the end; needs peft), or "all".
+        folder: Where a checkpoint is written about every 30 s; a repeated call goes on from it. None writes none.
+        quiet: Whether no progress is shown on standard error.
+
+    Returns:
+        The agreement with the teacher, layer by layer, and the cost; `print(report)`, `report.plot("report.png")`.
+
+    Raises:
+        LookupError, TypeError, ValueError: As `replace_attention`; the model is unchanged then. Also if an input has no
+            features to compare, if there are fewer than two inputs or they are at an end, or if the checkpoint is of
+            another call.
+        ImportError: If `tune` is "lora" and peft is not installed.
+
+    Cost:
+        A step runs the teacher once and the student forward and backward: about four forward passes.
+
+    Reference: Zhang et al. 2024 (LoLCATs, arXiv 2410.10254) for attention that is matched without labels.
+
+    Example:
+        >>> import torch
+        >>> from farfield.insertion import linearize
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        >>> encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+        >>> inputs = [torch.randn(4, 12, 16) for _ in range(8)]
+        >>> report = linearize(encoder, "linear_elu", inputs, steps=16, quiet=True)
+        >>> report.agreement > report.before
+        True
+    """
+    name, operator = look_up_operator(operator)
+    _check_options(keep, steps, local, tune)
+    given = list(_take(inputs, 1))
+    if not given:
+        raise refusal(ValueError, "there are no inputs; fix: a list of two or more.")
+    was_training, device = model.training, next(model.parameters()).device
+    first = move(given[0], device)
+    teacher = copy.deepcopy(model if teacher is None else teacher).eval().requires_grad_(False)
+    with torch.no_grad():
+        wanted = read_features(teacher, first)
+        replaced = replace_attention(copy.deepcopy(model), operator, where)
+    valid = find_valid(first, wanted)
+    layers = dict(_replace_one_by_one(model, operator, list(replaced), first, wanted, valid))
+    kept = tuple(sorted(layers, key=lambda path: -layers[path])[:keep])
+    if keep and len(kept) == len(layers):
+        raise refusal(ValueError, f"{keep=} keeps all {len(layers)}; fix: fewer.")
+    chosen = replace_attention(model.eval(), operator, [path for path in replaced if path not in kept])
+    with_local = list(chosen.values()) if local else []
+    for module in with_local:
+        add_local(module, local or 0)
+
+    def measure() -> Tensor:
+        with torch.no_grad():
+            return read_features(model, first)
+
+    before = agree(measure(), wanted, valid)
+    identity = json.dumps([name, repr(operator), list(chosen), steps, local, tune])
+    with choose_parameters(model, chosen, tune) as parameters:
+        trained = train(
+            model,
+            teacher,
+            inputs,
+            parameters,
+            steps=steps,
+            tune=tune,
+            local=with_local,
+            folder=None if folder is None else Path(folder),
+            identity=identity,
+            quiet=quiet,
+        )
+    features, parts = measure(), dict[str, float]()
+    for label, part in (("summary only", "local"), ("local only", "summary")) if with_local else ():
+        with leave_out(with_local, part):
+            parts[label] = agree(measure(), wanted, valid)
+    costs = tuple(_measure_cost(next(iter(chosen.values())), operator, tokens) for tokens in _LENGTHS)
+    model.train(was_training)
+    return LinearizeReport(
+        name,
+        before,
+        agree(features, wanted, valid),
+        float(compare(features, wanted, valid)) ** 0.5,
+        layers,
+        kept,
+        steps,
+        tuple(trained.losses),
+        trained.seconds,
+        parts,
+        costs,
+    )
+
+
+def _check_options(keep: int, steps: int, local: int | None, tune: str) -> None:
+    """Refuse options that are no numbers of the right kind, or no way to tune."""
+    check_whole("keep", keep, 0)
+    check_whole("steps", steps, 1)
+    if local is not None:
+        check_whole("local", local, 1)
+        if local % 2 == 0:
+            raise refusal(ValueError, f"{local=} has no middle; fix: local={local + 1}.")
+    if tune not in RATES:
+        raise refusal(ValueError, f'{tune=} is none of {", ".join(RATES)}; fix: tune="attention".')
+
+
+def _take(inputs: Iterable[Any], count: int) -> Iterator[Any]:
+    for _, given in zip(range(count), inputs, strict=False):
+        yield given
+
+
+def _replace_one_by_one(
+    model: nn.Module, operator: Operator, paths: Sequence[str], first: Any, wanted: Tensor, valid: Tensor
+) -> Iterator[tuple[str, float]]:
+    """Yield the path of each attention, and the distance of the features where it alone is replaced."""
+    student = copy.deepcopy(model).eval()
+    for path in paths:
+        replace_attention(student, operator, path)
+        with torch.no_grad():
+            yield path, float(compare(read_features(student, first), wanted, valid)) ** 0.5
+        replace_attention(student, "softmax", path)
+
+
+def _measure_cost(module: nn.Module, operator: Operator, tokens: int) -> AttentionCost:
+    """Measure the attention of a layer for one sample of random tokens, by torch's kernel and by the operator."""
+    heads, width = find_heads(module) or (1, 64)
+    like = next(module.parameters())
+    query, key, value = (like.new_empty(1, heads, tokens, width).normal_() for _ in range(3))
+
+    def softmax() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
+    def linear() -> Tensor:
+        return attend(module, operator, query, key, value, None, scale=width**-0.5, dropout=0.0)[0]
+
+    (before, bytes_before), (after, bytes_after) = _measure(softmax), _measure(linear)
+    return AttentionCost(tokens, before, after, bytes_before, bytes_after)
+
+
+def _measure(run: Any) -> tuple[float, int]:
+    """Return the seconds of a run, the median of three if they are short, and the peak of the bytes it allocates."""
+    seconds = list[float]()
+    with torch.no_grad():
+        with LiveBytes() as live:
+            run()
+        while len(seconds) < 3 and sum(seconds) < _SHORT:
+            started = time.perf_counter()
+            result = run()
+            if result.is_cuda:
+                torch.cuda.synchronize(result.device)
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds), live.peak

@@ -1,0 +1,80 @@
+"""The final features of a network for an input, and which of their tokens are valid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farfield._refusals import refusal
+
+
+def read_features(network: nn.Module, given: Any) -> Tensor:
+    """Run a network on an input, and return its final features: of a model with a head, those before the head."""
+    if isinstance(given, Mapping):
+        output = network(**given)
+    elif isinstance(given, tuple | list):
+        output = network(*given)
+    else:
+        # timm's name for everything before the pooling and the head.
+        before_head = getattr(network, "forward_features", network)
+        output = before_head(given)
+    features = getattr(output, "last_hidden_state", output)
+    features = features[0] if isinstance(features, tuple | list) else features
+    if not isinstance(features, Tensor) or not features.is_floating_point():
+        kind = type(features).__name__
+        problem = f"the network must return a tensor of features, or an output with last_hidden_state, got {kind}"
+        raise refusal(TypeError, f"{problem}; fix: pass the part that returns it, such as model.bert.")
+    return features
+
+
+def find_valid(given: Any, features: Tensor) -> Tensor:
+    """Return which tokens of features `(b, n, …)` are valid, with one dim for each of theirs."""
+    mask = given.get("attention_mask") if isinstance(given, Mapping) else None
+    if mask is None or mask.shape != features.shape[:2]:
+        return features.new_ones((1,) * features.dim())
+    return mask.to(features.dtype)[(..., *(None,) * (features.dim() - 2))]
+
+
+def compare(found: Tensor, wanted: Tensor, valid: Tensor) -> Tensor:
+    """Return the squared distance of features from those wanted, over valid tokens, by the squares of these."""
+    wide = torch.promote_types(wanted.dtype, torch.float32)
+    squares = ((found.to(wide) - wanted.to(wide)).square() * valid).sum()
+    return squares / (wanted.to(wide).square() * valid).sum()
+
+
+def agree(found: Tensor, wanted: Tensor, valid: Tensor) -> float:
+    """Return the mean cosine of the features of valid tokens with those wanted; channels are the last dim."""
+    cosine = torch.cosine_similarity(found.double(), wanted.double(), -1)
+    weights = valid[..., 0].double().expand_as(cosine)
+    return float((cosine * weights).sum() / weights.sum())
+
+
+def cycle_inputs(inputs: Iterable[Any], start: int) -> Iterator[Any]:
+    """Yield the inputs again and again, but for the first, which is kept to compare; `start` are left out before."""
+    position = 0
+    while True:
+        any_more = False
+        for number, given in enumerate(inputs):
+            if number == 0:
+                continue
+            any_more = True
+            if position >= start:
+                yield given
+            position += 1
+        if not any_more:
+            problem = "inputs are at an end: two at least, and again as often as there are steps"
+            raise refusal(ValueError, f"{problem}; fix: a list or a DataLoader, not an iterator that is used up.")
+
+
+def move(given: Any, device: torch.device) -> Any:
+    """Return an input on a device."""
+    if isinstance(given, Tensor):
+        return given.to(device)
+    if isinstance(given, Mapping):
+        return {name: move(each, device) for name, each in given.items()}
+    if isinstance(given, tuple | list):
+        return tuple(move(each, device) for each in given)
+    return given

@@ -1,0 +1,240 @@
+"""What was inserted into a model or replaced in it, as two files beside its weights, so that it loads without code.
+
+`farfield_recipe.json` holds names and options only, and `farfield_recipe.safetensors` the weights that were added.
+Nothing in them is executed, and no module is imported by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from farfield._files import stage_files
+from farfield._plain_values import check_values, read_text
+from farfield._refusals import door, refusal
+from farfield.insertion._insert.additions import ChannelsLast, additions, attach_addition, read_watches, watch_places
+from farfield.insertion._places import CHILD, Place
+from farfield.insertion._replace.api import replace_attention
+from farfield.insertion._replace.finding import chosen_operator, find_original, known_attention
+from farfield.insertion._replace.learned import LOCAL, add_local
+from farfield.nn.attention import GridAttention
+from farfield.ops.latent import flare
+from farfield.ops.table import OPERATORS, Operator
+
+_RECIPE, _WEIGHTS, _FORMAT = "farfield_recipe.json", "farfield_recipe.safetensors", 1
+# The largest number in a recipe: of channels, heads, latents, or the length of a branch.
+_BOUND = 2**20
+_OPTIONS = {
+    "channels": int,
+    "heads": int,
+    "project": str,
+    "inner_channels": int,
+    "value_channels": int,
+    "bias": bool,
+    "scale": float | None,
+    "coefficient_norm": bool | str,
+    "residual": bool,
+}
+
+
+@door("save_recipe")
+def save_recipe(model: nn.Module, folder: str | Path) -> None:
+    """Write what `insert`, `replace_attention` and `linearize` did to a model, beside its saved weights.
+
+    Any library saves the model: `model.save_pretrained(folder)`, `torch.save(model.state_dict(), …)`. `apply_recipe`
+    then restores in the model as that library builds it what was added, with its weights.
+
+    Args:
+        model: The model.
+        folder: Where `farfield_recipe.json` and `farfield_recipe.safetensors` are written; made if it is missing.
+
+    Raises:
+        ValueError: If there is nothing to write, or an addition or an operator is your own code, which no file names.
+
+    Cost:
+        The bytes of the parameters that were added.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from farfield import replace_attention
+        >>> from farfield.insertion import apply_recipe, save_recipe
+        >>> def build():
+        ...     return torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 2).eval()
+        >>> model, x = build(), torch.randn(1, 9, 16)
+        >>> _ = replace_attention(model, "flare")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(model.state_dict(), f"{folder}/model.pt")
+        ...     save_recipe(model, folder)
+        ...     loaded = build()
+        ...     _ = loaded.load_state_dict(torch.load(f"{folder}/model.pt"), strict=False)
+        ...     apply_recipe(loaded, folder)
+        >>> torch.equal(loaded(x), model(x))
+        True
+    """
+    inserted = [_describe_addition(place, host) for place, host in additions(model).items()]
+    replaced = list(_describe_replacements(model))
+    if not inserted and not replaced:
+        raise refusal(ValueError, f"nothing was inserted into {type(model).__name__} or replaced in it; fix: save it.")
+    recipe = {"format": _FORMAT, "replaced": replaced, "inserted": inserted, "watched": read_watches(model)}
+    with stage_files(Path(folder)) as staging:
+        (staging / _RECIPE).write_text(json.dumps(recipe, indent=1), encoding="utf-8")
+        save_file({name: each.contiguous() for name, each in _read_added(model, recipe).items()}, staging / _WEIGHTS)
+
+
+@door("apply_recipe")
+def apply_recipe(model: nn.Module, folder: str | Path) -> None:
+    """Insert and replace in a model what `save_recipe` wrote, and load the weights that were added.
+
+    Args:
+        model: The model as its library builds or loads it. Changed in place. A model of transformers whose attention
+            was replaced loads with `attn_implementation="eager"`.
+        folder: The folder of the recipe.
+
+    Raises:
+        FileNotFoundError: If there is no recipe in the folder.
+        LookupError, ValueError: If the recipe is damaged, of a newer version, or of another model; the model may be
+            changed in part then.
+
+    Example:
+        See `save_recipe`.
+    """
+    path = Path(folder) / _RECIPE
+    if not path.is_file():
+        raise refusal(FileNotFoundError, f"there is no {path}; fix: the folder that save_recipe wrote.")
+    try:
+        recipe = json.loads(read_text(path))
+        check_values(path, recipe)
+        weights = load_file(path.with_name(_WEIGHTS))
+    except (ValueError, RecursionError, OSError, SafetensorError) as error:
+        raise refusal(ValueError, f"{path} or {_WEIGHTS} is damaged: {error}; fix: save it again.") from error
+    if not isinstance(recipe, dict) or recipe.get("format") != _FORMAT:
+        raise refusal(ValueError, f"{path} is no recipe of format {_FORMAT}; fix: a newer farfield, or save it again.")
+    try:
+        for each in recipe["replaced"]:
+            _replace(model, each)
+        for each in recipe["inserted"]:
+            _insert(model, each)
+        watch_places(model, recipe["watched"])
+        added = _read_added(model, recipe)
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise refusal(
+            ValueError, f"{path} does not fit {type(model).__name__}: {error}; fix: its own model."
+        ) from error
+    wrong = sorted(added.keys() ^ weights.keys())
+    wrong += [name for name in added.keys() & weights.keys() if added[name].shape != weights[name].shape]
+    if wrong:
+        raise refusal(
+            ValueError, f"{_WEIGHTS} does not fit {type(model).__name__}: {', '.join(wrong[:3])}; fix: its own."
+        )
+    model.load_state_dict(weights, strict=False)
+
+
+# ---- what was replaced -----------------------------------------------------------------------------------------------
+def _describe_replacements(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the operators that attention has in place of its own, with their latents, local branch and paths."""
+    groups: dict[tuple[str, int, int], list[str]] = {}
+    for path, module in known_attention(model).items():
+        chosen = chosen_operator(module)
+        if chosen is not None and chosen[0] != find_original(module):
+            kernel = module._parameters.get(LOCAL)
+            key = _named(*chosen), chosen[1].slots, 0 if kernel is None else kernel.shape[2]
+            groups.setdefault(key, []).append(path)
+    for (name, slots, local), paths in groups.items():
+        yield {"operator": name, "slots": slots, "local": local, "paths": paths}
+
+
+def _named(name: str, operator: Operator) -> str:
+    """Return the name of an operator; refuse a user's own."""
+    if name not in OPERATORS or _operator(name, operator.slots) != operator:
+        raise refusal(
+            ValueError, f"the operator {name!r} is your own code, which a file cannot name; fix: save the code."
+        )
+    return name
+
+
+def _operator(name: str, slots: int) -> Operator:
+    """Return an operator by its name, with so many latents."""
+    if name not in OPERATORS:
+        raise refusal(LookupError, f"there is no operator {name!r:.40}; fix: a newer farfield.")
+    return flare(_number(slots)) if name == "flare" else OPERATORS[name]
+
+
+def _number(value: Any) -> int:
+    """Return a whole number of a recipe; refuse others, and those that would take the memory."""
+    if not isinstance(value, int) or not 0 < value <= _BOUND:
+        raise refusal(ValueError, f"a recipe has numbers from 1 to {_BOUND:,}, got {value!r:.40}; fix: save it again.")
+    return value
+
+
+def _replace(model: nn.Module, entry: Mapping[str, Any]) -> None:
+    """Replace attention as the recipe says."""
+    paths = entry["paths"]
+    chosen = replace_attention(model, _operator(entry["operator"], entry["slots"]), paths)
+    if chosen.keys() != set(paths):
+        raise refusal(ValueError, f"{type(model).__name__} has other attention than {paths[:3]}; fix: its own model.")
+    for module in chosen.values() if entry["local"] else ():
+        add_local(module, _number(entry["local"]))
+
+
+# ---- what was inserted -----------------------------------------------------------------------------------------------
+def _describe_addition(place: Place, host: nn.Module) -> dict[str, Any]:
+    """Return the place and the options of an addition that is a `GridAttention`; refuse another."""
+    addition = host.get_submodule(CHILD if place.entry is None else f"{CHILD}.{place.entry}")
+    last = isinstance(addition, ChannelsLast)
+    module = addition.module if isinstance(addition, ChannelsLast) else addition
+    if type(module) is not GridAttention:
+        what = f"{place.label} has a {type(module).__name__}, which is your own code and no file names"
+        raise refusal(ValueError, f"{what}; fix: insert a GridAttention, or save the code that calls insert.")
+    name = _named(module.operator_name, module.operator)
+    projections = {letter: getattr(module, part) for letter, part in zip("qkvo", _PROJECTIONS, strict=True)}
+    norm = module.coefficient_norm
+    options = {
+        "channels": module.channels,
+        "heads": module.heads,
+        "project": "".join(letter for letter, part in projections.items() if part is not None),
+        "inner_channels": module.inner_channels,
+        "value_channels": module.value_channels,
+        "bias": any(part is not None and part.bias is not None for part in projections.values()),
+        "scale": None if module.has_default_scale else module.scale,
+        "coefficient_norm": norm is not None and ("columns" if norm.columns else True),
+        "residual": module.residual,
+    }
+    where = {"path": place.path, "entry": place.entry, "channels_last": last}
+    return where | {"operator": name, "slots": module.operator.slots, "options": options}
+
+
+_PROJECTIONS = ("query", "key", "value", "output")
+
+
+def _insert(model: nn.Module, entry: Mapping[str, Any]) -> None:
+    """Attach one addition as the recipe says."""
+    options = entry["options"]
+    for name, value in options.items():
+        if name not in _OPTIONS or not isinstance(value, _OPTIONS[name]):
+            raise refusal(ValueError, f"a recipe has no option {name}={value!r:.40}; fix: a newer farfield.")
+        if isinstance(value, int) and not isinstance(value, bool):
+            _number(value)
+    host, operator = model.get_submodule(entry["path"]), _operator(entry["operator"], entry["slots"])
+    if (place := Place(entry["path"], entry["entry"])) in additions(model):
+        raise refusal(ValueError, f"{place.label} has an addition already; fix: a model without.")
+    module: nn.Module = GridAttention(options.pop("channels"), operator, **options)
+    like = next(model.parameters())
+    module = ChannelsLast(module) if entry["channels_last"] else module
+    attach_addition(host, entry["entry"], module.to(like.device, like.dtype))
+
+
+def _read_added(model: nn.Module, recipe: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a model's state dict that the recipe adds."""
+    prefixes = [".".join(filter(None, (each["path"], CHILD, each["entry"], ""))) + "." for each in recipe["inserted"]]
+    learned = set[str]()
+    for each in recipe["replaced"]:
+        names = [*_operator(each["operator"], each["slots"] or 1).parameter_shapes(1, 1), LOCAL]
+        learned |= {".".join(filter(None, (path, name))) for path in each["paths"] for name in names}
+    state = model.state_dict()
+    return {name: each for name, each in state.items() if name in learned or name.startswith(tuple(prefixes))}

@@ -1,0 +1,272 @@
+"""linearize: a student comes nearer to its teacher, resumes to the bit, and leaves alone what it is not to train."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import transformers
+from torch import Tensor, nn
+
+from farfield import ops, replace_attention
+from farfield.insertion import linearize
+from farfield.insertion._linearize import api, features, training
+
+QUIET = {"quiet": True}
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_LENGTHS", (16, 32))
+
+
+def sharpened(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a network, the same each time, with weights with which softmax attention is far from a mean."""
+    torch.manual_seed(1)
+    model = build()
+    for name, each in model.named_parameters():
+        if each.dim() == 2 and "embed" not in name:
+            nn.init.normal_(each, std=1.5 * each.shape[1] ** -0.5)
+    return model.eval()
+
+
+def encoder() -> nn.Module:
+    return sharpened(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, 0.1, batch_first=True), 3))
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return sharpened(lambda: transformers.BertModel(transformers.BertConfig(vocab_size=40, **sizes)))
+
+
+def vit() -> nn.Module:
+    options = {"img_size": 16, "patch_size": 4, "depth": 2, "embed_dim": 16, "num_heads": 2, "num_classes": 3}
+    return sharpened(lambda: timm.create_model("vit_tiny_patch16_224", **options))
+
+
+def texts(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    valid = torch.ones(4, 10, dtype=torch.long)
+    valid[1:, 6:] = 0
+    return [
+        {"input_ids": torch.randint(0, 40, (4, 10), generator=generator), "attention_mask": valid} for _ in range(count)
+    ]
+
+
+def grids(count: int, *shape: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, *shape, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("operator", ["linear_elu", "hedgehog", ops.flare(6)])
+@pytest.mark.parametrize(
+    ("build", "inputs"), [(encoder, grids(41, 12, 16)), (vit, grids(41, 3, 16, 16)), (bert, texts(41))]
+)
+def test_training_comes_nearer_to_the_teacher(
+    build: Callable[[], nn.Module], inputs: list[Any], operator: str | ops.Operator
+) -> None:
+    model = build()
+    teacher = copy.deepcopy(model)
+    report = linearize(model, operator, inputs, steps=80, **QUIET)
+    assert len(report.losses) == report.steps == 80
+    # Each input is gone through twice.
+    assert sum(report.losses[40:]) < sum(report.losses[:40])
+    # The numbers of the report, computed in another way, on the input that is not trained on.
+    with torch.no_grad():
+        found, wanted = (features.read_features(each, inputs[0]).double().numpy() for each in (model, teacher))
+    valid = np.ones(found.shape[:2]) if torch.is_tensor(inputs[0]) else inputs[0]["attention_mask"].numpy()
+    squares, own, cosines = 0.0, 0.0, []
+    for place in zip(*valid.nonzero(), strict=True):
+        one, two = found[place], wanted[place]
+        squares, own = squares + float(((one - two) ** 2).sum()), own + float((two**2).sum())
+        cosines.append(float(one @ two) / float(np.linalg.norm(one) * np.linalg.norm(two)))
+    assert report.error == pytest.approx((squares / own) ** 0.5, rel=1e-5)
+    assert report.agreement == pytest.approx(np.mean(cosines), rel=1e-5)
+    assert [cost.tokens for cost in report.costs] == [16, 32]
+
+
+def test_padding_is_not_compared() -> None:
+    model, (first, other) = bert(), texts(2)
+    changed = other | {"input_ids": torch.where(other["attention_mask"] > 0, other["input_ids"], 7)}
+    students = [copy.deepcopy(model), copy.deepcopy(model)]
+    for student, given in zip(students, (other, changed), strict=True):
+        linearize(student, "linear_elu", [first, given], steps=3, **QUIET)
+    for one, two in zip(*(each.state_dict().values() for each in students), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_what_is_not_tuned_stays_and_flags_and_mode_are_kept() -> None:
+    model = encoder().train()
+    model.layers[0].linear1.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    flags = {name: each.requires_grad for name, each in model.named_parameters()}
+    linearize(model, "hedgehog", grids(3, 12, 16), steps=4, **QUIET)
+    changed = {name for name, each in before.items() if not torch.equal(model.state_dict()[name], each)}
+    assert changed == {name for name in before if ".self_attn." in name}
+    assert {name: each.requires_grad for name, each in model.named_parameters() if name in flags} == flags
+    assert model.layers[1].self_attn.query_map.requires_grad
+    assert all(module.training for module in model.modules())
+
+
+def test_all_weights_are_tuned() -> None:
+    model = encoder()
+    before = copy.deepcopy(model.state_dict())
+    linearize(model, "linear_elu", grids(3, 12, 16), steps=2, tune="all", **QUIET)
+    assert not [name for name, each in before.items() if torch.equal(model.state_dict()[name], each)]
+
+
+def test_lora_is_merged() -> None:
+    model, inputs = bert(), texts(41)
+    before = copy.deepcopy(model.state_dict())
+    report = linearize(model, "hedgehog", inputs, steps=80, tune="lora", **QUIET)
+    assert sum(report.losses[40:]) < sum(report.losses[:40])
+    added = {f"encoder.layer.{layer}.attention.self.{side}_map" for layer in (0, 1) for side in ("query", "key")}
+    assert model.state_dict().keys() == before.keys() | added
+    for name, each in before.items():
+        difference = model.state_dict()[name] - each
+        trained = name.endswith((".query.weight", ".key.weight", ".value.weight"))
+        assert bool(difference.any()) == trained, name
+        assert not trained or torch.linalg.matrix_rank(difference, rtol=1e-4) <= 8
+
+
+def test_the_layers_that_matter_most_stay_softmax() -> None:
+    model, inputs = encoder(), grids(3, 12, 16)
+    teacher = copy.deepcopy(model)
+    report = linearize(model, "averaged", inputs, keep=1, steps=1, **QUIET)
+    # Replaced one by one, in another way.
+    wanted, errors = teacher(inputs[0]).detach(), {}
+    for path in report.layers:
+        student = copy.deepcopy(teacher)
+        replace_attention(student, "averaged", path)
+        errors[path] = float((student(inputs[0]).detach() - wanted).norm() / wanted.norm())
+        assert report.layers[path] == pytest.approx(errors[path], rel=1e-4)
+    assert report.kept == (max(errors, key=errors.__getitem__),)
+    assert {path for path in errors if type(model.get_submodule(path)) is nn.MultiheadAttention} == set(report.kept)
+
+
+def test_a_local_branch_is_a_convolution_of_the_values() -> None:
+    model, x = encoder(), torch.randn(2, 9, 16)
+    report = linearize(model, "linear_elu", grids(3, 9, 16), local=3, steps=6, **QUIET)
+    assert report.parts.keys() == {"summary only", "local only"}
+    attention = model.layers[0].self_attn
+    kernel = attention.local_kernel
+    assert bool(kernel.any())
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[1, 6:] = True
+    with torch.no_grad():
+        query, key, value = (x @ attention.in_proj_weight.mT + attention.in_proj_bias).chunk(3, -1)
+        value = value.masked_fill(padding[..., None], 0)
+        response = ops.linear_elu_attention(query.mT, key.mT, value.mT, heads=2, mask=~padding).mT
+        for sample in range(2):
+            for token in range(9):
+                for offset in (-1, 0, 1):
+                    if 0 <= token + offset < 9:
+                        response[sample, token] += kernel[:, 0, 1 + offset] * value[sample, token + offset]
+        found = attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        torch.testing.assert_close(found, attention.out_proj(response))
+
+
+# ---- resuming --------------------------------------------------------------------------------------------------------
+class Interrupted(Exception):  # noqa: N818
+    """Stands for a process that is killed."""
+
+
+class Interrupting:
+    """Inputs that end the process after some."""
+
+    def __init__(self, inputs: list[Any], count: int) -> None:
+        self.inputs, self.left = inputs, count
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in self.inputs:
+            self.left -= 1
+            if self.left < 0:
+                raise Interrupted
+            yield each
+
+
+@pytest.mark.parametrize("options", [{}, {"tune": "all"}, {"local": 3}])
+def test_a_repeated_call_goes_on_to_the_bit(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_SECONDS", 0.0)
+    inputs, whole, parts = grids(4, 12, 16), encoder(), encoder()
+    options = {"steps": 9, **QUIET, **options}
+    want = linearize(whole, "hedgehog", inputs, **options)
+    for count in (5, 9, 4):
+        with pytest.raises(Interrupted):
+            linearize(copy.deepcopy(parts), "hedgehog", Interrupting(inputs, count), folder=tmp_path, **options)
+    report = linearize(parts, "hedgehog", inputs, folder=tmp_path, **options)
+    assert report.losses == want.losses
+    for name, each in whole.state_dict().items():
+        assert torch.equal(parts.state_dict()[name], each), name
+    again = encoder()
+    assert linearize(again, "hedgehog", inputs[:2], folder=tmp_path, **options).losses == want.losses
+
+
+def test_a_checkpoint_of_another_call_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    inputs = grids(2, 12, 16)
+    linearize(encoder(), "hedgehog", inputs, steps=2, folder=tmp_path, **QUIET)
+    with pytest.raises(ValueError, match=r"linearize: .*linearize\.pt is of another call.*fix: another folder"):
+        linearize(encoder(), "hedgehog", inputs, steps=3, folder=tmp_path, **QUIET)
+    path = tmp_path / "linearize.pt"
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(ValueError, match=r"linearize: .*linearize\.pt is no checkpoint.*fix: remove it"):
+        linearize(encoder(), "hedgehog", inputs, steps=2, folder=tmp_path, **QUIET)
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("inputs", "options", "text"),
+    [
+        ([], {}, "there are no inputs"),
+        (grids(1, 12, 16), {}, "inputs are at an end"),
+        (iter(grids(3, 12, 16)), {"steps": 4}, "inputs are at an end.*fix: a list or a DataLoader"),
+        (grids(2, 12, 16), {"tune": "heads"}, "tune='heads' is none of attention, lora, all; fix: "),
+        (grids(2, 12, 16), {"tune": "lora"}, "no linear layers as modules.*fix: tune="),
+        (grids(2, 12, 16), {"local": 4}, "local=4 has no middle; fix: local=5"),
+        (grids(2, 12, 16), {"keep": 3}, "keep=3 keeps all 3; fix: "),
+        (grids(2, 12, 16), {"steps": 0}, "steps"),
+    ],
+)
+def test_mistakes_name_the_fix(inputs: Any, options: dict[str, Any], text: str) -> None:
+    model = encoder()
+    flags = [each.requires_grad for each in model.parameters()]
+    with pytest.raises(ValueError, match=f"linearize: .*{text}"):
+        linearize(model, "linear_elu", inputs, **QUIET, **options)
+    assert [each.requires_grad for each in model.parameters()] == flags
+
+
+def test_causal_models_are_refused_and_unchanged() -> None:
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=40)
+    model = transformers.GPT2Model(config).eval()
+    with pytest.raises(ValueError, match=r"replace_attention: .*is causal"):
+        linearize(model, "linear_elu", texts(2), **QUIET)
+    assert "farfield" not in model.config._attn_implementation
+
+
+def test_a_network_that_returns_no_features() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = encoder()
+
+        def forward(self, x: Tensor) -> list[str]:
+            self.inner(x)
+            return ["word"]
+
+    with pytest.raises(TypeError, match=r"linearize: the network must return a tensor of features.*got str; fix: "):
+        linearize(Words(), "linear_elu", grids(2, 12, 16), **QUIET)
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    report = linearize(encoder(), "linear_elu", grids(2, 12, 16), steps=2, **QUIET)
+    report.plot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+    assert "layers.2.self_attn" in str(report)
