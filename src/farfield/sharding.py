@@ -27,6 +27,7 @@ from farfield._refusals import door, refusal
 from farfield.nn import GridAttention
 from farfield.nn.checks import check_input
 from farfield.ops.grid import Gathered, Place
+from farfield.ops.modes import is_recorded
 from farfield.ops.slots import Summary
 
 __all__ = ["all_gather_summary", "place_of_part", "sharded_attention"]
@@ -97,7 +98,7 @@ def sharded_attention(
     """
     if isinstance(grid, DTensor):
         return _attend_dtensor(layer, grid, mask)
-    if torch.compiler.is_compiling() and origin is not None and size is not None:
+    if is_recorded() and origin is not None and size is not None:
         place = tuple(origin), tuple(size)  # a compiled graph cannot gather and compare arguments
     else:
         place = _agree(layer, grid, mask, dim, origin, size, group)

@@ -74,6 +74,18 @@ def test_every_row_is_one_program_for_all_size(tmp_path: Path, row: str, rank: i
             assert_close(loaded(grid), module(grid), 4)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("row", list(OPERATORS))
+def test_a_trace_has_no_fixed_batch_nor_number_of_positions(row: str) -> None:
+    # More positions than a product sums at once (`summary.PRODUCT`), in which the sums would be taken apart by number.
+    module = GridAttention(8, row, project=OPERATORS[row].projections("qkvo"), heads=2).eval()
+    with torch.no_grad():
+        traced = torch.jit.trace(module, torch.randn(1, 8, 50, 44), check_trace=False)
+        grid = torch.randn(3, 8, 37, 60)
+        found, eager = traced(grid), module(grid)
+        assert_as_exact(found, eager, copy.deepcopy(module).double()(grid.double()))
+
+
 @pytest.mark.long
 def test_blocks_are_one_program_for_all_sizes(calibrate: Calibrate) -> None:
     net = blocks(calibrate, stride=2)

@@ -54,7 +54,7 @@ def export(module: nn.Module, example: Sequence[Tensor], names: Sequence[str], f
 
 
 def attention(row: str) -> GridAttention:
-    letters = "qkvo" if OPERATORS[row].reads_keys else "qvo"
+    letters = OPERATORS[row].projections("qkvo")
     return GridAttention(16, row, heads=2, project=letters, inner_channels=8, residual=False).eval()
 
 
@@ -156,3 +156,33 @@ def test_networks_at_five_image_sizes(tmp_path: Path, calibrate: Calibrate, name
         # 5e-4 in torch's own float32.
         own = float((expected - exact).abs().max())
         torch.testing.assert_close(run(image), expected, rtol=0, atol=max(1e-4, 4 * own))
+
+
+# ---- exporters of others ---------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("row", list(OPERATORS))
+def test_the_older_exporter_takes_every_row_within_a_network(tmp_path: Path, row: str) -> None:
+    # By itself a module with arguments that have names only is called wrongly by it.
+    network, grid = nn.Sequential(attention(row)), torch.randn(2, 16, 5, 6)
+    torch.onnx.export(network, (grid,), str(tmp_path / "old.onnx"), dynamo=False)
+    session = onnxruntime.InferenceSession(str(tmp_path / "old.onnx"), providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: grid.numpy()})[0])
+    with torch.no_grad():
+        torch.testing.assert_close(found, network(grid))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", list(OPERATORS))
+def test_openvino_converts_every_row(row: str) -> None:
+    openvino = pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    module, grid = attention(row), torch.randn(2, 16, 5, 6)
+    with torch.no_grad():
+        want = module(grid)
+        models_of_openvino = [
+            openvino.convert_model(module, example_input=grid),
+            openvino.convert_model(torch.export.export(module, (grid,))),
+        ]
+    for each in models_of_openvino:
+        # Its own default is the fastest format of the processor, such as bfloat16.
+        compiled = openvino.compile_model(each, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        torch.testing.assert_close(torch.from_numpy(compiled(grid.numpy())[0]), want)

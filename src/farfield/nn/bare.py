@@ -81,12 +81,12 @@ def read_projection(module: nn.Module | None, like: Tensor) -> Projection:
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else accumulation(like.dtype)
     width = cast(int, module.in_features)
     outputs = module(torch.eye(width + 1, width, dtype=dtype, device=like.device))  # the last row is 0
-    return Projection((outputs[:-1] - outputs[-1]).mT.to(like.dtype), outputs[-1].to(like.dtype))
+    return Projection((outputs[:-1] - outputs[-1]).transpose(-2, -1).to(like.dtype), outputs[-1].to(like.dtype))
 
 
 def _run_on_positions(module: nn.Module, dtype: torch.dtype, positions: Tensor) -> Tensor:
     """Run a module of channels-last inputs on positions `(b, in, n)`, in the dtype of the grid."""
-    return cast(Tensor, module(positions.mT.to(dtype)).mT)
+    return cast(Tensor, module(positions.transpose(-2, -1).to(dtype)).transpose(-2, -1))
 
 
 def _drops(module: nn.Module) -> bool:

@@ -56,17 +56,18 @@ def attend_tokens(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend by any operator: responses `(b, m, h, c)`, contiguous, and with `weights` the matrix `(b, h, m, n)`."""
     if valid is not None:
-        key, value = torch.where(valid.mT, key, 0), torch.where(valid.mT, value, 0)
+        key, value = torch.where(valid.transpose(-2, -1), key, 0), torch.where(valid.transpose(-2, -1), value, 0)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if learned:
         matrices = operator.head_matrices(learned, query.shape[1])
-        query, key = (x @ matrix.mT.to(x.dtype) for x, matrix in zip((query, key), matrices, strict=True))
+        of_queries, of_keys = (each.transpose(-2, -1).to(query.dtype) for each in matrices)
+        query, key = query @ of_queries, key @ of_keys
         operator = dataclasses.replace(operator, score=None, slots=0)
     for record in RECORDERS:
         record(TokenCall(operator, query, key, valid, scale))
-    q, k, v = query.mT, key.mT, value.mT  # (b, h, d, m), (b, h, d, n), (b, h, c, n)
+    q, k, v = (each.transpose(-2, -1) for each in (query, key, value))  # (b, h, d, m), (b, h, d, n), (b, h, c, n)
     if operator.score is not None:  # of ones
         q, k = q.sum(2, keepdim=True), k.sum(2, keepdim=True)
     if operator.has_scale:

@@ -13,7 +13,7 @@ from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.grid import ALL, hide
-from farfield.ops.modes import autocast_dtype
+from farfield.ops.modes import autocast_dtype, is_recorded
 from farfield.ops.table import Operator, look_up_operator
 
 
@@ -109,7 +109,7 @@ class TransformerLayer(nn.Module):
         """
         self._check(tokens, mask)
         # Otherwise tokens that are not valid, NaN for example, would enter the gradients of the norms.
-        tokens = hide(tokens.mT, mask).mT
+        tokens = hide(tokens.transpose(1, 2), mask).transpose(1, 2)
         tokens = self.norm(tokens + self.dropout(self.attend(tokens, mask)))
         inner = functional.gelu(self.expand(tokens))
         return self.feedforward_norm(tokens + self.dropout(self.contract(inner)))
@@ -127,13 +127,13 @@ class TransformerLayer(nn.Module):
         if mask is not None and mask.dtype == torch.bool and mask.shape != tokens.shape[:2]:
             problem = f"mask must be boolean, (batch, tokens), got {mask.dtype}."
             raise shape_error(problem, "True where a token is valid.", mask=mask, tokens=tokens)
-        check_mask("mask", mask, "tokens", tokens.mT)
+        check_mask("mask", mask, "tokens", tokens.transpose(1, 2))
 
     def attend(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """Attend within tokens `(b, n, c)`: as a grid of one spatial dim, or by `attend_tokens`, which has dropout."""
         attention, dropout = self.attention, self.attention_dropout if self.training else 0.0
         if not (dropout or self.projects_first(tokens.shape[1])):
-            return attention(tokens.mT, mask=mask).mT
+            return attention(tokens.transpose(1, 2), mask=mask).transpose(1, 2)
         projections = (attention.query, attention.key, attention.value)
         query, key, value = (
             (tokens if part is None else part(tokens)).unflatten(2, (attention.heads, -1)).transpose(1, 2)
@@ -153,7 +153,7 @@ class TransformerLayer(nn.Module):
         """
         attention, operator = self.attention, self.attention.operator
         # A compiled graph has one order; choosing would compile it again for other lengths.
-        if tokens >= attention.channels or torch.compiler.is_compiling():
+        if tokens >= attention.channels or is_recorded():
             return False
         # The attention module itself is not called then; its projections are.
         if not is_bare(attention, GridAttention) or attention.residual or attention.coefficient_norm is not None:

@@ -114,6 +114,7 @@ def _project_heads(values: Tensor, matrix: Tensor) -> Tensor:
     # matmul would copy the matrix for every sample and keep the copies for the backward pass.
     batch, heads, slots, _ = values.shape
     if heads == 1:
-        joined = values[:, 0] @ matrix.flatten(0, 1).mT.expand(batch, -1, -1)
+        joined = values[:, 0] @ matrix.flatten(0, 1).transpose(-2, -1).expand(batch, -1, -1)
         return joined.unflatten(2, (matrix.shape[0], -1)).transpose(1, 2)
-    return torch.bmm(values.transpose(0, 1).flatten(1, 2), matrix.mT).unflatten(1, (batch, slots)).transpose(0, 1)
+    rows = torch.bmm(values.transpose(0, 1).flatten(1, 2), matrix.transpose(-2, -1))
+    return rows.unflatten(1, (batch, slots)).transpose(0, 1)

@@ -2,7 +2,8 @@
 
     attention(q, k, v) == respond(q, summarize(k, v))
 
-Positions are `(b, h, channels, positions)`; r is the number of slots.
+Positions are `(b, h, channels, positions)`; r is the number of slots. What other runtimes convert has `transpose`, as
+OpenVINO and the older exporter to ONNX have no rule for `mT`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from farfield.ops.fused import fused_attention
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import autocast_dtype, full_precision
+from farfield.ops.modes import autocast_dtype, full_precision, is_recorded
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, softmax_of_products, weight
 
@@ -57,14 +58,14 @@ def summarize(operator: Operator, key: Tensor, value: Tensor, valid: Tensor, com
         torch.Size([2, 1, 8, 30])
     """
     if operator.basis is None:  # each position is a slot of its own
-        values = value.mT
-        keys = values if key is value else key.mT
+        values = value.transpose(-2, -1)
+        keys = values if key is value else key.transpose(-2, -1)
         side_by_side = operator.keys_from.side_by_side
-        return Summary(values, valid.mT, valid.sum(-1, keepdim=True), keys, None, side_by_side, complete)
+        return Summary(values, valid.transpose(-2, -1), valid.sum(-1, keepdim=True), keys, None, side_by_side, complete)
     with full_precision(value):
         dtype = accumulation(value.dtype)
         # A compiled loop would have a fixed length; compiled code converts to float32 as it reads.
-        if dtype == value.dtype or torch.compiler.is_compiling():
+        if dtype == value.dtype or is_recorded():
             return _sum_positions(operator.basis, key.to(dtype), value.to(dtype), valid, complete)
         positions = zip(key.split(WIDENED, -1), value.split(WIDENED, -1), valid.split(WIDENED, -1), strict=True)
         return _merge_all(
@@ -102,13 +103,13 @@ def sum_over_positions(rows: Tensor, positions: Tensor) -> Tensor:
         pieces = zip(rows.split(WIDENED, -1), positions.split(WIDENED, -1), strict=True)
         return torch.stack([sum_over_positions(r.to(dtype), c.to(dtype)) for r, c in pieces]).sum(0)
     # Compiled code has one graph for all lengths, and float64 needs no blocks.
-    if torch.compiler.is_compiling() or length <= PRODUCT or positions.dtype == torch.float64:
-        return rows @ positions.mT
+    if is_recorded() or length <= PRODUCT or positions.dtype == torch.float64:
+        return rows @ positions.transpose(-2, -1)
     if math.prod(positions.shape[:-2]) * BLOCK < length:  # few samples, long: all blocks of one at once
         samples = zip(rows.flatten(0, -3), positions.flatten(0, -3), strict=True)
         return torch.stack([_sum_blocks(*sample) for sample in samples]).unflatten(0, positions.shape[:-2])
     block = math.ceil(length / math.ceil(length / PRODUCT))
-    products = [r @ c.mT for r, c in zip(rows.split(block, -1), positions.split(block, -1), strict=True)]
+    products = [r @ c.transpose(-2, -1) for r, c in zip(rows.split(block, -1), positions.split(block, -1), strict=True)]
     return torch.stack(products).sum(0) if len(products) > 2 else products[0] + products[1]
 
 
@@ -152,7 +153,7 @@ def respond(operator: Operator, query: Tensor, summary: Summary, scale: float = 
             query = query if scale == 1 else query * scale
             return slots.mT @ (query.mT @ keys.mT).softmax(-1).mT
         return _fused_softmax(query, keys, slots, summary, scale)
-    return slots.mT @ operator.coefficients(query, summary)
+    return slots.transpose(-2, -1) @ operator.coefficients(query, summary)
 
 
 def attend_heads(
@@ -165,7 +166,7 @@ def attend_heads(
 def _matrix_is_small(query: Tensor, slots: Tensor) -> bool:
     """Whether the matrix of coefficients is small (see SMALL): two products are then faster than the kernel."""
     # A compiled graph is one for all sizes; in half precision the products would round.
-    if torch.compiler.is_compiling() or autocast_dtype(query) is not None or query.dtype != accumulation(query.dtype):
+    if is_recorded() or autocast_dtype(query) is not None or query.dtype != accumulation(query.dtype):
         return False
     return max(query.shape[-1], slots.shape[2]) <= SMALL * min(query.shape[2], slots.shape[3])
 
@@ -175,10 +176,10 @@ def _fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary,
     dtype = query.dtype
     if dtype != torch.float64:  # the kernel would cast too, and keep the casts
         dtype = autocast_dtype(query) or dtype
-    q, v = (positions.to(dtype).contiguous() for positions in (query.mT, slots))
+    q, v = (positions.to(dtype).contiguous() for positions in (query.transpose(-2, -1), slots))
     k = v if keys is slots else keys.to(dtype).contiguous()
     if summary.complete:
-        return fused_attention(q, k, v, None, scale).mT
-    valid = (summary.weights > 0).mT  # (b, 1, 1, r)
+        return fused_attention(q, k, v, None, scale).transpose(-2, -1)
+    valid = (summary.weights > 0).transpose(-2, -1)  # (b, 1, 1, r)
     some = valid.any(-1, keepdim=True)  # the response of a sample without a valid position is 0
-    return torch.where(some, fused_attention(q, k, v, valid | ~some, scale), 0).mT
+    return torch.where(some, fused_attention(q, k, v, valid | ~some, scale), 0).transpose(-2, -1)
