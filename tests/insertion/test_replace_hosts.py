@@ -18,7 +18,7 @@ from diffusers.models.attention_processor import (
     SanaLinearAttnProcessor2_0,
     SanaMultiscaleLinearAttention,
 )
-from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
+from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel, SanaTransformerBlock
 from diffusers.models.transformers.transformer_flux import FluxAttention
 from monai.networks.blocks.crossattention import CrossAttentionBlock
 from monai.networks.blocks.selfattention import SABlock
@@ -280,6 +280,54 @@ def test_efficientvit_as_a_whole() -> None:
     assert error(model(image), wanted) < 1e-5
 
 
+class Features(nn.Module):
+    """The grid that a network of timm classifies by."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.network.forward_features(image)
+
+
+class OneStep(nn.Module):
+    """A step of Sana's transformer on a latent grid, for one text and time."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("text", TOKENS[:1, :5, :12].clone())
+        self.register_buffer("time", torch.tensor([3]))
+
+    def forward(self, latent: Tensor) -> Tensor:
+        return self.network(latent, encoder_hidden_states=self.text, timestep=self.time, return_dict=False)[0]
+
+
+def sana() -> nn.Module:
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8}
+    cross = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16}
+    sizes = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "caption_channels": 12, "sample_size": 8}
+    return OneStep(SanaTransformer2DModel(**heads, **cross, **sizes))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("build", "where", "size", "tile"),
+    [
+        (lambda: Features(timm.create_model("efficientvit_b0")), "", (3, 224, 256), 64),
+        (sana, "network.transformer_blocks.*.attn1", (4, 40, 36), 16),
+    ],
+    ids=["EfficientViT", "Sana"],
+)
+def test_whole_networks_in_tiles(build: Callable[[], nn.Module], where: str, size: tuple[int, ...], tile: int) -> None:
+    model, volume = drawn(build()), torch.randn(*size)
+    wanted = model(volume[None])[0]
+    assert replace_attention(model, "linear_relu", where)
+    found = torch.as_tensor(predict_whole(model, volume, tile=tile, quiet=True))
+    assert error(found, wanted.detach()) < 1e-5
+
+
 # ---- networks --------------------------------------------------------------------------------------------------------
 def test_key_only_masks_of_naflexvit() -> None:
     small = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 3}
@@ -306,6 +354,29 @@ def test_they_compile(name: str, fullgraph: bool) -> None:
     wanted = call(module)
     torch._dynamo.reset()
     assert error(call(torch.compile(module, backend="eager", fullgraph=fullgraph)), wanted) < 1e-5
+
+
+def test_what_calls_torch_is_exported_and_runs_in_tiles() -> None:
+    module = drawn(HOSTS["EvaAttention"][0]())
+    replace_attention(module, "averaged")
+    exported = torch.export.export(module, (TOKENS,), {"rope": ROPE}).module()
+    torch.testing.assert_close(exported(TOKENS, rope=ROPE), module(TOKENS, rope=ROPE))
+    network, volume = drawn(OnGrids()), torch.randn(24, 22, 25)
+    replace_attention(network, GAUSSIAN)
+    wanted = network(volume[None])[0].detach()
+    assert error(torch.as_tensor(predict_whole(network, volume, tile=12, quiet=True)), wanted) < 1e-5
+
+
+class OnGrids(nn.Module):
+    """An attention of tokens in a network of grids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.attention = nn.Conv2d(24, 24, 3, padding=1), MetaFormerAttention(24, head_dim=8)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        grid = self.convolution(grid)
+        return self.attention(grid.flatten(2).mT).mT.unflatten(2, grid.shape[2:])
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -40,7 +40,9 @@ def replace_attention(
     falls until it is trained again. `docs/guide/replace.md` has a recipe and its measurements.
 
     Supported attention: `torch.nn.MultiheadAttention`, so torch's transformer layers, whose fast path in eval no longer
-    applies; timm's ViT-style `Attention`; and models of transformers, as `attn_implementation="farfield_<operator>"`.
+    applies; attention of timm, MONAI and diffusers; whatever calls torch's `scaled_dot_product_attention`; and models
+    of transformers, as `attn_implementation="farfield_<operator>"`. The linear attention of EfficientViT and Sana is
+    `linear_relu`, which leaves their output as it is.
     Supported operators: those that attend to every token. What an operator learns of its own (the vector of `siamese`,
     the latents of `flare`, the maps of `hedgehog`) becomes a parameter of each attention, at its start. `softmax`
     computes the model's original function, so it undoes a replacement.
@@ -50,10 +52,10 @@ def replace_attention(
     * Cross-attention, also with cached keys and values: as self-attention.
     * Dropout of the attention: applied to the weights of the basis; for `softmax` and `dot`, to the coefficients.
     * Weights of the attention, if requested: the implied matrix, N² numbers per head.
-    * Rotary positions: act as distances with `factorized`, `averaged`, `dot`, `softmax`; other operators use the
-      rotated channels as they are, with a `UserWarning`.
-    * Causal masks, windows, relative positions and other biases differ between queries: an error, here or, where only
-      the arguments of a call show them, when the model first runs.
+    * Rotary positions: act as distances with `factorized`, `averaged`, `dot`, `inline`, `softmax`; other operators are
+      an error in timm and diffusers, and in transformers use the rotated channels as they are, with a `UserWarning`.
+    * Causal masks, sliding windows, relative positions and other biases differ between queries: an error, here or,
+      where only the arguments of a call show them, when the model first runs.
     * Saving a model of transformers: its configuration gets an entry that names this call. transformers (5.4 or later)
       refuses to load the model until `attn_implementation=` overrides the entry; this call then restores the outputs.
 
