@@ -10,6 +10,8 @@ simulate: clock and faults are drawn, and records and the order of tasks are the
 overhead: tiles without work on a LocalCluster of two workers, each with a record of the size of a norm's.
 local: predict_whole of a convolution with one weight, in as many tiles, in one process; runs on older versions too.
 unet: predict_whole of MONAI's UNet in one process, and on a LocalCluster of one and of two workers; equal bytes first.
+The seconds of each call are split: until the first tile starts, in tiles, and the rest, which is a worker's waiting for
+the next tile and the client's finishing. The second call finds the cluster warm.
 kills: kill -9 of a worker, the scheduler, the client and a part at drawn moments; the call is repeated, and its bytes
 are compared with those of one process. Processes are forked, so Linux alone. `--seconds` ends it earlier.
 """
@@ -42,6 +44,16 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tes
 # Seconds after which a process that should have ended counts as hanging.
 HANGS = 60.0
 KINDS = ("worker", "scheduler", "client", "part")
+# What dask sets in workers: freed memory goes back to the system at once, and each tensor of a tile is new pages.
+DASKS = {"MALLOC_TRIM_THRESHOLD_": 2**16, "OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1, "OPENBLAS_NUM_THREADS": 1}
+KEPT = DASKS | {"MALLOC_TRIM_THRESHOLD_": 2**30, "MALLOC_MMAP_THRESHOLD_": 2**25}
+CLUSTERS = (
+    (0, "one process", {}),
+    (1, "1 worker", DASKS),
+    (2, "2 workers", DASKS),
+    (1, "1 worker that keeps memory", KEPT),
+    (2, "2 workers that keep memory", KEPT),
+)
 
 
 def cpu_seconds() -> float:
@@ -291,8 +303,34 @@ def run_kills(arguments: argparse.Namespace) -> None:
     sys.exit(bool(counts["wrong"]))
 
 
+def watch_tasks() -> None:
+    """Keep start, end and CPU seconds of each task that this process runs from now on; sent to workers."""
+    import time
+
+    from farfield.streaming.progress import Stream
+
+    if not hasattr(Stream, "spans"):
+        unwatched = Stream.run_task
+
+        def run_task(stream: Any, number: int, index: int) -> None:
+            started, spent = time.monotonic(), time.thread_time()
+            unwatched(stream, number, index)
+            Stream.spans.append((started, time.monotonic(), time.thread_time() - spent))
+
+        Stream.run_task = run_task
+    Stream.spans = []
+
+
+def watched_tasks() -> list[tuple[float, float, float]]:
+    """Return what `watch_tasks` has kept."""
+    from farfield.streaming.progress import Stream
+
+    return Stream.spans
+
+
 def measure_unet(arguments: argparse.Namespace) -> None:
-    """Print the seconds of one process, and of one and two workers, for a network."""
+    """Print where the seconds of one process, and of one and two workers, go for a network; two calls of each."""
+    import dask
     import monai.networks.nets as monai
     from distributed import Client, LocalCluster
 
@@ -302,26 +340,37 @@ def measure_unet(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     network = monai.UNet(3, 1, 2, (16, 32, 64), (2, 2), norm="instance").eval()
-    print("| run | s | CPU s of all processes |\n|---|---|---|")
+    names = ("start, imports", "call", "to first tile", "tiles, a worker", "CPU of all tiles", "between tiles, finish")
+    print(f"| run | {' | '.join(names)} |\n|---{'|---' * len(names)}|")
+    options: dict[str, Any] = {"tile": Tiles(64, disk=4 * 10**9), "quiet": True}
     with tempfile.TemporaryDirectory() as name:
-        file, options = Path(name) / "volume.npy", {"tile": Tiles(64, disk=4 * 10**9), "quiet": True}
+        file, want = Path(name) / "volume.npy", {}
         np.save(file, np.random.default_rng(0).random((1, *[arguments.length] * 3), "float32"))
-        volume, want = np.load(file, mmap_mode="r"), {}
-        for workers in (0, 1, 2):
-            spent, out = cpu_seconds(), Path(name) / f"workers{workers}.zarr"
+        volume = np.load(file, mmap_mode="r")
+        for workers, run, variables in CLUSTERS:
             with contextlib.ExitStack() as stack:
+                started, client = time.monotonic(), None
                 if workers:
+                    stack.enter_context(dask.config.set({"distributed.nanny.pre-spawn-environ": variables}))
                     address = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
                     made = LocalCluster(n_workers=workers, threads_per_worker=1, memory_limit=0, **address)
-                    options["client"] = stack.enter_context(Client(stack.enter_context(made)))
-                started = time.monotonic()
-                predict_whole(network, volume, out=out, **options)
-                seconds = time.monotonic() - started
-            want = want or content(out)
-            if content(out) != want:
-                sys.exit(f"{workers} workers give other bytes")
-            run = ("one process", "1 worker", "2 workers")[workers]
-            print(f"| {run} | {seconds:.1f} | {cpu_seconds() - spent:.1f} |", flush=True)
+                    client = options["client"] = stack.enter_context(Client(stack.enter_context(made)))
+                    client.run(__import__, "farfield.streaming")
+                    client.run(__import__, "monai.networks.nets")
+                loaded = f"{time.monotonic() - started:.1f}" if workers else ""
+                for again in ("", ", again"):
+                    client.run(watch_tasks) if client else watch_tasks()
+                    started, out = time.monotonic(), Path(name) / f"{run}{again}.zarr"
+                    predict_whole(network, volume, out=out, **options)
+                    seconds = time.monotonic() - started
+                    spans = list(client.run(watched_tasks).values()) if client else [watched_tasks()]
+                    first = min(span[0] for own in spans for span in own) - started
+                    busy = sum(end - start for own in spans for start, end, _ in own) / len(spans)
+                    row = (seconds, first, busy, sum(each[2] for own in spans for each in own), seconds - first - busy)
+                    print(f"| {run}{again} | {loaded} | {' | '.join(f'{each:.1f}' for each in row)} |", flush=True)
+                    want, loaded = want or content(out), ""
+                    if content(out) != want:
+                        sys.exit(f"{run} gives other bytes")
 
 
 def main() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -155,8 +156,11 @@ def _mask_fix(name: str, mask: Tensor, grid: Tensor) -> str:
 def check_whole(name: str, value: object, smallest: int) -> None:
     """Refuse a value that is not a whole number, or below the smallest allowed."""
     if not isinstance(value, int) or value < smallest:
-        # Such as numpy's int64: a whole number, but it would stand in saved configurations.
-        fix = f"; fix: int({value})" if isinstance(value, Integral) and int(value) >= smallest else ""
+        # Such as numpy's int64 or a tensor of one: a whole number, but it would stand in saved configurations.
+        is_whole = False
+        with contextlib.suppress(TypeError):  # what is no whole number, or several
+            is_whole = operator.index(value) >= smallest  # type: ignore[arg-type]
+        fix = f"; fix: int({value})" if is_whole else ""
         raise refusal(ValueError, f"{name} must be a whole number from {smallest}, got {value!r}{fix}.")
 
 

@@ -166,7 +166,7 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, *content: bytes | memoryview) -> None:
     """Write a file that replaces `path` at once; after a crash of the machine it may be empty or the old one.
 
     Its folder is made, and no folder above it.
@@ -174,7 +174,8 @@ def replace_file(path: Path, content: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # of another machine, perhaps
     try:
-        partial.write_bytes(content)
+        with partial.open("wb") as file:
+            file.writelines(content)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import torch
 from farfield import models
 from farfield.cli import main
 from farfield.cli.options import describe_options, read_words
-from farfield.cli.processes import Processes
+from farfield.cli.processes import Processes, open_processes
 from farfield.cli.values import CommandLineError
 from farfield.streaming import Part
 from farfield.tasks.restore_stack import restore
@@ -93,6 +94,17 @@ def test_errors_of_the_command_are_one_sentence(stack: Path, capsys: pytest.Capt
         assert "out=" not in last
 
 
+def test_workers_here_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, float] = {}
+    monkeypatch.setattr(
+        distributed, "LocalCluster", lambda **given: options.update(given) or contextlib.nullcontext("tcp://none")
+    )
+    monkeypatch.setattr(distributed, "Client", lambda *_, **__: contextlib.nullcontext("client"))
+    with open_processes(Processes(workers=4)) as given:
+        assert given == {"client": "client"}
+    assert (options["n_workers"], options["memory_limit"]) == (4, 0.25)
+
+
 # ---- one result ------------------------------------------------------------------------------------------------------
 def test_parts_restore_what_one_process_does(tmp_path: Path) -> None:
     network, volume = models.unet_care("siamese", first_channels=4).eval(), made_pair(0, (16, 32, 48))[0]
@@ -142,7 +154,7 @@ def test_a_command_with_workers_that_is_interrupted_goes_on(stack: Path, tmp_pat
     assert "/status" in told
     assert (tmp_path / "a.zarr.unfinished/progress.zip").exists()
     assert not (tmp_path / "a.zarr").exists()
-    for output, given in (("a.zarr", ["--workers=2"]), ("b.zarr", [])):
+    for output, given in (("a.zarr", ["--workers=3"]), ("b.zarr", [])):
         subprocess.run([*command, *words(stack, output), *given], check=True, timeout=200, **options)
     assert content(tmp_path / "a.zarr") == content(tmp_path / "b.zarr")
     assert not (tmp_path / "a.zarr.unfinished").exists()

@@ -114,7 +114,7 @@ def test_any_bytes_are_disparities_or_refused_by_name(tmp_path_factory: pytest.T
     path.write_bytes(content)
     found, refusal = read_or_refusal(lambda: read_pfm(path))
     if found is None:
-        assert refusal.startswith(f"cannot read {path}: ")
+        assert refusal.startswith(f"read_pfm: cannot read {path}: ")
     else:
         assert content.endswith((found[::-1].tobytes(), found[::-1].astype(">f4").tobytes()))
 
@@ -330,6 +330,8 @@ def test_no_folder() -> None:
         StereoFrames()
     with pytest.raises(FolderError, match=r"crop must be a height and a width in pixels, got \(0, 32\)"):
         StereoFrames("somewhere", crop=(0, 32))
+    with pytest.raises(FolderError, match=r"crop must be a height and a width in pixels, got \(32,\)"):
+        StereoFrames("none", crop=(32,))  # type: ignore[arg-type]
 
 
 # ---- real data -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from farfield.nn import GridAttention
         ({"heads": 3}, ShapeError, "GridAttention: heads=3 does not divide the 8 channels of query; try heads=2."),
         ({"heads": 0}, ValueError, "GridAttention: heads must be a whole number from 1, got 0"),
         ({"heads": np.int64(2)}, ValueError, "heads must be a whole number from 1, got .*2.*; fix: int.2."),
+        ({"heads": torch.tensor(2)}, ValueError, "heads must be a whole number from 1, got .*2.*; fix: int.2."),
         ({"heads": 4, "value_channels": 6}, ShapeError, "heads=4 does not divide the 6 channels of value; try heads=3"),
         ({"project": "qvq"}, ValueError, "GridAttention: project='qvq' must be letters of \"qkvo\""),
         ({"project": "vv"}, ValueError, "GridAttention: project='vv' must be letters of \"qkvo\""),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from farfield import cost
+from farfield.nn.tracing import tensors
 from farfield.streaming import plan_whole
 
 
@@ -44,3 +48,16 @@ def test_parameters_with_two_names_are_kept(run: object) -> None:
 def test_macs_of_shared_layers_count_each_call() -> None:
     net = TwoNames().eval()
     assert cost.count(net, (1, 2, 8, 8)).macs == 2 * 64 * 9 * 4
+
+
+@dataclass
+class Scored:
+    grid: Tensor
+    name: str = "scored"
+
+
+def test_tensors_of_an_output_are_found_in_any_node_of_a_pytree() -> None:
+    first, second, third = torch.zeros(3, 1).unbind()
+    nodes = deque([first, {"scored": Scored(second)}])  # torch registers it, and it is no list
+    assert [id(each) for each in tensors((nodes, [third, None]))] == [id(first), id(second), id(third)]
+    assert tensors("none") == []

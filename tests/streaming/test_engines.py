@@ -118,6 +118,14 @@ def test_workers_of_a_cluster(case: str, suffix: str, client: Any, wanted: dict,
     assert {each.name for each in tmp_path.iterdir()} <= {out.name, f"want {case}{suffix}"}
 
 
+def test_a_warning_of_workers_is_shown_once_by_the_client(client: Any, tmp_path: Path) -> None:
+    half, volume = nn.Conv2d(1, 1, 1).half().eval(), torch.full((1, 40, 40), 6e4, dtype=torch.float16)
+    nn.init.constant_(half.weight, 2.0)
+    with pytest.warns(UserWarning, match="the result has infinite numbers") as told:
+        predict_whole(half, volume, tile=8, out=tmp_path / "out.zarr", quiet=True, client=client)
+    assert len([each for each in told if "infinite" in str(each.message)]) == 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 4])
 def test_other_numbers_of_workers(workers: int, wanted: dict, tmp_path: Path) -> None:

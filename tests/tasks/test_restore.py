@@ -195,6 +195,21 @@ def test_channels_are_restored_each_by_itself(build: Any, tmp_path: Path) -> Non
     assert written == dataclasses.replace(metadata, axes="CZYX" if found.ndim == 4 else "CYX")
 
 
+@pytest.mark.parametrize("build", [models.unet_care, models.unet_projection])
+def test_a_tensor_is_restored_as_an_array_and_keeps_its_matrix(build: Any) -> None:
+    network = build("siamese", first_channels=4).eval()
+    stack = torch.rand(5, 12, 14)
+    expected = restore(network, stack.numpy(), tile=8)
+    found = restore(network, stack, tile=8)
+    assert type(found) is Tensor
+    np.testing.assert_array_equal(found.numpy(), expected)
+    data = pytest.importorskip("monai.data")
+    labelled = restore(network, data.MetaTensor(stack[None], affine=torch.diag(torch.tensor([3.0, 2, 1, 1]))), tile=8)
+    np.testing.assert_array_equal(np.asarray(labelled)[0], expected)
+    if build is models.unet_care:
+        assert labelled.affine.diagonal().tolist() == [3, 2, 1, 1]
+
+
 def test_means_are_what_a_probabilistic_network_restores() -> None:
     stack = np.random.default_rng(0).poisson(40, (4, 8, 8)).astype(np.uint8)
     network = models.unet_care(first_channels=4, probabilistic=True).eval()

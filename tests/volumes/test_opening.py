@@ -451,6 +451,14 @@ def test_a_matrix_of_monai_goes_with_the_tensor(tmp_path: Path) -> None:
     assert metadata.units["Y"] == "millimeter"
 
 
+def test_a_tensor_of_monai_whose_matrix_has_other_axes_gives_a_tensor() -> None:
+    data = pytest.importorskip("monai.data")
+    image = torch.from_numpy(STACK[:3]).float()
+    found = predict_whole(network(2, 3), data.MetaTensor(image, affine=torch.eye(4)), tile=8, quiet=True)
+    assert type(found) is torch.Tensor
+    np.testing.assert_array_equal(found.numpy(), predict_whole(network(2, 3), image.numpy(), tile=8, quiet=True))
+
+
 def test_names_of_xarray_go_with_the_array(tmp_path: Path) -> None:
     xarray = pytest.importorskip("xarray")
     coords = {"y": 10 + 0.5 * np.arange(20), "x": ("x", 0.25 * np.arange(18), {"units": "um"}), "band": ["r", "g", "b"]}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,17 @@ from farfield.data.readers.images import Check, FolderError, check_classes, chec
 from farfield.data.sampler import DrawnSamples, EpochSampler
 
 _Value = TypeVar("_Value")
+
+
+@contextlib.contextmanager
+def name_module(name: str) -> Iterator[None]:
+    """Put the name of a data module in front of what is refused; it was called, and not the reader that refuses."""
+    try:
+        with door(name):
+            yield
+    except FolderError as error:
+        error.args = (f"{name}: {error.text}",)
+        raise
 
 
 def read_entry(state: dict[str, Any], name: str, kind: type[_Value]) -> _Value:
@@ -84,14 +96,12 @@ class Listed(Dataset[Any]):
         return len(self.entries)
 
     def __getitem__(self, index: int) -> Any:
-        with door(self.name):
+        with name_module(self.name):
             return self.read(self.entries[index])
 
 
 class Loading(LightningDataModule):
     """Check and list the data, and build the loaders of `parts`: "train", "val", "test" and "predict"."""
-
-    # Readers raise a `FolderError` without a name; the name of the data module is put in front of it here.
 
     # Whether evaluation and prediction have batches of one sample, as sizes may differ.
     one_by_one = False
@@ -110,7 +120,7 @@ class Loading(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Check the files of `root` and `predict`, see `check`; runs in one process of each machine."""
-        with door(type(self).__name__):
+        with name_module(type(self).__name__):
             if self.predict is not None:
                 self._check_predict(self.predict)
             if self.predict is None or (self.root is not None and self.root.is_dir()):
@@ -118,7 +128,7 @@ class Loading(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """List the samples of train, val and test, or those to predict."""
-        with door(type(self).__name__):
+        with name_module(type(self).__name__):
             if stage == "predict" and self.predict is not None:
                 self._list_predict(self.predict)
             else:
@@ -159,7 +169,7 @@ class Loading(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the seed and the classes of a checkpoint, which must be those of the data."""
-        with door(type(self).__name__):
+        with name_module(type(self).__name__):
             classes = read_entry(state_dict, "classes", list)
             if not all(isinstance(name, str) for name in classes):
                 raise FolderError(

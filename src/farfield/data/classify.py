@@ -19,7 +19,7 @@ from torchvision.transforms.v2 import functional
 
 from farfield._refusals import door
 from farfield.data.augment import Augmentation, build_evaluation_transform, build_training_transform
-from farfield.data.base import Listed, Loading, check_root, list_folders, refuse_level
+from farfield.data.base import Listed, Loading, check_root, list_folders, name_module, refuse_level
 from farfield.data.readers.images import (
     Check,
     FolderError,
@@ -98,7 +98,7 @@ class ImageFolders(_Classification):
         self.evaluation_transform = build_evaluation_transform(augmentation, image_size)
 
     @property
-    @door("ImageFolders")
+    @name_module("ImageFolders")
     def folders(self) -> dict[str, Path]:
         """The folders of train, val and test that exist, by name; `root` as train if it has none of them."""
         if self.root is None or (self.predict is not None and not self.root.is_dir()):
@@ -231,6 +231,7 @@ class _Images(Dataset[Any]):
         return (image if self.transform is None else self.transform(image)), self.labels[index]
 
 
+@door("split_by_class")
 def split_by_class(labels: Sequence[int], fraction: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split samples by class, `fraction` of each (an int: so many in all) into the second part; return the indices."""
     try:
@@ -243,6 +244,7 @@ def split_by_class(labels: Sequence[int], fraction: float | int, seed: int) -> t
     return np.sort(parts[0]), np.sort(parts[1])
 
 
+@door("draw_subset")
 def draw_subset(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
     """Draw a number of samples with the same share of each class; return their indices, sorted."""
     if number > len(labels):
@@ -250,6 +252,7 @@ def draw_subset(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
     return np.arange(number) if number == len(labels) else split_by_class(labels, len(labels) - number, seed)[0]
 
 
+@door("list_labelled_images")
 def list_labelled_images(folder: Path) -> list[tuple[str, int]]:
     """List the images of class folders, each with its label."""
     return [

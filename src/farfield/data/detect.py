@@ -20,8 +20,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as images
 
 from farfield._outputs import output_path
-from farfield._refusals import door
-from farfield.data.base import Loading, check_root, read_entry
+from farfield.data.base import Loading, check_root, name_module, read_entry
 from farfield.data.readers.coco import (
     Annotated,
     check_files,
@@ -162,7 +161,7 @@ class CocoFolders(Loading):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the data entries of a checkpoint; predictions of a folder without annotations get its category ids."""
         super().load_state_dict(state_dict)
-        with door("CocoFolders"):
+        with name_module("CocoFolders"):
             self.category_ids = list(read_entry(state_dict, "category_ids", list))
 
     def _read(self) -> dict[str, Annotated]:
@@ -217,7 +216,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
     def __len__(self) -> int:
         return len(self.part.images)
 
-    @door("CocoFolders")
+    @name_module("CocoFolders")
     def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         entry = self.part.images[index]
         image, target = read_image_tensor(self.part.path(entry)), self._target(entry)

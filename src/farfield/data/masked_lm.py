@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import Dataset
 
 from farfield._checks import install_command
-from farfield._refusals import door, put_name
-from farfield.data.base import Loading
+from farfield._refusals import put_name
+from farfield.data.base import Loading, name_module
 from farfield.data.readers.images import FolderError
 from farfield.data.readers.text import Text, read_parts, read_text_file
 from farfield.data.tokenizer import (
@@ -130,7 +130,7 @@ class TextFolder(Loading):
             self.texts |= read_parts(self.root, self.val_share)
 
     @property
-    @door("TextFolder")
+    @name_module("TextFolder")
     def tokenizer(self) -> Any:
         """The tokenizer: that of a checkpoint, else the saved one, else one that is trained on the training text."""
         if self._tokenizer is None and self.saved is not None:
@@ -151,7 +151,7 @@ class TextFolder(Loading):
         text = self.tokenizer.backend_tokenizer.to_str()
         return super().state_dict() | {"tokenizer": text, "special": list_special_words(self.tokenizer)}
 
-    @door("TextFolder")
+    @name_module("TextFolder")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the seed and the tokenizer of a checkpoint; a given `tokenizer` must have the same words."""
         super().load_state_dict(state_dict)
@@ -168,7 +168,7 @@ class TextFolder(Loading):
             )
         self._tokenizer = kept
 
-    @door("TextFolder")
+    @name_module("TextFolder")
     def samples(self, part: str) -> Dataset[Any]:
         """Tokenise a part of the text, and return its samples."""
         if part == "predict" and self.predict is not None:

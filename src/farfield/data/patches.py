@@ -12,6 +12,7 @@ from scipy.ndimage import maximum_filter
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from farfield._refusals import door
 from farfield.data.readers.images import FolderError
 
 # The largest value near a patch's centre must exceed this share of this percentile of the clean stack.
@@ -53,6 +54,7 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
         (5, torch.Size([1, 4, 8, 8]))
     """
 
+    @door("Patches")
     def __init__(
         self, name: str, source: NDArray[Any], target: NDArray[Any], patch: Sequence[int], number: int, seed: int
     ) -> None:

@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
 
 from farfield._refusals import put_name
-from farfield.data.base import Loading, check_root
+from farfield.data.base import Loading, check_root, name_module
 from farfield.data.classify import IMAGENET
 from farfield.data.readers.images import Check, FolderError, check_names, list_images, read_image
 from farfield.data.readers.masks import (
@@ -87,8 +87,14 @@ class VOCFolders(Loading):
         self.train, self.check, self.shorter_side = train, check, shorter_side
         self.random_view = RandomView(crop, scales, jitter, shorter_side)
 
+    @property
+    @name_module("VOCFolders")
+    def folder(self) -> Path:
+        """The root; `FolderError` if it is not given or does not exist."""
+        return check_root(self.root, "ImageSets")
+
     def _check_root(self) -> None:
-        root = check_root(self.root, "ImageSets")
+        root = self.folder
         pairs = dict.fromkeys(pair for part in self._pairs(root).values() for pair in part)
         check_pairs(list(pairs), read_mask_classes(root), root, self.check)
 
@@ -96,7 +102,7 @@ class VOCFolders(Loading):
         self._list_named(path, list_images(path))
 
     def _list_root(self, stage: str) -> None:
-        root = check_root(self.root, "ImageSets")
+        root = self.folder
         pairs, self.classes = self._pairs(root), read_mask_classes(root)
         for name, part in pairs.items():
             view = self.random_view if name == "train" else self._whole_view

@@ -69,7 +69,7 @@ class StereoFrames(Loading):
     ) -> None:
         super().__init__(batch_size, workers)
         self._set_folders(root, predict, "a folder of stereo pairs", "a folder of such pairs")
-        if min(crop) < 1:
+        if len(crop) != 2 or min(crop) < 1:
             error = FolderError(f"crop must be a height and a width in pixels, got {tuple(crop)}.")
             raise put_name("StereoFrames", error)
         self.held_out, self.zero_is_unknown, self.check = list(held_out), zero_is_unknown, check

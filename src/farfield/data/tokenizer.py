@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from farfield._refusals import door
 from farfield.data.readers.images import FolderError, list_some, refuse
 from farfield.data.readers.text import TextPiece
 from farfield.data.sampler import Draw, DrawnSamples
@@ -73,6 +74,7 @@ def build_tokenizer(text: str, special: dict[str, str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
+@door("load_tokenizer")
 def load_tokenizer(folder: Path) -> Any:
     """Load a tokenizer that `save_pretrained` wrote and that has all special words; nothing is downloaded."""
     from transformers import AutoTokenizer
@@ -155,6 +157,7 @@ def read_fixed(samples: Dataset[Any], index: int) -> Any:
     return DrawnSamples(samples)[Draw(index, index)]
 
 
+@door("read_blanks")
 def read_blanks(lines: Sequence[TextPiece], tokenizer: Any, length: int) -> list[tuple[Tensor, Tensor, str]]:
     """Return samples of lines with mask tokens to fill in, of at most `length` tokens; all labels are -100."""
     encoded = tokenizer([piece.text for piece in lines])["input_ids"]
@@ -170,6 +173,7 @@ def read_blanks(lines: Sequence[TextPiece], tokenizer: Any, length: int) -> list
     return [(words, torch.full_like(words, _IGNORED), name) for words, name in samples]
 
 
+@door("tokenise")
 def tokenise(
     pieces: Iterator[TextPiece], tokenizer: Any, *, length: int, unit: str, too_long: str
 ) -> tuple[Tensor, list[tuple[int, int]], list[str]]:

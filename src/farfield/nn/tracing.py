@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from farfield.nn.leftovers import FakeTensors, leftovers_cleared, sweep
 from farfield.nn.network_copy import CannotCopyError, copied, make_empty, share_parameters
@@ -43,14 +44,18 @@ def call(model: nn.Module, example: Any) -> Any:
 
 
 def tensors(outputs: Any) -> list[Tensor]:
-    """Return the tensors of an output, nested in mappings, tuples, lists or dataclasses."""
+    """Return the tensors of an output, nested in mappings, tuples, lists, dataclasses or other nodes of a pytree."""
     if isinstance(outputs, Tensor):
         return [outputs]
     if isinstance(outputs, Mapping):
-        return [tensor for value in outputs.values() for tensor in tensors(value)]
-    if isinstance(outputs, tuple | list):
-        return [tensor for value in outputs for tensor in tensors(value)]
-    return tensors(vars(outputs)) if hasattr(type(outputs), "__dataclass_fields__") else []
+        parts = list(outputs.values())
+    elif isinstance(outputs, tuple | list):
+        parts = list(outputs)
+    elif hasattr(type(outputs), "__dataclass_fields__"):
+        parts = list(vars(outputs).values())
+    else:  # a leaf, or an object of a registered class, such as the caches of transformers
+        parts = [leaf for leaf in tree_leaves(outputs) if leaf is not outputs]
+    return [tensor for part in parts for tensor in tensors(part)]
 
 
 class EnoughError(Exception):

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,7 @@ class Stream:
         # Passes whose checksums are known, of those that other processes run.
         self.known = 0
         self.overflowed = False  # whether there was a warning
+        self.warn: Callable[[str], object] = _warn
 
     def open(self, run: Run) -> bool:
         """Open the output, and go on with an unfinished one of the same identity; False if it is made anew."""
@@ -186,7 +187,7 @@ class Stream:
         # What a network in float16 cannot hold is infinite in its result.
         if box.dtype == torch.float16 and not self.overflowed and box.isinf().any():
             self.overflowed = True
-            _warn(
+            self.warn(
                 f"{self.caller}: the result has infinite numbers, and the network is of float16, which ends at "
                 f"{torch.finfo(box.dtype).max:g}; fix: model.float(), or model.bfloat16()."
             )

@@ -249,10 +249,10 @@ class StoredInBlocks(StoredInFile):
 
     def write(self, index: int, box: Box, block: Tensor) -> None:
         """Write a tile's own part."""
-        content = block.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        content = block.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         self.checksums[index] = checksum(content)
         with self._explained():
-            replace_file(self._file(index), content + self.checksums[index].to_bytes(_CHECKSUM, "little"))
+            replace_file(self._file(index), content, self.checksums[index].to_bytes(_CHECKSUM, "little"))
 
     def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
         """Whether there are the blocks of these tiles, by their checksums."""
@@ -293,11 +293,12 @@ class StoredInBlocks(StoredInFile):
             return int.from_bytes(file.read(), "little")
 
     def _map_block(self, index: int) -> Any:
-        file, length = self._file(index), self.offsets[index + 1] - self.offsets[index]
+        length = self.offsets[index + 1] - self.offsets[index]
         try:
-            if file.stat().st_size != length + _CHECKSUM:
-                raise self._changed("and has another length")
-            return np.memmap(file, np.uint8, "r+", shape=(length,))
+            with self._file(index).open("r+b") as file:
+                if os.fstat(file.fileno()).st_size != length + _CHECKSUM:
+                    raise self._changed("and has another length")
+                return np.memmap(file, np.uint8, "r+", shape=(length,))
         except FileNotFoundError:
             raise self._changed(f"and has no block of tile {index}") from None
 

@@ -21,7 +21,7 @@ from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.axes_view import AxesView, order_axes
 from farfield.volumes.chunk_cache import keep_chunks
-from farfield.volumes.sink import check_path
+from farfield.volumes.sink import check_path, to_numpy
 from farfield.volumes.source import explain_error, narrowed, without_mask
 from farfield.volumes.volume import split_volume, take_samples
 
@@ -99,7 +99,8 @@ def restore(
         part: The share of this process, where several are started; each reads the stack for its percentiles.
 
     Returns:
-        The restored stack or image, in float32: an array, or the file opened for reading; None for a part.
+        The restored stack or image, in float32: an array, a tensor for a tensor (with the matrix of one of MONAI), or
+        the file opened for reading; None for a part.
 
     Raises:
         ValueError: If the stack is constant, has NaN or infinite values or masked positions, or numbers beyond those of
@@ -117,10 +118,11 @@ def restore(
     """
     known, array = split_volume(stack)
     if known is not None:
+        given_array = array
         array, known, _ = take_samples("the stack", array, known)
         axes = known.axes
         order = sorted(range(len(axes)), key=lambda axis: axes[axis] != "C")  # channels, then the others
-        if order != sorted(order) or array is not split_volume(stack)[1]:
+        if order != sorted(order) or array is not given_array:
             array, known = order_axes(array, order), known.with_axes("".join(axes[axis] for axis in order))
             stack = Volume(array, known)
     has_channels = known is not None and "C" in known.axes
@@ -131,12 +133,13 @@ def restore(
             f"the network restores grids of {len(multiples)} spatial dims, the stack has {len(stack.shape)}: "
             f"{tuple(stack.shape)}; fix: a network of {len(stack.shape)} spatial dims, or another stack.",
         )
-    channels = [array]
+    numbers = to_numpy(array) if isinstance(array, Tensor) else array
+    channels = [numbers]
     if len(stack.shape) > len(multiples):
-        if known is not None:  # whatever its letter, the first axis has channels
+        if known is not None and known.axes[0] != "C":  # whatever its letter, the first axis has channels
             stack = Volume(array, replace(known, axes="C" + known.axes[1:]))
         kept = range(1, len(stack.shape))
-        channels = [AxesView(array, kept, {0: [channel]}) for channel in range(stack.shape[0])]
+        channels = [AxesView(numbers, kept, {0: [channel]}) for channel in range(stack.shape[0])]
     scaled = ScaledNetwork(network, [find_grey_levels(channel) for channel in channels]).eval()
     if not hasattr(network, "project"):
         given = tile if isinstance(tile, Tiles) else Tiles(tile)
@@ -149,8 +152,11 @@ def restore(
         )
     if client is not None or part is not None:
         raise refusal(ValueError, "a projection runs in one piece; fix: neither a client nor parts, one process.")
+    if isinstance(array, Tensor):
+        stack = numbers
     if out is None:
-        return _project_stack(scaled, stack, multiples)
+        image = _project_stack(scaled, stack, multiples)
+        return torch.from_numpy(image).to(array.device) if isinstance(array, Tensor) else image
     refuse_aliasing(out, {"stack": array})
     check_path(Path(out), overwrite)  # before the work
     image = _project_stack(scaled, stack, multiples)

@@ -71,6 +71,8 @@ def _read_coordinates(array: Any) -> ImageMetadata:
 def label_result(volume: Any, result: Any, metadata: ImageMetadata) -> Any:
     """Return a result with the names, coordinates or matrix of the volume, if that has any."""
     if _is_meta_tensor(volume) and isinstance(result, Tensor):
+        if "origin" not in metadata.affine:  # the tensor's matrix is of other axes
+            return result
         letters = "".join(letter for letter in metadata.axes if letter in metadata.affine)
         return type(volume)(result, affine=metadata.matrix(letters))
     if not _is_data_array(volume) or not isinstance(result, np.ndarray):

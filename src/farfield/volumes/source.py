@@ -230,7 +230,7 @@ def source_indices(index: np.ndarray, length: int, mode: str) -> np.ndarray:
 
 def checksum(grid: Tensor) -> int:
     """Return a checksum of the bytes of a grid's numbers."""
-    return zlib.crc32(grid.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(grid.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def check_mapping(array: Any) -> None:

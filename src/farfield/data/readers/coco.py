@@ -18,6 +18,7 @@ from jaxtyping import UInt8
 from pycocotools import mask as coco
 from torch import Tensor
 
+from farfield._refusals import door
 from farfield.data.readers.coco_entries import (
     FIELDS,
     are_numbers,
@@ -48,6 +49,7 @@ class Annotated:
         return self.folder / image["file_name"]
 
 
+@door("read_annotated")
 def read_annotated(root: Path, name: str) -> Annotated:
     """Read `root/annotations/instances_<name>.json`, whose images lie in `<name>`, `images/<name>` or `images`."""
     file = root / "annotations" / f"instances_{name}.json"
@@ -126,6 +128,7 @@ def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
     refuse_here("annotations have unknown categories", strange, f"use the ids under categories: {known}.")
 
 
+@door("check_files")
 def check_files(part: Annotated) -> None:
     """Refuse listed images that do not exist, and images of the split's own folder that are not listed."""
     refuse_here = partial(refuse, place=f"{part.file}: ")

@@ -32,7 +32,8 @@ class FolderError(ValueError):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.is_unnamed = True  # as a `refusal`: the data module puts its own name in front, see `Loading`
+        self.text = text  # without the name of what was called, see `name_module`
+        self.is_unnamed = True  # as a `refusal`
 
 
 def list_some(names: Iterable[object], separator: str = ", ") -> str:

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from farfield._refusals import door
 from farfield.data.readers.images import (
     Check,
     FolderError,
@@ -47,6 +48,7 @@ class Pair(NamedTuple):
     mask: Path
 
 
+@door("read_mask_classes")
 def read_mask_classes(root: Path) -> list[str]:
     """Read the classes, one per line in the order of their labels, from `root/classes.txt`; without it VOC's 21."""
     path = root / "classes.txt"
@@ -68,6 +70,7 @@ def read_mask_classes(root: Path) -> list[str]:
     return [" ".join(line).strip() for line in lines]
 
 
+@door("read_list")
 def read_list(path: Path) -> list[list[str]]:
     """Read the lines of a list of images, each split into words."""
     if not path.is_file():
@@ -79,6 +82,7 @@ def read_list(path: Path) -> list[list[str]]:
     return lines
 
 
+@door("list_mask_pairs")
 def list_mask_pairs(root: Path, path: Path) -> list[Pair]:
     """Return the pairs of a list: names of images (VOC), or two paths per line below the root (train_aug lists)."""
     pairs = [
@@ -90,6 +94,7 @@ def list_mask_pairs(root: Path, path: Path) -> list[Pair]:
     return _check_complete(pairs, path)
 
 
+@door("list_train_aug")
 def list_train_aug(root: Path, sbd: Path) -> list[Pair]:
     """List VOC's 10,582 training images, (SBD train and val, and VOC train) without VOC val, with SBD's masks."""
     # The folder of cls, train.txt and val.txt, or the one around it.
@@ -119,6 +124,7 @@ def _check_complete(pairs: Sequence[Pair], source: Path) -> list[Pair]:
     return list(pairs)
 
 
+@door("read_mask")
 def read_mask(path: Path) -> Tensor:
     """Read the labels of a mask as a `uint8` tensor `(height, width)`; refuse colours."""
     with name_file(path):
@@ -136,6 +142,7 @@ def read_mask(path: Path) -> Tensor:
     return labels
 
 
+@door("check_pairs")
 def check_pairs(pairs: Sequence[Pair], classes: Sequence[str], root: Path, check: Check = "once") -> None:
     """Decode every pair and refuse those that cannot be trained on, in one error."""
     note = Note(root, (path for pair in pairs for path in pair), f"{len(classes)} classes")
@@ -154,7 +161,7 @@ def find_pair_fault(pair: Pair, classes: int) -> str | None:
     try:
         labels = read_mask(pair.mask)
     except FolderError as error:
-        return str(error).splitlines()[0]
+        return error.text.splitlines()[0]
     size = read_size(pair.image)
     if tuple(labels.shape) != size:
         return f"{pair.mask} is {format_size(labels.shape)}, {pair.image} is {format_size(size)}"

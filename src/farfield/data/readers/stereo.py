@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from farfield._refusals import door
 from farfield.data.readers.images import (
     Check,
     FolderError,
@@ -84,6 +85,7 @@ class Frame(NamedTuple):
         return not _TESTS.isdisjoint(self.name.split("/")[:-1])
 
 
+@door("list_frames")
 def list_frames(folder: Path) -> list[Frame]:
     """List the pairs of a folder, of every layout, in sorted order."""
     if not folder.is_dir():
@@ -116,6 +118,7 @@ def _match_layout(path: str) -> tuple[FrameLayout, re.Match[str]] | None:
     return next(((layout, match) for layout, match in matches if match), None)
 
 
+@door("read_disparity")
 def read_disparity(path: Path) -> NDArray[np.float32]:
     """Read the disparities of a PFM file, or of KITTI's 16-bit PNG files, which store 256 times the disparity."""
     if path.suffix.lower() == ".pfm":
@@ -130,6 +133,7 @@ def read_disparity(path: Path) -> NDArray[np.float32]:
     return (values / _KITTI_FACTOR).astype(np.float32)
 
 
+@door("read_pfm")
 def read_pfm(path: Path) -> NDArray[np.float32]:
     """Read a PFM file of one channel, which stores the last row first; the sign of its scale gives the byte order."""
     # Pillow does not read files whose scale has more than ten digits.
@@ -154,6 +158,7 @@ def read_pfm(path: Path) -> NDArray[np.float32]:
     return np.ascontiguousarray(rows[::-1], np.float32)
 
 
+@door("check_frames")
 def check_frames(frames: Sequence[Frame], root: Path, check: Check = "once") -> None:
     """Decode every frame and refuse those that cannot be read or whose files differ in size, in one error."""
     note = Note(root, (path for frame in frames for path in frame[:3] if path is not None))
@@ -172,7 +177,7 @@ def _find_frame_fault(frame: Frame) -> str | None:
         try:
             size[frame.disparity] = read_disparity(frame.disparity).shape
         except FolderError as error:
-            return str(error).splitlines()[0]
+            return error.text.splitlines()[0]
     for path, own in size.items():
         if own != size[frame.left]:
             return f"{path} is {format_size(own)}, {frame.left} is {format_size(size[frame.left])}"

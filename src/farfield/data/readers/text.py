@@ -62,7 +62,7 @@ def _read_texts(folder: Path) -> list[Text]:
         try:
             texts.append(read_text_file(path))
         except FolderError as error:
-            faults.append(str(error))
+            faults.append(error.text)
     if faults:
         shown = list_some(faults, "\n  ")
         raise FolderError(f"{len(faults)} of the {len(paths)} files in {folder} cannot be read.\n  {shown}")

@@ -115,6 +115,7 @@ def run_on_cluster(client: Any, job: Job, stream: Stream, quiet: bool) -> Any:
     workers = _check_workers(client, job, output)
     if not quiet:
         print(f"{len(workers)} workers of {client.scheduler.address}, {client.dashboard_link}", file=sys.stderr)
+    told = set[str]()
     with show_progress(stream, quiet) as bar:
         for number, (records, each) in enumerate(zip(stream.records, stream.passes, strict=True)):
             bar.set_description(f"pass {number + 1} of {len(stream.passes)}")
@@ -122,14 +123,17 @@ def run_on_cluster(client: Any, job: Job, stream: Stream, quiet: bool) -> Any:
             while not records.is_complete():
                 left = sorted(set(range(each.tiles)) - records.finished())
                 with contextlib.closing(_run_pass(client, setup, number, left)) as finished:
-                    for _ in finished:
+                    for texts in finished:
                         bar.update(count_units(each))
+                        for text in set(texts) - told:
+                            stream.warn(text)
+                        told.update(texts)
                 records.settle()
     return stream.finish()
 
 
-def _run_pass(client: Any, setup: _Setup, number: int, left: Sequence[int]) -> Generator[int]:
-    """Run tiles of a pass on the workers; yield each when it is finished, and cancel the others where that ends."""
+def _run_pass(client: Any, setup: _Setup, number: int, left: Sequence[int]) -> Generator[list[str]]:
+    """Run tiles of a pass on the workers; yield the warnings of each, and cancel the others where that ends."""
     from distributed import KilledWorker, as_completed
 
     with contextlib.suppress(TimeoutError):  # those that were killed may start again
@@ -170,13 +174,13 @@ def _run_pass(client: Any, setup: _Setup, number: int, left: Sequence[int]) -> G
         for future in finished:
             address, index = running.pop(future)
             try:
-                future.result()
+                texts = future.result()
             except KilledWorker as error:
                 raise _killed(number, index, error) from error
             following = submit(address)
             if following is not None:
                 finished.add(following)
-            yield index
+            yield texts
     finally:
         client.cancel(list(running))
 
@@ -311,8 +315,8 @@ _LOCK = threading.Lock()
 _OPENED: dict[_Setup, tuple[Job, Stream]] = {}
 
 
-def _run_remote(setup: _Setup, number: int, index: int) -> None:
-    """Run a task on a worker."""
+def _run_remote(setup: _Setup, number: int, index: int) -> list[str]:
+    """Run a task on a worker; return its warnings, which the client shows."""
     with _LOCK, _read_here():
         if setup not in _OPENED:
             for _, stream in _OPENED.values():
@@ -320,8 +324,11 @@ def _run_remote(setup: _Setup, number: int, index: int) -> None:
             _OPENED.clear()
             _OPENED[setup] = _load_job(setup)
         job, stream = _OPENED[setup]
+        texts: list[str] = []
+        stream.warn = texts.append
         with job.surroundings():
             stream.run_task(number, index)
+        return texts
 
 
 def _load_job(setup: _Setup) -> tuple[Job, Stream]:
