@@ -6,6 +6,7 @@ import copy
 import importlib
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
 from farfield import replace_attention
+from farfield.insertion import apply_recipe, save_recipe
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops import OPERATORS
 from farfield.streaming import predict_whole
@@ -377,6 +379,16 @@ class OnGrids(nn.Module):
     def forward(self, grid: Tensor) -> Tensor:
         grid = self.convolution(grid)
         return self.attention(grid.flatten(2).mT).mT.unflatten(2, grid.shape[2:])
+
+
+@pytest.mark.parametrize("operator", ["softmax", GAUSSIAN])
+def test_a_recipe_of_linear_layers(tmp_path: Path, operator: str) -> None:
+    layer = nn.Sequential(LiteMLA(24, 24, dim=8))
+    first, again = drawn(layer), drawn(copy.deepcopy(layer))
+    replace_attention(first, operator)
+    save_recipe(first, tmp_path / "recipe")
+    apply_recipe(again, tmp_path / "recipe")
+    assert error(again(GRID), first(GRID)) < 1e-5
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
