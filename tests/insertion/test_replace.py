@@ -182,7 +182,10 @@ def test_attention_that_is_not_known_is_named() -> None:
         ("coat_tiny", r"\(timm\.models\.coat\.FactorAttnConvRelPosEnc\)"),
         ("convit_tiny", r"blocks\.0\.attn \(timm\.models\.convit\.GPSA\)"),
         ("edgenext_xx_small", r"\(timm\.models\.edgenext\.CrossCovarianceAttn\)"),
-        ("efficientvit_m0", r"\(timm\.models\.efficientvit_msra\.CascadedGroupAttention\)"),
+        (
+            "efficientvit_m0",
+            r"\(timm\.models\.efficientvit_msra\.CascadedGroupAttention, which adds a bias, att",
+        ),
         ("shvit_s1", r"\(timm\.models\.shvit\.SHSA\)"),
     ],
 )

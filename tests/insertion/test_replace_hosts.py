@@ -412,6 +412,16 @@ def test_refusals_name_the_reason(build: Callable[[], nn.Module], text: str) -> 
     assert type(module) is host
 
 
+def test_biases_of_classes_that_are_not_known_are_named() -> None:
+    sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 24}
+    config = transformers.WavLMConfig(**sizes)
+    with torch.device("meta"):
+        model = transformers.WavLMModel(config)
+    text = r"no supported attention, but encoder\.layers\.0\.attention .*WavLMAttention, which adds a bias, .*rel_"
+    with pytest.raises(LookupError, match=text):
+        replace_attention(model, GAUSSIAN)
+
+
 class Undecided(nn.Module):
     """Calls torch's function only for short texts."""
 

@@ -26,7 +26,7 @@ _FUNCTION = "scaled_dot_product_attention"
 # Arguments of a forward that rotate queries and keys.
 _ROTATIONS = re.compile("rope|rotary|freqs")
 # Parameters that are added to the products of queries and keys.
-_BIASES = re.compile("relative|rel_pos|attention_bias")
+_BIASES = re.compile("relative|rel_pos|rel_attn|attention_bias")
 
 
 def find_caller(module: nn.Module) -> type[Replaced] | None:
@@ -75,9 +75,9 @@ class CallingAttention(Replaced):
     @classmethod
     def find_obstacle(cls, module: Any, operator: Operator) -> str | None:
         """Refuse biases, and rotations where the operator has no products."""
-        biases = [name for name, _ in module.named_parameters() if _BIASES.search(name)]
-        if biases:
-            return f"adds a bias to the products of queries and keys ({biases[0]}), and there are no such products"
+        bias = find_bias(module)
+        if bias is not None:
+            return f"adds a bias to the products of queries and keys ({bias}), and there are no such products"
         return find_rotation(type(module).forward, operator)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,6 +136,11 @@ class _Answer(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         self.calls += 1
         return self.attention.answer(*args, **(kwargs or {}))
+
+
+def find_bias(module: nn.Module) -> str | None:
+    """Return the name of a parameter that is added to the products of queries and keys, by its name; None if none."""
+    return next((name for name, _ in module.named_parameters() if _BIASES.search(name)), None)
 
 
 def find_rotation(function: Any, operator: Operator) -> str | None:

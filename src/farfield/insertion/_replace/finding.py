@@ -9,6 +9,7 @@ from torch import nn
 
 from farfield._refusals import put_name
 from farfield.insertion._places import matching, no_match
+from farfield.insertion._replace.calls import find_bias
 from farfield.insertion._replace.hugging_face import registered_operator, uses_interface
 from farfield.insertion._replace.kinds import find_kind
 from farfield.insertion._replace.modules import Replaced
@@ -80,7 +81,9 @@ def other_attention(model: nn.Module, places: list[str], known: list[str]) -> st
         if not alike or kind.__module__.startswith("farfield.") or not any(_lies_in(path, place) for place in places):
             continue
         if not any(_lies_in(path, other) or _lies_in(other, path) for other in known):
-            others.append(f"{path} ({kind.__module__}.{kind.__name__})")
+            bias = find_bias(module)
+            reason = "" if bias is None else f", which adds a bias, {bias}"
+            others.append(f"{path} ({kind.__module__}.{kind.__name__}{reason})")
     return ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
 
 
