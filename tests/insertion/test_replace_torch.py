@@ -382,8 +382,8 @@ def test_dropped_attention_is_right_on_average(row: str) -> None:
         ones = attend_tokens(OPERATORS[row], many[0], many[1], torch.ones_like(many[2]), None, **options, dropout=0.3)[
             0
         ]
-        # Nothing is left of a slot once in 0.3⁵ = 1/411 draws. Two operators add 10⁻⁶ to a sum of weights, which is less
-        # than 0.01 in few draws; the weights of one are 0 where no channel of query and key is positive.
+        # Nothing is left of a slot once in 0.3⁵ = 1/411 draws. Two operators add 10⁻⁶ to a sum of weights, which is
+        # less than 0.01 in few draws; the weights of one are 0 where no channel of query and key is positive.
         tolerance = 1e-4 if row in ("linear_relu", "mala") else 20 * EPS
         nothing = (ones == 0) & (row == "linear_relu")
         assert (((ones - 1).abs() < tolerance) | nothing).float().mean() > 0.98
