@@ -84,7 +84,7 @@ def _add_lora(student: nn.Module, modules: Mapping[str, nn.Module]) -> Any:
     try:
         from peft import LoraConfig, LoraModel
     except ImportError as error:
-        fix = "pip install peft"
+        fix = install_command("lora")
         raise refusal(ImportError, f'tune="lora" needs peft, which is not installed; fix: {fix}') from error
     targets = [
         ".".join(filter(None, (path, name)))
