@@ -106,7 +106,10 @@ HOMES = {
         "models/detector.py",
         "models/video.py",
     ),
-    "timm": ("cli/linearize.py", "models/catalog.py",),
+    "timm": (
+        "cli/linearize.py",
+        "models/catalog.py",
+    ),
     "transformers": ("data/", "cli/linearize.py", "insertion/_replace/hugging_face.py"),
     "torchmetrics": ("tasks/",),
     "jsonargparse": ("cli/",),

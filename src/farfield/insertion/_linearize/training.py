@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from farfield._checks import install_command
 from farfield._files import open_replacement
 from farfield._refusals import refusal
 from farfield.insertion._linearize.features import compare, cycle_inputs, find_valid, move, read_features
