@@ -98,7 +98,9 @@ def draw_picture(sizes: dict[str, Curves], file: Path) -> None:
     from matplotlib.figure import Figure
 
     sizes = {title: curves for title, curves in sizes.items() if len(every_number(curves)) > 1}
-    figure = Figure(figsize=(4.6 * len(sizes) + 2.2, 4.8), layout="constrained")
+    # The legend has a line for each curve, and two more.
+    height = max(4.8, 0.23 * (2 + max(map(len, sizes.values()))) + 0.3)
+    figure = Figure(figsize=(4.6 * len(sizes) + 2.2, height), layout="constrained")
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     for axes, (title, curves) in zip(panels, sizes.items(), strict=True):
         for name, points in curves.items():
