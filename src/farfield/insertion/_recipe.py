@@ -188,6 +188,9 @@ def _describe_addition(place: Place, host: nn.Module) -> dict[str, Any]:
     addition = host.get_submodule(CHILD if place.entry is None else f"{CHILD}.{place.entry}")
     last = isinstance(addition, ChannelsLast)
     module = addition.module if isinstance(addition, ChannelsLast) else addition
+    if any(hasattr(part, "original_module") or hasattr(part, "base_layer") for part in module.modules()):
+        fix = "save_recipe(model, folder) before get_peft_model; the weights that it trains are in its own file"
+        raise refusal(ValueError, f"{place.label} has an addition that peft has wrapped; fix: {fix}.")
     if type(module) is not GridAttention:
         what = f"{place.label} has a {type(module).__name__}, which is your own code and no file names"
         raise refusal(ValueError, f"{what}; fix: insert a GridAttention, or save the code that calls insert.")

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from farfield._refusals import door, put_name
 from farfield.insertion._replace.learned import attend
 from farfield.insertion._replace.masks import causal_error, find_valid_positions
+from farfield.nn.scripting import refuse_to_script
 from farfield.ops.table import Operator
 
 
 class TorchAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with any operator; created by `replace_attention`."""
 
+    __prepare_scriptable__ = staticmethod(refuse_to_script)
     operator: Operator
     operator_name: str
 
@@ -88,6 +90,7 @@ class TorchAttention(nn.MultiheadAttention):
 class TimmAttention(nn.Module):
     """timm's ViT-style `Attention` with any operator; created by `replace_attention`."""
 
+    __prepare_scriptable__ = staticmethod(refuse_to_script)
     operator: Operator
     operator_name: str
     num_heads: int
