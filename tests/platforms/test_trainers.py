@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def programs() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     tokens = MarkdownIt().parse(PAGE.read_text(encoding="utf-8"))
     heading = ""
-    for before, token in zip(tokens, tokens[1:], strict=False):
+    for before, token in pairwise(tokens):
         if before.type == "heading_open":
             heading = token.content
         if token.type == "fence" and token.info.strip() == "py":
