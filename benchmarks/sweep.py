@@ -8,7 +8,8 @@ Each check of a network at a place is a line of JSON: the check, the verdict and
 after the last line. A check is a function in `CHECKS` from a network to its results.
 
 - right: at first the output is unchanged, to the bit; it changes with the weights of the inserted module; the module
-  can be removed. For replaced attention: softmax leaves the output unchanged up to rounding, another operator does not.
+  can be removed. For replaced attention: the operator that it has, mostly softmax, leaves the output unchanged up to
+  rounding, another operator does not.
 - refused: farfield raises an error that names a fix, and the fix works; the network is unchanged.
 - unclear: an error without a fix, or with one that does not work.
 - untrue: an error with a false reason, such as "causal" for attention that attends to later positions.
@@ -39,6 +40,7 @@ from networks import Network, networks, timm_network
 
 from farfield import insert, remove, replace_attention
 from farfield.insertion._insert.probe import call, probe
+from farfield.insertion._replace.finding import find_original
 from farfield.nn import GridAttention
 
 make = partial(GridAttention, operator="factorized_gaussian", inner_channels=8, project="qkvo", residual=True)
@@ -194,10 +196,12 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 # ---- replace ---------------------------------------------------------------------------------------------------------
 # The tolerance for sums over tokens in another order, through a dozen layers in float32.
 SAME = 1e-3
+# The operator that replaced attention is tried with.
+OTHER = "factorized_gaussian"
 
 
 def check_replace(network: Network, where: list[str]) -> Iterator[Result]:
-    """Replace all attention, or that at the given places, by softmax, by another operator, and by softmax again."""
+    """Replace all attention, or that at the given places, by its own operator, by another, and by its own again."""
     torch.manual_seed(0)
     model = network.build().eval()
     # Most models start with weights so small that attention is uniform and its response has no visible effect.
@@ -219,9 +223,12 @@ def check_replace(network: Network, where: list[str]) -> Iterator[Result]:
     text, called = f"{len(replaced)} replaced", []
     for module in replaced.values():
         module.register_forward_hook(lambda module, inputs, output: called.append(module))
-    for operator, equal_to_before in (("softmax", True), ("factorized_gaussian", False), ("softmax", True)):
+    for operator, equal_to_before in (("its own", True), (OTHER, False), ("its own", True)):
         try:
-            replace_attention(model, operator, where=where or None)
+            if equal_to_before:
+                restore(model, replaced)
+            else:
+                replace_by_other(model, where)
             after = outputs(model, example)
         except Exception as error:  # noqa: BLE001
             verdict = "refused" if "fix: " in str(error) else "unclear"
@@ -235,6 +242,26 @@ def check_replace(network: Network, where: list[str]) -> Iterator[Result]:
             yield Result("", "wrong", f"{text}\n{operator} {what}")
             return
     yield Result("", "right", text)
+
+
+def restore(model: nn.Module, replaced: dict[str, nn.Module]) -> None:
+    """Replace each attention by the operator that its library computes."""
+    paths = collections.defaultdict(list)
+    for path, module in replaced.items():
+        paths[find_original(module)].append(path)
+    for operator, where in paths.items():
+        replace_attention(model, operator, where=where)
+
+
+def replace_by_other(model: nn.Module, where: list[str]) -> None:
+    """Replace attention by another operator; where that is refused, by the one that the error names."""
+    try:
+        replace_attention(model, OTHER, where=where or None)
+    except ValueError as error:
+        named = re.search(r'fix: take .*"(\w+)"\.$', str(error))
+        if named is None:
+            raise
+        replace_attention(model, named[1], where=where or None)
 
 
 def near(one: list[Tensor], other: list[Tensor]) -> bool:

@@ -47,7 +47,7 @@ def run(script: str, *arguments: str, status: int = 0, folder: Path = BENCHMARKS
 
 # ---- equality before time --------------------------------------------------------------------------------------------
 def options(operator: str, project: str) -> dict[str, Any]:
-    return {"heads": 2, "project": project.replace("k", "") if operator == "siamese_local" else project}
+    return {"heads": 2, "project": OPERATORS[operator].projections(project)}
 
 
 @pytest.mark.parametrize("project", ["", "qkvo"])

@@ -15,7 +15,7 @@ from farfield import ShapeError, cost
 from farfield.cost.measuring import LiveBytes
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.nn.macs import MacCounter
-from farfield.ops import OPERATORS, Operator, pooled
+from farfield.ops import OPERATORS, Operator, flare, pooled
 from farfield.ops.projection import project_queries
 from farfield.ops.table import keys, position, queries
 from helpers.partly import pairwise, partly
@@ -30,7 +30,7 @@ def attention(row: str | Operator, channels: int = 16, **options: object) -> Gri
 
 def projects(row: str) -> list[str]:
     """The maps that a row can have: siamese_local reads no keys."""
-    return list(dict.fromkeys(project.replace("k", "") if row == "siamese_local" else project for project in PROJECTS))
+    return list(dict.fromkeys(OPERATORS[row].projections(project) for project in PROJECTS))
 
 
 # ---- count -----------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_the_formula_is_what_executes(row: str, heads: int) -> None:
 @pytest.mark.parametrize("row", OPERATORS)
 def test_the_formula_is_what_executes_with_other_channels(row: str) -> None:
     narrow: dict[str, object] = {} if row == "siamese_local" else {"inner_channels": 8}
-    letters = "qvo" if row == "siamese_local" else "qkvo"
+    letters = OPERATORS[row].projections("qkvo")
     for width, heads, output in itertools.product((4, 24), (1, 2, 4), ("", "o")):
         project = letters.replace("o", output)
         module = attention(row, heads=heads, project=project, value_channels=width, bias=False, **narrow)
@@ -223,7 +223,29 @@ def test_a_network_is_counted_in_the_convention() -> None:
     assert cost.predict(net, channels=3, size=(5, 6), batch=2) == cost.count(net, (2, 3, 5, 6))
 
 
+def test_latents_are_counted_and_not_their_usual_number() -> None:
+    for slots in (1, 16, 100):
+        module = attention(flare(slots), heads=2, project="kvo")
+        counted, predicted = cost.count(module, (3, 16, 5, 6)), cost.predict(module, size=(5, 6), batch=3)
+        by_operator = cost.predict(flare(slots), channels=16, size=(5, 6), batch=3, heads=2, project="kvo")
+        assert predicted.macs == counted.macs
+        assert predicted.weights == counted.weights
+        assert predicted == by_operator
+
+
 # ---- predict: errors -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("row", ["flare", "linear_relu", "linear_elu", "hedgehog", "inline", "mala"])
+def test_operators_that_no_paper_covers_have_farfields_count_alone(row: str) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), GridAttention(8, row))
+    for operator in (row, net):
+        with pytest.raises(
+            LookupError, match=f'^cost.predict: no convention of KAN, SAN, FA covers {row}; fix: convention="farfield"'
+        ):
+            cost.predict(operator, channels=3 if operator is net else 8, size=(5, 6), convention="paper")
+    with pytest.raises(LookupError, match=f'^cost.predict: no operator of SAN "{row}"; it has averaged, '):
+        cost.predict(row, channels=8, size=(5, 6), convention="SAN")
+
+
 def test_operators_of_the_table_are_found_by_what_they_are() -> None:
     same = dataclasses.replace(OPERATORS["averaged"])
     assert cost.predict(same, channels=8, size=(5,)) == cost.predict("averaged", channels=8, size=(5,))

@@ -98,7 +98,7 @@ def test_fits_to_the_byte() -> None:
     assert plans(memory=training.bytes - 1, backward=True)["siamese"].fits is False
 
 
-@pytest.mark.parametrize(("rank", "size"), [(1, 90), (2, 30), (3, 12)])
+@pytest.mark.parametrize(("rank", "size"), [(1, 300), (2, 30), (3, 12)])
 @pytest.mark.parametrize("number", ["macs", "activation_bytes"])
 @pytest.mark.parametrize("project", ["", "v", "qkvo"])
 def test_crossovers_are_the_last_change(rank: int, size: int, number: str, project: str) -> None:

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from farfield import ShapeError, maps
 from farfield.nn import GridAttention
 from farfield.ops import ALL, AXES, OPERATORS, Operator, pooled
+from farfield.ops.table import look_up_operator
 from helpers import explicit
-from helpers.attending import _options, convolved, valid_or_zero
+from helpers.attending import _options, asking, convolved, valid_or_zero
 from helpers.grids import NORMALISED_ROWS, PAIRS, ROWS, SCALED_ROWS, assert_close, draw_mask, name
 from helpers.partly import pairwise
 from helpers.seeding import seeded_generator
@@ -26,8 +27,7 @@ AXIS_ROWS, MEAN_ROWS = explicit.AXIS_ROWS, explicit.MEAN_ROWS
 
 def build(row: str | Operator, *, heads: int = 2, project: str = "qkvo", **options: Any) -> GridAttention:
     """A module in float64 whose parameters, norms' statistics included, are nothing special."""
-    if row == "siamese_local":
-        project = project.replace("k", "")
+    project = look_up_operator(row)[1].projections(project)
     attention = GridAttention(4, row, heads=heads, project=project, **options).double().eval()
     with torch.no_grad():
         for parameter in attention.parameters():
@@ -56,7 +56,7 @@ def matrix(
     if row == "softmax_pooled":
         windows = window_shares(valid)
         (answering, context_mask), row = explicit.pool(context, context_mask), "softmax"
-    query, key = convolved(attention.query, grid), convolved(attention.key, answering)
+    query, key = convolved(asking(attention), grid), convolved(attention.key, answering)
     found = explicit.matrix(row, query, key, mask=context_mask, **options)
     if windows is not None:
         found = found @ windows[:, None]
@@ -230,7 +230,8 @@ def test_memory_grows_with_the_grid_alone(row: str) -> None:
             maps.basis_masks(attention, grid)
         if row in AXIS_ROWS:
             maps.axis_maps(attention, grid, (50, 5))
-    assert grid.numel() <= largest.numbers <= 2 * grid.numel()
+    channels = max(4, 2 * attention.operator.slots)
+    assert grid.numel() <= largest.numbers <= 2 * channels * 64 * 64
 
 
 # ---- basis masks -----------------------------------------------------------------------------------------------------
@@ -244,8 +245,16 @@ def test_basis_masks_by_their_definition(row: str, size: tuple[int, ...], masked
     valid = explicit.valid_positions(grid, mask).flatten(1)[:, None, None]  # (b, 1, 1, n)
     key = explicit.split(convolved(attention.key, valid_or_zero(grid, mask)), 2) if attention.key else None
     positions = valid.sum(-1, keepdim=True).double()
-    if row == "factorized_gaussian":
+    if row in ("flare", "hedgehog"):
+        key = (attention.latents if row == "flare" else attention.key_map) @ key
+    if row in ("factorized_gaussian", "flare"):
         expected = key.masked_fill(~valid, -math.inf).softmax(-1)
+    elif row in (*explicit.QUOTIENTS, "mala", "inline"):
+        features = explicit.QUOTIENTS.get(row, explicit.QUOTIENTS["linear_elu"])[0](key) * valid
+        expected = features / features.sum(-1, keepdim=True)
+        expected = key / positions * valid if row == "inline" else expected.nan_to_num()
+        if row in ("mala", "inline"):
+            expected = torch.cat([expected, (valid / positions).expand(2, 2, 1, -1)], 2)
     elif row == "factorized":
         expected = key / 2 * valid
     elif row == "averaged":

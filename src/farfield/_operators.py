@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class OperatorFacts(NamedTuple):
-    """Facts about an operator; N positions, S the sum of the size, c channels, h heads."""
+    """Facts about an operator; N positions, S the sum of the size, c channels, h heads, s latents a head."""
 
     source: str  # equations or tables of the papers that define it; a number alone is that of an equation
     slots: str  # of its summary, per head
@@ -27,6 +27,7 @@ class OperatorFacts(NamedTuple):
 
 _AXES = "one per index of each axis"
 _CHANNELS = "one per key channel"
+_RESCALED = "rescaled to the larger peak, added"
 FACTS = {
     "softmax": OperatorFacts("KAN 1, SAN 1, FA 9", "one per position", "concatenated", "2·N²·c"),
     "softmax_pooled": OperatorFacts("KAN Table 2", "one per pooled position", "concatenated", "2·N²·c / 2^dims"),
@@ -36,8 +37,14 @@ FACTS = {
     "dot": OperatorFacts("FA 6", "one per position", "concatenated", "2·N²·c", linear="factorized"),
     "factorized": OperatorFacts("FA 3, FA 8", _CHANNELS, "added", "2·N·c²/h"),
     "averaged": OperatorFacts("SAN 2", _CHANNELS, "added", "2·N·c²/h"),
-    "factorized_gaussian": OperatorFacts("FA 4", _CHANNELS, "rescaled to the larger peak, added", "2·N·c²/h"),
+    "factorized_gaussian": OperatorFacts("FA 4", _CHANNELS, _RESCALED, "2·N·c²/h"),
     "siamese": OperatorFacts("SAN 5-6", "two", "added", "4·N·c"),
     "siamese_local": OperatorFacts("SAN Table 6", "one", "added", "2·N·c"),
     "siamese_ones": OperatorFacts("SAN Table 8", "two", "added", "4·N·c"),
+    "flare": OperatorFacts("FLARE 7-10", "one per latent", _RESCALED, "3·N·c·s"),
+    "linear_relu": OperatorFacts("EfficientViT 2, Sana", _CHANNELS, "added", "2·N·c²/h"),
+    "linear_elu": OperatorFacts("Katharopoulos et al. 5", _CHANNELS, "added", "2·N·c²/h"),
+    "hedgehog": OperatorFacts("Hedgehog 6", "two per key channel", "added", "6·N·c²/h"),
+    "inline": OperatorFacts("InLine 6", f"{_CHANNELS}, and one", "added", "2·N·c·(c/h + 1)"),
+    "mala": OperatorFacts("MALA", f"{_CHANNELS}, and one", "added", "2·N·c·(c/h + 1)"),
 }

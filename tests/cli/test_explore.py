@@ -33,7 +33,7 @@ SCORE_ROUNDING = 16 * 2.0**-24 * (16 * SHARPNESS) ** 0.5
 # The same functions of a page, without a page: rows, responses of the whole and of merged tiles.
 HARNESS = """
 function gridOf(panel, values) {
-  return { size: DATA.size, keys: ARRAYS[panel.keys], queries: ARRAYS[panel.queries], values, vector: panel.vector };
+  return { size: DATA.size, keys: ARRAYS[panel.keys], queries: ARRAYS[panel.queries], values };
 }
 function rowOf(index, position, valid) {
   const panel = DATA.panels[index], grid = gridOf(panel, []), all = [...Array(valid.length).keys()];

@@ -19,6 +19,7 @@ from farfield import __version__, cost, models
 from farfield._operators import FACTS
 from farfield.cli import COMMANDS, machine, main, output, printed
 from farfield.cli.values import parse_device
+from farfield.cost import formulas
 from farfield.ops import OPERATORS
 
 PAPERS = Path(__file__).parents[1] / "papers"
@@ -199,9 +200,10 @@ def test_operators_lists_every_operator(run: Any) -> None:
 def test_operators_states_how_summaries_merge(name: str) -> None:
     operator, facts = OPERATORS[name], FACTS[name]
     assert (facts.merging == "concatenated") != operator.merges_by_adding
-    key = torch.ones(1, 1, 1 if operator.score else 5, 3)
+    key = torch.ones(1, 1, 1 if operator.score in ("learned", "ones") else 5, 3)
     number = None if operator.basis is None else operator.basis(key, torch.ones(1, 1, 1, 3))[0].shape[2]
-    assert {"one": 1, "two": 2, "one per key channel": 5}.get(facts.slots) == number
+    slots = {"one": 1, "two": 2, "one per key channel": 5, "two per key channel": 10, "one per latent": 5}
+    assert (slots | {"one per key channel, and one": 6}).get(facts.slots) == number
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -209,7 +211,7 @@ def test_operators_states_how_the_cost_grows(name: str) -> None:
     rule = FACTS[name].growth.replace("²", "**2").replace("·", "*").replace("^dims", "**2")
 
     def grown(side: int) -> float:
-        return float(eval(rule, {"N": side**2, "S": 2 * side, "c": 16, "h": 1}))
+        return float(eval(rule, {"N": side**2, "S": 2 * side, "c": 16, "h": 1, "s": 64}))
 
     small, large = (cost.predict(name, channels=16, size=(side, side), project="").macs for side in (64, 128))
     assert large / small == pytest.approx(grown(128) / grown(64), rel=1e-6)
@@ -285,12 +287,18 @@ def test_cost_without_a_table_of_a_paper(run: Any) -> None:
     rows = json.loads(run("cost", "--channels", "12", "--size", "9,7,5", "--heads", "2", "--project", "qkvo", "--json"))
     for row in rows:
         name = row["operator"]
-        project = "qvo" if name == "siamese_local" else "qkvo"
+        project = OPERATORS[name].projections("qkvo")
         options = {"channels": 12, "size": (9, 7, 5), "heads": 2, "project": project}
-        ours, paper = (cost.predict(name, convention=each, **options) for each in ("farfield", "paper"))
-        assert (row["macs_executed"], row["macs_paper"]) == (ours.macs, paper.macs)
+        ours = cost.predict(name, **options)
+        assert (row["macs_executed"], row["parameters"]) == (ours.macs, ours.parameters)
+        assert row["activation_bytes"] == 8 * ours.activation_bytes
+        assert row["coefficients"] == ours.coefficients
+        if row["paper"] is None:
+            assert not any(name in rows.rows for rows in formulas.PAPERS.values())
+            continue
+        paper = cost.predict(name, convention="paper", **options)
+        assert row["macs_paper"] == paper.macs
         assert row["memory_paper"] == 8 * paper.activation_bytes or row["paper"] == "SAN"
-        assert row["parameters"] == paper.parameters
         assert row["macs_printed"] is None
 
 

@@ -17,6 +17,11 @@ def convolved(linear: nn.Module | None, grid: Tensor) -> Tensor:
     return grid if linear is None else linear(grid.movedim(1, -1)).movedim(-1, 1)
 
 
+def asking(attention: GridAttention) -> nn.Module | None:
+    """The projection of queries, which flare makes as keys."""
+    return attention.query if attention.operator.projections("q") else attention.key
+
+
 def valid_or_zero(grid: Tensor, mask: Tensor | None) -> Tensor:
     """Set masked positions to 0."""
     return grid if mask is None else grid.masked_fill(~mask[:, None], 0.0)
@@ -40,7 +45,7 @@ def written_out(
         operator = "softmax"
     query, key, value = (
         convolved(linear, positions)
-        for linear, positions in ((attention.query, grid), (attention.key, context), (attention.value, context))
+        for linear, positions in ((asking(attention), grid), (attention.key, context), (attention.value, context))
     )
     response = explicit.attention(operator, query, key, value, mask=context_mask, **options)
     norm = attention.coefficient_norm
@@ -53,8 +58,7 @@ def written_out(
 def _options(attention: GridAttention, grid: Tensor, mask: Tensor | None) -> dict[str, Any]:
     """The arguments that an operator takes."""
     operator, options = attention.operator_name, {"heads": attention.heads}
-    if operator in explicit.WEIGHT_ROWS:
-        options["weight"] = attention.weight
+    options |= {name: getattr(attention, name) for name in explicit.LEARNED if getattr(attention, name) is not None}
     if operator in explicit.SOFTMAX_ROWS:
         options["scale"] = attention.scale
     if operator in explicit.MEAN_ROWS:

@@ -21,6 +21,15 @@ MEAN_ROWS = ("kronecker_qkv", "kronecker_qkv_literal")
 SOFTMAX_ROWS = ("softmax", "softmax_pooled", "kronecker_kv", *MEAN_ROWS)
 AXIS_ROWS = ("kronecker_kv", *MEAN_ROWS)
 WEIGHT_ROWS = ("siamese", "siamese_local")
+# What operators learn beside projections.
+LEARNED = ("weight", "latents", "query_map", "key_map")
+# Operators that divide products of features by their sum: the features, and what is added to the sum.
+QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "linear_relu": (torch.relu, 1e-6),
+    # elu + 1, without the cancellation of a small exponential.
+    "linear_elu": (lambda x: x.clamp(max=0).exp() + x.relu(), 0.0),
+    "hedgehog": (lambda x: torch.cat([x.softmax(2), (-x).softmax(2)], 2), 0.0),
+}
 
 
 class Axes(NamedTuple):
@@ -98,9 +107,9 @@ def matrix(
     heads: int = 1,
     mask: Tensor | None = None,
     query_mask: Tensor | None = None,
-    weight: Tensor | None = None,
     scale: float = 1.0,
     normalize: Normalize | None = None,
+    **learned: Tensor,
 ) -> Tensor:
     """A of an operator, `(b, h, m, n)`; `normalize(E, pairs)` acts between E = scale · KᵀQ and the softmax."""
     key_grid_mask, query_grid_mask = valid_positions(key, mask), valid_positions(query, query_mask)
@@ -132,9 +141,28 @@ def matrix(
         return q.transpose(2, 3) @ k / count * keep
     if operator == "factorized_gaussian":
         return q.softmax(dim=2).transpose(2, 3) @ _softmax(k, key_valid[:, None, None, :])
+    if operator == "flare":
+        scores = [learned["latents"] @ each for each in (q, k)]  # (b, h, s, m), (b, h, s, n)
+        return scores[0].softmax(dim=2).transpose(2, 3) @ _softmax(scores[1], key_valid[:, None, None, :])
+    if operator in QUOTIENTS:
+        features, epsilon = QUOTIENTS[operator]
+        if "query_map" in learned:
+            q, k = learned["query_map"] @ q, learned["key_map"] @ k
+        products = features(q).transpose(2, 3) @ features(k) * keep
+        total = products.sum(dim=3, keepdim=True) + epsilon
+        return products / torch.where(total == 0, 1, total)
+    if operator in ("inline", "mala"):
+        features = QUOTIENTS["linear_elu"][0] if operator == "mala" else (lambda each: each)
+        products = features(q).transpose(2, 3) @ features(k) / q.shape[2] ** 0.5 * keep / count
+        z = products.sum(dim=3, keepdim=True)
+        return (
+            products * (1 + 1 / (z + 1e-6)) - z * keep / count
+            if operator == "mala"
+            else products + (1 - z) * keep / count
+        )
     if operator not in ("siamese", "siamese_local", "siamese_ones"):
         raise LookupError(f"tests/helpers/explicit.py: matrix has no form of {operator}.")
-    w = (torch.ones(query.shape[1]).to(query) if weight is None else weight).view(heads, -1)
+    w = learned.get("weight", torch.ones(query.shape[1]).to(query)).view(heads, -1)
     local = torch.einsum("bhdm,hd->bhm", q, w)[..., None]
     if operator == "siamese_local":
         return local * keep / count
@@ -150,9 +178,9 @@ def attention(
     heads: int = 1,
     mask: Tensor | None = None,
     query_mask: Tensor | None = None,
-    weight: Tensor | None = None,
     scale: float = 1.0,
     normalize: Normalize | None = None,
+    **learned: Tensor,
 ) -> Tensor:
     """A·V of an operator, on the query grid."""
     if operator == "softmax_pooled":
@@ -164,9 +192,9 @@ def attention(
         heads=heads,
         mask=mask,
         query_mask=query_mask,
-        weight=weight,
         scale=scale,
         normalize=normalize,
+        **learned,
     )
     response = attending @ split(value, heads).transpose(2, 3)  # (b, h, m, p)
     return response.transpose(2, 3).flatten(1, 2).unflatten(2, query.shape[2:])

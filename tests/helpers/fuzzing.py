@@ -28,7 +28,7 @@ from farfield.nn import GridAttention
 from farfield.ops.table import softmax_of_products
 from helpers import explicit
 from helpers.attending import valid_or_zero, written_out
-from helpers.grids import Case, relative_error, tiles
+from helpers.grids import Case, draw_learned, relative_error, tiles
 from helpers.second_derivatives import WAYS, Learned, Loss
 from helpers.seeding import seeded_generator
 
@@ -111,11 +111,11 @@ def draw(index: int) -> Drawn:
         key_size, long = query_size, False
     if shared in ((0, 1, 1), (0, 1, 0)):
         values = channels
-    letters = "qvo" if operator == "siamese_local" else "qkvo"
-    project = "".join(letter for letter in letters if source.random() < 0.5)
-    both = "q" in project and ("k" in project or operator == "siamese_local")
-    softmax = ops.OPERATORS[operator].coefficients is softmax_of_products
-    normed = softmax or ops.OPERATORS[operator].queries_from.side_by_side
+    entry = ops.OPERATORS[operator]
+    project = "".join(letter for letter in entry.projections("qkvo") if source.random() < 0.5)
+    both = set(entry.projections("qk")) <= set(project)
+    softmax = entry.coefficients is softmax_of_products
+    normed = softmax or entry.queries_from.side_by_side
     norm = pick(["", "", "training", "evaluation"]) if form != "function" and normed else ""
     norm = "evaluation" if norm and form == "tiles" else norm
     layout = pick(["contiguous", *LAYOUTS, *EXPANDED])
@@ -286,15 +286,15 @@ def function_call(drawn: Drawn) -> Call:
         if which not in leaves:
             leaves[which] = make.grid(channels[place], sizes[place], masks[place])
     order, inputs = list(leaves), list(leaves.values())
-    if drawn.operator in explicit.WEIGHT_ROWS:
-        inputs.append(make.numbers(drawn.channels).to(make.dtype).requires_grad_())
+    learned = draw_learned(drawn.operator, drawn.channels, drawn.heads, make.numbers)
+    inputs += [each.to(make.dtype).requires_grad_() for each in learned.values()]
     options = {"heads": drawn.heads, "mask": mask, "query_mask": query_mask}
     if drawn.operator in explicit.SOFTMAX_ROWS:
         options["scale"] = drawn.scale
 
     def given(*tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
         grids = [tensors[order.index(which)] for which in drawn.shared]
-        return grids, options | ({"weight": tensors[-1]} if drawn.operator in explicit.WEIGHT_ROWS else {})
+        return grids, options | dict(zip(learned, tensors[len(order) :], strict=True))
 
     def run(*tensors: Tensor) -> Tensor:
         grids, rest = given(*tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from helpers.seeding import seeded_generator
 ROWS = tuple(ops.OPERATORS)
 SCALED_ROWS = explicit.SOFTMAX_ROWS
 WEIGHT_ROWS = explicit.WEIGHT_ROWS
-# Operators whose implied attention rows sum to one (kronecker_qkv_literal: to the number of spatial dims).
-NORMALISED_ROWS = (*explicit.SOFTMAX_ROWS, "factorized_gaussian")
+# Operators whose implied attention rows sum to one (kronecker_qkv_literal: to the number of spatial dims). Of mala they
+# sum to z/(z + 10⁻⁶).
+NORMALISED_ROWS = (*explicit.SOFTMAX_ROWS, "factorized_gaussian", "flare", "linear_elu", "hedgehog", "inline")
 
 # (query size, key size): 1–4 spatial dims, lengths of 1, odd, prime and unequal, then different spatial dims.
 PAIRS = (
@@ -56,8 +57,8 @@ class Case:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """The tensors that gradients are taken with respect to."""
-        weight = {"weight": self.options["weight"]} if "weight" in self.options else {}
-        return {"query": self.query, "key": self.key, "value": self.value, **weight}
+        learned = {name: self.options[name] for name in explicit.LEARNED if name in self.options}
+        return {"query": self.query, "key": self.key, "value": self.value, **learned}
 
     def replace(self, **changes: Any) -> Case:
         """The same call with other tensors or options."""
@@ -116,14 +117,20 @@ def draw(
         normal(batch, channels, *key_size),
         normal(batch, values, *key_size),
     )
-    if row in WEIGHT_ROWS:
-        options["weight"] = normal(channels)
+    options |= draw_learned(row, channels, heads, normal)
     if row in SCALED_ROWS and scale is not None:
         options["scale"] = scale
     if masked:
         options["mask"] = draw_mask(batch, key_size, generator)
         options["query_mask"] = draw_mask(batch, query_size, generator)
     return Case(row, query, key, value, options)
+
+
+def draw_learned(row: str, channels: int, heads: int, normal: Callable[..., Tensor] = torch.randn) -> dict[str, Tensor]:
+    """What an operator learns beside projections, by the names of its function's arguments; few latents."""
+    operator = ops.OPERATORS[row]
+    operator = dataclasses.replace(operator, slots=min(operator.slots, 5))
+    return {name: normal(*shape) for name, shape in operator.parameter_shapes(channels, heads).items()}
 
 
 def draw_mask(batch: int, size: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -202,10 +202,14 @@ OPTIONS += [
 UNNORMED, KEYLESS = ("kronecker_qkv",), ("siamese_local",)
 ROWS = ("softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv", "dot", "factorized", "averaged")
 ROWS += ("factorized_gaussian", "siamese", "siamese_local", "siamese_ones")
+# Of 0.4.
+ROWS += ("flare", "linear_relu", "linear_elu", "hedgehog", "inline", "mala")
 
 
 def module_cases() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name of a file -> a module of `farfield.nn` and its arguments."""
+    from farfield.ops import OPERATORS
+
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for row in ROWS:
         for number, options in enumerate(OPTIONS):
@@ -213,8 +217,7 @@ def module_cases() -> dict[str, tuple[str, dict[str, Any]]]:
                 arguments = PLAIN | options
                 if not row.startswith(("softmax", "kronecker")):
                     arguments["scale"] = 1.0
-                if row in KEYLESS:
-                    arguments |= {"project": arguments["project"].replace("k", "")}
+                arguments["project"] = OPERATORS[row].projections(arguments["project"])
                 found[f"GridAttention-{row}-{number}"] = (
                     "GridAttention",
                     {"channels": 8, "operator": row, **arguments},

@@ -34,7 +34,7 @@ BOXES = {
 def build(row: str, project: str = "qkvo", **options: Any) -> GridAttention:
     """An attention in double precision whose every parameter counts."""
     torch.manual_seed(0)
-    project = project.replace("k", "") if row == "siamese_local" else project
+    project = ops.OPERATORS[row].projections(project)
     layer = GridAttention(4, row, heads=2, project=project, **options).double()
     with torch.no_grad():
         for parameter in layer.parameters():

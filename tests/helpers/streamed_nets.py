@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield.nn import AttentionBlock, GridAttention
+from farfield.ops import OPERATORS
 from helpers.seeding import seeded_generator
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -18,7 +19,7 @@ POOLS = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
 
 def attention(row: str, channels: int = 6, **options: object) -> GridAttention:
     """An attention with every map, so that biases and folding take part."""
-    project = "qvo" if row == "siamese_local" else "qkvo"
+    project = OPERATORS[row].projections("qkvo")
     return GridAttention(channels, row, heads=2, project=project, **{"residual": True, **options})
 
 

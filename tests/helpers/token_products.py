@@ -9,7 +9,8 @@ from helpers import explicit
 
 EPS = torch.finfo(torch.float64).eps
 # Rows that a transformer's weights can hold; gradients and outputs of whole models are compared for these.
-ROWS = ("factorized_gaussian", "softmax", "dot", "factorized", "averaged", "siamese_ones")
+LINEAR = ("linear_relu", "linear_elu", "inline", "mala")
+ROWS = ("factorized_gaussian", "softmax", "dot", "factorized", "averaged", "siamese_ones", *LINEAR)
 
 
 def matrix(row: str, query: Tensor, key: Tensor, valid: Tensor | None = None, scale: float = 1.0) -> Tensor:

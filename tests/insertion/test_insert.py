@@ -339,7 +339,7 @@ def test_autocast_around_it_does_not_lower_the_precision() -> None:
 def test_every_row_inserts(row: str) -> None:
     net = Net().eval()
     before = net(image)
-    project = "qkvo" if farfield.ops.OPERATORS[row].reads_keys else "qvo"
+    project = farfield.ops.OPERATORS[row].projections("qkvo")
     insert(net, "stage.*", lambda channels: GridAttention(channels, row, project=project, residual=True), example=image)
     assert torch.equal(net(image), before)
 

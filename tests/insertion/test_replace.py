@@ -150,6 +150,9 @@ def test_paths_that_match_nothing() -> None:
 class OwnAttention(nn.MultiheadAttention):
     """May compute anything."""
 
+    def forward(self, *args: object, **options: object) -> object:
+        return super().forward(*args, **options)
+
 
 def test_attention_that_is_not_known_is_named() -> None:
     model = encoder()
@@ -159,9 +162,15 @@ def test_attention_that_is_not_known_is_named() -> None:
         replace_attention(model, GAUSSIAN)
     assert type(model.layers[0].self_attn) is nn.MultiheadAttention
     assert len(replace_attention(model, GAUSSIAN, ["layers.0", "layers.2"])) == 2
+    edgenext = timm.create_model("edgenext_xx_small")
+    text = r"EdgeNeXt has no supported attention, but stages\.1\.blocks\.1\.xca \(timm\.\S+CrossCovarianceAttn\), "
+    with pytest.raises(LookupError, match=text + r".*; supported are .*; fix: insert\(…\) adds attention"):
+        replace_attention(edgenext, GAUSSIAN)
     swin = timm.create_model("swin_tiny_patch4_window7_224")
-    text = r"SwinTransformer has no supported attention, but layers\.0\.blocks\.0\.attn \(timm\.\S+WindowAttention\), "
-    with pytest.raises(LookupError, match=text + r".* and 9 more; supported are .*; fix: insert\(…\) adds attention"):
+    text = (
+        r"layers\.0\.blocks\.0\.attn \(WindowAttention\) adds a bias .*\(relative_position_bias_table\).*; fix: leave"
+    )
+    with pytest.raises(ValueError, match=text):
         replace_attention(swin, GAUSSIAN)
     with pytest.raises(LookupError, match=r"Sequential has no supported attention; supported are"):
         replace_attention(nn.Sequential(nn.Linear(2, 2)), GAUSSIAN)
@@ -170,12 +179,14 @@ def test_attention_that_is_not_known_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("cait_xxs24_224", r"blocks\.0\.attn \(timm\.models\.cait\.TalkingHeadAttn\)"),
+        ("coat_tiny", r"\(timm\.models\.coat\.FactorAttnConvRelPosEnc\)"),
         ("convit_tiny", r"blocks\.0\.attn \(timm\.models\.convit\.GPSA\)"),
-        ("efficientvit_b0", r"\(timm\.models\.efficientvit_mit\.LiteMLA\)"),
+        ("edgenext_xx_small", r"\(timm\.models\.edgenext\.CrossCovarianceAttn\)"),
+        (
+            "efficientvit_m0",
+            r"\(timm\.models\.efficientvit_msra\.CascadedGroupAttention, which adds a bias, att",
+        ),
         ("shvit_s1", r"\(timm\.models\.shvit\.SHSA\)"),
-        ("twins_pcpvt_small", r"blocks\.0\.0\.attn \(timm\.models\.twins\.GlobalSubSampleAttn\)"),
-        ("xcit_nano_12_p16_224", r"\(timm\.models\.xcit\.XCA\)"),
     ],
 )
 def test_attention_by_other_names_is_named(name: str, kind: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from farfield import replace_attention
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops import OPERATORS
+from farfield.ops.table import weight
 from helpers.token_products import EPS, ROWS, matrix, product, relative, worst_gradient
 
 VALID = torch.tensor([[True] * 3 + [False] * 4, [True] * 7])
@@ -376,12 +377,16 @@ def test_dropped_attention_is_right_on_average(row: str) -> None:
     options = {"scale": 0.6}
     wanted = attend_tokens(OPERATORS[row], query, key, value, None, **options)[0]
     dropped = attend_tokens(OPERATORS[row], *many, None, **options, dropout=0.3)[0]
-    if row == "factorized_gaussian":  # a mean of the positions that are kept: still a mean, not always of the same
+    operator = OPERATORS[row]
+    if operator.basis is not None and operator.per is weight:  # a mean of the positions that are kept
         ones = attend_tokens(OPERATORS[row], many[0], many[1], torch.ones_like(many[2]), None, **options, dropout=0.3)[
             0
         ]
-        # Nothing is left of a slot once in 0.3⁵ = 1/411 draws.
-        assert ((ones - 1).abs() < 20 * EPS).float().mean() > 0.98
+        # Nothing is left of a slot once in 0.3⁵ = 1/411 draws. Two operators add 10⁻⁶ to a sum of weights, which is
+        # less than 0.01 in few draws; the weights of one are 0 where no channel of query and key is positive.
+        tolerance = 1e-4 if row in ("linear_relu", "mala") else 20 * EPS
+        nothing = (ones == 0) & (row == "linear_relu")
+        assert (((ones - 1).abs() < tolerance) | nothing).float().mean() > 0.98
         return
     deviation = dropped.std(0) / draws**0.5
     assert ((dropped.mean(0) - wanted[0]).abs() < 5 * deviation).all()

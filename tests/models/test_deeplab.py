@@ -47,11 +47,13 @@ def test_parameters_of_the_attention_output_layer() -> None:
 
 @pytest.mark.parametrize("row", OPERATORS)
 def test_every_operator_is_an_output_layer(row: str) -> None:
-    # w of siamese rows is one number a channel more; siamese_local reads no keys and has no map of them.
-    extra = {"siamese": 64, "siamese_local": 64 - (64 * 64 + 64)}.get(row, 0)
+    # w of siamese rows is one number a channel more; siamese_local reads no keys and has no map of them. flare has 64
+    # latents and no map of queries, hedgehog two maps more.
+    extra = {"siamese": 64, "siamese_local": 64 - (64 * 64 + 64), "flare": 64 * 64 - (64 * 64 + 64)}
+    extra["hedgehog"] = 2 * 64 * 64
     net = models.deeplab_compact("mobilenet_v2", row, num_classes=5, width=0.25, residual=False)
     features = net.features
-    expected = features * 64 + 64 + 3 * (64 * 64 + 64) + 64 * 5 + 5 + extra
+    expected = features * 64 + 64 + 3 * (64 * 64 + 64) + 64 * 5 + 5 + extra.get(row, 0)
     assert size(net.head) == expected
     out = net(torch.randn(2, 3, 40, 56))
     assert out.shape == (2, 5, 5, 7)

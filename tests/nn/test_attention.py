@@ -11,25 +11,33 @@ from torch import Tensor
 
 from farfield import cost
 from farfield.nn import GridAttention
+from farfield.ops import OPERATORS
 from farfield.ops.engine import SWITCH
 from farfield.ops.fast import kernels
 from helpers import attending
 from helpers.attending import convolved, written_out
-from helpers.grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, assert_close, draw_mask
+from helpers.grids import ROWS, SCALED_ROWS, assert_close, draw_mask
 from helpers.partly import pairwise
 from helpers.seeding import seeded_generator
 
 SIZE = [(7,), (3, 4), (2, 3, 2)]
+# What operators learn beside projections: names in the state dict, and shapes for 6 channels of queries and one head.
+LEARNED: dict[str, dict[str, tuple[int, ...]]] = {
+    "siamese": {"weight": (6,)},
+    "siamese_local": {"weight": (6,)},
+    "flare": {"latents": (1, 64, 6)},
+    "hedgehog": {"query_map": (1, 6, 6), "key_map": (1, 6, 6)},
+}
 
 
 def valid(row: str, project: str) -> bool:
-    """`siamese_local` reads no keys, so that projecting them is refused."""
-    return not (row == "siamese_local" and "k" in project)
+    """Keys of `siamese_local`, and queries of `flare`, have no projection."""
+    return OPERATORS[row].projections(project) == project
 
 
 def build(row: str, project: str, *, heads: int = 2, **options: object) -> GridAttention:
     """A float64 module of 4 channels, projected to 6 inner and 8 value channels where it projects, nothing at zero."""
-    inner = 6 if "q" in project and ("k" in project or row == "siamese_local") else None
+    inner = 6 if set(OPERATORS[row].projections("qk")) <= set(project) else None
     width = 8 if "v" in project and not options.get("residual") else None
     attention = GridAttention(
         4, row, heads=heads, project=project, inner_channels=inner, value_channels=width, **options
@@ -74,7 +82,7 @@ def assert_close_where_valid(got: Tensor, want: Tensor, mask: Tensor | None) -> 
 def test_it_is_projections_around_the_named_whole(row: str, queries: str, values: str, bias: bool, heads: int) -> None:
     project = queries + values
     if not valid(row, project):
-        with pytest.raises(ValueError, match=r'siamese_local reads no keys; fix: project="'):
+        with pytest.raises(ValueError, match=r'(siamese_local reads no|flare makes queries as) keys; fix: project="'):
             build(row, project, bias=bias, heads=heads)
         return
     attention = build(row, project, bias=bias, heads=heads)
@@ -90,8 +98,7 @@ def test_it_is_projections_around_the_named_whole(row: str, queries: str, values
 
 @pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qkvo"), masked={"whole": False, "masked": True}))
 def test_every_gradient(row: str, project: str, masked: bool) -> None:
-    if not valid(row, project):
-        project = "qvo"
+    project = OPERATORS[row].projections(project)
     attention = build(row, project)
     grid, context = grid_of((3, 4)).requires_grad_(), grid_of((4, 3)).requires_grad_()
     mask, context_mask = (mask_of((3, 4)), mask_of((4, 3))) if masked else (None, None)
@@ -149,7 +156,7 @@ def build_like(attention: GridAttention, *, scale: float) -> GridAttention:
 @pytest.mark.parametrize("project", ["qkvo", "vo", "o"])
 @pytest.mark.parametrize("row", ROWS)
 def test_a_residual_with_an_output_map_is_the_identity_at_first(row: str, project: str) -> None:
-    project = project if valid(row, project) else "qvo"
+    project = OPERATORS[row].projections(project)
     attention = GridAttention(4, row, heads=2, project=project, residual=True)
     assert not attention.output.weight.any()
     for size in SIZE:
@@ -175,7 +182,7 @@ def test_without_an_output_map_a_residual_starts_as_it_is(row: str) -> None:
 
 @pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qkvo"), poison=(float("nan"), float("inf"), -1e30)))
 def test_masked_content_is_bit_equal_to_zeros(row: str, project: str, poison: float) -> None:
-    attention = build(row, project if valid(row, project) else "qvo", residual=True)
+    attention = build(row, OPERATORS[row].projections(project), residual=True)
     mask, context_mask = mask_of((3, 4)), mask_of((4, 3))
     forms = []
     for fill in (0.0, poison):
@@ -246,15 +253,14 @@ def test_an_output_bias_is_added_once(
 
 @pytest.mark.parametrize("row", ROWS)
 def test_state_dict_keys_are_interface(row: str) -> None:
-    project = "qkvo" if valid(row, "k") else "qvo"
+    project = OPERATORS[row].projections("qkvo")
     attention = GridAttention(4, row, heads=2, project=project, coefficient_norm=True)
     names = {"q": "query", "k": "key", "v": "value", "o": "output"}
     expected = {f"{names[letter]}.{kind}" for letter in project for kind in ("weight", "bias")}
     expected |= {
         f"coefficient_norm.{kind}" for kind in ("weight", "running_mean", "running_var", "num_batches_tracked")
     }
-    if row in WEIGHT_ROWS:
-        expected.add("weight")
+    expected |= set(LEARNED.get(row, ()))
     if row not in SCALED_ROWS:
         expected.add("coefficient_norm.bias")
     assert set(attention.state_dict()) == expected
@@ -262,19 +268,18 @@ def test_state_dict_keys_are_interface(row: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_children_are_linear_maps_or_none(row: str) -> None:
-    attention = GridAttention(4, row, project="q", heads=2)
-    assert type(attention.query) is torch.nn.Linear
-    assert attention.key is attention.value is attention.output is attention.coefficient_norm is None
-    assert (attention.weight is not None) == (row in WEIGHT_ROWS)
+    one, *others = sorted(["query", "key"], reverse=row != "flare")
+    attention = GridAttention(4, row, project=one[0], heads=2)
+    assert type(getattr(attention, one)) is torch.nn.Linear
+    assert [getattr(attention, name) for name in (*others, "value", "output", "coefficient_norm")] == [None] * 4
+    assert dict(attention.named_parameters(recurse=False)).keys() == set(LEARNED.get(row, ()))
     assert attention.operator_name == row
-    wide = GridAttention(
-        12, row, project="qvo" if row == "siamese_local" else "qkvo", inner_channels=6, value_channels=8
-    )
-    assert wide.query.weight.shape == (6, 12)
+    wide = GridAttention(12, row, project=OPERATORS[row].projections("qkvo"), inner_channels=6, value_channels=8)
+    assert getattr(wide, one).weight.shape == (6, 12)
     assert wide.value.weight.shape == (8, 12)
     assert wide.output.weight.shape == (12, 8)
-    if row in WEIGHT_ROWS:
-        assert wide.weight.shape == (6,)
+    for name, shape in LEARNED.get(row, {}).items():
+        assert getattr(wide, name).shape == shape
 
 
 def test_defaults_are_a_value_map_with_a_bias() -> None:

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farfield.nn import GridAttention
+from farfield.ops import OPERATORS
 from helpers.grids import ROWS, assert_close
 from helpers.partly import partly
 
@@ -24,7 +25,7 @@ SIZES = ((2, (5, 9)), (3, (8, 7)), (2, (12, 16)), (5, (9, 5)), (4, (31, 3)))
 
 
 def _build(row: str, **options: Any) -> GridAttention:
-    project = "qvo" if row == "siamese_local" else "qkvo"
+    project = OPERATORS[row].projections("qkvo")
     attention = GridAttention(8, row, heads=2, project=project, coefficient_norm=True, **options)
     with torch.no_grad():
         for parameter in attention.parameters():

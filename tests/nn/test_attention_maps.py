@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn import GridAttention
+from farfield.ops import OPERATORS
 from helpers.attending import written_out
 from helpers.grids import ROWS, assert_close
 
 GRID = (2, 4, 3, 5)
+NAMES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 
 
 def _build(row: str, *, bias: bool = True, dtype: torch.dtype = torch.float64) -> GridAttention:
-    project = "qvo" if row == "siamese_local" else "qkvo"
+    project = OPERATORS[row].projections("qkvo")
     attention = GridAttention(4, row, heads=2, project=project, value_channels=6, bias=bias).to(dtype)
     with torch.no_grad():
         for parameter in attention.parameters():
@@ -34,7 +36,7 @@ def _grid(dtype: torch.dtype = torch.float64) -> Tensor:
 @pytest.mark.parametrize("row", ROWS)
 def test_lora(row: str, bias: bool) -> None:
     attention = _build(row, bias=bias)
-    targets = ["query", "value", "output"] + ["key"] * (row != "siamese_local")
+    targets = [NAMES[letter] for letter in OPERATORS[row].projections("qkvo")]
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False)
     adapted = peft.get_peft_model(nn.Sequential(attention), config).double()
     inner = adapted.base_model.model[0]
@@ -112,7 +114,9 @@ def test_torch_dynamic_quantization(row: str) -> None:
 def test_a_forward_hook_is_heard(row: str, field: str) -> None:
     attention, grid = _build(row), _grid()
     plain = attention(grid)
-    handle = getattr(attention, field).register_forward_hook(lambda _module, _inputs, output: output * 2 + 1)
+    handle = (getattr(attention, field) or attention.key).register_forward_hook(
+        lambda _module, _inputs, output: output * 2 + 1
+    )
     assert_close(attention(grid), written_out(attention, grid))
     assert not torch.allclose(attention(grid), plain)
     handle.remove()

@@ -31,7 +31,7 @@ AXIS_ROWS = ("kronecker_qkv", "kronecker_qkv_literal")
 
 
 def _maps(row: str) -> str:
-    return "qvo" if row == "siamese_local" else "qkvo"
+    return ops.OPERATORS[row].projections("qkvo")
 
 
 def _found(attention: GridAttention, grid: Tensor, upon: Tensor, autocast: torch.dtype | None) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def off(found: Tensor, exact: Tensor, size: Tensor) -> float:
 )
 def test_modules_of_half_precision_respond_within_eight_eps(row, project, dtype):
     torch.manual_seed(0)
-    project = project.replace("k", "") if row == "siamese_local" else project
+    project = ops.OPERATORS[row].projections(project)
     attention = GridAttention(8, row, heads=2, project=project).to(dtype)
     grid = torch.randn(2, 8, 5, 7).to(dtype)
     response = attention(grid)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from farfield import ShapeError
 from farfield.nn import GridAttention
+from farfield.ops import OPERATORS
 from helpers.attending import written_out
 from helpers.explicit import MEAN_ROWS
 from helpers.grids import ROWS, assert_close, draw_mask, tiles
@@ -64,7 +65,7 @@ def _in_tiles(attention: GridAttention, grid: Tensor, mask: Tensor | None, cuts:
 )
 def test_tiles_are_the_whole(row: str, project: str, rank: str, masked: bool) -> None:
     size, cuts = WHOLES[rank]
-    attention = _build(row, "qvo" if row == "siamese_local" and project == "qkvo" else project, residual=rank == "2")
+    attention = _build(row, OPERATORS[row].projections(project), residual=rank == "2")
     grid = torch.randn(2, 4, *size, dtype=torch.float64)
     mask = draw_mask(2, size, seeded_generator(7)) if masked else None
     got, want = _in_tiles(attention, grid, mask, cuts), written_out(attention, grid, mask=mask)

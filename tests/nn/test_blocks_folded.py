@@ -104,9 +104,7 @@ def test_attention_block(name: str, rank: int, training: bool) -> None:
     ],
 )
 def test_attention_with_other_maps(name: str, project: str, options: dict[str, Any]) -> None:
-    project = options.get("project", project)
-    if not OPERATORS[name].reads_keys:
-        project = project.replace("k", "")
+    project = OPERATORS[name].projections(options.get("project", project))
     options = {key: option for key, option in options.items() if key != "project"}
     attention = GridAttention(8, name, heads=2, project=project, **options)
     for training in (False, True):

@@ -21,6 +21,7 @@ from farfield.maps import attention_row
 from farfield.nn import AttentionBlock, GridAttention
 from farfield.nn.bare import is_bare
 from farfield.nn.macs import MacCounter
+from farfield.ops import OPERATORS
 from farfield.ops.engine import SWITCH
 from farfield.ops.fast import kernels
 from helpers.attending import written_out
@@ -34,7 +35,7 @@ Change = Callable[[Any], None]
 
 def built(row: str, *, bias: bool = True, **options: Any) -> GridAttention:
     torch.manual_seed(0)
-    project = "qvo" if row == "siamese_local" else "qkvo"
+    project = OPERATORS[row].projections("qkvo")
     options = {"heads": 2, "value_channels": 6} | options
     attention = GridAttention(4, row, project=project, bias=bias, **options).double()
     with torch.no_grad():
@@ -262,7 +263,7 @@ def test_half_precision_autocast_and_memory_format(row: str) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_a_fake_copy_counts_as_the_module_does(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.SWITCH, "0")  # the counter does not see what they compute
-    options: Any = {"heads": 2, "project": "qvo" if row == "siamese_local" else "qkvo"}
+    options: Any = {"heads": 2, "project": OPERATORS[row].projections("qkvo")}
     attention, grid = GridAttention(4, row, **options), drawn().float()
     with MacCounter() as counter:
         attention(grid)
@@ -366,7 +367,7 @@ def test_layerwise_casting_of_diffusers(row: str) -> None:
                 each.copy_(each.bfloat16())  # so that nothing is lost when they are stored
         expected = net(image)
         hooks.apply_layerwise_casting(net, storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
-        assert net.attention.query.weight.dtype == torch.bfloat16
+        assert net.attention.value.weight.dtype == torch.bfloat16
         torch.testing.assert_close(net(image), expected)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from farfield.nn import GridAttention
 from farfield.nn.norm import CoefficientNorm
+from farfield.ops import OPERATORS
 from farfield.ops.moments import product_moments
 from helpers.attending import written_out
 from helpers.distributed_norm import run
@@ -31,8 +32,7 @@ SHAPES = [(7,), (4, 5), (3, 2, 3)]
 def build(row: str, form: str = "value", **options: object) -> GridAttention:
     """A float64 module in training, nothing at the values it starts with."""
     arguments = {"coefficient_norm": True, **FORMS[form], **options}
-    if row == "siamese_local":
-        arguments["project"] = arguments["project"].replace("k", "")
+    arguments["project"] = OPERATORS[row].projections(arguments["project"])
     attention = GridAttention(4, row, heads=2, **arguments).double()
     with torch.no_grad():
         for parameter in attention.parameters():

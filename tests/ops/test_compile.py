@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from farfield import ops
 from helpers.explicit import MEAN_ROWS
-from helpers.grids import ROWS, WEIGHT_ROWS, assert_close
+from helpers.grids import ROWS, assert_close, draw_learned
 from helpers.partly import partly
 
 needs_a_compiler = pytest.mark.skipif(
@@ -36,9 +36,9 @@ class Row(nn.Module):
         super().__init__()
         self.row = getattr(ops, f"{row}_attention")
         self.options: dict[str, Any] = {"heads": 2}
-        if row in WEIGHT_ROWS:
-            self.weight = nn.Parameter(torch.randn(4))
-            self.options["weight"] = self.weight
+        for name, tensor in draw_learned(row, 4, 2).items():
+            self.register_parameter(name, nn.Parameter(tensor))
+            self.options[name] = getattr(self, name)
         self.queries_from = row in MEAN_ROWS
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:

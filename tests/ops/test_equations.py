@@ -101,7 +101,8 @@ def test_the_scale_multiplies_the_products(row: str, masked: bool) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_large_exponents_stay_finite(row: str) -> None:
     case = draw(row, (3, 4), (4, 3), heads=2, masked=True)
-    case = case.replace(query=case.query * 300, key=case.key * 300)
+    factor = 300 if row != "linear_elu" else 100  # products of its features leave the range of float64
+    case = case.replace(query=case.query * factor, key=case.key * factor)
     assert_close(case.library(), case.loops(), 1e-11)
 
 
@@ -113,9 +114,11 @@ def test_heads_are_the_channel_slices_alone(row: str, heads: int) -> None:
     for head in range(heads):
         keys = slice(head * 8 // heads, (head + 1) * 8 // heads)
         values = slice(head * 16 // heads, (head + 1) * 16 // heads)
-        weight = {"weight": case.options["weight"][keys]} if "weight" in case.options else {}
+        learned = {name: case.options[name][head : head + 1] for name in case.inputs.keys() - {"query", "key", "value"}}
+        if "weight" in learned:  # of all heads in order
+            learned["weight"] = case.options["weight"][keys]
         part = case.replace(query=case.query[:, keys], key=case.key[:, keys], value=case.value[:, values])
-        alone.append(part.replace(heads=1, **weight).library())
+        alone.append(part.replace(heads=1, **learned).library())
     assert_close(case.library(), torch.cat(alone, dim=1), 1e-14)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from farfield import ShapeError, ops
 from helpers.explaining import explains
-from helpers.grids import ROWS, WEIGHT_ROWS, draw
+from helpers.grids import ROWS, WEIGHT_ROWS, draw, draw_learned
 
 # All check their arguments in one function, those with a learned weight after its own check; each names itself.
 CHECKED = ("softmax", "siamese")
@@ -153,11 +153,11 @@ def test_the_weight_is_required(row: str) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_arguments_that_a_row_does_not_take(row: str) -> None:
     grid = torch.randn(1, 4, 3)
-    weight = {"weight": torch.ones(4)} if row in WEIGHT_ROWS else {}
+    learned = draw_learned(row, 4, 1)
     with pytest.raises(TypeError, match="dim"):
-        getattr(ops, f"{row}_attention")(grid, grid, grid, dim=1, **weight)
+        getattr(ops, f"{row}_attention")(grid, grid, grid, dim=1, **learned)
     with pytest.raises(TypeError, match="positional"):
-        getattr(ops, f"{row}_attention")(grid, grid, grid, 2, **weight)
+        getattr(ops, f"{row}_attention")(grid, grid, grid, 2, **learned)
 
 
 def test_a_shape_error_is_a_value_error() -> None:

@@ -376,7 +376,7 @@ def responses_and_gradients(
 def test_operators_respond_and_learn_as_by_the_equation(
     on: None, row: str, project: str, heads: int, masked: bool, wide: bool
 ) -> None:
-    project = project.replace("k", "") if row == "siamese_local" else project
+    project = ops.OPERATORS[row].projections(project)
     attention = GridAttention(32, row, heads=heads, project=project)
     for shape in ((2, 32, 7, 9), (1, 32, 67, 41), (2, 32, 3, 5, 7)):
         grid = torch.randn(shape)
@@ -439,7 +439,7 @@ def test_grids_of_half_width(
     shape: tuple[int, ...],
 ) -> None:
     """No further from the exact result for the same numbers than the equations are, and in the same formats."""
-    project = project.replace("k", "") if row == "siamese_local" else project
+    project = ops.OPERATORS[row].projections(project)
     attention = GridAttention(shape[1], row, heads=heads, project=project)
     if not autocast:
         attention = attention.to(dtype)

@@ -175,7 +175,7 @@ def test_queries_without_a_mask_are_read_whatever_the_key_is(row: str) -> None:
 )
 def test_a_masked_slot_of_half_precision_is_finite(row: str, project: str, dtype: torch.dtype) -> None:
     """A masked key is its projection's bias: whatever it is divided by must not leave the range of float16."""
-    project = project.replace("k", "") if row == "siamese_local" else project
+    project = ops.OPERATORS[row].projections(project)
     attention = GridAttention(4, row, heads=2, project=project).to(dtype)
     grid, context = torch.randn(3, 4, 5, 3).to(dtype), torch.randn(3, 4, 3, 4).to(dtype)
     mask, context_mask = torch.rand(3, 5, 3) > 0.4, torch.rand(3, 3, 4) > 0.4

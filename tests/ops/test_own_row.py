@@ -38,7 +38,7 @@ ELU_LINEAR = Operator(coefficients=coefficients, basis=basis)
 
 def _loops(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None) -> Tensor:
     grids = (to_numpy(grid) for grid in (query, key, value))
-    return torch.as_tensor(reference.elu_linear(*grids, heads=heads, mask=to_numpy(mask)))
+    return torch.as_tensor(reference.linear_elu(*grids, heads=heads, mask=to_numpy(mask)))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])

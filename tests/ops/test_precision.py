@@ -8,7 +8,9 @@ attention over slots, the bound is twice the error of torch's own kernel on the 
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from farfield import ops
 from farfield.ops.summary import PRODUCT
 from helpers import explicit
-from helpers.grids import ROWS, SCALED_ROWS, WEIGHT_ROWS, Case, draw, gradients, leaves, relative_error
+from helpers.grids import ROWS, SCALED_ROWS, Case, draw, draw_learned, gradients, leaves, relative_error
 from helpers.partly import pairwise
 from helpers.seeding import seeded_generator
 
@@ -33,7 +35,15 @@ LONG_ROWS = (
     "kronecker_kv",
     *explicit.MEAN_ROWS,
     "factorized_gaussian",
+    "flare",
+    *explicit.QUOTIENTS,
+    "inline",
+    "mala",
 )
+
+
+def _normal(generator: torch.Generator) -> Callable[..., Tensor]:
+    return functools.partial(torch.randn, generator=generator)
 
 
 def _rounded(case: Case, dtype: torch.dtype) -> tuple[Case, Case]:
@@ -132,6 +142,22 @@ def _long_response(case: Case) -> torch.Tensor:
         return v @ k.T @ q / count
     if case.row == "factorized_gaussian":
         return v @ k.softmax(dim=1).T @ q.softmax(dim=0)
+    if case.row == "flare":
+        scores = [case.options["latents"][0].double() @ each for each in (q, k)]
+        return v @ scores[1].softmax(dim=1).T @ scores[0].softmax(dim=0)
+    if case.row in explicit.QUOTIENTS:
+        features, epsilon = explicit.QUOTIENTS[case.row]
+        if "query_map" in case.options:
+            q, k = (case.options[name][0].double() @ each for name, each in (("query_map", q), ("key_map", k)))
+        q, k = (features(each[None, None])[0, 0] for each in (q, k))
+        return v @ k.T @ q / (k.sum(dim=1) @ q + epsilon)
+    if case.row in ("inline", "mala"):
+        mala = case.row == "mala"
+        q, k = (explicit.QUOTIENTS["linear_elu"][0](each) if mala else each for each in (q, k))
+        scale, mean = len(k) ** -0.5, v.mean(dim=1, keepdim=True)
+        z = scale * k.mean(dim=1) @ q
+        factor, shift = (1 + 1 / (z + 1e-6), -z) if mala else (1, 1 - z)
+        return scale * (v @ k.T / count) @ q * factor + shift * mean
     if case.row in ("siamese", "siamese_ones", "siamese_local"):
         local = v.mean(dim=1, keepdim=True) * (weight @ q)
         return local if case.row == "siamese_local" else local + (v @ (weight @ k) / count)[:, None]
@@ -156,7 +182,7 @@ def test_a_million_positions_in_half_precision(row: str, dtype: torch.dtype, off
     generator = seeded_generator(1)
     key = torch.randn(1, 8, 1024, 1024, generator=generator).add_(offset).to(dtype)
     query = torch.randn(1, 8, 5, 7, generator=generator).to(dtype)
-    options = {"weight": torch.randn(8, generator=generator).to(dtype)} if row in WEIGHT_ROWS else {}
+    options = {name: each.to(dtype) for name, each in draw_learned(row, 8, 1, _normal(generator)).items()}
     case = Case(row, query, key, key, options)
     got = case.library()
     assert got.dtype == dtype
@@ -177,7 +203,7 @@ def test_long_single_precision_grids_keep_their_bound(row: str, size: tuple) -> 
     generator = seeded_generator(1)
     key = torch.randn(1, 8, *size, generator=generator)
     query = torch.randn(1, 8, 5, 7, generator=generator)
-    options = {"weight": torch.randn(8, generator=generator)} if row in WEIGHT_ROWS else {}
+    options = draw_learned(row, 8, 1, _normal(generator))
     case = Case(row, query, key, key, options)
     got = case.library()
     assert relative_error(got, _long_response(case).view_as(got)) <= _long_bound(case)
@@ -199,7 +225,7 @@ def test_four_million_positions_in_single_precision(row: str, offset: float) -> 
     """Self-attention of 2^22 positions, forward and backward: 4,096 slots for the Kronecker operators."""
     generator = seeded_generator(1)
     grid = torch.randn(1, 4, 2048, 2048, generator=generator).add_(offset).requires_grad_()
-    options = {"weight": torch.randn(4, generator=generator)} if row in WEIGHT_ROWS else {}
+    options = draw_learned(row, 4, 1, _normal(generator))
     case = Case(row, grid, grid, grid, options)
     found, cotangent = case.library(), torch.randn(1, 4, 2048, 2048, generator=generator)
     wide = grid.detach().double().requires_grad_()
@@ -249,7 +275,7 @@ def test_summaries_of_half_precision_are_float32(row: str, dtype: torch.dtype) -
 
 def _of_one_sign(row: str) -> Case:
     generator = seeded_generator(1)
-    options = {"weight": torch.rand(8, generator=generator)} if row in WEIGHT_ROWS else {}
+    options = draw_learned(row, 8, 1, functools.partial(torch.rand, generator=generator))
     key, value = (torch.rand(1, 8, 40, 41, generator=generator) + 0.5 for _ in range(2))
     return Case(row, torch.rand(1, 8, 3, 5, generator=generator), key, value, options)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,33 +12,33 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from farfield import ops
 from farfield.nn import GridAttention
+from helpers.grids import draw_learned
 from helpers.partly import pairwise, partly
 
 ROWS = [name for name, row in ops.OPERATORS.items() if row.basis is not None]
 SIZE = {"1": (7,), "2": (3, 5), "3": (2, 3, 4), "few positions": (2,)}
 
 
-def attend(name: str, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """The named whole, with a weight where the row has one."""
-    options = {"weight": weight} if ops.OPERATORS[name].score == "learned" else {}
-    return getattr(ops, f"{name}_attention")(query, key, value, heads=heads, **options)
+def attend(name: str, grids: list[Tensor], learned: dict[str, Tensor], heads: int) -> Tensor:
+    """The named whole."""
+    return getattr(ops, f"{name}_attention")(*grids, heads=heads, **learned)
 
 
 @pytest.mark.parametrize(*pairwise(name=tuple(ops.OPERATORS), size=SIZE, heads=(1, 2)))
 def test_one_grid_thrice_is_three_equal_grids(name, size, heads):
     torch.manual_seed(0)
     grid = torch.randn(2, 6, *size, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    learned = draw_learned(name, 6, heads, functools.partial(torch.randn, dtype=torch.float64, requires_grad=True))
     upon = torch.randn(2, 6, *size, dtype=torch.float64)
     copies = [grid.detach().clone().requires_grad_() for _ in range(3)]
-    one, three = attend(name, grid, grid, grid, weight, heads), attend(name, *copies, weight, heads)
+    one, three = attend(name, [grid] * 3, learned, heads), attend(name, copies, learned, heads)
     torch.testing.assert_close(one, three, rtol=1e-12, atol=1e-12)
-    found = torch.autograd.grad(one, (grid, weight), upon, allow_unused=True)
-    expected = torch.autograd.grad(three, (*copies, weight), upon, allow_unused=True)
+    found = torch.autograd.grad(one, (grid, *learned.values()), upon)
+    expected = torch.autograd.grad(three, (*copies, *learned.values()), upon, allow_unused=True)
     total = sum(gradient for gradient in expected[:3] if gradient is not None)
     torch.testing.assert_close(found[0], total, rtol=1e-11, atol=1e-12)
-    if found[1] is not None or expected[3] is not None:
-        torch.testing.assert_close(found[1], expected[3], rtol=1e-11, atol=1e-12)
+    for got, want in zip(found[1:], expected[3:], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("project", partly(["", "v", "qk", "qkvo"], ["qkvo"]))
@@ -43,12 +46,13 @@ def test_one_grid_thrice_is_three_equal_grids(name, size, heads):
 @pytest.mark.parametrize("name", ROWS)
 def test_module_is_differentiable_twice(name, project, masked):
     torch.manual_seed(0)
-    if name == "siamese_local":
-        project = project.replace("k", "")
+    project = ops.OPERATORS[name].projections(project)
     attention = GridAttention(4, name, heads=2, project=project).double()
     grid = torch.randn(2, 4, 2, 3, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[[True, True, False], [True, False, True]], [[True, True, True], [True, True, True]]])
     parameters = tuple(attention.parameters())
+    for parameter in parameters:  # masked positions are biases, which are not 0, where relu has no derivative
+        torch.nn.init.normal_(parameter)
 
     def run(grid, *_):
         return attention(grid, mask=mask if masked else None)
@@ -147,9 +151,11 @@ def kept_bytes(run) -> int:
 
 @pytest.mark.parametrize(("name", "project"), [(name, project) for name in ROWS for project in ("v", "qkvo")])
 def test_kept_for_the_backward_pass_is_the_grid_and_small_things(name, project):
-    project = project.replace("k", "") if name == "siamese_local" else project
-    inner = {"inner_channels": 8} if "q" in project else {}
-    attention = GridAttention(32, name, heads=2, project=project, **inner)
+    project = ops.OPERATORS[name].projections(project)
+    inner = {"inner_channels": 8} if "k" in project else {}
+    # Where slots are more than channels, responses are kept for the output projection.
+    operator = dataclasses.replace(ops.OPERATORS[name], slots=min(8, ops.OPERATORS[name].slots))
+    attention = GridAttention(32, operator, heads=2, project=project, **inner)
     grid = torch.randn(2, 32, 40, 40, requires_grad=True)
     small = 2 * 32 * 32 * 4 * 8
     assert kept_bytes(lambda: attention(grid)) <= grid.nbytes + grid.nbytes / 32 + small + sum(

@@ -23,6 +23,7 @@ from farfield.ops.engine import SWITCH
 from farfield.ops.fast import kernels, steps
 from helpers import explicit
 from helpers.attending import written_out
+from helpers.grids import draw_learned
 from helpers.partly import pairwise
 from helpers.second_derivatives import WAYS, Learned, Loss, Tensors, Way, backward_twice, duals_over_backward
 
@@ -87,11 +88,11 @@ def test_functions(on: None, row: str, shared: tuple[int, int, int], heads: int,
     if masked:
         options["mask"] = torch.rand(2, *sizes[1]) > 0.3
         options["query_mask"] = options["mask"] if shared[1] == 0 else torch.rand(2, *SIZE) > 0.3
-    weight = [torch.randn(CHANNELS)] if row in explicit.WEIGHT_ROWS else []
+    learned = draw_learned(row, CHANNELS, heads)
 
     def by(attend: Callable[..., Tensor]) -> Loss:
         def loss(*tensors: Tensor) -> Tensor:
-            names = {"weight": tensors[-1]} if weight else {}
+            names = dict(zip(learned, tensors[len(grids) :], strict=True))
             return loss_of(attend(*(tensors[which] for which in shared), **options, **names))
 
         return loss
@@ -101,7 +102,7 @@ def test_functions(on: None, row: str, shared: tuple[int, int, int], heads: int,
             key, value = (grid.masked_fill(~options["mask"][:, None], 0.0) for grid in (key, value))
         return explicit.attention(row, query, key, value, **rest)
 
-    check(by(getattr(ops, f"{row}_attention")), by(written), [*grids, *weight])
+    check(by(getattr(ops, f"{row}_attention")), by(written), [*grids, *learned.values()])
 
 
 @pytest.mark.parametrize(
@@ -118,8 +119,8 @@ def test_functions(on: None, row: str, shared: tuple[int, int, int], heads: int,
 def test_modules(
     on: None, row: str, project: str, context: bool, heads: int, inner: int | None, masked: bool, wide: bool
 ) -> None:
-    project = project.replace("k", "") if row == "siamese_local" else project
-    both = "q" in project and ("k" in project or row == "siamese_local")
+    project = ops.OPERATORS[row].projections(project)
+    both = set(ops.OPERATORS[row].projections("qk")) <= set(project)
     attention = GridAttention(CHANNELS, row, heads=heads, project=project, inner_channels=inner if both else None)
     grids = [layered(torch.randn(2, CHANNELS, *size), wide) for size in ([SIZE, OTHER] if context else [SIZE])]
     names = ["mask", "context_mask"][: len(grids) * masked]
@@ -221,7 +222,7 @@ def test_tangents_of_the_gradient_of_the_response_alone(on: None, row: str) -> N
 
 @pytest.mark.parametrize("row", ops.OPERATORS)
 def test_batched_gradients_of_the_response(on: None, row: str) -> None:
-    attention = GridAttention(CHANNELS, row, project="qvo" if row == "siamese_local" else "qkvo")
+    attention = GridAttention(CHANNELS, row, project=ops.OPERATORS[row].projections("qkvo"))
     leaf = torch.randn(2, CHANNELS, *SIZE, requires_grad=True)
     response, grads = attention(leaf), torch.randn(3, 2, CHANNELS, *SIZE)
     (found,) = torch.autograd.grad(response, leaf, grads, is_grads_batched=True, retain_graph=True)

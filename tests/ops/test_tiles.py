@@ -13,7 +13,7 @@ from torch import Tensor
 from farfield import ShapeError, ops
 from farfield._operators import FACTS
 from farfield.nn import GridAttention
-from helpers.grids import ROWS, WEIGHT_ROWS, Case, assert_close, draw, tiles, to_numpy
+from helpers.grids import ROWS, Case, assert_close, draw, tiles, to_numpy
 from helpers.partly import pairwise
 
 # sides, inner cuts of each axis: uneven, at even indices so that pooled rows may be cut there too.
@@ -24,14 +24,14 @@ WHOLES = {
 }
 
 
-def _read(case: Case, positions: Tensor) -> Tensor:
-    """Positions split into heads, or one score a head where the row reads through a vector (SAN Eq. 4)."""
+def _read(case: Case, positions: Tensor, learned: str = "key_map") -> Tensor:
+    """Positions split into heads, multiplied with what the row learns: a vector (SAN Eq. 4), latents or a map."""
     row, heads = ops.OPERATORS[case.row], case.options["heads"]
     split = positions.unflatten(1, (heads, -1))
     if row.score is None:
         return split
-    weight = case.options["weight"] if case.row in WEIGHT_ROWS else positions.new_ones(positions.shape[1])
-    return weight.reshape(heads, 1, -1) @ split
+    vector = case.options.get("weight", positions.new_ones(positions.shape[1])).view(heads, 1, -1)
+    return case.options.get("latents", case.options.get(learned, vector)) @ split
 
 
 def _summarize(case: Case, key: Tensor, value: Tensor, mask: Tensor | None, place: tuple | None) -> ops.Summary:
@@ -49,7 +49,7 @@ def _respond(case: Case, summary: ops.Summary) -> Tensor:
     row, size = ops.OPERATORS[case.row], tuple(case.query.shape[2:])
     positions, valid = row.queries_from.gather(case.query, case.options.get("query_mask"))
     positions = positions if row.queries_from.side_by_side else positions / valid.clamp_min(1)
-    response = ops.respond(row, _read(case, positions), summary).flatten(1, 2)
+    response = ops.respond(row, _read(case, positions, "query_map"), summary).flatten(1, 2)
     return row.queries_from.scatter(row.queries_from.normalized(response, valid, len(size)), size)
 
 
@@ -182,6 +182,9 @@ def test_a_summary_does_not_grow_with_the_grid(row: str) -> None:
         "one per pooled position": (4, 16),
         "one per index of each axis": (8, 16),
         "one per key channel": (2, 2),
+        "two per key channel": (4, 4),
+        "one per key channel, and one": (3, 3),
+        "one per latent": (5, 5),
         "two": (2, 2),
         "one": (1, 1),
     }

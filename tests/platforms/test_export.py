@@ -44,7 +44,7 @@ def assert_as_exact(found: Tensor, eager: Tensor, exact: Tensor) -> None:
 
 
 def attention(row: str, rank: int) -> tuple[GridAttention, Tensor]:
-    letters = "qkvo" if OPERATORS[row].reads_keys else "qvo"
+    letters = OPERATORS[row].projections("qkvo")
     module = GridAttention(16, row, heads=2, project=letters, residual=True).eval()
     module.output.reset_parameters()
     return module, torch.randn(2, 16, *(6, 10, 8)[:rank])

@@ -22,7 +22,7 @@ class Placed(nn.Module):
 
     def __init__(self, row: str) -> None:
         super().__init__()
-        letters = "qkvo" if OPERATORS[row].reads_keys else "qvo"
+        letters = OPERATORS[row].projections("qkvo")
         self.first = nn.Conv2d(3, 16, 3, padding=1)
         self.attention = GridAttention(16, row, heads=2, project=letters, inner_channels=8, residual=True)
         self.attention.output.reset_parameters()
@@ -77,7 +77,7 @@ def test_every_row_responds_as_with_the_summed_weights(row: str) -> None:
     assert relative(adapted(image), plain(image)) <= 32 * EPS
     assert relative(adapted(image), before) > 0.01
     merged = adapted.merge_and_unload()
-    assert type(merged.attention.query) is nn.Linear
+    assert type(merged.attention.value) is nn.Linear
     assert relative(merged(image), plain(image)) <= 32 * EPS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,16 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from diffusers.models.attention_processor import (
+    Attention,
+    SanaLinearAttnProcessor2_0,
+    SanaMultiscaleLinearAttention,
+)
+from timm.models.efficientvit_mit import LiteMLA
 from torch import Tensor, nn
 
-from farfield import insert, models, pad_grids
-from farfield.nn import AttentionBlock, BaseBlock, GridAttention
+from farfield import insert, models, pad_grids, replace_attention
+from farfield.nn import AttentionBlock, BaseBlock, GridAttention, LocalBranch
 from farfield.ops import OPERATORS
 
 # torch.onnx says on every call which operators of other packages it does not know.
@@ -186,3 +193,63 @@ def test_openvino_converts_every_row(row: str) -> None:
         # Its own default is the fastest format of the processor, such as bfloat16.
         compiled = openvino.compile_model(each, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         torch.testing.assert_close(torch.from_numpy(compiled(grid.numpy())[0]), want)
+
+
+def local_branch() -> LocalBranch:
+    return LocalBranch(GridAttention(16, "inline", heads=2, project="qkvo"), 16, 3, 2)
+
+
+def sana_block() -> nn.Module:
+    return SanaMultiscaleLinearAttention(16, 16, residual_connection=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("build", [local_branch, sana_block, lambda: LiteMLA(16, 16, dim=8)])
+def test_linear_attention_of_networks_at_any_size(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
+    module = build().eval()
+    for weight in module.parameters():
+        nn.init.normal_(weight, std=0.3)
+    grids, wanted = [torch.randn(batch, 16, *size) for batch, *size in SIZES[2]], []
+    if not isinstance(module, LocalBranch):
+        with torch.no_grad():
+            wanted = [module(grid) for grid in grids]
+        replace_attention(module, "linear_relu")
+    name = next(iter(inspect.signature(module.forward).parameters))
+    run = export(module, [torch.randn(2, 16, 6, 10)], [name], tmp_path / "network.onnx")
+    for index, grid in enumerate(grids):
+        with torch.no_grad():
+            assert_close(run(grid), wanted[index] if wanted else module(grid), grid[0, 0].numel())
+
+
+@pytest.mark.slow
+def test_attention_of_tokens_at_any_length(tmp_path: Path) -> None:
+    module = Attention(16, heads=2, dim_head=8, processor=SanaLinearAttnProcessor2_0()).eval()
+    sequences = [torch.randn(batch, length, 16) for batch, length in [(1, 1), (3, 8), (2, 53), (1, 784)]]
+    with torch.no_grad():
+        wanted = [module(tokens) for tokens in sequences]
+    replace_attention(module, "linear_relu")
+    file = tmp_path / "tokens.onnx"
+    torch.onnx.export(
+        Tokens(module),
+        (torch.randn(2, 6, 16),),
+        str(file),
+        dynamic_shapes={"tokens": {0: "batch", 1: "length"}},
+        dynamo=True,
+        external_data=False,
+        verbose=False,
+    )
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    for tokens, expected in zip(sequences, wanted, strict=True):
+        found = torch.from_numpy(session.run(None, {"tokens": tokens.numpy()})[0])
+        assert_close(found, expected, tokens.shape[1])
+
+
+class Tokens(nn.Module):
+    """A module of one argument, whose name is known."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.module(tokens)

@@ -193,42 +193,44 @@ def _cost_row(
     counted = cost.count(attention, (1, channels, *size))
     row: Row = dict.fromkeys((*_COST_KEYS, *_COST_KEYS_HERE)) | {"operator": name}
     row |= {"macs_executed": counted.macs, "weights": counted.weights, "parameters": counted.parameters}
-    # A user's own operator has no formula.
-    if name in OPERATORS:
-        papers = [table.paper] if table else []
-        paper = next(paper for paper in (*papers, *PAPERS) if name in PAPERS[paper].rows)
+    if name not in OPERATORS:  # a user's own operator has no formula
+        return row
+    held = cost.predict(attention, size=size, batch=batch)
+    row |= {
+        "activation_bytes": held.activation_bytes,
+        "gathered_bytes": held.gathered_bytes,
+        "coefficients": held.coefficients and held.coefficients // batch,
+    }
+    papers = [table.paper] if table else []
+    paper = next((paper for paper in (*papers, *PAPERS) if name in PAPERS[paper].rows), None)
+    if paper is None:
+        return row
 
-        def predict(operator: str, batch: int) -> cost.Cost:
-            letters = OPERATORS[operator].projections(options.project)
-            return cost.predict(
-                operator,
-                channels=channels,
-                size=size,
-                batch=batch,
-                heads=heads,
-                project=letters,
-                convention=paper,
-            )
+    def predict(operator: str, batch: int) -> cost.Cost:
+        letters = OPERATORS[operator].projections(options.project)
+        return cost.predict(
+            operator,
+            channels=channels,
+            size=size,
+            batch=batch,
+            heads=heads,
+            project=letters,
+            convention=paper,
+        )
 
-        one, whole, dense = predict(name, 1), predict(name, batch), predict("softmax", batch)
-        held = cost.predict(attention, size=size, batch=batch)
-        printed = table.rows.get(name) if table else None
-        row |= {
-            "paper": paper,
-            "macs_paper": one.macs,
-            "macs_printed": printed and printed.macs,
-            "saving_paper": 1 - whole.macs / dense.macs,
-            "saving_printed": printed and printed.saving,
-            "memory_paper": whole.activation_bytes,
-            "memory_printed": printed and printed.memory,
-            "memory_saving_paper": 1 - whole.activation_bytes / dense.activation_bytes,
-            "memory_saving_printed": printed and printed.memory_saving,
-            "activation_bytes": held.activation_bytes,
-            "gathered_bytes": held.gathered_bytes,
-            "coefficients": one.coefficients,
-            "weights": one.weights,
-            "parameters": one.parameters,
-        }
+    one, whole, dense = predict(name, 1), predict(name, batch), predict("softmax", batch)
+    printed = table.rows.get(name) if table else None
+    row |= {
+        "paper": paper,
+        "macs_paper": one.macs,
+        "macs_printed": printed and printed.macs,
+        "saving_paper": 1 - whole.macs / dense.macs,
+        "saving_printed": printed and printed.saving,
+        "memory_paper": whole.activation_bytes,
+        "memory_printed": printed and printed.memory,
+        "memory_saving_paper": 1 - whole.activation_bytes / dense.activation_bytes,
+        "memory_saving_printed": printed and printed.memory_saving,
+    }
     return row
 
 

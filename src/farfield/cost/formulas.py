@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from farfield._checks import unknown
+from farfield._refusals import refusal
 from farfield.ops.table import OPERATORS, exponentials
 from farfield.ops.work import Work, is_quadratic_cheaper
 
@@ -26,6 +28,7 @@ class Sizes(NamedTuple):
     project: str  # letters of "qkvo"
     biased: bool = False  # whether a bias or a norm's shift is added to the responses
     score_biased: bool = True  # whether projections of queries and keys have biases
+    latents: int = 0  # of each head, where the operator learns them
 
     @property
     def positions(self) -> int:
@@ -63,8 +66,8 @@ class OperatorSteps(NamedTuple):
     # Numbers of the basis or the coefficients in memory at once; for a softmax of products, of queries and keys.
     formed: int
     basis: bool = True  # whether a basis weighs keys into the slots; otherwise each key is its own slot
-    scored: bool = False  # whether queries and keys are reduced to scores by one vector per head
-    reads_keys: bool = True  # whether the operator uses its keys at all
+    rows: int = 0  # of the matrix per head that queries and keys are multiplied with: 1 for scores, 0 if there is none
+    keys_apart: bool = True  # whether keys are projected, or multiplied so, apart from queries
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
@@ -119,14 +122,40 @@ def siamese(s: Sizes) -> OperatorSteps:
     """SAN 5-6: 2·N·(d + p) for v̄ (wᵀqᵢ) + (1/N) Σⱼ vⱼ (kⱼᵀw), two scores and two products; two slots per head."""
     n = s.positions
     printed = s.projections(n, n) + 2 * n * (s.inner + s.width)
-    return OperatorSteps(printed, n, n, 2, 3 * s.heads * n, scored=True)
+    return OperatorSteps(printed, n, n, 2, 3 * s.heads * n, rows=1, keys_apart=bool({"q", "k"} & set(s.project)))
 
 
 def siamese_local(s: Sizes) -> OperatorSteps:
     """SAN 5, first term: N·(d + p) for v̄ (wᵀqᵢ), one score and one product; one slot per head."""
     n = s.positions
     printed = s.projections(n, n) + n * (s.inner + s.width)
-    return OperatorSteps(printed, n, n, 1, s.heads * n, scored=True, reads_keys=False)
+    return OperatorSteps(printed, n, n, 1, s.heads * n, rows=1, keys_apart=False)
+
+
+# Of what follows no paper of PAPERS prints a number: `printed` is the count in their way.
+def flare(s: Sizes) -> OperatorSteps:
+    """FLARE 7-10: N·s·(d + 2·p) for the scores Lᵀk, which serve keys and queries, and FA 4 on them."""
+    n = s.positions
+    printed = s.projections(n, n) + n * s.latents * (s.inner + 2 * s.width)
+    return OperatorSteps(printed, n, n, s.latents, 2 * s.heads * n * s.latents, rows=s.latents, keys_apart=False)
+
+
+def linear(s: Sizes) -> OperatorSteps:
+    """EfficientViT, Katharopoulos et al.: FA 3 of features, which are formed; their quotient is elementwise."""
+    return factorized_gaussian(s)
+
+
+def hedgehog(s: Sizes) -> OperatorSteps:
+    """Hedgehog 6: 2·N·d²/h for the maps, and FA 3 with two slots for each channel."""
+    n, width = s.positions, s.inner // s.heads
+    printed = s.projections(n, n) + 2 * n * (s.inner * width + 2 * width * s.width)
+    return OperatorSteps(printed, n, n, 2 * width, 4 * n * s.inner, rows=width)
+
+
+def shifted(s: Sizes) -> OperatorSteps:
+    """InLine 6, MALA: 2·N·(d/h + 1)·p for FA 3 of features and one slot more, the sum of the values."""
+    n, slots = s.positions, s.inner // s.heads + 1
+    return OperatorSteps(s.projections(n, n) + 2 * n * slots * s.width, n, n, slots, n * slots * s.heads)
 
 
 FORMULAS: dict[str, Callable[[Sizes], OperatorSteps]] = {
@@ -142,6 +171,12 @@ FORMULAS: dict[str, Callable[[Sizes], OperatorSteps]] = {
     "siamese": siamese,
     "siamese_local": siamese_local,
     "siamese_ones": siamese,
+    "flare": flare,
+    "linear_relu": linear,
+    "linear_elu": linear,
+    "hedgehog": hedgehog,
+    "inline": shifted,
+    "mala": shifted,
 }
 
 
@@ -149,7 +184,7 @@ FORMULAS: dict[str, Callable[[Sizes], OperatorSteps]] = {
 def executed_macs(s: Sizes, steps: OperatorSteps) -> int:
     """Return the MACs of `GridAttention` that each sample adds: projections of values and outputs act on slots."""
     queries, keys = projection_macs(s, steps, steps.queries, "q"), projection_macs(s, steps, steps.keys, "k")
-    return queries + keys * steps.reads_keys + work(s, steps).macs(steps.slots, basis=steps.basis)
+    return queries + keys * steps.keys_apart + work(s, steps).macs(steps.slots, basis=steps.basis)
 
 
 def work(s: Sizes, steps: OperatorSteps) -> Work:
@@ -167,23 +202,20 @@ def in_order(operator: str, s: Sizes, steps: OperatorSteps) -> OperatorSteps:
 
 
 def projection_macs(s: Sizes, steps: OperatorSteps, positions: int, letter: str) -> int:
-    """Return the MACs of projecting `positions` queries (letter "q") or keys ("k"), or of reducing them to scores."""
-    projected = letter in s.project
-    if steps.scored:  # one score per head; without projections queries and keys have the same scores
-        again = letter == "k" and "q" not in s.project and "k" not in s.project
-        return 0 if again else positions * s.channels * s.heads
-    return positions * s.channels * s.inner if projected else 0
+    """Return the MACs of projecting `positions` queries (letter "q") or keys ("k"), or of multiplying them by head."""
+    outputs = s.heads * steps.rows or s.inner * (letter in s.project)
+    return positions * s.channels * outputs
 
 
 def batch_independent_macs(s: Sizes, steps: OperatorSteps) -> int:
-    """Return the MACs that do not grow with the batch: the vectors of scores times the projections and their biases."""
+    """Return the MACs that do not grow with the batch: matrices by head times the projections and their biases."""
     projections = ("q" in s.project) + ("k" in s.project)
-    return s.heads * (s.channels + s.score_biased) * s.inner * projections if steps.scored else 0
+    return steps.rows * s.inner * (s.channels + s.score_biased) * projections
 
 
 def activation_numbers(s: Sizes, steps: OperatorSteps) -> int:
     """Count the numbers that a forward pass forms on one sample."""
-    projected = 0 if steps.scored else s.inner * (steps.queries * ("q" in s.project) + steps.keys * ("k" in s.project))
+    projected = 0 if steps.rows else s.inner * (steps.queries * ("q" in s.project) + steps.keys * ("k" in s.project))
     slots = steps.slots * s.width
     response = s.positions * s.out
     if "o" in s.project:
@@ -226,7 +258,7 @@ def kan_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int) -> int:
 def san_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int) -> int:
     """SAN Table 2: each buffer rounded up to a power of two; twice the grid and the intermediate (SAN Table 1)."""
     total = 2 * power_of_two(NUMBER * batch * s.positions * s.channels)
-    if steps.scored:
+    if steps.rows:
         vectors = 4 * (NUMBER * batch * s.channels)
         return total + 2 * power_of_two(NUMBER * batch * s.positions) + vectors
     # The c² numbers of V Kᵀ (Attn1/N), or the coefficients (Attn).
@@ -259,3 +291,15 @@ PAPERS = {
     "SAN": Paper(san_bytes, ("averaged", "siamese", "siamese_local", "siamese_ones", "softmax", "softmax_pooled")),
     "FA": Paper(fa_bytes, ("factorized", "factorized_gaussian", "dot", "softmax", "averaged")),
 }
+
+
+def find_paper(operator: str, convention: str) -> Paper:
+    """Return the paper of a convention, "paper" being that of the operator; LookupError if it does not cover it."""
+    if convention == "paper":
+        convention = next((name for name, paper in PAPERS.items() if operator in paper.rows), "paper")
+    if convention == "paper":
+        problem = f"no convention of {', '.join(PAPERS)} covers {operator}"
+        raise refusal(LookupError, f'{problem}; fix: convention="farfield", which covers every operator.')
+    if operator not in PAPERS[convention].rows:
+        raise unknown(f"operator of {convention}", operator, PAPERS[convention].rows)
+    return PAPERS[convention]

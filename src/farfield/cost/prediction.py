@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -14,19 +15,19 @@ from farfield.cost.formulas import (
     FORMULAS,
     NUMBER,
     PAPERS,
-    OperatorSteps,
     Sizes,
     activation_numbers,
     batch_independent_macs,
     coefficients,
     executed_macs,
+    find_paper,
     gathered_numbers,
     in_order,
 )
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.nn.bare import is_biased
 from farfield.nn.checks import check_projections
-from farfield.ops.table import OPERATORS, Operator, find_name
+from farfield.ops.table import OPERATORS, Operator, find_name, look_up_operator
 
 CONVENTIONS = ("farfield", "paper", *PAPERS)
 
@@ -49,7 +50,8 @@ def predict(
     (reduce first, project second); its MACs are exactly those of `count` in eval mode. `"paper"` counts as the papers'
     tables do, with projections first: Nk·c² for the value projection (on keys only), and 2·Nq·Nk·c for attention by
     products of queries and keys. It is KAN's count for the softmax and Kronecker operators, SAN's for averaged and
-    siamese, FA's for the others. `"KAN"`, `"SAN"` and `"FA"` select one paper: they agree on MACs and differ on memory.
+    siamese, FA's for other operators of the three papers. `"KAN"`, `"SAN"` and `"FA"` select one paper: they agree on
+    MACs and differ on memory. Operators of other papers have no count but `"farfield"`.
 
     Args:
         operator: A name in `ops.OPERATORS`, or such an `Operator`; or a module: a `GridAttention`, which has more
@@ -96,7 +98,10 @@ def predict(
         return count(operator, shape) if convention == "farfield" else printed_cost(operator, shape)
     name = formula_name(operator)
     check_projections(name, OPERATORS[name], project, channels, inner_channels or channels)
-    s = Sizes(tuple(size), channels, inner_channels or channels, channels, heads, project, "o" in project)
+    latents = look_up_operator(operator)[1].slots
+    s = Sizes(
+        tuple(size), channels, inner_channels or channels, channels, heads, project, "o" in project, latents=latents
+    )
     check_heads(heads, s.inner, "query")
     check_heads(heads, s.width, "value")
     weights, biases = count_parameters(name, s)
@@ -127,12 +132,12 @@ def check_positive(**numbers: int) -> None:
 
 
 def count_parameters(operator: str, s: Sizes) -> tuple[int, int]:
-    """Count the weights of an operator's projections and of its siamese vector, and the biases of the projections."""
+    """Count the weights of an operator's projections and of what else it learns, and the projections' biases."""
     c, d, p = s.channels, s.inner, s.width
     shapes = {"q": (d, c), "k": (d, c), "v": (p, c), "o": (c, p)}
     projections = [shapes[letter] for letter in s.project]
-    vector = d if OPERATORS[operator].score == "learned" else 0
-    return vector + sum(math.prod(shape) for shape in projections), sum(out for out, _ in projections)
+    learned = replace(OPERATORS[operator], slots=s.latents).parameter_shapes(d, s.heads).values()
+    return sum(math.prod(shape) for shape in (*learned, *projections)), sum(out for out, _ in projections)
 
 
 def operator_cost(operator: str, s: Sizes, batch: int, convention: str, weights: int, parameters: int) -> Cost:
@@ -143,20 +148,11 @@ def operator_cost(operator: str, s: Sizes, batch: int, convention: str, weights:
         macs = batch * executed_macs(s, ordered) + batch_independent_macs(s, ordered)
         size = NUMBER * batch * activation_numbers(s, ordered)
     else:
-        macs, size = batch * steps.printed, printed_bytes(operator, s, steps, batch, convention)
+        paper = find_paper(operator, convention)
+        macs, size = batch * steps.printed, paper.size(operator, s, steps, batch)
     numbers = gathered_numbers(operator, s, steps)
     sent = None if numbers is None else NUMBER * batch * numbers
     return Cost(macs, parameters, weights, size, batch * coefficients(s, steps), sent)
-
-
-def printed_bytes(operator: str, s: Sizes, steps: OperatorSteps, batch: int, convention: str) -> int:
-    """Return the activation bytes as a paper counts them; raise LookupError if it does not cover the operator."""
-    if convention == "paper":
-        convention = next(name for name, paper in PAPERS.items() if operator in paper.rows)
-    paper = PAPERS[convention]
-    if operator not in paper.rows:
-        raise unknown(f"operator of {convention}", operator, paper.rows)
-    return paper.size(operator, s, steps, batch)
 
 
 def attention_cost(attention: GridAttention, size: tuple[int, ...], batch: int, convention: str) -> Cost:
@@ -174,7 +170,8 @@ def sizes_of(attention: GridAttention, size: tuple[int, ...]) -> Sizes:
     norm = attention.coefficient_norm
     biased = is_biased(attention.output) or (norm is not None and norm.bias is not None)
     score_biased = is_biased(attention.query) or is_biased(attention.key)
-    return Sizes(size, attention.channels, inner, width, attention.heads, project, biased, score_biased)
+    latents = attention.operator.slots
+    return Sizes(size, attention.channels, inner, width, attention.heads, project, biased, score_biased, latents)
 
 
 def printed_cost(network: nn.Module, shape: tuple[int, ...]) -> Cost:
@@ -186,6 +183,7 @@ def printed_cost(network: nn.Module, shape: tuple[int, ...]) -> Cost:
         if isinstance(module, SqueezeExcite):  # SAN also counts the mean and the gate, one MAC per number each
             macs += 2 * math.prod(call.shape)
         elif isinstance(module, GridAttention):
-            printed = FORMULAS[formula_name(module.operator)](sizes_of(module, tuple(size))).printed
-            macs += batch * printed - call.macs
+            operator = formula_name(module.operator)
+            find_paper(operator, "paper")
+            macs += batch * FORMULAS[operator](sizes_of(module, tuple(size))).printed - call.macs
     return Cost(macs, cost.parameters, cost.weights, cost.activation_bytes)

@@ -21,7 +21,7 @@ from farfield._refusals import door, refusal
 from farfield.insertion._insert.additions import ChannelsLast, additions, attach_addition, read_watches, watch_places
 from farfield.insertion._places import CHILD, Place
 from farfield.insertion._replace.api import replace_attention
-from farfield.insertion._replace.finding import chosen_operator, known_attention
+from farfield.insertion._replace.finding import chosen_operator, find_original, known_attention
 from farfield.insertion._replace.learned import LOCAL, add_local
 from farfield.nn.attention import GridAttention
 from farfield.ops.latent import flare
@@ -137,11 +137,11 @@ def apply_recipe(model: nn.Module, folder: str | Path) -> None:
 
 # ---- what was replaced -----------------------------------------------------------------------------------------------
 def _describe_replacements(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the operators that attention has in place of softmax, with their latents, local branch and paths."""
+    """Yield the operators that attention has in place of its own, with their latents, local branch and paths."""
     groups: dict[tuple[str, int, int], list[str]] = {}
     for path, module in known_attention(model).items():
         chosen = chosen_operator(module)
-        if chosen is not None and chosen[0] != "softmax":
+        if chosen is not None and chosen[0] != find_original(module):
             kernel = module._parameters.get(LOCAL)
             key = _named(*chosen), chosen[1].slots, 0 if kernel is None else kernel.shape[2]
             groups.setdefault(key, []).append(path)

@@ -17,8 +17,8 @@ from farfield.nn.network_copy import clone, copied
 from farfield.nn.tracing import call, keep_random_numbers, tensors
 from farfield.ops.grid import accumulation, flatten
 
-# The learned parts of an attention module; "weight" is w of siamese operators.
-PARTS = ("query", "key", "value", "output", "weight")
+# The learned parts of an attention module: projections, and what operators learn beside them.
+PARTS = ("query", "key", "value", "output", "weight", "latents", "query_map", "key_map")
 
 
 class Health(NamedTuple):
@@ -34,7 +34,8 @@ class Health(NamedTuple):
         response: The standard deviation of the response over positions, divided by that of the grid.
         constant: The share of the response's mean square that its mean over positions has.
         gradients: Projection -> the norm of its gradient divided by that of its weight, as a share of the largest of
-            the layer. `weight` is w of siamese operators.
+            the layer. `weight` is w of siamese operators, `latents` are those of flare, and `query_map` and `key_map`
+            those of hedgehog.
         host: The norm of the gradient of the module's inputs, divided by the norm of the gradient of its response.
     """
 

@@ -30,10 +30,11 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
 
     `tokens = norm(words + positions + types)`, `layers` times `nn.TransformerLayer`, then the head
 
-    The weights have BERT's shapes for every operator except siamese and siamese_local, which also have score vectors.
-    So a factorized BERT loads the weights of a conventional one, whose queries and keys become coefficients and basis
-    (`weights` of `bert_base`, or `models.load_hugging_face`). It then computes another function and needs training. The
-    word head is tied: it multiplies by the embedding of the words.
+    The weights have BERT's shapes for every operator but those that learn more: siamese and siamese_local have score
+    vectors, flare has latents and no queries, hedgehog has maps. So a factorized BERT loads the weights of a
+    conventional one, whose queries and keys become coefficients and basis (`weights` of `bert_base`, or
+    `models.load_hugging_face`). It then computes another function and needs training. The word head is tied: it
+    multiplies by the embedding of the words.
 
     Args:
         model: The name under which the network is saved: `"bert_base"`, `"bert_large"` or `"bert_small"`.

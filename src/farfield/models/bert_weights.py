@@ -37,8 +37,8 @@ _HEAD = {
     "head.norm": "cls.predictions.transform.LayerNorm",
     "head.dense": "pooler.dense",
 }
-# End of the name of the score vector of siamese and siamese_local.
-_SCORES = ".attention.weight"
+# Ends of the names of what operators learn beside projections: scores of siamese, latents of flare, maps of hedgehog.
+_LEARNED = (".attention.weight", ".attention.latents", ".attention.query_map", ".attention.key_map")
 # Names of the two parameters of a norm in files converted from TensorFlow checkpoints -> current names.
 _OLD = {".gamma": ".weight", ".beta": ".bias"}
 
@@ -61,7 +61,8 @@ def load_hugging_face(net: _Network, state_dict: Mapping[str, Tensor]) -> _Netwo
 
     Raises:
         ValueError: If a tensor of the network is missing or has another shape; nothing is copied then. The score
-            vectors of siamese and siamese_local are missing in every BERT.
+            vectors of siamese and siamese_local, the latents of flare and the maps of hedgehog are missing in every
+            BERT.
 
     Example:
         >>> import transformers
@@ -74,10 +75,11 @@ def load_hugging_face(net: _Network, state_dict: Mapping[str, Tensor]) -> _Netwo
     """
     theirs = {_modernize_name(name): tensor for name, tensor in state_dict.items()}
     own = {_name_source(name): (name, tensor) for name, tensor in net.state_dict().items()}
-    scores = [name for source, (name, _) in own.items() if name.endswith(_SCORES) and source not in theirs]
-    if scores:
-        problem = f"{net.name} has a score vector in its attention, {scores[0]}, which no BERT has"
-        fix = "a Bert with another operator than siamese and siamese_local."
+    learned = [name for source, (name, _) in own.items() if name.endswith(_LEARNED) and source not in theirs]
+    if learned:
+        what = "a score vector" if learned[0].endswith(_LEARNED[0]) else "what its operator learns"
+        problem = f"{net.name} has {what} in its attention, {learned[0]}, which no BERT has"
+        fix = "a Bert with another operator than siamese, siamese_local, flare and hedgehog."
         raise ValueError(f"load_hugging_face: {problem}; fix: {fix}")
     given = {source: theirs[source] for source in own if source in theirs}
     problems = describe_differences({source: tensor for source, (_, tensor) in own.items()}, given)

@@ -2,7 +2,16 @@
 
 from farfield.nn.attention import GridAttention
 from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite
+from farfield.nn.local_branch import LocalBranch
 from farfield.nn.norm import CoefficientNorm
 from farfield.nn.transformer import TransformerLayer
 
-__all__ = ["AttentionBlock", "BaseBlock", "CoefficientNorm", "GridAttention", "SqueezeExcite", "TransformerLayer"]
+__all__ = [
+    "AttentionBlock",
+    "BaseBlock",
+    "CoefficientNorm",
+    "GridAttention",
+    "LocalBranch",
+    "SqueezeExcite",
+    "TransformerLayer",
+]

@@ -93,7 +93,7 @@ def _check_learned(operator: Operator, name: str, learned: Any, query: Any, head
         raise refusal(
             TypeError,
             f"{name} must be a tensor {shape}, got {type(learned).__name__}; "
-            f"fix: torch.nn.Parameter(torch.ones{shape}).",
+            f"fix: torch.nn.Parameter(torch.ones({', '.join(map(str, shape))})).",
         )
     if operator.score == "latents" and learned.dim() == 3:  # as many as there are
         operator = replace(operator, slots=learned.shape[1])
@@ -102,6 +102,6 @@ def _check_learned(operator: Operator, name: str, learned: Any, query: Any, head
         raise refusal(
             ShapeError,
             f"{name} must have the shape {shape} for heads={heads} and the channels of query {tuple(query.shape)}, "
-            f"got {tuple(learned.shape)}; fix: torch.nn.Parameter(torch.ones{shape}).",
+            f"got {tuple(learned.shape)}; fix: torch.nn.Parameter(torch.ones({', '.join(map(str, shape))})).",
         )
     check_same_kind(query=query, **{name: learned})

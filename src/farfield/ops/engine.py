@@ -108,7 +108,7 @@ def _gather(fast: bool, where: Positions, grid: Tensor, mask: Tensor | None, pla
 def _summarize_positions(
     fast: bool, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
 ) -> tuple[Tensor | None, Summary]:
-    """Return the queries `(b, h, d, n)` if a fast step projects them too (`itself_queries`), and the summary."""
+    """Return the queries `(b, h, d, n)` if they are projected too, as `itself_queries` may be, and the summary."""
     result = table.summarize(call, gathered, values, complete, itself_queries) if fast else None
     if result is None:
         values = values if call.value.run is None else run_values(call, values, gathered.valid)
@@ -117,7 +117,9 @@ def _summarize_positions(
         same = values is gathered.positions and itself_key and not shared
         # Every head summarizes all channels where values are projected later.
         value = key if same else values[:, None] if shared else split_heads(values, call.heads)
-        result = None, summarize(call.operator, key, value, gathered.valid[:, None], complete)
+        as_keys = itself_queries and call.query is call.key and call.operator.keys_from.side_by_side
+        queries = key if as_keys and call.operator.reads_keys else None
+        result = queries, summarize(call.operator, key, value, gathered.valid[:, None], complete)
     projected, summary = result
     if call.value.matrix is None:
         return projected, summary

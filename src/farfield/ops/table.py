@@ -137,25 +137,25 @@ class Quotient:
 
 def centred(query: Tensor, summary: Summary) -> Tensor:
     """InLine: the weights q_iᵀk_j s/N less their mean over j, plus 1/N, with s = 1/√d: they sum to 1."""
-    scale, products = _mean_product(identity, query, summary)
-    return torch.cat([scale * query, 1 - products], 2).to(query.dtype)
+    z = _products_with_means(identity, query, summary).sum(2, keepdim=True)
+    return torch.cat([query.shape[2] ** -0.5 * query, 1 - z], 2).to(query.dtype)
 
 
 def magnitude_aware(query: Tensor, summary: Summary) -> Tensor:
     """MALA: with z the sum of the weights φ(q_i)ᵀφ(k_j) s/N, these times 1 + 1/z, less z/N: they sum to 1."""
-    scale, z = _mean_product(elu_plus_one, query, summary)
-    features = elu_plus_one(query.to(z.dtype))
-    return torch.cat([scale * (1 + 1 / (z + _MALA_EPSILON)) * features, -z], 2).to(query.dtype)
+    shares = _products_with_means(elu_plus_one, query, summary)
+    z = shares.sum(2, keepdim=True)
+    # Slots are means and not sums over N, as 1/z would leave the range of half precision where keys are small.
+    return torch.cat([(1 + 1 / (z + _MALA_EPSILON)) * shares, -z], 2).to(query.dtype)
 
 
 _MALA_EPSILON = 1e-6
 
 
-def _mean_product(features: Callable[[Tensor], Tensor], query: Tensor, summary: Summary) -> tuple[float, Tensor]:
-    """Return s = 1/√d, and the mean over the keys of φ(q)ᵀφ(k) s, `(b, h, 1, m)`."""
-    scale = query.shape[2] ** -0.5
+def _products_with_means(features: Callable[[Tensor], Tensor], query: Tensor, summary: Summary) -> Tensor:
+    """Return φ(q) s times the mean of φ(k), channel by channel `(b, h, r, m)`, s = 1/√d; the last slot has none."""
     means = summary.weights[:, :, :-1] / summary.count.clamp_min(1)
-    return scale, scale * (features(query.to(means.dtype)) * means).sum(2, keepdim=True)
+    return query.shape[2] ** -0.5 * features(query.to(means.dtype)) * means
 
 
 # ---- per(query, summary): the divisor of a slot's sum ----------------------------------------------------------------
@@ -276,7 +276,7 @@ OPERATORS = {
     "linear_elu": Operator(coefficients=Quotient(elu_plus_one), basis=Features(elu_plus_one)),
     "hedgehog": Operator(coefficients=Quotient(softmax_pair), basis=Features(softmax_pair), score="maps"),
     "inline": Operator(coefficients=centred, basis=Features(identity, one=True), per=position),
-    "mala": Operator(coefficients=magnitude_aware, basis=Features(elu_plus_one, one=True), per=position),
+    "mala": Operator(coefficients=magnitude_aware, basis=Features(elu_plus_one, one=True)),
 }
 
 

@@ -1,6 +1,6 @@
 """Checks for what users add: an operator, a layer that runs in tiles, a file format.
 
-`reference` has every operator as float64 loops in NumPy, written from the papers: it imports nothing of farfield.
+`reference` has every operator as float64 loops in NumPy, written from the papers: it imports nothing that is tested.
 `check_operator` holds an operator of one's own against such loops, and `check_tiles` a network in tiles against the
 network on the whole. `farfield.testing.predictions` draws programs of predictions, kills, full disks and damaged files;
 it needs the extra `testing`: `pip install "farfield[testing]"`. Nothing here needs pytest.

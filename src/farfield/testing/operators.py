@@ -37,8 +37,8 @@ def check_operator(
     Args:
         operator: The operator, or the name of one of `farfield.ops.OPERATORS`.
         loops: `(query, key, value, *, heads, mask)` to the response: float64 arrays `(batch, channels, *size)`, and a
-            boolean mask `(batch, *size)` of the keys that is True where a position is valid. If the operator has a
-            learned score, it is also given `weight`, one number per channel.
+            boolean mask `(batch, *size)` of the keys that is True where a position is valid. What the operator learns
+            is given by name as well, as `operator.parameter_shapes(4, heads)` names it.
         heads: Number of heads, a divisor of 4.
         tolerance: Largest relative L2 error of a response in float64. The default, 1e-12, is 4,500 eps.
         seed: Of the random grids.
@@ -81,11 +81,11 @@ def _draw_mask(size: tuple[int, ...]) -> Tensor:
 def _run_loops(
     attention: GridAttention, loops: Callable[..., NDArray], query: Tensor, key: Tensor, mask: Tensor | None
 ) -> Tensor:
-    weight = attention.state_dict().get("weight")
-    options = {} if weight is None else {"weight": weight.numpy()}
+    names = attention.operator.parameter_shapes(attention.inner_channels, attention.heads)
+    learned = {name: getattr(attention, name).detach().numpy() for name in names}
     # The values are the keys.
     arrays = (each.numpy() for each in (query, key, key))
-    result = loops(*arrays, heads=attention.heads, mask=None if mask is None else mask.numpy(), **options)
+    result = loops(*arrays, heads=attention.heads, mask=None if mask is None else mask.numpy(), **learned)
     return torch.as_tensor(result)
 
 

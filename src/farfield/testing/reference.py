@@ -1,103 +1,27 @@
 """Every equation of the papers again, as plain float64 loops over positions.
 
-Written from the papers (KAN, SAN, FA) and not from the library, slow on purpose, and used only by tests. A grid is an
-array `(batch, channels, *size)`, a mask an array `(batch, *size)` that is True where a position is valid. A masked
-position is never read.
+Written from the papers and not from the library, slow on purpose, and used only by tests. A grid is an array
+`(batch, channels, *size)`, a mask an array `(batch, *size)` that is True where a position is valid. A masked position
+is never read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-Mask = NDArray[np.bool_]
-Position = tuple[int, ...]
-Head = Callable[[Array, Array, Array, Mask, Mask, Array], Array]
-
-
-def _valid(mask: Mask) -> list[Position]:
-    return [position for position in np.ndindex(mask.shape) if mask[position]]
-
-
-def _softmax(scores: Sequence[float]) -> Array:
-    if not len(scores):
-        return np.zeros(0)
-    exponentials = np.exp(np.asarray(scores) - max(scores))
-    return exponentials / exponentials.sum()
-
-
-def _weighted(weights: Iterable[float], vectors: Iterable[Array], channels: int) -> Array:
-    total = np.zeros(channels)
-    for weight, vector in zip(weights, vectors, strict=True):
-        total += weight * vector
-    return total
-
-
-def _each_head(
-    head: Head,
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    heads: int,
-    mask: Mask | None,
-    query_mask: Mask | None = None,
-    weight: Array | None = None,
-) -> Array:
-    """Split the channels into heads in order, apply `head` to each sample and head, concatenate (FA Eq. 5)."""
-    query, key, value = (np.asarray(grid, dtype=np.float64) for grid in (query, key, value))
-    batch, channels, *size = query.shape
-    mask = np.ones((batch, *key.shape[2:]), bool) if mask is None else mask
-    query_mask = np.ones((batch, *size), bool) if query_mask is None else query_mask
-    weight = np.ones(channels) if weight is None else np.asarray(weight, dtype=np.float64)
-    d, p = channels // heads, value.shape[1] // heads
-    out = np.zeros((batch, p * heads, *size))
-    for sample in range(batch):
-        for h in range(heads):
-            out[sample, h * p : (h + 1) * p] = head(
-                query[sample, h * d : (h + 1) * d],
-                key[sample, h * d : (h + 1) * d],
-                value[sample, h * p : (h + 1) * p],
-                mask[sample],
-                query_mask[sample],
-                weight[h * d : (h + 1) * d],
-            )
-    return out
-
-
-def _attend(q: Array, keys: list[Array], values: list[Array], scale: float, channels: int) -> Array:
-    """response_i = Σ_j softmax_j(scale · k_jᵀ q_i) v_j (KAN Eq. 1)."""
-    out = np.zeros((channels, *q.shape[1:]))
-    for i in np.ndindex(q.shape[1:]):
-        weights = _softmax([scale * float(key @ q[:, *i]) for key in keys])
-        out[:, *i] = _weighted(weights, values, channels)
-    return out
-
-
-def _sum_over_keys(
-    similarity: Callable[[Array, Array, Array, int], float],
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    heads: int,
-    mask: Mask | None,
-    weight: Array | None = None,
-) -> Array:
-    """response_i = Σ_j similarity(q_i, k_j, w, N) v_j, a pair of positions at a time; N is the number of valid keys."""
-
-    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, w: Array) -> Array:
-        positions = _valid(valid)
-        out = np.zeros((v.shape[0], *q.shape[1:]))
-        for i in np.ndindex(q.shape[1:]):
-            for j in positions:
-                out[:, *i] += similarity(q[:, *i], k[:, *j], w, len(positions)) * v[:, *j]
-        return out
-
-    return _each_head(head, query, key, value, heads=heads, mask=mask, weight=weight)
+from farfield.testing.loops import (
+    Array,
+    Mask,
+    Position,
+    attend,
+    each_head,
+    softmax_of,
+    sum_over_keys,
+    valid_positions,
+    weighted_sum,
+)
 
 
 def softmax(
@@ -105,18 +29,18 @@ def softmax(
 ) -> Array:
     """KAN Eq. 1, SAN Eq. 1, FA Eq. 9: response_i = Σ_j softmax_j(k_jᵀ q_i) v_j."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
-        keys, values = ([grid[:, *j] for j in _valid(valid)] for grid in (k, v))
-        return _attend(q, keys, values, scale, v.shape[0])
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
+        keys, values = ([grid[:, *j] for j in valid_positions(valid)] for grid in (k, v))
+        return attend(q, keys, values, scale, v.shape[0])
 
-    return _each_head(head, query, key, value, heads=heads, mask=mask)
+    return each_head(head, query, key, value, heads=heads, mask=mask)
 
 
 def _windows(valid: Mask, size: tuple[int, ...]) -> list[list[Position]]:
     """The valid positions of each pooling window, stride = size, ceil mode (7 → 4), without empty windows."""
     windows = []
     for window in np.ndindex(*(-(-length // step) for length, step in zip(valid.shape, size, strict=True))):
-        members = [j for j in _valid(valid) if all(j[a] // size[a] == window[a] for a in range(valid.ndim))]
+        members = [j for j in valid_positions(valid) if all(j[a] // size[a] == window[a] for a in range(valid.ndim))]
         if members:
             windows.append(members)
     return windows
@@ -139,54 +63,55 @@ def softmax_pooled(
         vectors = np.stack([grid[:, *j] for j in members])
         return vectors.max(axis=0) if kind == "max" else vectors.mean(axis=0)
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
         windows = _windows(valid, (size,) * valid.ndim if isinstance(size, int) else size)
         keys, values = [pooled(k, members) for members in windows], [pooled(v, members) for members in windows]
-        return _attend(q, keys, values, scale, v.shape[0])
+        return attend(q, keys, values, scale, v.shape[0])
 
-    return _each_head(head, query, key, value, heads=heads, mask=mask)
+    return each_head(head, query, key, value, heads=heads, mask=mask)
 
 
 def dot(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
     """FA Eq. 6: response_i = (1/d) Σ_j (k_jᵀ q_i) v_j, a pair of positions at a time."""
-    return _sum_over_keys(lambda q, k, w, n: float(k @ q) / len(k), query, key, value, heads=heads, mask=mask)
+    return sum_over_keys(lambda q, k, w, n: float(k @ q) / len(k), query, key, value, heads=heads, mask=mask)
 
 
 def averaged(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
     """SAN Eq. 2: response_i = (1/N) Σ_j v_j (k_jᵀ q_i), N the number of valid keys."""
-    return _sum_over_keys(lambda q, k, w, n: float(k @ q) / n, query, key, value, heads=heads, mask=mask)
+    return sum_over_keys(lambda q, k, w, n: float(k @ q) / n, query, key, value, heads=heads, mask=mask)
 
 
 def factorized(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
     """FA Eq. 3 and 8: the context Σ_j v_j k_jᵀ first, combined by q_i, divided by d, the channels of the basis."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
         context = np.zeros((v.shape[0], k.shape[0]))
-        for j in _valid(valid):
+        for j in valid_positions(valid):
             context += np.outer(v[:, *j], k[:, *j])
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
             out[:, *i] = context @ q[:, *i] / k.shape[0]
         return out
 
-    return _each_head(head, query, key, value, heads=heads, mask=mask)
+    return each_head(head, query, key, value, heads=heads, mask=mask)
 
 
 def factorized_gaussian(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
     """FA Eq. 4 and §3.2.2: softmax over the positions of each basis channel, and over the channels of each query."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
-        positions = _valid(valid)
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
+        positions = valid_positions(valid)
         values = [v[:, *j] for j in positions]
         context = [
-            _weighted(_softmax([float(k[r, *j]) for j in positions]), values, v.shape[0]) for r in range(k.shape[0])
+            weighted_sum(softmax_of([float(k[r, *j]) for j in positions]), values, v.shape[0])
+            for r in range(k.shape[0])
         ]
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
-            out[:, *i] = _weighted(_softmax(q[:, *i]), context, v.shape[0])
+            out[:, *i] = weighted_sum(softmax_of(q[:, *i]), context, v.shape[0])
         return out
 
-    return _each_head(head, query, key, value, heads=heads, mask=mask)
+    return each_head(head, query, key, value, heads=heads, mask=mask)
 
 
 def _axis_vectors(grid: Array, valid: Mask) -> list[Array | None]:
@@ -194,7 +119,7 @@ def _axis_vectors(grid: Array, valid: Mask) -> list[Array | None]:
     vectors: list[Array | None] = []
     for axis, length in enumerate(valid.shape):
         for index in range(length):
-            members = [grid[:, *j] for j in _valid(valid) if j[axis] == index]
+            members = [grid[:, *j] for j in valid_positions(valid) if j[axis] == index]
             vectors.append(sum(members) / len(members) if members else None)
     return vectors
 
@@ -231,10 +156,10 @@ def kronecker_kv(
 ) -> Array:
     """KAN Eq. 16: attn(X, C, C): queries from every position, keys and values from the axes' means."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
-        return _attend(q, *_axis_keys_and_values(k, v, valid), scale, v.shape[0])
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
+        return attend(q, *_axis_keys_and_values(k, v, valid), scale, v.shape[0])
 
-    return _each_head(head, query, key, value, heads=heads, mask=mask)
+    return each_head(head, query, key, value, heads=heads, mask=mask)
 
 
 def kronecker_qkv_literal(
@@ -249,13 +174,13 @@ def kronecker_qkv_literal(
 ) -> Array:
     """KAN Eq. 17–18: attn(C, C, C), queries are the axes' means too; their responses are added by outer sum."""
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, query_valid: Mask, _w: Array) -> Array:
+    def head(q: Array, k: Array, v: Array, valid: Mask, query_valid: Mask) -> Array:
         keys, values = _axis_keys_and_values(k, v, valid)
         queries = [np.zeros(q.shape[0]) if vector is None else vector for vector in _axis_vectors(q, query_valid)]
-        responses = _attend(np.stack(queries, axis=1), keys, values, scale, v.shape[0])
+        responses = attend(np.stack(queries, axis=1), keys, values, scale, v.shape[0])
         return outer_sum(responses[None], q.shape[1:])[0]
 
-    return _each_head(head, query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+    return each_head(head, query, key, value, heads=heads, mask=mask, query_mask=query_mask)
 
 
 def kronecker_qkv(
@@ -274,7 +199,7 @@ def kronecker_qkv(
     out = literal.copy()
     for sample in range(len(query)):
         # The mean over the valid queries, one by one.
-        positions = _valid(np.ones(query.shape[2:], bool) if query_mask is None else query_mask[sample])
+        positions = valid_positions(np.ones(query.shape[2:], bool) if query_mask is None else query_mask[sample])
         for channel in range(value.shape[1]):
             total = sum(literal[sample, channel, *position] for position in positions)
             once = total / len(positions) / spatial_dims if positions else 0.0
@@ -300,7 +225,7 @@ def siamese(
     def similarity(q: Array, k: Array, w: Array, n: int) -> float:
         return siamese_similarity(q, k, w) / n
 
-    return _sum_over_keys(similarity, query, key, value, heads=heads, mask=mask, weight=weight)
+    return sum_over_keys(similarity, query, key, value, heads=heads, mask=mask, weight=weight)
 
 
 def siamese_local(
@@ -311,7 +236,7 @@ def siamese_local(
     def similarity(q: Array, k: Array, w: Array, n: int) -> float:
         return float(w @ q) / n
 
-    return _sum_over_keys(similarity, query, key, value, heads=heads, mask=mask, weight=weight)
+    return sum_over_keys(similarity, query, key, value, heads=heads, mask=mask, weight=weight)
 
 
 def siamese_ones(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
@@ -319,19 +244,116 @@ def siamese_ones(query: Array, key: Array, value: Array, *, heads: int = 1, mask
     return siamese(query, key, value, weight=np.ones(query.shape[1]), heads=heads, mask=mask)
 
 
-def elu_linear(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
-    """Katharopoulos et al. 2020: Σ_j φ(q_i)ᵀφ(k_j) v_j / Σ_j φ(q_i)ᵀφ(k_j) with φ = elu + 1; for tests."""
+# ---- operators of this decade ----------------------------------------------------------------------------------------
+def flare(query: Array, key: Array, value: Array, *, latents: Array, heads: int = 1, mask: Mask | None = None) -> Array:
+    """FLARE Eq. 7–10: z_s = Σ_j softmax_j(L_sᵀ k_j) v_j for each latent, response_i = Σ_s softmax_s(L_sᵀ q_i) z_s."""
 
-    def feature(vector: Array) -> Array:
-        return np.where(vector > 0, vector, np.expm1(np.minimum(vector, 0))) + 1
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, own: Array) -> Array:
+        keys, values = ([grid[:, *j] for j in valid_positions(valid)] for grid in (k, v))
+        slots = [
+            weighted_sum(softmax_of([float(latent @ each) for each in keys]), values, v.shape[0]) for latent in own
+        ]
+        return attend(q, list(own), slots, 1.0, v.shape[0])
 
-    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, _w: Array) -> Array:
+    return each_head(head, query, key, value, heads=heads, mask=mask, learned=[latents])
+
+
+def _elu_plus_one(vector: Array) -> Array:
+    return np.where(vector > 0, vector + 1, np.exp(np.minimum(vector, 0)))
+
+
+def _quotient(
+    features: Callable[[Array], Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    heads: int,
+    mask: Mask | None,
+    epsilon: float = 0.0,
+    maps: Sequence[Array] = (),
+) -> Array:
+    """response_i = Σ_j φ(q_i)ᵀφ(k_j) v_j / (Σ_j φ(q_i)ᵀφ(k_j) + ε), of queries and keys that `maps` multiply first."""
+
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, *own: Array) -> Array:
+        query_map, key_map = own or [np.eye(q.shape[0])] * 2
+        positions = valid_positions(valid)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
-            scores = [float(feature(q[:, *i]) @ feature(k[:, *j])) for j in _valid(valid)]
-            out[:, *i] = _weighted(
-                [score / sum(scores) for score in scores], [v[:, *j] for j in _valid(valid)], v.shape[0]
-            )
+            asked = features(query_map @ q[:, *i])
+            scores = [float(asked @ features(key_map @ k[:, *j])) for j in positions]
+            weights = [score / (sum(scores) + epsilon) for score in scores]
+            out[:, *i] = weighted_sum(weights, [v[:, *j] for j in positions], v.shape[0])
         return out
 
-    return _each_head(head, query, key, value, heads=heads, mask=mask)
+    return each_head(head, query, key, value, heads=heads, mask=mask, learned=maps)
+
+
+def linear_elu(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
+    """Katharopoulos et al. 2020: Σ_j φ(q_i)ᵀφ(k_j) v_j / Σ_j φ(q_i)ᵀφ(k_j) with φ = elu + 1."""
+    return _quotient(_elu_plus_one, query, key, value, heads=heads, mask=mask)
+
+
+def linear_relu(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
+    """EfficientViT, Sana: the same with φ = relu, and 10⁻⁶ added to the divisor."""
+    return _quotient(lambda x: np.maximum(x, 0), query, key, value, heads=heads, mask=mask, epsilon=1e-6)
+
+
+def hedgehog(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    query_map: Array,
+    key_map: Array,
+    heads: int = 1,
+    mask: Mask | None = None,
+) -> Array:
+    """Hedgehog: the same with φ(x) = [softmax(Wx), softmax(−Wx)], a W for queries and one for keys."""
+
+    def features(x: Array) -> Array:
+        return np.concatenate([softmax_of(list(x)), softmax_of(list(-x))])
+
+    return _quotient(features, query, key, value, heads=heads, mask=mask, maps=[query_map, key_map])
+
+
+def _shifted(
+    weigh: Callable[[Array, float], Array],
+    features: Callable[[Array], Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    heads: int,
+    mask: Mask | None,
+) -> Array:
+    """response_i = Σ_j w_ij v_j, w_i = `weigh` of the products φ(q_i)ᵀφ(k_j)/√d with all keys j, and of their mean."""
+
+    def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
+        positions = valid_positions(valid)
+        out = np.zeros((v.shape[0], *q.shape[1:]))
+        for i in np.ndindex(q.shape[1:]) if positions else ():
+            products = [float(features(q[:, *i]) @ features(k[:, *j])) / q.shape[0] ** 0.5 for j in positions]
+            weights = weigh(np.array(products), sum(products) / len(products))
+            out[:, *i] = weighted_sum(weights, [v[:, *j] for j in positions], v.shape[0])
+        return out
+
+    return each_head(head, query, key, value, heads=heads, mask=mask)
+
+
+def inline(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
+    """InLine: w_ij = s_ij − (1/N) Σ_l s_il + 1/N, with the products s_ij = q_iᵀk_j/(N√d) that its code takes."""
+
+    def weigh(products: Array, mean: float) -> Array:
+        return (products - mean + 1) / len(products)
+
+    return _shifted(weigh, lambda x: x, query, key, value, heads=heads, mask=mask)
+
+
+def mala(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
+    """MALA: w_ij = (1 + 1/(z_i + 10⁻⁶)) s_ij − z_i/N, z_i = Σ_j s_ij, with s_ij = φ(q_i)ᵀφ(k_j)/(N√d), φ = elu + 1."""
+
+    def weigh(products: Array, mean: float) -> Array:
+        return ((1 + 1 / (mean + 1e-6)) * products - mean) / len(products)
+
+    return _shifted(weigh, _elu_plus_one, query, key, value, heads=heads, mask=mask)

@@ -18,7 +18,7 @@ from sklearn.datasets import load_sample_image
 from torch import Tensor
 
 from farfield import cost
-from farfield.cli.explore.features import CREDIT, features, set_vector
+from farfield.cli.explore.features import CREDIT, features, set_learned
 from farfield.maps import attention_row
 from farfield.nn import GridAttention
 from farfield.tasks.checkpoints import written
@@ -61,7 +61,7 @@ def write(path: Path, position: Sequence[int] = _POSITION, size: Sequence[int] =
 def _panel(name: str, grid: Tensor, position: Sequence[int]) -> _Panel:
     """Compute the attention row of one operator at the position, and its cost by formula."""
     attention = GridAttention(grid.shape[1], name)
-    set_vector(attention, grid, position)
+    set_learned(attention, grid, position)
     weights = attention_row(attention, grid, position)[0].sum(0).double().numpy()
     return _Panel(name, weights, cost.predict(name, channels=grid.shape[1], size=grid.shape[2:]).macs)
 

@@ -1,6 +1,6 @@
 // The equations of farfield.ops for one head: summarize, merge, respond, and rows of the implied attention matrix.
 // An operator has the names of its functions in farfield.ops.table. A grid has `size` [height, width], `keys` and
-// `queries` (one Float64Array of positions per channel; queries are multiplied by the scale), `values` (the same), and `vector`.
+// `queries` (one Float64Array of positions per channel; queries are multiplied by the scale), and `values` (the same).
 "use strict";
 
 const dot = (a, b) => a.reduce((sum, number, index) => sum + number * b[index], 0);
@@ -13,11 +13,40 @@ function softmax(numbers) {
   return parts.map((part) => part / sum);
 }
 
+// ---- features of a query or key ------------------------------------------------------------------------------------
+const FEATURES = {
+  identity: (vector) => vector,
+  relu: (vector) => vector.map((number) => Math.max(0, number)),
+  elu_plus_one: (vector) => vector.map((number) => (number > 0 ? number + 1 : Math.exp(number))),
+  softmax_pair: (vector) => [...softmax(vector), ...softmax(vector.map((number) => -number))],
+};
+
 // ---- basis(key) -> the weight of a key in each slot; exponents where the operator has exponentials -----------------
-const BASIS = { keys: (key) => key, exponentials: (key) => key, one: () => [1], one_and_key: (key) => [1, key[0]] };
+const BASIS = {
+  keys: (key) => key,
+  exponentials: (key) => key,
+  one: () => [1],
+  one_and_key: (key) => [1, key[0]],
+  Features: (key, operator) => [...FEATURES[operator.features](key), ...(operator.one ? [1] : [])],
+};
 
 // ---- coefficients(query, summary) -> how a query combines the slots ------------------------------------------------
+// The features of a query times the mean of those of the keys and 1/√d, channel by channel.
+const shares = (query, summary, operator) => FEATURES[operator.features](query).map((number, slot) =>
+  (number * summary.weights[slot]) / Math.max(1, summary.count) / Math.sqrt(query.length));
+const sumOf = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const COEFFICIENTS = {
+  Quotient(query, summary, operator) {
+    const parts = FEATURES[operator.features](query).map((number, slot) => number * summary.weights[slot]);
+    const total = sumOf(parts);
+    return parts.map((part) => (total ? part / (total + operator.epsilon) : 0));
+  },
+  centred: (query, summary, operator) =>
+    [...query.map((number) => number / Math.sqrt(query.length)), 1 - sumOf(shares(query, summary, operator))],
+  magnitude_aware(query, summary, operator) {
+    const parts = shares(query, summary, operator), z = sumOf(parts);
+    return [...parts.map((part) => part * (1 + 1 / (z + 1e-6))), -z];
+  },
   queries: (query) => query,
   softmax_over_channels: (query) => softmax(query),
   query_and_one: (query) => [query[0], 1],
@@ -48,7 +77,6 @@ const windowSlot = (size, position) => {
   const [row, column] = indices(size, position);
   return (row >> 1) * Math.ceil(size[1] / 2) + (column >> 1);
 };
-const scored = (operator, grid, vector) => (operator.score ? [dot(vector, grid.vector)] : vector);
 
 function slotsOf(operator, size, position) {
   return operator.keys_from === "axes" ? axisSlots(size, position) : [windowSlot(size, position)];
@@ -56,7 +84,7 @@ function slotsOf(operator, size, position) {
 
 // Summarize the valid positions of a list: sums over positions of basis(key) times value.
 function summarize(operator, grid, valid, positions) {
-  const channels = grid.values.length, depth = operator.score ? 1 : grid.keys.length;
+  const channels = grid.values.length, depth = grid.keys.length;
   const slot = () => ({ values: new Array(channels).fill(0), keys: new Array(depth).fill(0), weight: 0, peak: -Infinity });
   const summary = { values: [], weights: [], keys: [], peak: null, members: [], count: 0 };
   const add = (index, weight, key, value) => {
@@ -69,9 +97,9 @@ function summarize(operator, grid, valid, positions) {
   for (const position of positions) {
     if (!valid[position]) continue;
     summary.count += 1;
-    const key = scored(operator, grid, at(grid.keys, position)), value = at(grid.values, position);
+    const key = at(grid.keys, position), value = at(grid.values, position);
     if (operator.basis) {
-      const weights = BASIS[operator.basis](key);
+      const weights = BASIS[operator.basis](key, operator);
       if (operator.basis !== "exponentials") weights.forEach((weight, index) => add(index, weight, [], value));
       else weights.forEach((exponent, index) => {
         const kept = (held[index] ??= slot()), peak = Math.max(kept.peak, exponent);
@@ -140,8 +168,7 @@ function merge(operator, one, other) {
 }
 
 // ---- responses and rows --------------------------------------------------------------------------------------------
-const queryAt = (operator, grid, valid, position) =>
-  scored(operator, grid, at(grid.queries, position).map((number) => (valid[position] ? number : 0)));
+const queryAt = (grid, valid, position) => at(grid.queries, position).map((number) => (valid[position] ? number : 0));
 
 // The mean query of each index of each axis, and its number of valid positions.
 function axisQueries(operator, grid, valid) {
@@ -159,9 +186,9 @@ function axisQueries(operator, grid, valid) {
 
 // How the query of a position combines the slots: coefficients, divided by the divisor of the slots' sums.
 function weightsOfSlots(operator, grid, valid, summary, position) {
-  const combine = (query) => COEFFICIENTS[operator.coefficients](query, summary)
+  const combine = (query) => COEFFICIENTS[operator.coefficients](query, summary, operator)
     .map((number, slot) => number / PER[operator.per](query, summary, slot));
-  if (operator.queries_from === "all") return combine(queryAt(operator, grid, valid, position));
+  if (operator.queries_from === "all") return combine(queryAt(grid, valid, position));
   const means = (summary.means ??= axisQueries(operator, grid, valid).map(({ query, count }) => ({ weights: combine(query), count })));
   const [row, column] = axisSlots(grid.size, position);
   const total = means.reduce((sum, { count }) => sum + count, 0);
@@ -189,7 +216,7 @@ function spread(operator, grid, valid, summary, weights) {
   if (operator.basis) {
     for (let position = 0; position < row.length; position++) {
       if (!valid[position]) continue;
-      const basis = BASIS[operator.basis](scored(operator, grid, at(grid.keys, position)));
+      const basis = BASIS[operator.basis](at(grid.keys, position), operator);
       row[position] = weights.reduce((sum, weight, slot) =>
         sum + weight * (summary.peak ? Math.exp(basis[slot] - summary.peak[slot]) : basis[slot]), 0);
     }
@@ -209,6 +236,6 @@ function spread(operator, grid, valid, summary, weights) {
 
 // The basis of one slot, divided by the divisor of its sum: maps.basis_masks.
 function basisMask(operator, grid, valid, summary, slot) {
-  const per = PER[operator.per](scored(operator, grid, at(grid.queries, 0)), summary, slot);
+  const per = PER[operator.per](at(grid.queries, 0), summary, slot);
   return spread(operator, grid, valid, summary, summary.weights.map((_, other) => Number(other === slot) / per));
 }

@@ -16,12 +16,19 @@ CREDIT = "Photograph: vultilion, CC BY 2.0, with scikit-learn"
 SHARPNESS = 14.0
 
 
-def set_vector(attention: GridAttention, grid: Tensor, position: Sequence[int]) -> None:
-    """Replace a learned vector of scores, as nothing is trained here: by the principal direction of the features."""
-    if attention.weight is not None:
-        direction = torch.linalg.eigh(grid.flatten(2)[0].cov()).eigenvectors[:, -1]
-        with torch.no_grad():
+def set_learned(attention: GridAttention, grid: Tensor, position: Sequence[int]) -> None:
+    """Replace a learned vector of scores by the principal direction of the features, as nothing is trained here.
+
+    Latents are replaced by the features of as many positions, evenly spread; learned maps start as the identity.
+    """
+    flat = grid.flatten(2)[0]
+    with torch.no_grad():
+        if attention.weight is not None:
+            direction = torch.linalg.eigh(flat.cov()).eigenvectors[:, -1]
             attention.weight.copy_(direction * (direction @ grid[0, :, position[0], position[1]]).sign())
+        if attention.latents is not None:
+            spread = torch.linspace(0, flat.shape[1] - 1, attention.latents.shape[1]).long()
+            attention.latents.copy_(flat[:, spread].T)
 
 
 def features(photograph: NDArray[np.float64], size: Sequence[int]) -> Tensor:

@@ -17,7 +17,7 @@ function decode(array) {
 const ARRAYS = DATA.arrays.map(decode);
 let colours = null; // the photograph at the size of the grid: one row of numbers from 0 to 1 per colour
 const grids = () => DATA.panels.map((panel) => ({
-  size: DATA.size, keys: ARRAYS[panel.keys], queries: ARRAYS[panel.queries], values: colours, vector: panel.vector,
+  size: DATA.size, keys: ARRAYS[panel.keys], queries: ARRAYS[panel.queries], values: colours,
 }));
 let GRIDS = null, valid = null, summaries = null;
 let rows = [], bases = []; // what is drawn: the row of each panel, and the basis of each slot of the chosen one

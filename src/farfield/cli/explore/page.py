@@ -75,7 +75,6 @@ def _data_of(content: PageContent) -> dict[str, Any]:
                 "operator": engine_entry(OPERATORS[panel.operator]),
                 "queries": place_of(panel.queries),
                 "keys": place_of(panel.keys),
-                "vector": panel.vector.tolist(),
                 "macs": macs,
                 "bytes": size,
             }

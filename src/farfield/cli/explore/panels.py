@@ -15,7 +15,7 @@ from torch import Tensor
 
 from farfield import cost, maps
 from farfield._operators import FACTS
-from farfield.cli.explore.features import CREDIT, features, set_vector
+from farfield.cli.explore.features import CREDIT, features, set_learned
 from farfield.cli.loaded_network import load
 from farfield.cli.maps.views import read_photograph, select_layer
 from farfield.maps.inputs import read_call, read_query, with_running_statistics
@@ -41,7 +41,6 @@ class HeadPanel(NamedTuple):
     channels: int  # of the grid, for the cost
     queries: Tensor  # `(d, positions)`, with the scale of the products in them
     keys: Tensor  # `(d, positions)`
-    vector: Tensor  # `(d,)`, the vector of scores; empty for operators without
 
 
 class PageContent(NamedTuple):
@@ -70,11 +69,11 @@ def panels_of_features(image: Path | None, operators: Sequence[str], longer: int
 
 def _panel_of_features(name: str, grid: Tensor) -> HeadPanel:
     module = GridAttention(grid.shape[1], name)
-    set_vector(module, grid, [length // 2 for length in grid.shape[2:]])
-    (queries, keys, vector), *_ = _heads_of(module, grid)
+    set_learned(module, grid, [length // 2 for length in grid.shape[2:]])
+    (queries, keys), *_ = _heads_of(module, grid)
     arguments = f'GridAttention({grid.shape[1]}, "{name}"), grid'
     note = "; the features sum to 0, and so do its scores" if OPERATORS[name].score == "ones" else ""
-    return HeadPanel(name, _text_of(name) + note, arguments, 0, name, grid.shape[1], queries, keys, vector)
+    return HeadPanel(name, _text_of(name) + note, arguments, 0, name, grid.shape[1], queries, keys)
 
 
 def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: int) -> PageContent:
@@ -125,8 +124,8 @@ def check_shown(name: str, module: GridAttention, grid: Tensor, longer: int) -> 
         )
 
 
-def _heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return queries and keys `(d, positions)` and the vector of scores of each head, in float32."""
+def _heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return queries and keys `(d, positions)` of each head, or their scores, in float32."""
     # Of positions also where keys or queries are sums, as the projections are linear. Norms of products multiply the
     # queries by their running statistics; those of responses are left out, as in `maps.attention_row`.
     positions = replace(module.operator, keys_from=ALL, queries_from=ALL)
@@ -135,8 +134,7 @@ def _heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor,
         gathered = ALL.gather(grid.float(), None, None)
         queries, _ = read_query(call, gathered, summarize_grid(call, grid.float()))
         keys = project_keys(call, gathered) if positions.reads_keys else queries
-    vector = torch.ones(1 if positions.score else 0)
-    return [(query, key, vector) for query, key in zip(queries[0], keys[0], strict=True)]
+    return list(zip(queries[0], keys[0], strict=True))
 
 
 def _text_of(operator: str) -> str:
@@ -146,16 +144,24 @@ def _text_of(operator: str) -> str:
 
 
 def engine_entry(operator: Operator) -> dict[str, Any]:
-    """Return an operator as engine.js takes it: the names of its functions and sources."""
+    """Return an operator as engine.js takes it: the names of its functions, features and sources."""
+    features = getattr(operator.basis, "map", None)
     return {
-        "coefficients": operator.coefficients.__name__,
-        "basis": None if operator.basis is None else operator.basis.__name__,
-        "per": operator.per.__name__,
+        "coefficients": _name_of(operator.coefficients),
+        "basis": _name_of(operator.basis),
+        "features": _name_of(features),
+        "one": getattr(operator.basis, "one", False),
+        "epsilon": getattr(operator.coefficients, "epsilon", 0.0),
+        "per": _name_of(operator.per),
         "keys_from": _SOURCES[operator.keys_from],
         "queries_from": _SOURCES[operator.queries_from],
         "normalized": operator.queries_from.normalize is not None,
-        "score": operator.score,
     }
+
+
+def _name_of(function: Any) -> str | None:
+    """Return the name of a function, or of the class of one with options; None stays."""
+    return None if function is None else getattr(function, "__name__", type(function).__name__)
 
 
 def costs_of(panel: HeadPanel) -> tuple[list[int], list[int]]:

@@ -23,7 +23,7 @@ from farfield.insertion._replace.learned import WITHOUT
 
 CHECKPOINT = "linearize.pt"
 # Of AdamW, by what is trained: measured on MiniLM, see docs/guide/linearize.md.
-RATES = {"attention": 1e-3, "lora": 3e-3, "all": 3e-4}
+RATES = {"attention": 3e-3, "lora": 3e-3, "all": 3e-4}
 _WARM_UP = 0.1
 # Seconds after which a checkpoint is written.
 _SECONDS = 30.0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from farfield._refusals import door
 from farfield.insertion._places import parents
-from farfield.insertion._replace.finding import CALLER, find_attention, replaced_class
+from farfield.insertion._replace.finding import CALLER, find_attention
 from farfield.insertion._replace.hugging_face import (
     choose,
     find_attention_obstacle,
@@ -19,9 +19,10 @@ from farfield.insertion._replace.hugging_face import (
     register_operator,
     uses_interface,
 )
+from farfield.insertion._replace.kinds import find_kind
 from farfield.insertion._replace.learned import add_learned, find_heads
 from farfield.insertion._replace.masks import resolve_operator
-from farfield.insertion._replace.modules import TimmAttention, TorchAttention
+from farfield.insertion._replace.modules import Replaced, TorchAttention
 from farfield.insertion._replace.saving import note_operators, note_part
 from farfield.ops.table import Operator
 
@@ -39,7 +40,9 @@ def replace_attention(
     falls until it is trained again. `docs/guide/replace.md` has a recipe and its measurements.
 
     Supported attention: `torch.nn.MultiheadAttention`, so torch's transformer layers, whose fast path in eval no longer
-    applies; timm's ViT-style `Attention`; and models of transformers, as `attn_implementation="farfield_<operator>"`.
+    applies; attention of timm, MONAI and diffusers; whatever calls torch's `scaled_dot_product_attention`; and models
+    of transformers, as `attn_implementation="farfield_<operator>"`. The linear attention of EfficientViT and Sana is
+    `linear_relu`, which leaves their output as it is.
     Supported operators: those that attend to every token. What an operator learns of its own (the vector of `siamese`,
     the latents of `flare`, the maps of `hedgehog`) becomes a parameter of each attention, at its start. `softmax`
     computes the model's original function, so it undoes a replacement.
@@ -49,10 +52,10 @@ def replace_attention(
     * Cross-attention, also with cached keys and values: as self-attention.
     * Dropout of the attention: applied to the weights of the basis; for `softmax` and `dot`, to the coefficients.
     * Weights of the attention, if requested: the implied matrix, N² numbers per head.
-    * Rotary positions: act as distances with `factorized`, `averaged`, `dot`, `softmax`; other operators use the
-      rotated channels as they are, with a `UserWarning`.
-    * Causal masks, windows, relative positions and other biases differ between queries: an error, here or, where only
-      the arguments of a call show them, when the model first runs.
+    * Rotary positions: act as distances with `factorized`, `averaged`, `dot`, `inline`, `softmax`; other operators are
+      an error in timm and diffusers, and in transformers use the rotated channels as they are, with a `UserWarning`.
+    * Causal masks, sliding windows, relative positions and other biases differ between queries: an error, here or,
+      where only the arguments of a call show them, when the model first runs.
     * Saving a model of transformers: its configuration gets an entry that names this call. transformers (5.4 or later)
       refuses to load the model until `attn_implementation=` overrides the entry; this call then restores the outputs.
 
@@ -100,11 +103,11 @@ def replace_attention(
         for config in choose(model, list(hugging_face.values()), register_operator(name, resolved)):
             note_part(config)
     for module in chosen.values():
-        kind = replaced_class(module)
+        kind = find_kind(module)
         if kind is not None:
             # The same object, so that its weights, hooks and every reference to it stay.
-            module.__class__ = kind
-            attention = cast(TorchAttention | TimmAttention, module)
+            cast(Any, module).__class__ = kind
+            attention = cast(Replaced, module)
             attention.operator, attention.operator_name = resolved, name
         add_learned(module, resolved)
     _leave_fast_path(model)
@@ -128,16 +131,17 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_supported(model: nn.Module, path: str, module: nn.Module, operator: Operator) -> None:
     """Refuse a supported attention with options that the operator does not support."""
-    reason = None
+    reason, kind = None, find_kind(module)
     if uses_interface(module):
         reason = find_attention_obstacle(module, [model.get_submodule(name) for name in parents(path)])
-    elif isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
-        reason = "adds keys and values of its own (add_bias_kv, add_zero_attn)"
-    if reason is None and operator.parameter_shapes(1, 1) and find_heads(module) is None:
+    elif kind is not None:
+        reason = kind.find_obstacle(module, operator)
+    heads = hasattr(kind, "head_dim") or find_heads(module) is not None
+    if reason is None and operator.parameter_shapes(1, 1) and not heads:
         reason = "does not say how many heads it has, for which the operator learns parameters"
     if reason is not None:
-        fix = "leave it out by where= with the paths of other layers, of an encoder or a vision tower."
-        raise ValueError(f"{CALLER}: {path} ({type(module).__name__}) {reason}; fix: {fix}")
+        fix = "; fix: leave it out by where= with the paths of other layers, of an encoder or a vision tower."
+        raise ValueError(f"{CALLER}: {path} ({type(module).__name__}) {reason}{'' if '; fix: ' in reason else fix}")
 
 
 def _rotary_warning(name: str, rotary: list[str]) -> str:

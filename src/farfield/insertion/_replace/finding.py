@@ -9,37 +9,33 @@ from torch import nn
 
 from farfield._refusals import put_name
 from farfield.insertion._places import matching, no_match
+from farfield.insertion._replace.calls import find_bias
 from farfield.insertion._replace.hugging_face import registered_operator, uses_interface
-from farfield.insertion._replace.modules import TimmAttention, TorchAttention
+from farfield.insertion._replace.kinds import find_kind
+from farfield.insertion._replace.modules import Replaced
 from farfield.ops.table import Operator
 
 CALLER = "replace_attention"
-# Modules of the class that timm's vision transformers share; the second in older versions.
-_TIMM = ("timm.layers.attention", "timm.models.vision_transformer")
 # Names of attention classes and of their children, among them ClassAttn, GPSA, XCA and LiteMLA of timm.
 _CALLED, _CHILDREN = re.compile("Attention|Attn|^[A-Z]*SA$|^XCA$|MLA$"), {"qkv", "qk", "to_qkv"}
 
 
-def replaced_class(module: nn.Module) -> type[TorchAttention] | type[TimmAttention] | None:
-    """Return the new class for an attention of torch or timm; None for any other module."""
-    kind = type(module)  # a subclass may compute anything in its own forward
-    if kind in (nn.MultiheadAttention, TorchAttention):
-        return TorchAttention
-    if kind is TimmAttention or (kind.__module__ in _TIMM and kind.__qualname__ == "Attention"):
-        return TimmAttention
-    return None
-
-
 def known_attention(model: nn.Module) -> dict[str, nn.Module]:
     """Return every attention of a supported kind in a model, by its path."""
-    return {path: module for path, module in model.named_modules() if replaced_class(module) or uses_interface(module)}
+    return {path: module for path, module in model.named_modules() if find_kind(module) or uses_interface(module)}
 
 
 def chosen_operator(module: nn.Module) -> tuple[str, Operator] | None:
     """Return the operator that replaces the softmax of a supported attention, and its name; None if none does."""
     if uses_interface(module):
         return registered_operator(module)
-    return (module.operator_name, module.operator) if isinstance(module, TorchAttention | TimmAttention) else None
+    return (module.operator_name, module.operator) if isinstance(module, Replaced) else None
+
+
+def find_original(module: nn.Module) -> str:
+    """Return the name of the operator that a supported attention computes in its own library."""
+    kind = find_kind(module)
+    return "softmax" if kind is None else kind.find_original(module)
 
 
 def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[str, nn.Module]:
@@ -66,7 +62,7 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
             raise LookupError(
                 f"{CALLER}: {type(model).__name__} has no supported attention{f' at {pattern}' if pattern else ''}"
                 f"{f', but {others}' if others else ''}; supported are torch.nn.MultiheadAttention, "
-                f"timm.layers.Attention and models of transformers with attn_implementation; "
+                f"attention of timm, diffusers and MONAI, and models of transformers with attn_implementation; "
                 f"fix: insert(…) adds attention to any model."
             )
         chosen |= known
@@ -81,10 +77,13 @@ def other_attention(model: nn.Module, places: list[str], known: list[str]) -> st
     for path, module in model.named_modules():
         kind = type(module)
         alike = _CALLED.search(kind.__name__) or _CHILDREN & module._modules.keys()
+        alike = alike or isinstance(module, nn.MultiheadAttention)
         if not alike or kind.__module__.startswith("farfield.") or not any(_lies_in(path, place) for place in places):
             continue
         if not any(_lies_in(path, other) or _lies_in(other, path) for other in known):
-            others.append(f"{path} ({kind.__module__}.{kind.__name__})")
+            bias = find_bias(module)
+            reason = "" if bias is None else f", which adds a bias, {bias}"
+            others.append(f"{path} ({kind.__module__}.{kind.__name__}{reason})")
     return ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
 
 

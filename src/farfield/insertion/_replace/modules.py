@@ -7,6 +7,7 @@ to it stay. The query weights give the coefficients, the key weights the basis.
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +20,53 @@ from farfield.nn.scripting import refuse_to_script
 from farfield.ops.table import Operator
 
 
-class TorchAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` with any operator; created by `replace_attention`."""
+class Replaced:
+    """What the attentions of other libraries have in common once `replace_attention` has changed their class."""
 
     __prepare_scriptable__ = staticmethod(refuse_to_script)
     operator: Operator
     operator_name: str
+
+    @classmethod
+    def find_original(cls, module: Any) -> str:
+        """Return the name of the operator that the host itself computes."""
+        return "softmax"
+
+    @classmethod
+    def find_obstacle(cls, module: Any, operator: Operator) -> str | None:
+        """Return why an attention of the host cannot have this operator; None if it can."""
+
+    @classmethod
+    def adapt_operator(cls, module: Any, operator: Operator) -> Operator:
+        """Return the operator with what the host's own has of its numbers, such as an ε."""
+        return operator
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        *,
+        scale: float,
+        dropout: float = 0.0,
+        weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from queries `(b, h, m, d)`: responses `(b, m, h, c)`, and with `weights` the matrix."""
+        module = cast(nn.Module, self)
+        operator = self.adapt_operator(module, self.operator)
+        return attend(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=weights)
+
+
+class TorchAttention(Replaced, nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with any operator; created by `replace_attention`."""
+
+    @classmethod
+    def find_obstacle(cls, module: Any, operator: Operator) -> str | None:
+        """Refuse keys of its own."""
+        if module.bias_k is not None or module.add_zero_attn:
+            return "adds keys and values of its own (add_bias_kv, add_zero_attn)"
+        return None
 
     def forward(
         self,
@@ -52,13 +94,11 @@ class TorchAttention(nn.MultiheadAttention):
         batched = query.dim() == 3
         batch = 0 if not batched or self.batch_first else 1
         grids = (grid if batched else grid[None] for grid in (query, key, value))
-        q, k, v = (_split_heads(positions.transpose(0, batch), self.num_heads) for positions in self.project(*grids))
+        q, k, v = (split_heads(positions.transpose(0, batch), self.num_heads) for positions in self.project(*grids))
         with door(caller):
             valid = self.find_valid_keys(key_padding_mask, attn_mask, k)
         scale, dropout = 1 / math.sqrt(q.shape[-1]), self.dropout if self.training else 0.0
-        positions, weights = attend(
-            self, self.operator, q, k, v, valid, scale=scale, dropout=dropout, weights=need_weights
-        )
+        positions, weights = self.attend(q, k, v, valid, scale=scale, dropout=dropout, weights=need_weights)
         response = self.out_proj(positions.flatten(2)).transpose(0, batch)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
@@ -87,12 +127,9 @@ class TorchAttention(nn.MultiheadAttention):
         return tuple(F.linear(x, weight, bias) for x, weight, bias in zip(positions, weights, biases, strict=True))
 
 
-class TimmAttention(nn.Module):
+class TimmAttention(Replaced, nn.Module):
     """timm's ViT-style `Attention` with any operator; created by `replace_attention`."""
 
-    __prepare_scriptable__ = staticmethod(refuse_to_script)
-    operator: Operator
-    operator_name: str
     num_heads: int
     scale: float
     qkv: nn.Module
@@ -107,15 +144,14 @@ class TimmAttention(nn.Module):
         caller = f"timm's Attention replaced by {self.operator_name}"
         if is_causal:
             raise put_name(caller, causal_error())
-        query, key, value = (_split_heads(positions, self.num_heads) for positions in self.qkv(x).chunk(3, -1))
+        query, key, value = (split_heads(positions, self.num_heads) for positions in self.qkv(x).chunk(3, -1))
         query, key = self.q_norm(query), self.k_norm(key)
         if attn_mask is not None:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         with door(caller):
             valid = find_valid_positions(attn_mask, key)
         dropout = self.attn_drop.p if self.training else 0.0
-        positions, _ = attend(self, self.operator, query, key, value, valid, scale=self.scale, dropout=dropout)
-        response = positions.flatten(2)
+        response = self.attend(query, key, value, valid, scale=self.scale, dropout=dropout)[0].flatten(2)
         # Older versions of timm have neither.
         norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
         if norm is not None:
@@ -125,7 +161,7 @@ class TimmAttention(nn.Module):
         return self.proj_drop(self.proj(response))
 
 
-def _split_heads(positions: Tensor, heads: int) -> Tensor:
+def split_heads(positions: Tensor, heads: int) -> Tensor:
     """Return a view of `(b, n, c)` as `(b, h, n, c/h)`."""
     return positions.unflatten(2, (heads, -1)).transpose(1, 2)
 

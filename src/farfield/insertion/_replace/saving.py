@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from farfield.insertion._places import matching
-from farfield.insertion._replace.finding import chosen_operator, known_attention, other_attention
+from farfield.insertion._replace.finding import chosen_operator, find_original, known_attention, other_attention
 from farfield.insertion._replace.hugging_face import configured_models, uses_interface
 from farfield.ops.table import OPERATORS, Operator
 
@@ -45,7 +45,7 @@ def _describe_replacements(model: nn.Module) -> str | None:
     operators = {path: chosen_operator(module) for path, module in known.items()}
     groups: dict[tuple[str, Operator], list[str]] = {}
     for path, chosen in operators.items():
-        if chosen is not None and chosen[0] != "softmax":
+        if chosen is not None and chosen[0] != find_original(known[path]):
             groups.setdefault(chosen, []).append(path)
     if not groups:
         return None

@@ -1,0 +1,217 @@
+"""Attention of other libraries that calls torch's `scaled_dot_product_attention`: the operator answers that call.
+
+The host's own forward runs, with its projections, norms, rotations, windows and masks. The class of a replaced module
+is a subclass of the host's, so that the methods that its forward calls are there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from farfield._refusals import door, put_name
+from farfield.insertion._replace.masks import causal_error, find_valid_positions
+from farfield.insertion._replace.modules import Replaced, TorchAttention, split_heads
+from farfield.insertion._replace.multi_scale import with_epsilon
+from farfield.ops.grid import accumulation
+from farfield.ops.table import Operator
+
+_FUNCTION = "scaled_dot_product_attention"
+# Arguments of a forward that rotate queries and keys.
+_ROTATIONS = re.compile("rope|rotary|freqs")
+# Parameters that are added to the products of queries and keys.
+_BIASES = re.compile("relative|rel_pos|rel_attn|attention_bias")
+
+
+def find_caller(module: nn.Module) -> type[Replaced] | None:
+    """Return the class that an attention gets whose forward, or processor, calls torch's function; None for others."""
+    host = type(module)
+    if isinstance(module, nn.MultiheadAttention):
+        # A subclass may compute anything in its own forward.
+        return make_class(TorchAttention, host) if host.forward is nn.MultiheadAttention.forward else None
+    if host.__module__.startswith("diffusers.") and hasattr(module, "processor"):
+        return make_class(DiffusersAttention, host)
+    return make_class(CallingAttention, host) if _calls(host.forward, _FUNCTION) else None
+
+
+def _calls(function: Any, *names: str) -> bool:
+    """Whether the code of a function names one of these functions."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and not set(names).isdisjoint(code.co_names)
+
+
+_MADE: dict[tuple[type[Replaced], type[nn.Module]], type[Replaced]] = {}
+
+
+def make_class(kind: type[Replaced], host: type[nn.Module]) -> type[Replaced]:
+    """Return the class of a replaced attention of this kind, whose other methods are the host's."""
+    if (kind, host) not in _MADE:
+        own = {"__module__": kind.__module__, "host": host, "kind": kind, "__reduce_ex__": _reduce}
+        _MADE[kind, host] = type(host.__name__, (kind, host), own)
+    return _MADE[kind, host]
+
+
+def _reduce(module: Any, _: int) -> tuple[Any, ...]:
+    """Pickle and copy a module by what its class was made of."""
+    return _new, (module.kind, module.host), vars(module)
+
+
+def _new(kind: type[Replaced], host: type[nn.Module]) -> Any:
+    made: Any = make_class(kind, host)
+    return made.__new__(made)
+
+
+class CallingAttention(Replaced):
+    """An attention whose calls of `scaled_dot_product_attention` an operator answers; from `replace_attention`."""
+
+    host: type[nn.Module]
+
+    @classmethod
+    def find_obstacle(cls, module: Any, operator: Operator) -> str | None:
+        """Refuse biases, and rotations where the operator has no products."""
+        bias = find_bias(module)
+        if bias is not None:
+            return f"adds a bias to the products of queries and keys ({bias}), and there are no such products"
+        return find_rotation(type(module).forward, operator)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the host's forward, in which the operator answers torch's function."""
+        vars(self)["fused_attn"] = True  # where timm's classes have another way beside torch's function
+        answer = _Answer(self)
+        with answer:
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not answer.calls:
+            name = self.host.__name__
+            raise ValueError(
+                f"{name} with {self.operator_name}: this call of {name} does not use torch's {_FUNCTION}, in whose "
+                f"place the operator stands; fix: leave this layer out by where=."
+            )
+        return output
+
+    def answer(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attend with the arguments of torch's function, `(…, h, n, d)`."""
+        caller = f"{self.host.__name__} with {self.operator_name}"
+        if is_causal:
+            raise put_name(caller, causal_error())
+        shape, leading = query.shape, query.shape[:-2]
+        heads = [x.expand(*leading[:-1], *x.shape[-3:]) if x.dim() > 2 else x[None] for x in (key, value)]
+        q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.dim() > 3 else x[None] for x in (query, *heads))
+        if attn_mask is not None:
+            attn_mask = attn_mask[(None,) * (len(shape) - attn_mask.dim())]
+            if attn_mask.dim() > 4:
+                attn_mask = attn_mask.expand(*leading[:-1], *attn_mask.shape[-3:]).flatten(0, -4)
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        with door(caller):
+            valid = find_valid_positions(attn_mask, k)
+        scale = shape[-1] ** -0.5 if scale is None else scale
+        response, _ = self.attend(q, k, v, valid, scale=scale, dropout=dropout_p)
+        return response.transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
+
+
+class _Answer(TorchFunctionMode):
+    """Answers torch's function by an attention."""
+
+    def __init__(self, attention: CallingAttention) -> None:
+        super().__init__()
+        self.attention, self.calls = attention, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        self.calls += 1
+        return self.attention.answer(*args, **(kwargs or {}))
+
+
+def find_bias(module: nn.Module) -> str | None:
+    """Return the name of a parameter that is added to the products of queries and keys, by its name; None if none."""
+    return next((name for name, _ in module.named_parameters() if _BIASES.search(name)), None)
+
+
+def find_rotation(function: Any, operator: Operator) -> str | None:
+    """Return why an operator is not for a function that rotates queries and keys by positions; None if it is."""
+    if operator.weighs_by_products or not any(map(_ROTATIONS.search, inspect.signature(function).parameters)):
+        return None
+    return (
+        "rotates queries and keys by their positions, which gives distances only in products of queries and keys; "
+        'fix: take an operator that has such products, "factorized" or "averaged".'
+    )
+
+
+# ---- diffusers -------------------------------------------------------------------------------------------------------
+_SANA, _SANA_EPSILON = "SanaLinearAttnProcessor2_0", 1e-15
+
+
+class DiffusersAttention(CallingAttention):
+    """An attention of diffusers with any operator, called as its processor calls; created by `replace_attention`."""
+
+    processor: Any
+    heads: int
+    norm_q: Any
+    norm_k: Any
+    to_q: nn.Module
+    to_k: nn.Module
+    to_v: nn.Module
+    to_out: nn.ModuleList
+
+    @classmethod
+    def find_original(cls, module: Any) -> str:
+        """That of the processor."""
+        return "linear_relu" if type(module.processor).__name__ == _SANA else "softmax"
+
+    @classmethod
+    def find_obstacle(cls, module: Any, operator: Operator) -> str | None:
+        """Refuse a processor that computes by itself what torch's function does."""
+        processor = type(module.processor)
+        if processor.__name__ == _SANA:
+            return None
+        if not _calls(processor.__call__, _FUNCTION, "dispatch_attention_fn"):
+            return f"has a processor that does not call torch's {_FUNCTION}, {processor.__name__}"
+        return find_rotation(processor.__call__, operator)
+
+    @classmethod
+    def adapt_operator(cls, module: Any, operator: Operator) -> Operator:
+        """Give `linear_relu` the ε of Sana's processor."""
+        return with_epsilon(operator, _SANA_EPSILON) if cls.find_original(module) == "linear_relu" else operator
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Attend as the processor does: tokens `(b, n, c)`, or what else it takes."""
+        if type(self.processor).__name__ != _SANA:
+            return super().forward(hidden_states, *args, **kwargs)
+        return self.attend_as_sana(hidden_states, *args, **kwargs)
+
+    def attend_as_sana(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Attend as Sana's linear attention, which calls no function of torch; it has a mask of keys here."""
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = self.to_q(hidden_states), self.to_k(context), self.to_v(context)
+        query = query if self.norm_q is None else self.norm_q(query)
+        key = key if self.norm_k is None else self.norm_k(key)
+        # In float32, as the processor: sums over positions exceed the range of float16.
+        wide = (each.to(accumulation(each.dtype)) for each in (query, key, value))
+        query, key, value = (split_heads(each, self.heads) for each in wide)
+        if attention_mask is not None:  # (b, n), or (b, 1, n)
+            attention_mask = attention_mask.reshape(len(attention_mask), 1, -1, attention_mask.shape[-1])
+        response = self.answer(query, key, value, attention_mask).transpose(1, 2).flatten(2)
+        output: Tensor = self.to_out[1](self.to_out[0](response.to(hidden_states.dtype)))
+        return output.clip(-65504, 65504) if output.dtype == torch.float16 else output

@@ -1,0 +1,472 @@
+"""Attention of timm, diffusers, MONAI and transformers beside their common classes: equal by its own operator."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import transformers
+from diffusers.models.attention_processor import (
+    Attention,
+    AttnProcessor,
+    SanaLinearAttnProcessor2_0,
+    SanaMultiscaleLinearAttention,
+)
+from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel, SanaTransformerBlock
+from diffusers.models.transformers.transformer_flux import FluxAttention
+from monai.networks.blocks.crossattention import CrossAttentionBlock
+from monai.networks.blocks.selfattention import SABlock
+from timm.layers import AttentionRope
+from timm.layers.attention_pool import AttentionPoolLatent
+from timm.models.efficientvit_mit import LiteMLA
+from timm.models.eva import EvaAttention
+from timm.models.metaformer import Attention as MetaFormerAttention
+from timm.models.pvt_v2 import Attention as PvtAttention
+from timm.models.swin_transformer import WindowAttention
+from torch import Tensor, nn
+
+from farfield import replace_attention
+from farfield.insertion import apply_recipe, save_recipe
+from farfield.nn.token_attention import attend_tokens
+from farfield.ops import OPERATORS
+from farfield.streaming import predict_whole
+
+GAUSSIAN = "factorized_gaussian"
+
+
+def drawn(module: nn.Module) -> nn.Module:
+    """Draw all weights so large that attention is not uniform, and statistics of norms too."""
+    torch.manual_seed(0)
+    for weight in module.parameters():
+        nn.init.normal_(weight, std=weight[0].numel() ** -0.5 if weight.dim() > 1 else 0.3)
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            nn.init.uniform_(part.running_var, 0.5, 2)
+    return module.eval()
+
+
+def tensor(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def error(found: Any, wanted: Any) -> float:
+    return float((tensor(found) - tensor(wanted)).abs().max() / tensor(wanted).abs().max())
+
+
+def hugging_face(name: str, kind: str) -> nn.Module:
+    config = getattr(transformers, f"{name}Config")(hidden_size=24, num_attention_heads=3)
+    return getattr(importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}"), kind)(config)
+
+
+TOKENS, GRID = torch.randn(2, 11, 24), torch.randn(2, 24, 6, 7)
+ROPE = torch.randn(10, 16)
+HALF = torch.where(torch.arange(11) < torch.tensor([[7], [11]]), 0.0, -1e9)
+# What to build, how to call it, and the operator that it computes.
+HOSTS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
+    "LiteMLA": (lambda: LiteMLA(24, 24, dim=8), lambda m: m(GRID), "linear_relu"),
+    "LiteMLA of two scales": (lambda: LiteMLA(24, 24, dim=8, scales=(3, 5)), lambda m: m(GRID), "linear_relu"),
+    "Sana, multi-scale": (
+        lambda: SanaMultiscaleLinearAttention(24, 24, residual_connection=True),
+        lambda m: m(GRID),
+        "linear_relu",
+    ),
+    "Sana, multi-scale, of few positions": (
+        lambda: SanaMultiscaleLinearAttention(24, 24, norm_type="rms_norm"),
+        lambda m: m(GRID[:, :, :2, :3]),
+        "linear_relu",
+    ),
+    "Sana": (
+        lambda: Attention(24, heads=3, dim_head=8, processor=SanaLinearAttnProcessor2_0()),
+        lambda m: m(TOKENS),
+        "linear_relu",
+    ),
+    "Sana, normed": (
+        lambda: Attention(
+            *(24, None, 3, 3, 8), qk_norm="rms_norm_across_heads", processor=SanaLinearAttnProcessor2_0()
+        ),
+        lambda m: m(TOKENS),
+        "linear_relu",
+    ),
+    "diffusers": (lambda: Attention(24, heads=3, dim_head=8), lambda m: m(TOKENS), "softmax"),
+    "diffusers, with a mask": (
+        lambda: Attention(24, heads=3, dim_head=8),
+        lambda m: m(TOKENS, attention_mask=HALF[:, None]),
+        "softmax",
+    ),
+    "diffusers, of a grid": (
+        lambda: Attention(24, heads=3, dim_head=8, norm_num_groups=4, residual_connection=True, qk_norm="layer_norm"),
+        lambda m: m(GRID),
+        "softmax",
+    ),
+    "Flux": (
+        lambda: FluxAttention(24, heads=3, dim_head=8, added_kv_proj_dim=16, context_pre_only=False),
+        lambda m: m(TOKENS, encoder_hidden_states=TOKENS[:, :5, :16]),
+        "softmax",
+    ),
+    "diffusers, cross": (
+        lambda: Attention(24, 16, heads=3, dim_head=8, cross_attention_norm="layer_norm"),
+        lambda m: m(TOKENS, TOKENS[:, :5, :16]),
+        "softmax",
+    ),
+    "SABlock": (lambda: SABlock(24, 3, qkv_bias=True), lambda m: m(TOKENS), "softmax"),
+    "SABlock, separate": (lambda: SABlock(24, 3, use_combined_linear=False), lambda m: m(TOKENS), "softmax"),
+    "SABlock, with a mask": (lambda: SABlock(24, 3, dim_head=5), lambda m: m(TOKENS, HALF == 0), "softmax"),
+    "SABlock, fused": (lambda: SABlock(24, 3, use_flash_attention=True), lambda m: m(TOKENS), "softmax"),
+    "CrossAttentionBlock": (lambda: CrossAttentionBlock(24, 3), lambda m: m(TOKENS, TOKENS[:, :4]), "softmax"),
+    "AttentionRope": (
+        lambda: AttentionRope(24, 3, num_prefix_tokens=1),
+        lambda m: m(TOKENS, rope=ROPE),
+        "softmax",
+    ),
+    "AttentionRope, groups, gate, key mask": (
+        lambda: AttentionRope(24, 6, num_kv_heads=2, qkv_fused=False, gated=True, rotate_half=True, attn_head_dim=8),
+        lambda m: m(TOKENS, rope=ROPE, attn_mask=HALF[:, None, None]),
+        "softmax",
+    ),
+    "EvaAttention": (lambda: EvaAttention(24, 3, scale_norm=False), lambda m: m(TOKENS, rope=ROPE), "softmax"),
+    "AttentionPoolLatent": (lambda: AttentionPoolLatent(24, num_heads=3), lambda m: m(TOKENS), "softmax"),
+    "metaformer": (lambda: MetaFormerAttention(24, head_dim=8), lambda m: m(TOKENS), "softmax"),
+    "pvt_v2": (
+        lambda: PvtAttention(24, 3, sr_ratio=2),
+        lambda m: m(torch.randn(2, 24, 24, generator=torch.Generator().manual_seed(1)), [4, 6]),
+        "softmax",
+    ),
+    "ViLT": (
+        lambda: hugging_face("Vilt", "ViltSelfAttention"),
+        lambda m: m(TOKENS, HALF[:, None, None]),
+        "softmax",
+    ),
+    "FLAVA": (
+        lambda: importlib.import_module("transformers.models.flava.modeling_flava").FlavaSelfAttention(
+            transformers.FlavaTextConfig(hidden_size=24, num_attention_heads=3)
+        ),
+        lambda m: m(TOKENS, HALF[:, None, None], output_attentions=True),
+        "softmax",
+    ),
+    "BLIP": (
+        lambda: importlib.import_module("transformers.models.blip.modeling_blip").BlipAttention(
+            transformers.BlipVisionConfig(hidden_size=24, num_attention_heads=3)
+        ),
+        lambda m: m(TOKENS),
+        "softmax",
+    ),
+    "TimeSformer": (lambda: hugging_face("Timesformer", "TimesformerSelfAttention"), lambda m: m(TOKENS), "softmax"),
+}
+ROTARY = ("Flux", "AttentionRope", "AttentionRope, groups, gate, key mask", "EvaAttention")
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_its_own_operator_leaves_it_as_it_was(name: str) -> None:
+    build, call, own = HOSTS[name]
+    module = drawn(build())
+    keys, host = list(module.state_dict()), type(module).__name__
+    wanted = call(module)
+    assert list(replace_attention(module, own)) == [""]
+    assert list(module.state_dict()) == keys
+    assert error(call(module), wanted) < 1e-5, host
+    other = "averaged" if name in ROTARY else GAUSSIAN
+    replace_attention(module, other)
+    assert error(call(module), wanted) > 1e-3
+    replaced = call(module)
+    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(tensor(call(again)), tensor(replaced))
+    replace_attention(module, own)
+    assert error(call(module), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTS if name not in ROTARY])
+def test_operators_that_learn(name: str) -> None:
+    build, call, _ = HOSTS[name]
+    module = drawn(build()).train()
+    replace_attention(module, "hedgehog")
+    learned = module.get_parameter("query_map")
+    tensor(call(module)).square().sum().backward()
+    assert learned.grad is not None
+    assert learned.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotations_need_products(name: str) -> None:
+    module = drawn(HOSTS[name][0]())
+    text = r'rotates queries and keys .* products .*; fix: take an operator that .*"factorized" or "averaged"\.$'
+    with pytest.raises(ValueError, match=text):
+        replace_attention(module, GAUSSIAN)
+    assert list(replace_attention(module, "factorized"))
+
+
+def test_rotated_queries_are_what_is_attended_with() -> None:
+    """AttentionRope by the weights alone."""
+    module = drawn(AttentionRope(24, 3, num_prefix_tokens=1))
+    q, k, v = (each.unflatten(2, (3, 8)).transpose(1, 2) for each in module.qkv(TOKENS).chunk(3, -1))
+    sine, cosine = ROPE.chunk(2, -1)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, rest = x[:, :, :1], x[:, :, 1:]
+        turned = torch.stack([-rest[..., 1::2], rest[..., ::2]], -1).flatten(-2)
+        return torch.cat([first, rest * cosine + turned * sine], 2)
+
+    response, _ = attend_tokens(OPERATORS["averaged"], rotate(q), rotate(k), v, None, scale=1.0)
+    wanted = module.proj(response.flatten(2))
+    replace_attention(module, "averaged")
+    torch.testing.assert_close(module(TOKENS, rope=ROPE), wanted)
+
+
+# ---- EfficientViT and Sana: tiles, masks -----------------------------------------------------------------------------
+@pytest.mark.parametrize("operator", ["linear_relu", "factorized_gaussian", "mala", "hedgehog"])
+@pytest.mark.parametrize("name", ["LiteMLA", "Sana, multi-scale"])
+def test_linear_attention_in_tiles(name: str, operator: str) -> None:
+    module, volume = drawn(HOSTS[name][0]()), torch.randn(24, 37, 33)
+    if operator == "linear_relu":
+        wanted = module(volume[None])[0]
+    replace_attention(module, operator)
+    if operator != "linear_relu":
+        wanted = module(volume[None])[0]
+    found = torch.as_tensor(predict_whole(module, volume, tile=(16, 16), quiet=True))
+    torch.testing.assert_close(found, wanted.detach(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("operator", ["linear_relu", "factorized_gaussian", "inline"])
+@pytest.mark.parametrize("name", ["LiteMLA", "Sana, multi-scale"])
+def test_linear_attention_with_a_mask(name: str, operator: str) -> None:
+    module, mask = drawn(HOSTS[name][0]()), torch.zeros(2, 9, 8, dtype=torch.bool)
+    mask[:, 1:6, 2:7] = True
+    replace_attention(module, operator)
+    grid = torch.randn(2, 24, 9, 8)
+    found = module(grid, mask=mask)
+    assert torch.equal(module(torch.where(mask[:, None], grid, torch.nan), mask=mask), found)
+    # What lies outside is as if it were not there: zeros around a grid of the valid positions.
+    torch.testing.assert_close(found[:, :, 1:6, 2:7], module(grid[:, :, 1:6, 2:7]), atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"mask must be \(batch, \*size\) of grid"):
+        module(grid, mask=mask.mT)
+
+
+def test_sana_has_a_mask_of_keys() -> None:
+    module = drawn(HOSTS["Sana"][0]())
+    replace_attention(module, "linear_relu")
+    found = module(TOKENS[:1], attention_mask=HALF[:1])
+    torch.testing.assert_close(found[:, :7], module(TOKENS[:1, :7]))
+    torch.testing.assert_close(module(TOKENS[:1], attention_mask=HALF[:1, None]), found)
+
+
+def test_a_block_of_sana() -> None:
+    cross = {"num_cross_attention_heads": 3, "cross_attention_head_dim": 8, "cross_attention_dim": 24}
+    block = drawn(SanaTransformerBlock(24, 3, 8, **cross))
+    given = {
+        "hidden_states": torch.randn(2, 30, 24),
+        "encoder_hidden_states": TOKENS,
+        "encoder_attention_mask": HALF[:, None],
+        "timestep": torch.randn(2, 6 * 24),
+        "height": 5,
+        "width": 6,
+    }
+    wanted = block(**given)
+    assert list(replace_attention(block, "linear_relu", "attn1")) == ["attn1"]
+    assert list(replace_attention(block, "softmax", "attn2")) == ["attn2"]
+    assert error(block(**given), wanted) < 1e-5
+    replace_attention(block, GAUSSIAN)
+    assert error(block(**given), wanted) > 1e-3
+
+
+def test_efficientvit_as_a_whole() -> None:
+    model, image = drawn(timm.create_model("efficientvit_b0", num_classes=3)), torch.randn(1, 3, 96, 96)
+    wanted = model(image)
+    replaced = replace_attention(model, "linear_relu")
+    assert len(replaced) == 4
+    assert error(model(image), wanted) < 1e-5
+
+
+class Features(nn.Module):
+    """The grid that a network of timm classifies by."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.network.forward_features(image)
+
+
+class OneStep(nn.Module):
+    """A step of Sana's transformer on a latent grid, for one text and time."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("text", TOKENS[:1, :5, :12].clone())
+        self.register_buffer("time", torch.tensor([3]))
+
+    def forward(self, latent: Tensor) -> Tensor:
+        return self.network(latent, encoder_hidden_states=self.text, timestep=self.time, return_dict=False)[0]
+
+
+def sana() -> nn.Module:
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8}
+    cross = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16}
+    sizes = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "caption_channels": 12, "sample_size": 8}
+    return OneStep(SanaTransformer2DModel(**heads, **cross, **sizes))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("build", "where", "size", "tile"),
+    [
+        (lambda: Features(timm.create_model("efficientvit_b0")), "", (3, 224, 256), 64),
+        (sana, "network.transformer_blocks.*.attn1", (4, 40, 36), 16),
+    ],
+    ids=["EfficientViT", "Sana"],
+)
+def test_whole_networks_in_tiles(build: Callable[[], nn.Module], where: str, size: tuple[int, ...], tile: int) -> None:
+    model, volume = drawn(build()), torch.randn(*size)
+    wanted = model(volume[None])[0]
+    assert replace_attention(model, "linear_relu", where)
+    found = torch.as_tensor(predict_whole(model, volume, tile=tile, quiet=True))
+    assert error(found, wanted.detach()) < 1e-5
+
+
+# ---- networks --------------------------------------------------------------------------------------------------------
+def test_key_only_masks_of_naflexvit() -> None:
+    small = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 3}
+    model = timm.create_model("naflexvit_base_patch16_gap", use_key_only_attn_mask=True, **small)
+    patches = torch.randn(2, 12, 16 * 16 * 3)
+    places = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij"), -1).reshape(1, 12, 2)
+    valid = torch.arange(12) < torch.tensor([[8], [12]])
+    given = {"patches": patches, "patch_coord": places.expand(2, -1, -1), "patch_valid": valid}
+    drawn(model)
+    wanted = model(given)
+    replace_attention(model, "softmax")
+    assert error(model(given), wanted) < 1e-5
+    replace_attention(model, GAUSSIAN)
+    found = model(given)
+    torch.testing.assert_close(model(given | {"patches": torch.where(valid[..., None], patches, 9.0)}), found)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("name", ["LiteMLA", "EvaAttention", "diffusers", "Sana", "SABlock"])
+def test_they_compile(name: str, fullgraph: bool) -> None:
+    build, call, own = HOSTS[name]
+    module = drawn(build())
+    replace_attention(module, own)
+    wanted = call(module)
+    torch._dynamo.reset()
+    assert error(call(torch.compile(module, backend="eager", fullgraph=fullgraph)), wanted) < 1e-5
+
+
+def test_what_calls_torch_is_exported_and_runs_in_tiles() -> None:
+    module = drawn(HOSTS["EvaAttention"][0]())
+    replace_attention(module, "averaged")
+    exported = torch.export.export(module, (TOKENS,), {"rope": ROPE}).module()
+    torch.testing.assert_close(exported(TOKENS, rope=ROPE), module(TOKENS, rope=ROPE))
+    network, volume = drawn(OnGrids()), torch.randn(24, 22, 25)
+    replace_attention(network, GAUSSIAN)
+    wanted = network(volume[None])[0].detach()
+    assert error(torch.as_tensor(predict_whole(network, volume, tile=12, quiet=True)), wanted) < 1e-5
+
+
+class OnGrids(nn.Module):
+    """An attention of tokens in a network of grids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.attention = nn.Conv2d(24, 24, 3, padding=1), MetaFormerAttention(24, head_dim=8)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        grid = self.convolution(grid)
+        return self.attention(grid.flatten(2).mT).mT.unflatten(2, grid.shape[2:])
+
+
+@pytest.mark.parametrize("operator", ["softmax", GAUSSIAN])
+def test_a_recipe_of_linear_layers(tmp_path: Path, operator: str) -> None:
+    layer = nn.Sequential(LiteMLA(24, 24, dim=8))
+    first, again = drawn(layer), drawn(copy.deepcopy(layer))
+    replace_attention(first, operator)
+    save_recipe(first, tmp_path / "recipe")
+    apply_recipe(again, tmp_path / "recipe")
+    assert error(again(GRID), first(GRID)) < 1e-5
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: LiteMLA(24, 24, dim=8, kernel_func=nn.SiLU), "has features that are not known, SiLU"),
+        (lambda: Attention(24, processor=AttnProcessor()), "processor that does not call .*, AttnProcessor"),
+        (lambda: SABlock(24, 3, causal=True, sequence_length=11), "is causal"),
+        (lambda: SABlock(24, 3, rel_pos_embedding="decomposed", input_size=(4, 4)), "adds relative positions"),
+        (lambda: SABlock(24, 3, save_attn=True), r"keeps its matrix of weights \(save_attn\)"),
+        (lambda: FluxAttention(24, heads=3, dim_head=8), "rotates queries and keys"),
+        (lambda: WindowAttention(24, 3, window_size=(3, 3)), r"adds a bias .*\(relative_position_bias_table\)"),
+    ],
+)
+def test_refusals_name_the_reason(build: Callable[[], nn.Module], text: str) -> None:
+    module = build()
+    host = type(module)
+    with pytest.raises(ValueError, match=f"replace_attention: .*{text}.*; fix: "):
+        replace_attention(module, GAUSSIAN)
+    assert type(module) is host
+
+
+def test_biases_of_classes_that_are_not_known_are_named() -> None:
+    sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 24}
+    config = transformers.WavLMConfig(**sizes)
+    with torch.device("meta"):
+        model = transformers.WavLMModel(config)
+    text = r"no supported attention, but encoder\.layers\.0\.attention .*WavLMAttention, which adds a bias, .*rel_"
+    with pytest.raises(LookupError, match=text):
+        replace_attention(model, GAUSSIAN)
+
+
+class Undecided(nn.Module):
+    """Calls torch's function only for short texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_qkv = nn.Linear(24, 72)
+
+    def forward(self, tokens: Tensor, is_causal: bool = False) -> Tensor:
+        q, k, v = self.to_qkv(tokens).chunk(3, -1)
+        if tokens.shape[1] > 20:
+            return v
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def test_calls_that_are_not_answered_are_refused() -> None:
+    module = Undecided()
+    wanted = module(TOKENS)
+    replace_attention(module, "softmax")
+    assert isinstance(module, Undecided)
+    torch.testing.assert_close(module(TOKENS), wanted)
+    with pytest.raises(ValueError, match=r"Undecided with softmax: .* does not use torch's scaled_dot.*; fix: leave"):
+        module(TOKENS.repeat(1, 3, 1))
+    with pytest.raises(ValueError, match="Undecided with softmax: in causal attention"):
+        module(TOKENS, is_causal=True)
+
+
+class Named(nn.MultiheadAttention):
+    """Adds no computation of its own."""
+
+    def name(self) -> str:
+        return "named"
+
+
+class Other(nn.MultiheadAttention):
+    """May compute anything."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_subclasses_of_torch() -> None:
+    module = drawn(Named(24, 3, batch_first=True))
+    wanted = module(TOKENS, TOKENS, TOKENS)
+    replace_attention(module, "softmax")
+    assert module.name() == "named"
+    assert error(module(TOKENS, TOKENS, TOKENS), wanted) < 1e-5
+    with pytest.raises(LookupError, match=r"no supported attention, but .*Other"):
+        replace_attention(Other(24, 3), GAUSSIAN)
