@@ -12,6 +12,7 @@ import timm
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torchvision.models.feature_extraction import create_feature_extractor
 
 from farfield import insert, remove, replace_attention
@@ -119,6 +120,18 @@ def test_data_parallel_runs_what_is_inserted_into_its_module() -> None:
     assert not torch.allclose(parallel(image), before)
     remove(parallel)
     assert torch.equal(parallel(image), before)
+
+
+@pytest.mark.parametrize(
+    "wrap", [torch.compile, nn.DataParallel, AveragedModel, lambda model: torch.compile(nn.DataParallel(model))]
+)
+def test_the_recipe_of_a_wrapped_model_is_that_of_the_model(
+    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    model, loaded = with_additions(), net()
+    save_recipe(wrap(model), tmp_path)
+    apply_recipe(loaded, tmp_path)
+    assert torch.equal(loaded(image), model(image))
 
 
 def test_the_example_for_a_model_on_another_device() -> None:
