@@ -57,6 +57,6 @@ def regular(attention: GridAttention, *, fused: bool) -> Contestant:
 
 
 def textbook(attention: GridAttention) -> Contestant:
-    """Return factorized attention with an operator's weights, each projection computed at each position."""
+    """Return the textbook form with an operator's weights, each projection computed at each position."""
     double = exact(attention)
     return Contestant("textbook", trainable(Textbook(attention)), lambda grid, chosen: truth(double, grid, chosen))

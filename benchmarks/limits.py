@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 import torch
 from contestants import attention_of, ours, regular, textbook
+from plain import HEADS
 from race import Contestant, Row, copy_of_the_grid, keep_freed_memory, machine, race, seconds_of, times_as_long
 from torch import Tensor, nn
 
 from farfield import cost
 from farfield.cost.least_time import machine_rates
 from farfield.cost.measuring import step, timed
+from farfield.ops import OPERATORS
 
 
 class Line(NamedTuple):
@@ -149,6 +151,24 @@ def factorized(setup: Setup) -> Iterator[Line]:
             yield setup.at_most(f"{what}, kept for backward ÷ textbook's", 1 / 3, kept / theirs)
 
 
+def linear(setup: Setup) -> Iterator[Line]:
+    """Operators of this decade against the textbook form, with the same weights and heads of 32 channels."""
+    for shape in ((8, 256, 56, 56), (1, 64, 256, 256)):
+        grid = setup.grid(*shape)
+        for name in HEADS:
+            project = OPERATORS[name].projections("qkvo")
+            channels = grid.shape[1]
+            attention = attention_of(name, channels, heads=channels // 32, project=project, device=grid.device)
+            limit = 1.0 if name == "flare" else 1.5  # which is two softmax attentions
+            for backward in (False, True):
+                rows = setup.race([ours(attention), textbook(attention)], grid, backward=backward)
+                what = f"{name}, {text_of(grid)}"
+                faster = times_as_long(rows, "textbook", name)
+                yield setup.at_least(f"textbook ÷ {what}, forward{' and backward' * backward}", limit, faster)
+            kept, theirs = (row["saved_bytes"] for row in rows)
+            yield setup.at_most(f"{what}, kept for backward ÷ textbook's", 1 / 3, kept / theirs)
+
+
 def scaling(setup: Setup) -> Iterator[Line]:
     """Time ÷ the least time of the same bytes and MACs, from 2^16 to 2^22 positions, with caches that hold neither."""
     keep_freed_memory()
@@ -242,6 +262,7 @@ SECTIONS: dict[str, Callable[[Setup], Iterator[Line]]] = {
     "kan": kan,
     "san": san,
     "factorized": factorized,
+    "linear": linear,
     "copies": copies,
     "scaling": scaling,
     "exponent": exponent,

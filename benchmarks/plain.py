@@ -66,6 +66,66 @@ EQUATIONS: dict[str, Equation] = {
 }
 
 
+# ---- the same of this decade, as their authors write them: channels first, q and k (b, h, d, n), v (b, h, p, n) ------
+def relu_quotient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """EfficientViT, Sana: a row of ones beside the values sums the divisor."""
+    q, k = q.relu(), k.relu()
+    sums = F.pad(v, (0, 0, 0, 1), value=1.0) @ k.mT @ q
+    return sums[:, :, :-1] / (sums[:, :, -1:] + 1e-6)
+
+
+def quotient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Linear attention of features."""
+    return v @ k.mT @ q / (k.sum(3)[:, :, None] @ q)
+
+
+def elu_quotient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Katharopoulos et al."""
+    return quotient(F.elu(q) + 1, F.elu(k) + 1, v)
+
+
+def hedgehog(q: Tensor, k: Tensor, v: Tensor, query_map: Tensor, key_map: Tensor) -> Tensor:
+    """Hedgehog: a learned map of each head, and two softmaxes."""
+    q, k = (torch.cat([each.softmax(2), (-each).softmax(2)], 2) for each in (query_map @ q, key_map @ k))
+    return quotient(q, k, v)
+
+
+def centred(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """InLine."""
+    scale = q.shape[2] ** -0.5 / k.shape[3]
+    return (scale * v @ k.mT) @ q + (1 - (scale * k.sum(3))[:, :, None] @ q) * v.mean(3, keepdim=True)
+
+
+def magnitude_aware(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """MALA."""
+    q, k, scale = F.elu(q) + 1, F.elu(k) + 1, q.shape[2] ** -0.5
+    z = scale * k.mean(3)[:, :, None] @ q
+    return (scale / k.shape[3] * v @ k.mT) @ q * (1 + 1 / (z + 1e-6)) - z * v.mean(3, keepdim=True)
+
+
+def flare(q: Tensor, k: Tensor, v: Tensor, latents: Tensor) -> Tensor:
+    """FLARE: two attentions through the latents (h, s, d), of the scale 1."""
+    latents = latents.expand(len(q), -1, -1, -1)
+    slots = F.scaled_dot_product_attention(latents, k.mT.contiguous(), v.mT.contiguous(), scale=1.0)
+    return F.scaled_dot_product_attention(q.mT.contiguous(), latents, slots, scale=1.0).mT
+
+
+HEADS: dict[str, Callable[..., Tensor]] = {
+    "flare": flare,
+    "linear_relu": relu_quotient,
+    "linear_elu": elu_quotient,
+    "hedgehog": hedgehog,
+    "inline": centred,
+    "mala": magnitude_aware,
+}
+
+
+def learned_by(attention: GridAttention) -> dict[str, Tensor]:
+    """Return what the operator of an attention learns, by name."""
+    names = attention.operator.parameter_shapes(attention.inner_channels, attention.heads)
+    return {name: getattr(attention, name) for name in names}
+
+
 # ---- the whole -------------------------------------------------------------------------------------------------------
 def truth(attention: GridAttention, grid: Tensor, chosen: Tensor | None = None) -> Tensor:
     """Compute the response `(b, m, p)` of chosen positions, or of all, in the dtype of the grid.
@@ -77,16 +137,22 @@ def truth(attention: GridAttention, grid: Tensor, chosen: Tensor | None = None) 
     """
     name, size = attention.operator_name, grid.shape[2:]
     positions = grid.flatten(2).mT
-    if name not in EQUATIONS:  # a user's own: there is no other form of it, so it is compared with itself, in float64
+    if (
+        name not in EQUATIONS and name not in HEADS
+    ):  # a user's own: there is no other form of it, so it is compared with itself, in float64
         response = attention(grid).flatten(2).mT
         return response if chosen is None else response[:, chosen]
     chosen = torch.arange(positions.shape[1], device=grid.device) if chosen is None else chosen
     context = gather_context(name, grid)
     means = name.startswith("kronecker_qkv")
-    q = split(attention.query, context if means else positions[:, chosen], attention.heads)
+    query = attention.key if name == "flare" else attention.query
+    q = split(query, context if means else positions[:, chosen], attention.heads)
     k, v = (split(linear, context, attention.heads) for linear in (attention.key, attention.value))
-    w = q.new_ones(q.shape[1] * q.shape[-1]) if attention.weight is None else attention.weight
-    response = EQUATIONS[name](q, k, v, w.view(q.shape[1], -1, 1), attention.scale)
+    if name in HEADS:
+        response = HEADS[name](q.mT, k.mT, v.mT, **learned_by(attention)).mT
+    else:
+        w = q.new_ones(q.shape[1] * q.shape[-1]) if attention.weight is None else attention.weight
+        response = EQUATIONS[name](q, k, v, w.view(q.shape[1], -1, 1), attention.scale)
     if means:  # the response of a position is the sum of the responses of its index on each axis
         places = torch.unravel_index(chosen, size)
         parts = response.split(list(size), 2)
@@ -151,20 +217,30 @@ class Regular(nn.Module):
 
 
 class Textbook(nn.Module):
-    """Factorized attention as it is usually written: 1×1 convolutions at each position, and a loop over heads.
+    """An operator as it is usually written: 1×1 convolutions at each position; factorized attention loops over heads.
 
     It has the weights of a `GridAttention` with all four projections; for grids of two spatial dims.
     """
 
     def __init__(self, attention: GridAttention) -> None:
         super().__init__()
-        self.heads, self.width = attention.heads, attention.value_channels
+        self.heads, self.name = attention.heads, attention.operator_name
         linears = (attention.query, attention.key, attention.value, attention.output)
-        self.query, self.key, self.value, self.output = (convolution(linear) for linear in linears)
+        self.query, self.key, self.value, self.output = (
+            None if linear is None else convolution(linear) for linear in linears
+        )
+        for name, tensor in learned_by(attention).items():
+            self.register_parameter(name, nn.Parameter(tensor.detach().clone()))
 
     def forward(self, grid: Tensor) -> Tensor:
         """Attend, `(b, c, *size)`."""
-        queries, keys, values = (each(grid).flatten(2) for each in (self.query, self.key, self.value))
+        keys, values = (each(grid).flatten(2) for each in (self.key, self.value))
+        queries = keys if self.query is None else self.query(grid).flatten(2)
+        if self.name in HEADS:
+            learned = dict(self.named_parameters(recurse=False))
+            parts = (each.unflatten(1, (self.heads, -1)) for each in (queries, keys, values))
+            response = HEADS[self.name](*parts, **learned).flatten(1, 2)
+            return self.output(response.unflatten(2, grid.shape[2:]))
         attended = []
         parts = (each.chunk(self.heads, 1) for each in (queries, keys, values))
         for query, key, value in zip(*parts, strict=True):

@@ -27,7 +27,7 @@ LEARNED = ("weight", "latents", "query_map", "key_map")
 QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "linear_relu": (torch.relu, 1e-6),
     # elu + 1, without the cancellation of a small exponential.
-    "linear_elu": (lambda x: x.clamp(max=0).exp() + x.relu(), 0.0),
+    "linear_elu": (lambda x: torch.where(x > 0, x + 1, torch.where(x > 0, 0, x).exp()), 0.0),
     "hedgehog": (lambda x: torch.cat([x.softmax(2), (-x).softmax(2)], 2), 0.0),
 }
 

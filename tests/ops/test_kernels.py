@@ -26,7 +26,7 @@ from farfield.ops.engine import SWITCH
 from farfield.ops.fast import kernels, table
 from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.projection import Call, Projection
-from farfield.ops.table import OPERATORS
+from farfield.ops.table import OPERATORS, Features, Quotient, identity, relu, softmax_pair
 from helpers.beside_equations import distance, off
 from helpers.explicit import AXIS_ROWS, MEAN_ROWS
 from helpers.partly import pairwise, partly
@@ -204,18 +204,35 @@ def test_operations_are_those_that_torch_expects(on: None, dtype: torch.dtype, w
         four, other, channels = grid(2, 3, 4, 5), grid(2, 3, 4, 5), [torch.rand(3) for _ in range(4)]
         check("norm_and_clamp_backward", four, *channels, 0.0, 6.0, other)
     check("project_and_sum", positions, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
-    for bias, valid, groups in product((False, True), (None, torch.ones(2, 7)), (1, 2)):
-        check("project_and_summarize", positions, torch.randn(8, 8), None, valid, 4, 4, groups, True)
-        grads = (torch.randn(2, 4, 8 // groups), torch.randn(2, 4), grid(2, 4, 7))
-        options = (torch.zeros(2, 4), *grads, False, bias)
+    for bias, valid, groups, features in product((False, True), (None, torch.ones(2, 7)), (1, 2), range(6)):
+        pairs = 1 + (features == 5)
+        options = 2, groups, features, bias
+        check("project_and_summarize", positions, torch.randn(8, 8), None, valid, 4, 4, *options)
+        grads = torch.randn(2, 4 * pairs, 8 // groups), torch.randn(2, 4 * pairs), torch.randn(2, 8) if bias else None
+        options = (torch.zeros(2, 4 * pairs), *grads, grid(2, 4, 7), 4, 2, features, False, bias)
         check("project_and_summarize_backward", positions, torch.randn(8, 8), None, valid, *options)
-        queries, slots = grid(2, 8, 7), torch.randn(2, groups, 8 // groups + bias, 3)
-        check("combine_slots", queries, slots, 2, True, wide)
-        check("combine_slots_backward", queries, slots, grid(2, 3 * groups, 7), 2, True)
+        for factor in range(3):
+            queries, sums = grid(2, 8, 7), torch.rand(2, 8 * pairs) if factor else None
+            slots = torch.randn(2, groups, (8 * pairs + 2 * (factor == 2)) // groups + bias, 3)
+            check("combine_slots", queries, slots, sums, 2, features, factor, 0.1, wide)
+            options = grid(2, 3 * groups, 7), 2, features, factor, 0.1
+            check("combine_slots_backward", queries, slots, sums, *options)
 
 
 # ---- operators with a basis ------------------------------------------------------------------------------------------
-BASIS_ROWS = ("averaged", "factorized", "factorized_gaussian")
+FEATURE_ROWS = ("flare", "linear_relu", "linear_elu", "hedgehog", "inline", "mala")
+BASIS_ROWS = ("averaged", "factorized", "factorized_gaussian", *FEATURE_ROWS)
+
+
+def away_from_zero(row: str, attention: GridAttention, grid: Tensor) -> Tensor:
+    """The grid; with positive queries and keys for a row whose gradients grow without bound as its sums vanish."""
+    if row != "linear_relu":
+        return grid
+    with torch.no_grad():
+        for linear in (attention.query, attention.key):
+            if linear is not None:
+                linear.weight.abs_()
+    return grid.abs()
 
 
 @pytest.mark.parametrize(
@@ -232,10 +249,9 @@ BASIS_ROWS = ("averaged", "factorized", "factorized_gaussian")
 def test_sums_and_responses_in_blocks(
     on: None, row: str, project: str, heads: int, masked: bool, shape: tuple[int, ...], wide: bool, context: bool
 ) -> None:
-    attention = GridAttention(
-        shape[1], row, heads=heads, project=project, inner_channels=8 * heads if "q" in project else None
-    )
-    grid, other = torch.randn(shape), torch.randn(shape[0], shape[1], 11, 5)
+    letters, inner = OPERATORS[row].projections(project), 8 * heads if "q" in project else None
+    attention = GridAttention(shape[1], row, heads=heads, project=letters, inner_channels=inner)
+    grid, other = (away_from_zero(row, attention, torch.randn(each)) for each in (shape, (shape[0], shape[1], 11, 5)))
     if wide and len(shape) == 4:
         grid = grid.contiguous(memory_format=torch.channels_last)
         other = other.contiguous(memory_format=torch.channels_last)
@@ -277,11 +293,53 @@ SUMS = {"project_and_summarize", "project_and_summarize_backward"}
 PRODUCTS = SUMS | {"combine_slots", "combine_slots_backward"}
 
 
-def test_kernels_of_products_are_what_ran(on: None) -> None:
-    attention, grid = GridAttention(32, "factorized_gaussian", project="qkvo"), torch.randn(2, 32, 9, 7)
-    with KernelCalls() as calls:
-        attention(grid.requires_grad_()).square().sum().backward()
+@pytest.mark.parametrize("row", BASIS_ROWS)
+def test_kernels_of_products_are_what_ran(on: None, row: str) -> None:
+    grid = torch.randn(2, 32, 39, 41, requires_grad=True)
+    attention = GridAttention(32, row, heads=2, project=OPERATORS[row].projections("qkvo"))
+    with KernelCalls() as calls, FlopCounterMode(display=False) as counter:
+        attention(grid).square().sum().backward()
     assert calls.names == PRODUCTS
+    counted = counter.get_flop_counts()["Global"]
+    assert {str(name).removeprefix("farfield.") for name in counted} >= PRODUCTS
+
+
+def test_a_quotient_of_any_epsilon_runs_and_learns_by_kernels(on: None) -> None:
+    """At positions where the features are 0, as their products with the sums are, and next to them."""
+    for features, epsilon in ((relu, 0.01), (identity, 0.5), (relu, 0.0)):
+        operator = ops.Operator(coefficients=Quotient(features, epsilon), basis=Features(features))
+        attention = GridAttention(16, operator, heads=2, project="")
+        grid = torch.randn(2, 16, 33, 35)
+        grid[:, ::8] = 1 + grid[:, ::8].abs()
+        grid[:, :, 3:5] = -grid[:, :, 3:5].abs() if features is relu else 0
+        grid[:, 1::8, 7] = 0
+
+        exact = responses_and_gradients(attention, grid, None, torch.float64)
+        plain = off(responses_and_gradients, attention, grid, None, torch.float32)
+        with KernelCalls() as calls:
+            found = responses_and_gradients(attention, grid, None, torch.float32)
+        assert calls.names == PRODUCTS
+        for name in found:
+            assert distance(found[name], exact[name]) <= 2 * distance(plain[name], exact[name]) + EPS, name
+
+
+def test_features_that_are_not_as_many_as_coefficients_are_refused_as_by_the_equation(on: None) -> None:
+    for features in (Features(softmax_pair), Features(relu, one=True)):
+        operator = ops.Operator(coefficients=Quotient(relu), basis=features)
+        with pytest.raises(RuntimeError, match="must match the size"), torch.no_grad():
+            GridAttention(16, operator, project="")(torch.randn(2, 16, 5, 6))
+
+
+@pytest.mark.parametrize("row", ["linear_elu", "mala"])
+def test_features_are_derived_at_zero(on: None, row: str) -> None:
+    """elu(x) + 1 has the slope 1 at 0, which is what a masked position and one after a ReLU have."""
+    attention, grid = GridAttention(16, row, project=""), torch.randn(2, 16, 9, 11).relu()
+    near = torch.where(grid == 0, 1e-12, grid)
+    wanted = off(responses_and_gradients, attention, near, None, torch.float64)["grid"]
+    plain = off(responses_and_gradients, attention, grid, None, torch.float32)["grid"]
+    found = responses_and_gradients(attention, grid, None, torch.float32)["grid"]
+    assert distance(plain, wanted) <= 64 * EPS
+    assert distance(found, wanted) <= 64 * EPS
 
 
 def test_keys_far_apart_have_their_own_peak(on: None) -> None:
@@ -339,7 +397,7 @@ def test_a_kernel_refuses_what_it_does_not_read(on: None) -> None:
         with pytest.raises(RuntimeError, match="2 to 16 spatial dims alone"):
             torch.ops.farfield.axis_sums(wrong)
     with pytest.raises(RuntimeError, match="contiguous float32 matrices alone"):
-        torch.ops.farfield.combine_slots(grid.flatten(2), torch.randn(2, 1, 3, 4).bfloat16(), 1, False, False)
+        torch.ops.farfield.combine_slots(grid.flatten(2), torch.randn(2, 1, 3, 4).bfloat16(), None, 1, 0, 0, 0.0, False)
 
 
 @pytest.mark.parametrize("place", [0, 500, 999])
@@ -410,7 +468,7 @@ def test_every_number_of_half_width_is_read_and_rounded_as_by_torch(on: None, dt
     up, down = (middle.nextafter(middle.new_full((), end)) for end in (torch.inf, -torch.inf))
     slots = torch.cat([middle, up, down, torch.tensor([3.4e38, -3.4e38, torch.inf, torch.nan])])
     one = torch.ones(1, 1, 1, dtype=dtype)
-    rounded = torch.ops.farfield.combine_slots(one, slots[None, None, None], 1, False, wide)
+    rounded = torch.ops.farfield.combine_slots(one, slots[None, None, None], None, 1, 0, 0, 0.0, wide)
     assert rounded.dtype == dtype
     assert torch.equal(rounded.flatten().nan_to_num(1.5), slots.to(dtype).nan_to_num(1.5))
 
@@ -439,12 +497,11 @@ def test_grids_of_half_width(
     shape: tuple[int, ...],
 ) -> None:
     """No further from the exact result for the same numbers than the equations are, and in the same formats."""
-    project = ops.OPERATORS[row].projections(project)
-    attention = GridAttention(shape[1], row, heads=heads, project=project)
+    attention = GridAttention(shape[1], row, heads=heads, project=OPERATORS[row].projections(project))
+    # Factorized attention divides by the channels, and sums over positions leave float16's numbers.
+    grid = away_from_zero(row, attention, torch.randn(shape) / (8 if row == "factorized" else 1)).to(dtype)
     if not autocast:
         attention = attention.to(dtype)
-    # Factorized attention divides by the channels, and sums over positions leave float16's numbers.
-    grid = (torch.randn(shape) / (8 if row == "factorized" else 1)).to(dtype)
     grid = grid.movedim(1, -1).contiguous().movedim(-1, 1) if wide else grid
     mask = torch.rand(shape[0], *shape[2:]) > 0.3 if masked else None
     upon = torch.randn(shape).to(dtype)
@@ -519,8 +576,10 @@ def test_a_grid_of_more_than_two_to_the_31_numbers(on: None) -> None:
     assert distance(grads[0][..., -8:, :], wanted[0].double()) <= eps
     assert distance(grads[1], times * wanted[1].double()) <= 8 * EPS
     del grads
-    queries, values, *_ = torch.ops.farfield.project_and_summarize(grid.flatten(2), matrix, None, None, 1, 1, 1, True)
-    wanted = torch.ops.farfield.project_and_summarize(some.flatten(2), matrix, None, None, 1, 1, 1, True)
+    queries, values, *_ = torch.ops.farfield.project_and_summarize(
+        grid.flatten(2), matrix, None, None, 1, 1, 1, 1, 1, True
+    )
+    wanted = torch.ops.farfield.project_and_summarize(some.flatten(2), matrix, None, None, 1, 1, 1, 1, 1, True)
     assert torch.equal(queries.unflatten(-1, (times, -1))[:, :, -1], wanted[0])
     assert distance(values, times * wanted[1].double()) <= 8 * EPS
 

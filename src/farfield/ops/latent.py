@@ -26,6 +26,9 @@ def flare(slots: int = 64) -> Operator:
     Raises:
         TypeError, ValueError: If `slots` is not a whole number from 1.
 
+    Cost:
+        As `flare_attention`, of so many latents.
+
     Reference: Puri et al. 2025 (FLARE, arXiv 2508.12594).
 
     Example:

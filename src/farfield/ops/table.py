@@ -60,8 +60,8 @@ def relu(positions: Tensor) -> Tensor:
 
 def elu_plus_one(positions: Tensor) -> Tensor:
     """Katharopoulos et al.: elu(x) + 1, which is positive."""
-    # elu is -1 where exp(x) is below eps, so that the sum would be 0.
-    return positions.clamp_max(0).exp() + positions.relu()
+    # elu is -1 where exp(x) is below eps, so that the sum would be 0; the gradient of `clamp_max` at 0 would be 0.
+    return positions.masked_fill(positions > 0, 0).exp() + positions.relu()
 
 
 def softmax_pair(positions: Tensor) -> Tensor:
@@ -146,10 +146,10 @@ def magnitude_aware(query: Tensor, summary: Summary) -> Tensor:
     shares = _products_with_means(elu_plus_one, query, summary)
     z = shares.sum(2, keepdim=True)
     # Slots are means and not sums over N, as 1/z would leave the range of half precision where keys are small.
-    return torch.cat([(1 + 1 / (z + _MALA_EPSILON)) * shares, -z], 2).to(query.dtype)
+    return torch.cat([(1 + 1 / (z + MALA_EPSILON)) * shares, -z], 2).to(query.dtype)
 
 
-_MALA_EPSILON = 1e-6
+MALA_EPSILON = 1e-6
 
 
 def _products_with_means(features: Callable[[Tensor], Tensor], query: Tensor, summary: Summary) -> Tensor:

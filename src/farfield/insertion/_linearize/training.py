@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from farfield._checks import install_command
 from farfield._files import open_replacement
 from farfield._refusals import refusal
 from farfield.insertion._linearize.features import compare, cycle_inputs, find_valid, move, read_features
@@ -84,7 +85,7 @@ def _add_lora(student: nn.Module, modules: Mapping[str, nn.Module]) -> Any:
     try:
         from peft import LoraConfig, LoraModel
     except ImportError as error:
-        fix = "pip install peft"
+        fix = install_command("lora")
         raise refusal(ImportError, f'tune="lora" needs peft, which is not installed; fix: {fix}') from error
     targets = [
         ".".join(filter(None, (path, name)))

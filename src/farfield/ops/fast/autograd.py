@@ -19,11 +19,11 @@ from torch import Tensor
 
 from farfield.ops.fast import kernels
 from farfield.ops.fast.combination import arrange, combine
+from farfield.ops.fast.scores import are_small, gradients_of_rows
 from farfield.ops.fast.steps import (
     ResponsePlan,
     RowPlan,
-    are_small,
-    gradients_of_rows,
+    prepare_slots,
     project_slots,
     respond_by,
     select_queries,
@@ -257,14 +257,18 @@ def _gradients_of_response(
     """Return gradients of `_respond_to` for the query, the summary, and the projection and bias of the responses."""
     (plan, _, _, _, query, *parts), (grad_output,) = arguments, grad_outputs
     query, rest = _leaf(query), [None if part is None else _leaf(part) for part in parts]
+    if plan.kernels:
+        with torch.enable_grad():
+            slots, sums = prepare_slots(plan.operator, query, _build_summary(rest[:4]), *rest[4:])
+        with precision():
+            lines = (line for line in plan.kernels if line.why_not(plan.operator, query, slots, grad_output) is None)
+            kernel = next(lines, None)
+        if kernel is not None:
+            grads = cast(Any, kernel.derive)(plan.operator, grad_output, query, slots, sums)
+            grads = {output: grad for output, grad in zip((query, slots, sums), grads, strict=True) if grad is not None}
+            return iter((None, None, None, None, *_gradients([query, *rest], grads)))
     with torch.enable_grad():
         coefficients, slots = _factors(plan.operator, query, *rest)
-    with precision():
-        lines = (line for line in plan.kernels if line.why_not(plan.operator, query, slots, grad_output) is None)
-        kernel = next(lines, None)
-    if kernel is not None:
-        grad_query, grad_slots = cast(Any, kernel.derive)(plan.operator, grad_output, query, slots)
-        return iter((None, None, None, None, *_gradients([query, *rest], {query: grad_query, slots: grad_slots})))
     with full_precision(grad_output):
         # Under autocast the product, and so its gradient, is of lower precision than its factors.
         arranged = arrange(coefficients, slots).to(grad_output.dtype)

@@ -9,6 +9,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,9 +18,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from farfield.ops.modes import are_free, autocast_dtype, is_recorded
+from farfield.ops.table import Quotient
 
 FOLDER = Path(__file__).with_name("cpu")
 LIBRARY = FOLDER / "farfield_cpu.so"
+# The number of the features that are twice as many as rows, in cpu/products.h.
+PAIR = 5
 # Why there is no library, as `hatch_build.py` wrote it.
 REASON = FOLDER / "not_built.txt"
 # If this environment variable is 0, no kernel runs.
@@ -50,8 +54,14 @@ class Kernel(NamedTuple):
     def is_for(self, operator: object) -> bool:
         """Whether the line is for an operator."""
         return any(
-            all(getattr(operator, field) in entries for field, entries in kind.items()) for kind in self.operators
+            all(with_any_epsilon(getattr(operator, field)) in entries for field, entries in kind.items())
+            for kind in self.operators
         )
+
+
+def with_any_epsilon(entry: object) -> object:
+    """Return an entry of an operator as lines have it: kernels take the ε of a quotient as an argument."""
+    return replace(entry, epsilon=0.0) if isinstance(entry, Quotient) else entry
 
 
 @functools.cache
@@ -82,20 +92,22 @@ def _count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *_: An
 
 def _count_summary(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any) -> int:
     """Count the projection, and the sums over positions of weight ⊗ position."""
-    _, _, keys, _, groups, _ = others
-    return 2 * math.prod(positions) * ((matrix[0] if matrix else 0) + keys // groups)
+    _, _, keys, _, _, groups, number, _ = others
+    slots = keys * (1 + (number == PAIR))
+    return 2 * math.prod(positions) * ((matrix[0] if matrix else 0) + slots // groups)
 
 
 def _count_summary_backward(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any) -> int:
     """Count the keys again, the gradients of their weights, and those of positions and matrix."""
-    (_, keys, shared), each = others[3], 2 * positions[0] * positions[2]
+    (_, slots, shared), keys, each = others[3], others[7], 2 * positions[0] * positions[2]
     of_projection = 0 if matrix is None else positions[1] * (keys + 2 * matrix[0])
-    return each * (2 * keys * shared + of_projection)
+    return each * (2 * slots * shared + of_projection)
 
 
-def _count_combination(queries: Sequence[int], slots: Sequence[int], *_: Any) -> int:
+def _count_combination(queries: Sequence[int], slots: Sequence[int], sums: Sequence[int] | None, *_: Any) -> int:
     """Count the products of coefficients with slots."""
-    return 2 * math.prod(queries) * slots[3]
+    batch, rows, count = queries
+    return 2 * batch * count * (sums[1] if sums else rows) * slots[3]
 
 
 FLOPS: dict[str, Callable[..., int]] = {

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernels
@@ -19,10 +18,38 @@ from farfield.ops.grid import in_channels_last
 from farfield.ops.modes import are_free
 from farfield.ops.projection import Projection
 from farfield.ops.slots import Summary
-from farfield.ops.table import Operator, exponentials, one_and_key, query_and_one, softmax_over_channels
+from farfield.ops.table import (
+    MALA_EPSILON,
+    Features,
+    Operator,
+    Quotient,
+    centred,
+    elu_plus_one,
+    exponentials,
+    identity,
+    keys,
+    magnitude_aware,
+    queries,
+    relu,
+    softmax_over_channels,
+    softmax_pair,
+)
 
-# With more rows than these, MACs and not reads of memory take the time, and a matrix product is faster.
-_ROWS = 4
+# Features of keys and queries that kernels compute, as `Map` of cpu/products.h numbers them.
+_MAPS: dict[object, int] = {
+    identity: 0,
+    keys: 0,
+    queries: 0,
+    centred: 0,
+    exponentials: 1,
+    softmax_over_channels: 2,
+    relu: 3,
+    elu_plus_one: 4,
+    magnitude_aware: 4,
+    softmax_pair: kernels.PAIR,
+}
+# What kernels multiply them with, as `Factor` numbers it: 0 for nothing.
+_OF_SUM, _OF_MAGNITUDE = 1, 2
 
 
 class RowPlan(NamedTuple):
@@ -45,7 +72,7 @@ class ResponsePlan(NamedTuple):
     kernels: tuple[kernels.Kernel, ...] = ()
 
 
-_Sums = tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+Sums = tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 # ---- projections -----------------------------------------------------------------------------------------------------
@@ -80,125 +107,72 @@ def project_slots(
     operator: Operator, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Return slots `(b, g, s, p)`, divided and projected; g is 1 where heads add up. A bias is a last slot."""
-    if matrix is not None:
-        summary = summary.project_values(matrix)
-    slots = (summary.values / operator.per(query, summary)).to(query.dtype)
-    if matrix is not None:
+    slots = _divide_slots(operator, query, summary, matrix).to(query.dtype)
+    return _join_slots(slots, None, matrix is not None, bias)
+
+
+def _divide_slots(operator: Operator, query: Tensor, summary: Summary, matrix: Tensor | None) -> Tensor:
+    """Return slots `(b, h, s, p)`, divided and projected."""
+    summary = summary if matrix is None else summary.project_values(matrix)
+    return summary.values / operator.per(query, summary)
+
+
+def _join_slots(slots: Tensor, last: Tensor | None, add_up: bool, bias: Tensor | None) -> Tensor:
+    """Return slots `(b, g, s, p)` of heads that perhaps add up; a bias, and `last` `(b, h, 1, p)`, are a last slot."""
+    if add_up:
         slots = slots.flatten(1, 2)[:, None]
-    if bias is None:
-        return slots
-    last = bias.to(slots.dtype).unflatten(0, (slots.shape[1], 1, -1)).expand(slots.shape[0], -1, -1, -1)
-    return torch.cat([slots, last], 2)
+        last = None if last is None else last.sum(1, keepdim=True)
+    if bias is not None:
+        bias = bias.to(slots.dtype).unflatten(0, (slots.shape[1], 1, -1)).expand(slots.shape[0], -1, -1, -1)
+        last = bias if last is None else last + bias
+    return slots if last is None else torch.cat([slots, last], 2)
+
+
+def prepare_slots(
+    operator: Operator, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the slots `(b, g, s, p)` that kernels combine, and the sums `(b, features)` of `Coefficients`, or None."""
+    slots, last, sums, kind = _divide_slots(operator, query, summary, matrix), None, None, operator.coefficients
+    if isinstance(kind, Quotient):
+        sums = summary.weights.flatten(1)
+    elif kind in (centred, magnitude_aware):
+        scale = query.shape[2] ** -0.5
+        means = scale * summary.weights[:, :, :-1] / summary.count.clamp_min(1)
+        if kind is centred:  # qᵀ (s V) + (1 - qᵀ u) v̄ = qᵀ (s V - u v̄) + v̄
+            last = slots[:, :, -1:]
+            slots = scale * slots[:, :, :-1] - means * last
+        else:
+            sums = means.flatten(1)
+    return _join_slots(slots, last, matrix is not None, bias), sums
 
 
 def respond_by(
     plan: ResponsePlan, positions: Tensor, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Respond as `autograd.respond_from` does, by a kernel if one runs, else by a product of torch."""
-    slots = project_slots(plan.operator, query, summary, matrix, bias)
-    # A kernel would read beyond coefficients that are not as many as the slots; one more slot is the bias.
-    fits = slots.shape[2] - query.shape[1] * query.shape[2] // slots.shape[1] in (0, 1)
+    operator = plan.operator
+    # A kernel would read beyond coefficients that are not as many as the slots.
+    fits = summary.values.shape[2] == _count_coefficients(operator, query.shape[2])
     for kernel in plan.kernels if fits else ():
-        if kernel.names and kernel.why_not(plan.operator, query, slots) is None:
-            return cast(Tensor, kernel.run(plan.operator, query, slots, in_channels_last(positions)))
-    return combine(slots, plan.operator.coefficients(query, summary), positions)
+        if kernel.names and kernel.why_not(operator, query, summary.values) is None:
+            slots, sums = prepare_slots(operator, query, summary, matrix, bias)
+            return cast(Tensor, kernel.run(operator, query, slots, sums, in_channels_last(positions)))
+    slots = project_slots(operator, query, summary, matrix, bias)
+    return combine(slots, operator.coefficients(query, summary), positions)
 
 
-# ---- scores: few rows, whose weights are 1 or the rows themselves ----------------------------------------------------
-def are_few(rows: int, channels: int) -> bool:
-    """Whether projecting this number of rows takes about as long as reading the positions from memory."""
-    return 0 < rows <= _ROWS and 8 * rows <= channels
+def _count_coefficients(operator: Operator, channels: int) -> int:
+    """Return the coefficients of a query with so many channels, of operators whose features kernels compute."""
+    kind = operator.coefficients
+    return channels * (1 + (_map_of(kind) == kernels.PAIR)) + (kind in (centred, magnitude_aware))
 
 
-def are_small(rows: int, positions: Tensor) -> bool:
-    """Whether projected rows are so small beside the positions that they are kept and not recomputed."""
-    return 32 * rows <= positions.shape[1]
+def _map_of(function: object) -> int | None:
+    """Return the number of the features of a basis or of coefficients; None if kernels do not compute them."""
+    return _MAPS.get(function.map if isinstance(function, Features | Quotient) else function)
 
 
-def why_not_scores(plan: RowPlan, positions: Tensor, *projections: Tensor | None) -> str | None:
-    """Return why `sum_scores` does not run, or None."""
-    matrices = [each for each in projections[::2] if each is not None]
-    if not matrices or plan.keys != plan.heads * (plan.operator.basis is one_and_key):
-        return "keys are not scores"
-    if not are_few(sum(map(len, matrices)), positions.shape[1]):
-        return kernels.MANY_SCORES
-    return kernels.why_not(positions, *projections, multiplied=positions)
-
-
-def sum_scores(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor, bias: Tensor | None) -> _Sums:
-    """Project and sum as `autograd` does by torch's products, in one pass over the positions; return the rows too."""
-    batch, heads = positions.shape[0], plan.heads
-    offset = None if bias is None else bias.float()[:, None].expand(batch, -1, positions.shape[2]).contiguous()
-    rows, sums = kernels.call("project_and_sum", positions, expand_batch(matrix.float(), batch), offset, None)
-    values, products = (part[:, :, None] for part in (sums[:, :1], sums[:, 1 : 1 + plan.keys]))
-    if not plan.shared:  # each head's values are channels of its own
-        values = values.unflatten(3, (heads, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-        if plan.keys:
-            products = products.unflatten(3, (heads, -1)).diagonal(0, 1, 3).permute(0, 3, 1, 2)
-    values, count = values.expand(-1, heads, -1, -1), valid.sum(-1, keepdim=True)
-    weights = count.expand(-1, heads, -1, -1)
-    keys, rows = rows[:, : plan.keys, None], rows.to(positions.dtype)
-    if plan.keys:
-        values = torch.cat([values, products], 2)
-        weights = torch.cat([weights, (keys * valid).sum(-1, keepdim=True)], 2)
-    return select_queries(plan, rows), values, weights, count, None, rows
-
-
-def gradients_of_rows(
-    plan: RowPlan,
-    positions: Tensor,
-    valid: Tensor,
-    grad_queries: Tensor | None,
-    grad_values: Tensor,
-    grad_weights: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the rows, `(b, rows, n)`, and that of the matrix, `(rows, c)`."""
-    matrix = grad_values[:, :, 1]  # (b, h, c)
-    if not plan.shared:
-        matrix = torch.diag_embed(matrix.transpose(1, 2)).permute(0, 3, 2, 1).flatten(2)
-    offset = (grad_weights[:, :, 1] * valid[:, 0]).contiguous()  # (b, h, n)
-    if grad_queries is not None and plan.same:
-        offset = offset + grad_queries.flatten(1, 2)
-    elif grad_queries is not None:
-        matrix = F.pad(matrix, (0, 0, 0, plan.queries))
-        offset = torch.cat([offset, grad_queries.flatten(1, 2)], 1)
-    rows, sums = kernels.call("project_and_sum", positions, matrix.contiguous(), offset, None)
-    return rows.to(positions.dtype), sums[:, 1:].sum(0)
-
-
-def why_not_score_gradients(operator: Operator, query: Tensor, slots: Tensor, grad_output: Tensor) -> str | None:
-    """Return why `gradients_of_scores` does not run, or None; responses themselves are a product of torch."""
-    if query.shape[2] != 1:
-        return "queries are not scores"
-    if not are_few(query.shape[1] // slots.shape[1], grad_output.shape[2]):
-        return kernels.MANY_SCORES
-    return kernels.why_not(grad_output.flatten(0, 1), query, slots, multiplied=grad_output)
-
-
-def gradients_of_scores(operator: Operator, grad_output: Tensor, query: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of scores `(b, h, 1, m)` and slots; that of the responses is read once for both."""
-    # A head's slots: one for its query and, for some operators, one with a coefficient of 1; the last may be the bias.
-    batch, groups, count, channels = slots.shape
-    step, rows = 1 + (operator.coefficients is query_and_one), query.shape[1] // groups
-    matrix = slots.flatten(0, 1)[:, : rows * step : step].float().contiguous()
-    grad_query, sums = kernels.call(
-        "project_and_sum",
-        grad_output.flatten(0, 1),
-        matrix,
-        None,
-        query.reshape(-1, rows, grad_output.shape[3]).float(),
-    )
-    places = [1 + slot // step if slot < rows * step and slot % step == 0 else 0 for slot in range(count)]
-    grad_slots = sums[:, places].view(batch, groups, count, channels)
-    return grad_query.view(query.shape).to(query.dtype), grad_slots.to(slots.dtype)
-
-
-def expand_batch(matrix: Tensor, batch: int) -> Tensor:
-    """Return the matrix once for each sample."""
-    return matrix.expand(batch, -1, -1).contiguous()
-
-
-# ---- keys and their exponentials, queries and their softmax ----------------------------------------------------------
+# ---- features of keys and of queries ---------------------------------------------------------------------------------
 def why_not_multiplied(plan: object, positions: Tensor, *others: Tensor | None) -> str | None:
     """Return why kernels do not multiply positions `(b, c, n)`, or queries `(b, h, d, n)`, in float32, or None."""
     if text := kernels.why_not(positions, *others, ordered=False, multiplied=positions):
@@ -214,29 +188,42 @@ def project(positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Te
     """Return `matrix · positions + bias`, `(b, rows, n)`; None if no kernel does it, or a derivative is wanted."""
     if matrix is None or not are_free(positions, matrix, bias) or why_not_multiplied(None, positions, matrix, bias):
         return None
-    options = (None, 0, len(matrix), 1, False)
+    options = (None, 0, len(matrix), 1, 1, _MAPS[identity], False)
     rows = kernels.call("project_and_summarize", positions, _floats(matrix), _floats(bias), *options)[0]
     return cast(Tensor, rows)
 
 
-def sum_slots(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | None, bias: Tensor | None) -> _Sums:
+def sum_slots(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Sums:
     """Project and sum as `autograd` does by torch's products; the rows are not returned."""
-    weighs_exponentials, groups = plan.operator.basis is exponentials, 1 if plan.shared else plan.heads
-    projected = 0 if matrix is None else plan.queries
-    options = (plan.keys, projected, groups, weighs_exponentials)
-    rows, *sums = kernels.call(
+    basis, heads = plan.operator.basis, plan.heads
+    projected, groups, has_one = 0 if matrix is None else plan.queries, 1 if plan.shared else heads, _has_one(basis)
+    rows, *sums, totals = kernels.call(
         "project_and_summarize",
         positions,
         _floats(matrix),
         _floats(bias),
         None if plan.complete else _floats(valid[:, 0, 0]),
-        *options,
+        plan.keys,
+        projected,
+        heads,
+        groups,
+        _map_of(basis),
+        has_one,
     )
     rows = positions if matrix is None else rows
-    values, weights, peak = (part.unflatten(1, (plan.heads, -1)) for part in sums)
-    query = rows.unflatten(1, (plan.heads, -1)) if plan.queries else None
-    peak = peak[..., None] if weighs_exponentials else None
-    return query, values, weights[..., None], valid.sum(-1, keepdim=True), peak, None
+    values, weights, peak = (part.unflatten(1, (heads, -1)) for part in sums)
+    weights, count = weights[..., None], valid.sum(-1, keepdim=True)
+    if has_one:
+        last = totals[:, None].expand(-1, heads, -1) if plan.shared else totals.unflatten(1, (heads, -1))
+        values = torch.cat([values, last[:, :, None]], 2)
+        weights = torch.cat([weights, count.expand(-1, heads, -1, -1)], 2)
+    query = rows.unflatten(1, (heads, -1)) if plan.queries else None
+    return query, values, weights, count, peak[..., None] if basis is exponentials else None, None
+
+
+def _has_one(basis: object) -> bool:
+    """Whether the last slot of a basis has the weight 1."""
+    return isinstance(basis, Features) and basis.one
 
 
 def _floats(tensor: Tensor | None) -> Tensor | None:
@@ -256,6 +243,11 @@ def gradients_of_slots(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of positions (if wanted), matrix and bias, from those of queries, values, weights."""
     grad_queries, grad_values, grad_weights = grads
+    basis, grad_totals = plan.operator.basis, None
+    if _has_one(basis):
+        last = grad_values[:, :, -1]  # (b, h, c)
+        grad_totals = _floats(last.sum(1) if plan.shared else last.flatten(1))
+        grad_values, grad_weights = grad_values[:, :, :-1], grad_weights[:, :, :-1]
     grad_positions, grad_matrix, grad_bias = kernels.call(
         "project_and_summarize_backward",
         positions,
@@ -265,7 +257,11 @@ def gradients_of_slots(
         None if peak is None else _floats(peak.flatten(1)),
         _floats(grad_values.flatten(1, 2)),
         _floats(grad_weights.flatten(1)),
+        grad_totals,
         None if grad_queries is None else _in_either_order(grad_queries.flatten(1, 2)),
+        plan.keys,
+        plan.heads,
+        _map_of(basis),
         plan.same,
         wanted,
     )
@@ -273,27 +269,37 @@ def gradients_of_slots(
     return grad_positions if wanted else None, grad_matrix, None if bias is None else grad_bias.to(bias.dtype)
 
 
-def combine_slots(operator: Operator, query: Tensor, slots: Tensor, wide: bool) -> Tensor:
+def combine_slots(operator: Operator, query: Tensor, slots: Tensor, sums: Tensor | None, wide: bool) -> Tensor:
     """Combine slots `(b, g, s, p)` by queries `(b, h, d, m)`: `(b, g, p, m)`, with contiguous channels if `wide`."""
-    rows, softmax = query.flatten(1, 2), operator.coefficients is softmax_over_channels
-    response = kernels.call("combine_slots", rows, _floats(slots), query.shape[1], softmax, wide)
+    options = _coefficients_of(operator, query)
+    response = kernels.call("combine_slots", query.flatten(1, 2), _floats(slots), _floats(sums), *options, wide)
     return cast(Tensor, response.unflatten(1, (slots.shape[1], -1)))
 
 
 def gradients_of_combination(
-    operator: Operator, grad_output: Tensor, query: Tensor, slots: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of queries `(b, h, d, m)` and slots `(b, g, s, p)`."""
-    rows, softmax = query.flatten(1, 2), operator.coefficients is softmax_over_channels
-    grad_rows, grad_slots = kernels.call(
+    operator: Operator, grad_output: Tensor, query: Tensor, slots: Tensor, sums: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of queries `(b, h, d, m)`, of slots `(b, g, s, p)`, and of the sums if there are some."""
+    grad_rows, grad_slots, grad_sums = kernels.call(
         "combine_slots_backward",
-        rows,
+        query.flatten(1, 2),
         _floats(slots),
+        _floats(sums),
         _in_either_order(grad_output.flatten(1, 2)),
-        query.shape[1],
-        softmax,
+        *_coefficients_of(operator, query),
     )
-    return grad_rows.unflatten(1, (query.shape[1], -1)), grad_slots.to(slots.dtype)
+    grad_query = grad_rows.unflatten(1, (query.shape[1], -1))
+    return grad_query, grad_slots.to(slots.dtype), None if sums is None else grad_sums.to(sums.dtype)
+
+
+def _coefficients_of(operator: Operator, query: Tensor) -> tuple[int, int | None, int, float]:
+    """Return the heads, the numbers of features and of their factor, and what is added to its divisor."""
+    kind, heads = operator.coefficients, query.shape[1]
+    if isinstance(kind, Quotient):
+        return heads, _map_of(kind), _OF_SUM, kind.epsilon
+    if kind is magnitude_aware:
+        return heads, _map_of(kind), _OF_MAGNITUDE, MALA_EPSILON
+    return heads, _map_of(kind), 0, 0.0
 
 
 def _in_either_order(positions: Tensor) -> Tensor:

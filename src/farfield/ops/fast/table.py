@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from farfield.ops.fast import axes, kernels, steps, whole
+from farfield.ops.fast import axes, kernels, scores, steps, whole
 from farfield.ops.fast.autograd import project_and_summarize, respond_from
-from farfield.ops.fast.kernels import BARE, PROJECTED, WITH_TARGET, Kernel
+from farfield.ops.fast.kernels import BARE, PROJECTED, WITH_TARGET, Kernel, with_any_epsilon
 from farfield.ops.fast.steps import ResponsePlan, RowPlan, respond_by
 from farfield.ops.fast.whole import Target
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, Gathered
@@ -23,15 +23,23 @@ from farfield.ops.projection import IDENTITY, Call
 from farfield.ops.slots import Summary
 from farfield.ops.table import (
     OPERATORS,
+    Features,
+    Quotient,
+    centred,
+    elu_plus_one,
     exponentials,
+    identity,
     keys,
+    magnitude_aware,
     one,
     one_and_key,
     position,
     queries,
     query_and_one,
+    relu,
     softmax_of_products,
     softmax_over_channels,
+    softmax_pair,
     weight,
 )
 
@@ -50,6 +58,9 @@ _SCORES = (
     {"basis": (one_and_key,), "coefficients": (query_and_one,), **_EVERYWHERE},
     {"basis": (one,), "coefficients": (queries,), **_EVERYWHERE},
 )
+_MAPS = (identity, relu, elu_plus_one, softmax_pair)
+_FEATURES = tuple(Features(each, has_one) for each in _MAPS for has_one in (False, True))
+_QUOTIENTS = tuple(Quotient(each) for each in _MAPS)
 _QUERIES_FROM_AXES = {"queries_from": (AXES, NORMALIZED_AXES)}
 
 # ---- the lines -------------------------------------------------------------------------------------------------------
@@ -123,15 +134,15 @@ LINES = (
         "sums",
         ("project_and_sum",),
         ({"basis": (one, one_and_key), "keys_from": (ALL,)},),
-        steps.why_not_scores,
-        steps.sum_scores,
+        scores.why_not_scores,
+        scores.sum_scores,
         gradient=("project_and_sum",),
         needs=_FEW,
     ),
     Kernel(
         "sums",
         ("project_and_summarize",),
-        ({"basis": (keys, exponentials), "keys_from": (ALL,)},),
+        ({"basis": (keys, exponentials, *_FEATURES), "keys_from": (ALL,)},),
         steps.why_not_multiplied,
         steps.sum_slots,
         steps.gradients_of_slots,
@@ -142,9 +153,9 @@ LINES = (
         "responses",
         (),  # torch's product
         ({"coefficients": (queries, query_and_one), "queries_from": (ALL,)},),
-        steps.why_not_score_gradients,
+        scores.why_not_score_gradients,
         steps.combine_slots,
-        steps.gradients_of_scores,
+        scores.gradients_of_scores,
         gradient=("project_and_sum",),
         when="in training",
         needs=f"{_FEW}, which are the queries",
@@ -152,7 +163,12 @@ LINES = (
     Kernel(
         "responses",
         ("combine_slots",),
-        ({"coefficients": (queries, softmax_over_channels), "queries_from": (ALL,)},),
+        (
+            {
+                "coefficients": (queries, softmax_over_channels, *_QUOTIENTS, centred, magnitude_aware),
+                "queries_from": (ALL,),
+            },
+        ),
         steps.why_not_multiplied,
         steps.combine_slots,
         steps.gradients_of_combination,
@@ -286,7 +302,7 @@ def respond(
     operator, positions = call.operator, query_positions.positions
     if call.query.run is not None or operator.basis is None or not operator.queries_from.side_by_side:
         return None
-    plan = ResponsePlan(operator, _RESPONSES.get((operator.coefficients,), ()))
+    plan = ResponsePlan(operator, _RESPONSES.get((with_any_epsilon(operator.coefficients),), ()))
     if are_free(positions, *call.query, query, *summary[:3], summary.peak, matrix, bias):
         return respond_by(plan, positions, query, summary, matrix, bias).flatten(1, 2)
     return respond_from(plan, positions, call.query, query, summary, matrix, bias).flatten(1, 2)

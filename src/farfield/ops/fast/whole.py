@@ -16,7 +16,7 @@ from torch import Tensor
 from farfield.ops.fast import kernels
 from farfield.ops.fast.axes import write_sum
 from farfield.ops.fast.combination import add_product
-from farfield.ops.fast.steps import are_few, are_small, expand_batch
+from farfield.ops.fast.scores import are_few, are_small, expand_batch
 from farfield.ops.function import accelerate, shapes_alone
 from farfield.ops.grid import add_axes, along_axes, in_channels_last, in_layout_of, laid_out_for
 from farfield.ops.modes import are_free, full_precision, is_itself

@@ -519,57 +519,72 @@ Tensor allocate_like(const Tensor& like) {
 
 const float* read(const std::optional<Tensor>& tensor) { return tensor ? read(*tensor) : nullptr; }
 
-// From positions `(b, c, n)`: the last rows of `matrix · positions + bias` are the queries, `(b, q, n)`; without a matrix
-// the rows are the positions. The first are
-// keys; with weights that are the keys, or their exponentials relative to a peak `(b, k)`, the sums over positions of
-// weight ⊗ position, `(b, k, c / groups)`, and of the weights, `(b, k)`. A group of keys sums its own channels.
-std::tuple<Tensor, Tensor, Tensor, Tensor> project_and_summarize(
-    const Tensor& positions, const std::optional<Tensor>& matrix, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& valid, int64_t keys, int64_t queries, int64_t groups, bool exponentials) {
-  const int64_t batch = positions.size(0), channels = positions.size(1), count = positions.size(2);
-  const int64_t parts = parts_of(count), group = keys / groups, own = channels / groups, width = padded(group);
-  const int64_t across = groups * width;
-  Tensor out = allocate_positions(positions, batch, queries, count, false);
-  Tensor sums = allocate({batch, keys, own}), totals = allocate({batch, keys});
-  Tensor peak = allocate({batch, keys});
-  std::vector<double> values(batch * parts * channels * across), weights(batch * parts * keys);
-  std::vector<float> peaks(batch * parts * keys);
-  run(products.summarize,
-      Summarize{parts,        count,       keys,          matrix ? matrix->size(0) : channels, queries,       groups,
-                exponentials, view_of(positions), read(matrix), read(bias),     read(valid),   view_of(out),
-                peaks.data(), values.data(), weights.data()},
-      batch * parts, count / parts * channels);
-  float *sum = write(sums), *total = write(totals), *most = write(peak);
+// Sums over the parts of each sample, `(b, row)` from `(b, parts, row)`.
+Tensor sum_parts(const std::vector<double>& parts, int64_t batch, int64_t count, int64_t row) {
+  Tensor sums = allocate({batch, row});
+  float* to = write(sums);
   for (int64_t b = 0; b < batch; ++b)
-    for (int64_t k = 0; k < keys; ++k) {
-      const float* own_peaks = peaks.data() + b * parts * keys + k;
+    for (int64_t i = 0; i < row; ++i) {
+      double total = 0;
+      for (int64_t part = 0; part < count; ++part) total += parts[(b * count + part) * row + i];
+      to[b * row + i] = static_cast<float>(total);
+    }
+  return sums;
+}
+
+// From positions `(b, c, n)`: the last rows of `matrix · positions + bias` are the queries, `(b, q, n)`; without a matrix
+// the rows are the positions. The first are keys; with weights that are features of them, a slot each, perhaps relative
+// to a peak `(b, s)`: the sums over positions of weight ⊗ position, `(b, s, c / groups)`, and of the weights, `(b, s)`. A
+// group of slots sums its own channels. If `totals`, also the sums of the positions, `(b, c)`.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> project_and_summarize(
+    const Tensor& positions, const std::optional<Tensor>& matrix, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& valid, int64_t keys, int64_t queries, int64_t heads, int64_t groups, int64_t map,
+    bool totals) {
+  const int64_t batch = positions.size(0), channels = positions.size(1), count = positions.size(2);
+  const int64_t parts = parts_of(count), slots = features_of(Map{map}, keys), group = slots / groups;
+  const int64_t own = channels / groups, width = padded(group), across = groups * width;
+  Tensor out = allocate_positions(positions, batch, queries, count, false);
+  Tensor sums = allocate({batch, slots, own}), weights = allocate({batch, slots}), peak = allocate({batch, slots});
+  std::vector<double> values(batch * parts * channels * across), all_weights(batch * parts * slots);
+  std::vector<double> all(totals ? batch * parts * channels : 0);
+  std::vector<float> peaks(batch * parts * slots);
+  run(products.summarize,
+      Summarize{parts, count, heads, keys, matrix ? matrix->size(0) : channels, queries, groups, Map{map},
+                view_of(positions), read(matrix), read(bias), read(valid), view_of(out), peaks.data(), values.data(),
+                all_weights.data(), totals ? all.data() : nullptr},
+      batch * parts, count / parts * channels);
+  float *sum = write(sums), *weight = write(weights), *most = write(peak);
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t s = 0; s < slots; ++s) {
+      const float* own_peaks = peaks.data() + b * parts * slots + s;
       float largest = own_peaks[0];
-      for (int64_t part = 1; part < parts; ++part) largest = std::max(largest, own_peaks[part * keys]);
+      for (int64_t part = 1; part < parts; ++part) largest = std::max(largest, own_peaks[part * slots]);
       std::vector<double> row(own);
-      double all = 0;
+      double total = 0;
       for (int64_t part = 0; part < parts; ++part) {
-        const double factor =
-            exponentials ? std::exp(static_cast<double>(own_peaks[part * keys]) - static_cast<double>(largest)) : 1;
-        const int64_t place = b * parts + part, g = k / group;
-        all += factor * weights[place * keys + k];
-        const double* from = values.data() + (place * channels + g * own) * across + g * width + k % group;
+        const double factor = Map{map} == Map::EXPONENTIALS
+            ? std::exp(static_cast<double>(own_peaks[part * slots]) - static_cast<double>(largest)) : 1;
+        const int64_t place = b * parts + part, g = s / group;
+        total += factor * all_weights[place * slots + s];
+        const double* from = values.data() + (place * channels + g * own) * across + g * width + s % group;
         for (int64_t c = 0; c < own; ++c) row[c] += factor * from[c * across];
       }
-      std::copy(row.begin(), row.end(), sum + (b * keys + k) * own);
-      total[b * keys + k] = static_cast<float>(all);
-      most[b * keys + k] = largest;
+      std::copy(row.begin(), row.end(), sum + (b * slots + s) * own);
+      weight[b * slots + s] = static_cast<float>(total);
+      most[b * slots + s] = largest;
     }
-  return {out, sums, totals, peak};
+  return {out, sums, weights, peak, sum_parts(all, batch, parts, totals ? channels : 0)};
 }
 
 // Its gradients, of the positions (in their memory order; none if not `wanted`), the matrix and the bias. With `same`
 // the rows are both keys and queries. The gradients of queries may be absent.
 std::tuple<Tensor, Tensor, Tensor> project_and_summarize_backward(
     const Tensor& positions, const std::optional<Tensor>& matrix, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& valid, const std::optional<Tensor>& peak, const Tensor& grad_values, const Tensor& grad_weights,
-    const std::optional<Tensor>& grad_queries, bool same, bool wanted) {
+    const std::optional<Tensor>& valid, const std::optional<Tensor>& peak, const Tensor& grad_values,
+    const Tensor& grad_weights, const std::optional<Tensor>& grad_totals, const std::optional<Tensor>& grad_queries,
+    int64_t keys, int64_t heads, int64_t map, bool same, bool wanted) {
   const int64_t batch = positions.size(0), channels = positions.size(1), count = positions.size(2);
-  const int64_t parts = parts_of(count), rows = matrix ? matrix->size(0) : channels, keys = grad_values.size(1);
+  const int64_t parts = parts_of(count), rows = matrix ? matrix->size(0) : channels;
   const int64_t width = padded(rows), learned = matrix ? batch * parts : 0;
   Tensor out = wanted ? allocate_like(positions) : allocate_positions(positions, 0, channels, count, false);
   Tensor grad_matrix = allocate({matrix ? rows : 0, channels}), grad_bias = allocate({matrix ? rows : 0});
@@ -578,12 +593,10 @@ std::tuple<Tensor, Tensor, Tensor> project_and_summarize_backward(
   target.past = past_caches(out, past_in_training);
   if (!wanted) target.numbers.start = nullptr;
   run(products.summarize_gradient,
-      SummarizeGradient{parts,        count,       keys,
-                        rows,         channels / grad_values.size(2), peak.has_value(),
-                        same,         view_of(positions), target,
-                        grad_queries ? view_of(*grad_queries) : Positions{}, read(matrix), read(bias),
-                        read(valid),  read(peak),  read(grad_values),
-                        read(grad_weights), matrices.data(), biases.data()},
+      SummarizeGradient{parts, count, heads, keys, rows, channels / grad_values.size(2), Map{map}, same,
+                        view_of(positions), target, grad_queries ? view_of(*grad_queries) : Positions{}, read(matrix),
+                        read(bias), read(valid), read(peak), read(grad_values), read(grad_weights), read(grad_totals),
+                        matrices.data(), biases.data()},
       batch * parts, count / parts * channels);
   if (!matrix) return {out, grad_matrix, grad_bias};
   float *to = write(grad_matrix), *to_bias = write(grad_bias);
@@ -600,32 +613,44 @@ std::tuple<Tensor, Tensor, Tensor> project_and_summarize_backward(
   return {out, grad_matrix, grad_bias};
 }
 
-// Slots `(b, g, s, p)` combined by coefficients, which are the queries `(b, h · r, n)` or their softmax over the rows of
-// each head: `(b, g · p, n)`, with channels contiguous if `wide`. One slot more than coefficients is a bias.
-Tensor combine_slots(const Tensor& queries, const Tensor& slots, int64_t heads, bool softmax, bool wide) {
+Coefficients coefficients_of(
+    const Tensor& queries, const std::optional<Tensor>& sums, int64_t heads, int64_t map, int64_t factor,
+    double epsilon) {
+  return {heads, queries.size(1), Map{map}, Factor{factor}, static_cast<float>(epsilon), read(sums)};
+}
+
+// Slots `(b, g, s, p)` combined by coefficients, which are features of the queries `(b, h · r, n)`, perhaps with a factor
+// by the `sums` `(b, features)`: `(b, g · p, n)`, with channels contiguous if `wide`. One slot more than coefficients is
+// a bias.
+Tensor combine_slots(
+    const Tensor& queries, const Tensor& slots, const std::optional<Tensor>& sums, int64_t heads, int64_t map,
+    int64_t factor, double epsilon, bool wide) {
   const int64_t batch = queries.size(0), count = queries.size(2), parts = parts_of(count), groups = slots.size(1);
   const int64_t channels = groups * slots.size(3);
   Tensor out = allocate_positions(queries, batch, channels, count, wide);
   Positions target = view_of(out);
   target.past = past_caches(out, past_in_training);
   run(products.respond,
-      Respond{parts, count, heads, queries.size(1), groups, slots.size(2), slots.size(3), softmax, read(slots),
-              view_of(queries), target},
+      Respond{parts, count, groups, slots.size(2), slots.size(3),
+              coefficients_of(queries, sums, heads, map, factor, epsilon), read(slots), view_of(queries), target},
       batch * parts, count / parts * channels);
   return out;
 }
 
-// Its gradients, of the queries and of the slots.
-std::tuple<Tensor, Tensor> combine_slots_backward(
-    const Tensor& queries, const Tensor& slots, const Tensor& grad_output, int64_t heads, bool softmax) {
-  const int64_t batch = queries.size(0), count = queries.size(2), parts = parts_of(count), rows = queries.size(1);
-  const int64_t groups = slots.size(1), number = slots.size(2), channels = slots.size(3), group = rows / groups;
-  const int64_t width = padded(group), across = width + 1;
+// Its gradients, of the queries, of the slots, and of the sums, if there are some.
+std::tuple<Tensor, Tensor, Tensor> combine_slots_backward(
+    const Tensor& queries, const Tensor& slots, const std::optional<Tensor>& sums, const Tensor& grad_output,
+    int64_t heads, int64_t map, int64_t factor, double epsilon) {
+  const Coefficients coefficients = coefficients_of(queries, sums, heads, map, factor, epsilon);
+  const int64_t batch = queries.size(0), count = queries.size(2), parts = parts_of(count);
+  const int64_t groups = slots.size(1), number = slots.size(2), channels = slots.size(3);
+  const int64_t group = coefficients.count() / groups, width = padded(group), across = width + 1;
+  const int64_t summed = sums ? coefficients.features() : 0;
   Tensor grad_queries = allocate_like(queries), grad_slots = allocate(slots.sizes());
-  std::vector<double> sums(batch * parts * groups * channels * across);
+  std::vector<double> all(batch * parts * groups * channels * across), all_sums(batch * parts * summed);
   run(products.respond_gradient,
-      RespondGradient{parts, count, heads, rows, groups, number, channels, softmax, read(slots),
-                      view_of(queries), view_of(grad_output), view_of(grad_queries), sums.data()},
+      RespondGradient{parts, count, groups, number, channels, coefficients, read(slots), view_of(queries),
+                      view_of(grad_output), view_of(grad_queries), all.data(), sums ? all_sums.data() : nullptr},
       batch * parts, count / parts * groups * channels);
   float* to = write(grad_slots);
   for (int64_t b = 0; b < batch; ++b)
@@ -634,10 +659,10 @@ std::tuple<Tensor, Tensor> combine_slots_backward(
         for (int64_t c = 0; c < channels; ++c) {
           double total = 0;
           for (int64_t part = 0; part < parts; ++part)
-            total += sums[((b * parts + part) * groups * channels + g * channels + c) * across + (s < group ? s : width)];
+            total += all[((b * parts + part) * groups * channels + g * channels + c) * across + (s < group ? s : width)];
           to[((b * groups + g) * number + s) * channels + c] = static_cast<float>(total);
         }
-  return {grad_queries, grad_slots};
+  return {grad_queries, grad_slots, sum_parts(all_sums, batch, parts, summed)};
 }
 
 // The instruction set whose loops run.
@@ -676,15 +701,17 @@ STABLE_TORCH_LIBRARY(farfield, library) {
   library.def("project_and_sum(Tensor positions, Tensor matrix, Tensor? offset, Tensor? weights) -> (Tensor, Tensor)");
   library.def(
       "project_and_summarize(Tensor positions, Tensor? matrix, Tensor? bias, Tensor? valid, int keys, int queries,"
-      " int groups, bool exponentials) -> (Tensor, Tensor, Tensor, Tensor)");
+      " int heads, int groups, int map, bool totals) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "project_and_summarize_backward(Tensor positions, Tensor? matrix, Tensor? bias, Tensor? valid, Tensor? peak,"
-      " Tensor grad_values, Tensor grad_weights, Tensor? grad_queries, bool same, bool wanted)"
-      " -> (Tensor, Tensor, Tensor)");
-  library.def("combine_slots(Tensor queries, Tensor slots, int heads, bool softmax, bool wide) -> Tensor");
+      " Tensor grad_values, Tensor grad_weights, Tensor? grad_totals, Tensor? grad_queries, int keys, int heads,"
+      " int map, bool same, bool wanted) -> (Tensor, Tensor, Tensor)");
   library.def(
-      "combine_slots_backward(Tensor queries, Tensor slots, Tensor grad_output, int heads, bool softmax)"
-      " -> (Tensor, Tensor)");
+      "combine_slots(Tensor queries, Tensor slots, Tensor? sums, int heads, int map, int factor, float epsilon,"
+      " bool wide) -> Tensor");
+  library.def(
+      "combine_slots_backward(Tensor queries, Tensor slots, Tensor? sums, Tensor grad_output, int heads, int map,"
+      " int factor, float epsilon) -> (Tensor, Tensor, Tensor)");
   library.def(
       "norm_and_clamp_backward(Tensor grid, Tensor weight, Tensor bias, Tensor means, Tensor inverses, float low,"
       " float high, Tensor grad_output) -> (Tensor, Tensor, Tensor)");

@@ -193,73 +193,6 @@ inline int64_t start_of(int64_t part, int64_t parts, int64_t count, int64_t bloc
   return least(count, blocks * part / parts * block);
 }
 
-void summarize(const Summarize& of, int64_t begin, int64_t end) {
-  const int64_t channels = of.positions.channels, block = block_of(of.count, channels), group = of.keys / of.groups;
-  const int64_t width = padded(group), across = of.groups * width, own = channels / of.groups;
-  const Held<float> positions(channels * block), rows(of.rows * block), weights(block * across);
-  const Held<float> held(channels * across), factors(across);
-  for (int64_t task = begin; task < end; ++task) {
-    const int64_t sample = task / of.parts, part = task % of.parts;
-    const int64_t last = start_of(part + 1, of.parts, of.count, block);
-    double *values = of.values + task * channels * across, *sums = of.weights + task * of.keys;
-    float* peaks = of.peaks + task * of.keys;
-    fill(peaks, of.keys, LOWEST);
-    int64_t held_positions = 0;
-    for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
-      const int64_t length = least(block, last - first);
-      const float* valid = of.valid ? of.valid + sample * of.count + first : nullptr;
-      read_block(of.positions, sample, first, length, positions.data(), block);
-      project(of.matrix, of.bias, positions.data(), channels, block, 0, of.rows, rows.data());
-      if (of.queries)
-        write_block(of.out, sample, first, length, rows.data() + (of.rows - of.queries) * block, block);
-      bool rescaled = false;
-      for (int64_t k = 0; k < of.keys; ++k) {
-        float *row = rows.data() + k * block, &factor = factors[k / group * width + k % group];
-        factor = 1;
-        if (of.exponentials) {
-          fill(row + length, block - length, LOWEST);
-          for (int64_t i = 0; valid && i < length; ++i) row[i] = valid[i] == 0 ? LOWEST : row[i];
-          Lanes most = Lanes{} + peaks[k];
-          for (int64_t i = 0; i < block; i += WIDTH) {
-            const Lanes each = load(row + i);
-            most = each > most ? each : most;
-          }
-          const float peak = largest_of(most);
-          if (peak > peaks[k]) {
-            factor = exponential(Lanes{} + (peaks[k] - peak))[0];
-            sums[k] *= factor;
-            peaks[k] = peak;
-            rescaled = true;
-          }
-          for (int64_t i = 0; i < block; i += WIDTH) store(row + i, exponential(load(row + i) - peak));
-          if (peak == LOWEST) fill(row, block, 0);  // nothing valid yet
-        } else {
-          fill(row + length, block - length, 0);
-          for (int64_t i = 0; valid && i < length; ++i) row[i] = valid[i] == 0 ? 0 : row[i];
-        }
-        sums[k] += sum_row(row, block);
-      }
-      if (rescaled) {
-        for (int64_t i = 0; i < channels; ++i)
-          for (int64_t j = 0; j < across; ++j) {
-            held[i * across + j] *= factors[j];
-            values[i * across + j] *= factors[j];
-          }
-      }
-      for (int64_t g = 0; g < of.groups; ++g) {
-        transpose(rows.data() + g * group * block, block, weights.data() + g * width, across, group, length);
-        multiply({positions.data() + g * own * block, block, 1}, weights.data() + g * width, across,
-                 held.data() + g * own * across + g * width, across, own, length, width, true);
-      }
-      if ((held_positions += length) >= HELD) {
-        flush(held.data(), values, channels * across);
-        held_positions = 0;
-      }
-    }
-    flush(held.data(), values, channels * across);
-  }
-}
-
 // The sum of `each(r)` for r from 0 to `count`, SUMMED at a time.
 template <class Each>
 inline Lanes sum_rows(int64_t count, const Each& each) {
@@ -272,137 +205,208 @@ inline Lanes sum_rows(int64_t count, const Each& each) {
   return total;
 }
 
-// Coefficients of a block of queries, in place: their softmax over the rows of each head.
-void softmax_of_rows(float* rows, int64_t heads, int64_t depth, int64_t block) {
-  for (int64_t h = 0; h < heads; ++h, rows += depth * block)
-    for (int64_t i = 0; i < block; i += WIDTH) {
-      Lanes most = load(rows + i);
-      for (int64_t r = 1; r < depth; ++r) {
-        const Lanes each = load(rows + r * block + i);
-        most = each > most ? each : most;
-      }
-      const Lanes share = 1 / sum_rows(depth, [&](int64_t r) {
-        const Lanes each = exponential(load(rows + r * block + i) - most);
-        store(rows + r * block + i, each);
-        return each;
-      });
-      for (int64_t r = 0; r < depth; ++r) store(rows + r * block + i, load(rows + r * block + i) * share);
+// ---- features --------------------------------------------------------------------------------------------------------
+// In place: the softmax over the rows of a block.
+void softmax_of_rows(float* rows, int64_t depth, int64_t block) {
+  for (int64_t i = 0; i < block; i += WIDTH) {
+    Lanes most = load(rows + i);
+    for (int64_t r = 1; r < depth; ++r) {
+      const Lanes each = load(rows + r * block + i);
+      most = each > most ? each : most;
     }
-}
-
-void respond(const Respond& of, int64_t begin, int64_t end) {
-  const int64_t block = block_of(of.count, of.out.channels), group = of.rows / of.groups;
-  const Held<float> rows(of.rows * block), out(of.out.channels * block);
-  for (int64_t task = begin; task < end; ++task) {
-    const int64_t sample = task / of.parts, part = task % of.parts;
-    const int64_t last = start_of(part + 1, of.parts, of.count, block);
-    for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
-      const int64_t length = least(block, last - first);
-      read_block(of.queries, sample, first, length, rows.data(), block);
-      if (of.softmax) softmax_of_rows(rows.data(), of.heads, of.rows / of.heads, block);
-      for (int64_t g = 0; g < of.groups; ++g) {
-        const float* slots = of.slot_values + (sample * of.groups + g) * of.slots * of.channels;
-        float* own = out.data() + g * of.channels * block;
-        const bool has_bias = of.slots > group;
-        for (int64_t c = 0; has_bias && c < of.channels; ++c)
-          fill(own + c * block, block, slots[group * of.channels + c]);
-        multiply({slots, 1, of.channels}, rows.data() + g * group * block, block, own, block, of.channels, group,
-                 block, has_bias);
-      }
-      write_block(of.out, sample, first, length, out.data(), block);
-    }
+    const Lanes share = 1 / sum_rows(depth, [&](int64_t r) {
+      const Lanes each = exponential(load(rows + r * block + i) - most);
+      store(rows + r * block + i, each);
+      return each;
+    });
+    for (int64_t r = 0; r < depth; ++r) store(rows + r * block + i, load(rows + r * block + i) * share);
   }
-  finish_writing();
 }
 
-void respond_gradient(const RespondGradient& of, int64_t begin, int64_t end) {
-  const int64_t channels = of.grad_output.channels, block = block_of(of.count, channels), group = of.rows / of.groups;
-  const int64_t width = padded(group), across = width + 1, depth = of.rows / of.heads;
-  const Held<float> output(channels * block), rows(of.rows * block), grads(of.rows * block), weights(block * width);
-  const Held<float> held(channels * width);
-  for (int64_t task = begin; task < end; ++task) {
-    const int64_t sample = task / of.parts, part = task % of.parts;
-    const int64_t last = start_of(part + 1, of.parts, of.count, block);
-    double* sums = of.grad_slots + task * channels * across;
-    int64_t held_positions = 0;
-    const auto flush_all = [&] {
-      for (int64_t c = 0; c < channels; ++c) flush(held.data() + c * width, sums + c * across, width);
-      held_positions = 0;
+// In place of ∂a: ∂x = a ∘ (∂a − Σ a ∘ ∂a) with a = softmax x.
+void gradient_of_softmax(const float* rows, float* grads, int64_t depth, int64_t block) {
+  for (int64_t i = 0; i < block; i += WIDTH) {
+    const float* a = rows + i;
+    float* grad = grads + i;
+    const Lanes mean = sum_rows(depth, [&](int64_t r) { return load(a + r * block) * load(grad + r * block); });
+    for (int64_t r = 0; r < depth; ++r)
+      store(grad + r * block, load(a + r * block) * (load(grad + r * block) - mean));
+  }
+}
+
+// to (heads × step × block) = the features of rows (heads × depth × block), perhaps in place. What is no number stays so.
+void map_rows(Map map, const float* from, int64_t heads, int64_t depth, int64_t block, float* to, int64_t step) {
+  const int64_t size = depth * block;
+  for (int64_t h = 0; h < heads; ++h, from += size, to += step * block) {
+    const auto each = [&](float* start, const auto& feature) {
+      for (int64_t i = 0; i < size; i += WIDTH) store(start + i, feature(load(from + i)));
     };
-    for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
-      const int64_t length = least(block, last - first);
-      read_block(of.grad_output, sample, first, length, output.data(), block);
-      read_block(of.queries, sample, first, length, rows.data(), block);
-      if (of.softmax) softmax_of_rows(rows.data(), of.heads, depth, block);
-      for (int64_t g = 0; g < of.groups; ++g) {
-        const float* slots = of.slot_values + (sample * of.groups + g) * of.slots * of.channels;
-        const float* own = output.data() + g * of.channels * block;
-        multiply({slots, of.channels, 1}, own, block, grads.data() + g * group * block, block, group, of.channels,
-                 block, false);
-        transpose(rows.data() + g * group * block, block, weights.data(), width, group, length);
-        multiply({own, block, 1}, weights.data(), width, held.data() + g * of.channels * width, width, of.channels,
-                 length, width, true);
-      }
-      for (int64_t c = 0; c < channels && of.slots > group; ++c)
-        sums[c * across + width] += sum_row(output.data() + c * block, block);
-      if (of.softmax)  // ∂q = a ∘ (∂a − Σ a ∘ ∂a)
-        for (int64_t h = 0; h < of.heads; ++h)
-          for (int64_t i = 0; i < block; i += WIDTH) {
-            float *a = rows.data() + h * depth * block + i, *grad = grads.data() + h * depth * block + i;
-            const Lanes mean = sum_rows(depth, [&](int64_t r) { return load(a + r * block) * load(grad + r * block); });
-            for (int64_t r = 0; r < depth; ++r)
-              store(grad + r * block, load(a + r * block) * (load(grad + r * block) - mean));
-          }
-      write_block(of.grad_queries, sample, first, length, grads.data(), block);
-      if ((held_positions += length) >= HELD) flush_all();
+    const auto positive = [](Lanes x) { return x < 0 ? Lanes{} : x; };
+    if (map == Map::RELU) each(to, positive);
+    else if (map == Map::ELU_PLUS_ONE)
+      each(to, [&](Lanes x) { return exponential(x > 0 ? Lanes{} : x) + positive(x); });
+    else if (from != to) std::memcpy(to, from, size * sizeof(float));
+    if (map == Map::SOFTMAX_PAIR) {
+      each(to + size, [](Lanes x) { return -x; });
+      softmax_of_rows(to + size, depth, block);
     }
-    flush_all();
+    if (map == Map::SOFTMAX || map == Map::SOFTMAX_PAIR) softmax_of_rows(to, depth, block);
   }
 }
 
-// With E the weights of the keys, ∂E = ∂values · x + ∂weights and ∂k = ∂E ∘ E (of exponentials):
-// ∂x = ∂valuesᵀ · E + matrixᵀ · [∂k; ∂q], ∂matrix = Σ [∂k; ∂q] ⊗ x.
+// to (heads × depth × block) = the gradients of the rows, from features and their gradients (heads × step × block), which
+// are overwritten.
+void gradient_of_map(
+    Map map, const float* features, float* grads, int64_t heads, int64_t depth, int64_t block, float* to, int64_t step) {
+  const int64_t size = depth * block;
+  for (int64_t h = 0; h < heads; ++h, features += step * block, grads += step * block, to += size) {
+    const auto each = [&](const auto& gradient) {
+      for (int64_t i = 0; i < size; i += WIDTH) store(to + i, gradient(load(features + i), load(grads + i), i));
+    };
+    if (map == Map::SOFTMAX || map == Map::SOFTMAX_PAIR) gradient_of_softmax(features, grads, depth, block);
+    if (map == Map::SOFTMAX_PAIR) {
+      gradient_of_softmax(features + size, grads + size, depth, block);
+      each([&](Lanes, Lanes grad, int64_t i) { return grad - load(grads + size + i); });
+    } else if (map == Map::EXPONENTIALS) each([](Lanes x, Lanes grad, int64_t) { return x * grad; });
+    else if (map == Map::RELU) each([](Lanes x, Lanes grad, int64_t) { return x <= 0 ? Lanes{} : grad; });
+    else if (map == Map::ELU_PLUS_ONE) each([](Lanes x, Lanes grad, int64_t) { return x < 1 ? x * grad : grad; });
+    else if (to != grads) std::memcpy(to, grads, size * sizeof(float));
+  }
+}
+
+// Row = 0 where a position is not valid, and behind the length.
+inline void hide(float* row, const float* valid, int64_t length, int64_t block) {
+  for (int64_t i = 0; valid && i < length; ++i) row[i] = valid[i] == 0 ? 0 : row[i];
+  clear(row + length, block - length);
+}
+
+// ---- sums over positions ---------------------------------------------------------------------------------------------
+// Row = its exponentials relative to the peak, which may rise; returns the factor of what was summed before.
+float exponentials_of(float* row, const float* valid, int64_t length, int64_t block, float& peak) {
+  float factor = 1;
+  fill(row + length, block - length, LOWEST);
+  for (int64_t i = 0; valid && i < length; ++i) row[i] = valid[i] == 0 ? LOWEST : row[i];
+  Lanes most = Lanes{} + peak;
+  for (int64_t i = 0; i < block; i += WIDTH) {
+    const Lanes each = load(row + i);
+    most = each > most ? each : most;
+  }
+  const float largest = largest_of(most);
+  if (largest > peak) {
+    factor = exponential(Lanes{} + (peak - largest))[0];
+    peak = largest;
+  }
+  for (int64_t i = 0; i < block; i += WIDTH) store(row + i, exponential(load(row + i) - largest));
+  if (largest == LOWEST) fill(row, block, 0);  // nothing valid yet
+  return factor;
+}
+
+void summarize(const Summarize& of, int64_t begin, int64_t end) {
+  const int64_t channels = of.positions.channels, block = block_of(of.count, channels), slots = of.slots();
+  const int64_t group = slots / of.groups, width = padded(group), across = of.groups * width;
+  const int64_t own = channels / of.groups;
+  const bool in_place = slots == of.keys;
+  const Held<float> positions(channels * block), rows(of.rows * block), others(in_place ? 0 : slots * block);
+  const Held<float> weights(block * across), held(channels * across), factors(across);
+  float* features = in_place ? rows.data() : others.data();
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t sample = task / of.parts, part = task % of.parts;
+    const int64_t last = start_of(part + 1, of.parts, of.count, block);
+    double *values = of.values + task * channels * across, *sums = of.weights + task * slots;
+    float* peaks = of.peaks + task * slots;
+    fill(peaks, slots, LOWEST);
+    int64_t held_positions = 0;
+    for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
+      const int64_t length = least(block, last - first);
+      const float* valid = of.valid ? of.valid + sample * of.count + first : nullptr;
+      read_block(of.positions, sample, first, length, positions.data(), block);
+      project(of.matrix, of.bias, positions.data(), channels, block, 0, of.rows, rows.data());
+      if (of.queries)
+        write_block(of.out, sample, first, length, rows.data() + (of.rows - of.queries) * block, block);
+      for (int64_t c = 0; of.totals && c < channels; ++c)
+        of.totals[task * channels + c] += sum_row(positions.data() + c * block, block);
+      map_rows(of.map, rows.data(), of.heads, of.keys / of.heads, block, features, slots / of.heads);
+      bool rescaled = false;
+      for (int64_t k = 0; k < slots; ++k) {
+        float *row = features + k * block, &factor = factors[k / group * width + k % group];
+        if (of.map == Map::EXPONENTIALS) {
+          factor = exponentials_of(row, valid, length, block, peaks[k]);
+          sums[k] *= factor;
+          rescaled = rescaled || factor != 1;
+        } else {
+          hide(row, valid, length, block);
+        }
+        sums[k] += sum_row(row, block);
+      }
+      if (rescaled) {
+        for (int64_t i = 0; i < channels; ++i)
+          for (int64_t j = 0; j < across; ++j) {
+            held[i * across + j] *= factors[j];
+            values[i * across + j] *= factors[j];
+          }
+      }
+      for (int64_t g = 0; g < of.groups; ++g) {
+        transpose(features + g * group * block, block, weights.data() + g * width, across, group, length);
+        multiply({positions.data() + g * own * block, block, 1}, weights.data() + g * width, across,
+                 held.data() + g * own * across + g * width, across, own, length, width, true);
+      }
+      if ((held_positions += length) >= HELD) {
+        flush(held.data(), values, channels * across);
+        held_positions = 0;
+      }
+    }
+    flush(held.data(), values, channels * across);
+  }
+}
+
+// With E the features of the keys, ∂E = ∂values · x + ∂weights, and ∂k by the gradient of the features:
+// ∂x = ∂valuesᵀ · E + matrixᵀ · [∂k; ∂q] + ∂totals, ∂matrix = Σ [∂k; ∂q] ⊗ x.
 void summarize_gradient(const SummarizeGradient& of, int64_t begin, int64_t end) {
-  const int64_t channels = of.positions.channels, block = block_of(of.count, 2 * channels), group = of.keys / of.groups;
-  const int64_t own = channels / of.groups, width = padded(of.rows), queries = of.same ? of.rows : of.rows - of.keys;
+  const int64_t channels = of.positions.channels, block = block_of(of.count, 2 * channels), slots = of.slots();
+  const int64_t group = slots / of.groups, own = channels / of.groups, width = padded(of.rows);
+  const int64_t depth = of.keys / of.heads, step = slots / of.heads, queries = of.same ? of.rows : of.rows - of.keys;
+  const bool in_place = slots == of.keys;
   const Held<float> positions(channels * block), grad_positions(channels * block), keys(of.keys * block);
-  const Held<float> rows(of.rows * block), others(queries * block), turned(block * width), held(channels * width);
+  const Held<float> rows(of.rows * block), mapped(in_place ? 0 : 2 * slots * block);
+  const Held<float> others(queries * block), turned(block * width), held(channels * width);
+  float* features = in_place ? keys.data() : mapped.data();
+  float* grads = in_place ? rows.data() : mapped.data() + slots * block;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t sample = task / of.parts, part = task % of.parts;
     const int64_t last = start_of(part + 1, of.parts, of.count, block);
     double *grad_matrix = of.grad_matrix + task * channels * width, *grad_bias = of.grad_bias + task * of.rows;
-    const float *peak = of.peak ? of.peak + sample * of.keys : nullptr, *grad_weight = of.grad_weights + sample * of.keys;
+    const float *peak = of.peak ? of.peak + sample * slots : nullptr, *grad_weight = of.grad_weights + sample * slots;
     int64_t held_positions = 0;
     for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
       const int64_t length = least(block, last - first);
       const float* valid = of.valid ? of.valid + sample * of.count + first : nullptr;
       read_block(of.positions, sample, first, length, positions.data(), block);
       project(of.matrix, of.bias, positions.data(), channels, block, 0, of.keys, keys.data());
-      for (int64_t k = 0; k < of.keys; ++k) {
-        float *key = keys.data() + k * block, *row = rows.data() + k * block;
-        if (of.exponentials)
+      map_rows(of.map, keys.data(), of.heads, depth, block, features, step);
+      for (int64_t k = 0; k < slots; ++k) {
+        float* row = features + k * block;
+        if (of.map == Map::EXPONENTIALS)
           for (int64_t i = 0; i < block; i += WIDTH) {
-            const Lanes lower = load(key + i) - peak[k];  // a product of another block may round to above the peak
-            store(key + i, exponential(lower > 0 ? Lanes{} : lower));
+            const Lanes lower = load(row + i) - peak[k];  // a product of another block may round to above the peak
+            store(row + i, exponential(lower > 0 ? Lanes{} : lower));
           }
-        fill(key + length, block - length, 0);
-        for (int64_t i = 0; valid && i < length; ++i) key[i] = valid[i] == 0 ? 0 : key[i];
-        fill(row, block, grad_weight[k]);
+        hide(row, valid, length, block);
+        fill(grads + k * block, block, grad_weight[k]);
+      }
+      for (int64_t c = 0; of.grad_totals && c < channels; ++c) {
+        float* row = grad_positions.data() + c * block;
+        fill(row, block, of.grad_totals[sample * channels + c]);
+        hide(row, valid, length, block);
       }
       for (int64_t g = 0; g < of.groups; ++g) {
-        const float* values = of.grad_values + (sample * of.keys + g * group) * own;
-        multiply({values, own, 1}, positions.data() + g * own * block, block, rows.data() + g * group * block, block,
+        const float* values = of.grad_values + (sample * slots + g * group) * own;
+        multiply({values, own, 1}, positions.data() + g * own * block, block, grads + g * group * block, block,
                  group, own, block, true);
-        multiply({values, 1, own}, keys.data() + g * group * block, block, grad_positions.data() + g * own * block,
-                 block, own, group, block, false);
+        multiply({values, 1, own}, features + g * group * block, block, grad_positions.data() + g * own * block,
+                 block, own, group, block, of.grad_totals);
       }
-      for (int64_t k = 0; k < of.keys; ++k) {
-        float *key = keys.data() + k * block, *row = rows.data() + k * block;
-        if (of.exponentials)
-          for (int64_t i = 0; i < block; i += WIDTH) store(row + i, load(row + i) * load(key + i));
-        for (int64_t i = 0; valid && i < length; ++i) row[i] = valid[i] == 0 ? 0 : row[i];
-        fill(row + length, block - length, 0);
-      }
+      for (int64_t k = 0; k < slots; ++k) hide(grads + k * block, valid, length, block);
+      gradient_of_map(of.map, features, grads, of.heads, depth, block, rows.data(), step);
       if (of.grad_queries.numbers.start) {
         read_block(of.grad_queries, sample, first, length, others.data(), block);
         float* place = rows.data() + (of.rows - queries) * block;
@@ -429,6 +433,145 @@ void summarize_gradient(const SummarizeGradient& of, int64_t begin, int64_t end)
     if (of.matrix) flush(held.data(), grad_matrix, channels * width);
   }
   finish_writing();
+}
+
+// ---- responses -------------------------------------------------------------------------------------------------------
+// The coefficients of a block of queries, and the gradients of the queries.
+class Queries {
+ public:
+  Queries(const Coefficients& of, int64_t block)
+      : of(of), block(block), depth(of.rows / of.heads), count(of.features() / of.heads), step(of.of_head()),
+        rows(of.rows * block), others(step == depth ? 0 : of.count() * block),
+        own(of.factor == Factor::NONE ? 0 : of.count() * block),
+        factors(of.factor == Factor::NONE ? 0 : 2 * of.heads * block), grads_of_sums(of.features() * WIDTH),
+        features(step == depth ? rows.data() : others.data()) {}
+
+  // Returns coefficients (heads × step × block).
+  const float* read(const Positions& from, int64_t sample, int64_t first, int64_t length) {
+    read_block(from, sample, first, length, rows.data(), block);
+    map_rows(of.map, rows.data(), of.heads, depth, block, features, step);
+    if (of.factor == Factor::NONE) return features;
+    for (int64_t h = 0; h < of.heads; ++h) {
+      const float* sums = of.sums + (sample * of.heads + h) * count;
+      for (int64_t i = 0; i < block; i += WIDTH) {
+        const float* feature = features + h * step * block + i;
+        float *to = own.data() + h * step * block + i, *factor = factors.data() + 2 * h * block + i;
+        const Lanes z = sum_rows(count, [&](int64_t r) { return sums[r] * load(feature + r * block); });
+        Lanes share = 1 / (z + of.epsilon), each = 1 + share;
+        if (of.factor == Factor::OF_SUM) {
+          each = z == 0 ? Lanes{} + 1 : share;
+          share = z == 0 ? Lanes{} : share;
+        } else {
+          store(to + count * block, -z);
+        }
+        store(factor, each);
+        store(factor + block, share);
+        for (int64_t r = 0; r < count; ++r) store(to + r * block, each * sums[r] * load(feature + r * block));
+      }
+    }
+    return own.data();
+  }
+
+  // Returns the gradients of the queries, from those of the coefficients, which are overwritten; adds those of the sums.
+  const float* derive(float* grads, int64_t sample, double* grad_sums) {
+    for (int64_t h = 0; of.factor != Factor::NONE && h < of.heads; ++h) {
+      const float* sums = of.sums + (sample * of.heads + h) * count;
+      for (int64_t i = 0; i < block; i += WIDTH) derive_factor(h, i, sums, grads);
+      for (int64_t r = 0; r < count; ++r)
+        grad_sums[h * count + r] += sum_of(load(&grads_of_sums[(h * count + r) * WIDTH]));
+    }
+    clear(grads_of_sums.data(), of.features() * WIDTH);
+    gradient_of_map(of.map, features, grads, of.heads, depth, block, rows.data(), step);
+    return rows.data();
+  }
+
+ private:
+  // With products p = u ∘ f, z = Σ p, a share a = 1 / (z + ε) and c = factor · p, the factor being a or 1 + a:
+  // ∂p = factor · ∂c − a² Σ p ∘ ∂c, less the gradient of the last coefficient, -z.
+  void derive_factor(int64_t head, int64_t i, const float* sums, float* grads) {
+    const int64_t first = head * step * block + i;
+    const float *feature = features + first, *coefficient = own.data() + first;
+    float* grad = grads + first;
+    const Lanes each = load(&factors[2 * head * block + i]), share = load(&factors[(2 * head + 1) * block + i]);
+    const auto product = [&](int64_t r) { return load(coefficient + r * block) * load(grad + r * block); };
+    Lanes grad_z = -share * (share / each) * sum_rows(count, product);
+    if (of.factor == Factor::OF_MAGNITUDE) grad_z -= load(grad + count * block);
+    for (int64_t r = 0; r < count; ++r) {
+      float *to = grad + r * block, *total = &grads_of_sums[(head * count + r) * WIDTH];
+      const Lanes of_product = each * load(to) + grad_z;
+      store(total, load(total) + load(feature + r * block) * of_product);
+      store(to, sums[r] * of_product);
+    }
+  }
+
+  const Coefficients& of;
+  const int64_t block, depth, count, step;  // count, step: features and coefficients of a head
+  const Held<float> rows, others, own;      // own: coefficients that are not the features
+  const Held<float> factors, grads_of_sums;  // factors: of each head, and 1 / (z + ε) or 0
+  float* const features;
+};
+
+void respond(const Respond& of, int64_t begin, int64_t end) {
+  const int64_t block = block_of(of.count, of.out.channels), group = of.coefficients.count() / of.groups;
+  const Held<float> out(of.out.channels * block);
+  Queries queries(of.coefficients, block);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t sample = task / of.parts, part = task % of.parts;
+    const int64_t last = start_of(part + 1, of.parts, of.count, block);
+    for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
+      const int64_t length = least(block, last - first);
+      const float* rows = queries.read(of.queries, sample, first, length);
+      for (int64_t g = 0; g < of.groups; ++g) {
+        const float* slots = of.slot_values + (sample * of.groups + g) * of.slots * of.channels;
+        float* own = out.data() + g * of.channels * block;
+        const bool has_bias = of.slots > group;
+        for (int64_t c = 0; has_bias && c < of.channels; ++c)
+          fill(own + c * block, block, slots[group * of.channels + c]);
+        multiply({slots, 1, of.channels}, rows + g * group * block, block, own, block, of.channels, group, block,
+                 has_bias);
+      }
+      write_block(of.out, sample, first, length, out.data(), block);
+    }
+  }
+  finish_writing();
+}
+
+void respond_gradient(const RespondGradient& of, int64_t begin, int64_t end) {
+  const int64_t channels = of.grad_output.channels, block = block_of(of.count, channels);
+  const int64_t count = of.coefficients.count(), group = count / of.groups, width = padded(group), across = width + 1;
+  const Held<float> output(channels * block), grads(count * block), weights(block * width), held(channels * width);
+  Queries queries(of.coefficients, block);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t sample = task / of.parts, part = task % of.parts;
+    const int64_t last = start_of(part + 1, of.parts, of.count, block);
+    double* sums = of.grad_slots + task * channels * across;
+    int64_t held_positions = 0;
+    const auto flush_all = [&] {
+      for (int64_t c = 0; c < channels; ++c) flush(held.data() + c * width, sums + c * across, width);
+      held_positions = 0;
+    };
+    for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
+      const int64_t length = least(block, last - first);
+      read_block(of.grad_output, sample, first, length, output.data(), block);
+      const float* rows = queries.read(of.queries, sample, first, length);
+      for (int64_t g = 0; g < of.groups; ++g) {
+        const float* slots = of.slot_values + (sample * of.groups + g) * of.slots * of.channels;
+        const float* own = output.data() + g * of.channels * block;
+        multiply({slots, of.channels, 1}, own, block, grads.data() + g * group * block, block, group, of.channels,
+                 block, false);
+        transpose(rows + g * group * block, block, weights.data(), width, group, length);
+        multiply({own, block, 1}, weights.data(), width, held.data() + g * of.channels * width, width, of.channels,
+                 length, width, true);
+      }
+      for (int64_t c = 0; c < channels && of.slots > group; ++c)
+        sums[c * across + width] += sum_row(output.data() + c * block, block);
+      const float* grad_queries =
+          queries.derive(grads.data(), sample, of.grad_sums ? of.grad_sums + task * of.coefficients.features() : nullptr);
+      write_block(of.grad_queries, sample, first, length, grad_queries, block);
+      if ((held_positions += length) >= HELD) flush_all();
+    }
+    flush_all();
+  }
 }
 
 // ---- positions that attend to each other -----------------------------------------------------------------------------
@@ -468,7 +611,7 @@ void weigh(
       transpose(weights + (first + below) * block + column, block, weights + (first + column) * block + below, block,
                 length - below, COLUMNS);
   }
-  softmax_of_rows(weights, 1, count, block);
+  softmax_of_rows(weights, count, block);
 }
 
 void attend(const Attend& of, int64_t begin, int64_t end) {

@@ -1,5 +1,5 @@
-// What the loops of the operators with a basis take (factorized, averaged and Gaussian attention). `products.cpp` is
-// compiled once for each instruction set, as `loops.cpp` is.
+// What the loops of the operators with a basis take: sums of values weighed by features of keys, and responses that
+// weigh the sums by features of queries. `products.cpp` is compiled once for each instruction set, as `loops.cpp` is.
 
 #pragma once
 
@@ -29,40 +29,70 @@ inline int64_t block_of(int64_t count, int64_t channels) {
   return some < all ? some : all;
 }
 
+// What the rows of a head become, its features; `steps.py` has the same numbers. Exponentials are over positions, relative
+// to a peak; the softmax is over the rows of a head, the pair is that and the one of their negatives: twice as many.
+enum class Map : int64_t { IDENTITY, EXPONENTIALS, SOFTMAX, RELU, ELU_PLUS_ONE, SOFTMAX_PAIR };
+
+inline int64_t features_of(Map map, int64_t rows) { return map == Map::SOFTMAX_PAIR ? 2 * rows : rows; }
+
+// What makes features f of a query its coefficients, with sums u of the head and z = Σ u f. OF_SUM: u f / (z + ε), or u f
+// where z is 0. OF_MAGNITUDE: (1 + 1 / (z + ε)) u f, and a last coefficient, -z.
+enum class Factor : int64_t { NONE, OF_SUM, OF_MAGNITUDE };
+
 // A task of each loop is a sample and a part of its positions. Rows are keys `(h · r)` first and queries last, or both.
 // Groups: one if every head has all channels, else each head has channels of its own.
 struct Summarize {
-  int64_t parts, count, keys, rows, queries, groups;
-  bool exponentials;
+  int64_t parts, count, heads, keys, rows, queries, groups;
+  Map map;
   Positions positions;
   const float *matrix, *bias, *valid;  // (rows, c), (rows), (b, n), each of which may be absent
   Positions out;                       // (b, queries, n)
-  float* peaks;                        // (b, parts, keys)
-  double *values, *weights;            // (b, parts, c, groups · padded(keys / groups)), (b, parts, keys)
+  float* peaks;                        // (b, parts, slots)
+  double *values, *weights;            // (b, parts, c, groups · padded(slots / groups)), (b, parts, slots)
+  double* totals;                      // (b, parts, c), of the positions; may be absent
+
+  int64_t slots() const { return features_of(map, keys); }
+};
+
+// How queries become the coefficients of slots.
+struct Coefficients {
+  int64_t heads, rows;  // rows of all heads
+  Map map;
+  Factor factor;
+  float epsilon;
+  const float* sums;  // (b, features); absent without a factor
+
+  int64_t features() const { return features_of(map, rows); }
+  int64_t of_head() const { return features() / heads + (factor == Factor::OF_MAGNITUDE); }
+  int64_t count() const { return heads * of_head(); }
 };
 
 struct Respond {
-  int64_t parts, count, heads, rows, groups, slots, channels;  // rows of all heads; slots and channels of a group
-  bool softmax;
+  int64_t parts, count, groups, slots, channels;  // slots and channels of a group
+  Coefficients coefficients;
   const float* slot_values;  // (b, groups, slots, channels): a last slot may be a bias
   Positions queries, out;    // (b, rows, n), (b, groups · channels, n)
 };
 
 struct RespondGradient {
-  int64_t parts, count, heads, rows, groups, slots, channels;
-  bool softmax;
+  int64_t parts, count, groups, slots, channels;
+  Coefficients coefficients;
   const float* slot_values;
   Positions queries, grad_output, grad_queries;
-  double* grad_slots;   // (b, parts, groups, channels, padded(rows / groups) + 1): the last column is the bias'
+  double* grad_slots;  // (b, parts, groups, channels, padded(coefficients / groups) + 1): the last column is the bias'
+  double* grad_sums;   // (b, parts, features); absent without a factor
 };
 
 struct SummarizeGradient {
-  int64_t parts, count, keys, rows, groups;
-  bool exponentials, same;  // same: the rows are both keys and queries
+  int64_t parts, count, heads, keys, rows, groups;
+  Map map;
+  bool same;  // the rows are both keys and queries
   Positions positions, grad_positions, grad_queries;  // (b, c, n) twice, (b, queries, n); the last two may be absent
-  const float *matrix, *bias, *valid, *peak;          // (rows, c), (rows), (b, n), (b, keys)
-  const float *grad_values, *grad_weights;            // (b, keys, c / groups), (b, keys)
-  double *grad_matrix, *grad_bias;                         // (b, parts, c, padded(rows)), (b, parts, rows), or absent
+  const float *matrix, *bias, *valid, *peak;          // (rows, c), (rows), (b, n), (b, slots)
+  const float *grad_values, *grad_weights, *grad_totals;  // (b, slots, c / groups), (b, slots), (b, c) or absent
+  double *grad_matrix, *grad_bias;                        // (b, parts, c, padded(rows)), (b, parts, rows), or absent
+
+  int64_t slots() const { return features_of(map, keys); }
 };
 
 constexpr int64_t QUERIES = 128;  // of a task of the attention of positions to each other
