@@ -30,6 +30,9 @@ from farfield.ops.table import OPERATORS, Operator
 _RECIPE, _WEIGHTS, _FORMAT = "farfield_recipe.json", "farfield_recipe.safetensors", 1
 # The largest number in a recipe: of channels, heads, latents, or the length of a branch.
 _BOUND = 2**20
+# Class of a wrapper -> its attribute with the model. Compared by name, because importing them is slow.
+_INSIDE = {"OptimizedModule": "_orig_mod"}
+_INSIDE |= dict.fromkeys(("AveragedModel", "DataParallel", "DistributedDataParallel"), "module")
 _OPTIONS = {
     "channels": int,
     "heads": int,
@@ -51,7 +54,8 @@ def save_recipe(model: nn.Module, folder: str | Path) -> None:
     then restores in the model as that library builds it what was added, with its weights.
 
     Args:
-        model: The model.
+        model: The model, also compiled, or in `DistributedDataParallel`, `DataParallel` or `AveragedModel`: the recipe
+            is that of the model inside.
         folder: Where `farfield_recipe.json` and `farfield_recipe.safetensors` are written; made if it is missing.
 
     Raises:
@@ -77,6 +81,7 @@ def save_recipe(model: nn.Module, folder: str | Path) -> None:
         >>> torch.equal(loaded(x), model(x))
         True
     """
+    model = _unwrap(model)
     inserted = [_describe_addition(place, host) for place, host in additions(model).items()]
     replaced = list(_describe_replacements(model))
     if not inserted and not replaced:
@@ -135,6 +140,14 @@ def apply_recipe(model: nn.Module, folder: str | Path) -> None:
     model.load_state_dict(weights, strict=False)
 
 
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the model that trainers build and load, without what they put around it."""
+    for kind in type(model).__mro__:
+        if kind.__name__ in _INSIDE:
+            return _unwrap(getattr(model, _INSIDE[kind.__name__]))
+    return model
+
+
 # ---- what was replaced -----------------------------------------------------------------------------------------------
 def _describe_replacements(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield the operators that attention has in place of its own, with their latents, local branch and paths."""
@@ -188,6 +201,9 @@ def _describe_addition(place: Place, host: nn.Module) -> dict[str, Any]:
     addition = host.get_submodule(CHILD if place.entry is None else f"{CHILD}.{place.entry}")
     last = isinstance(addition, ChannelsLast)
     module = addition.module if isinstance(addition, ChannelsLast) else addition
+    if any(hasattr(part, "original_module") or hasattr(part, "base_layer") for part in module.modules()):
+        fix = "save_recipe(model, folder) before get_peft_model; the weights that it trains are in its own file"
+        raise refusal(ValueError, f"{place.label} has an addition that peft has wrapped; fix: {fix}.")
     if type(module) is not GridAttention:
         what = f"{place.label} has a {type(module).__name__}, which is your own code and no file names"
         raise refusal(ValueError, f"{what}; fix: insert a GridAttention, or save the code that calls insert.")

@@ -22,6 +22,7 @@ from farfield.nn.checks import (
 )
 from farfield.nn.initialization import DrawnByItself, draw, draw_learned
 from farfield.nn.norm import CoefficientNorm
+from farfield.nn.scripting import refuse_to_script
 from farfield.ops.engine import attend, respond_grid, summarize_grid
 from farfield.ops.grid import Gathered, hide
 from farfield.ops.projection import Call, map_heads
@@ -79,6 +80,8 @@ class GridAttention(nn.Module):
     latents: nn.Parameter | None
     query_map: nn.Parameter | None
     key_map: nn.Parameter | None
+
+    __prepare_scriptable__ = staticmethod(refuse_to_script)
 
     def __init__(
         self,

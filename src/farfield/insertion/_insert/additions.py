@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from farfield.insertion._insert.probe import Seen
 from farfield.insertion._places import CHILD, Place, inside, join, runs_in_order
+from farfield.nn.scripting import refuse_to_script
 
 # torch.fx reads `__module__` of the module, not of its class: a module of torch.nn stays one call, all others are
 # traced. With these values an addition stays one call (and is recognized as an addition), and a layer of torch.nn that
@@ -87,7 +88,9 @@ def _name_of_addition(host: nn.Module) -> str | None:
     """Return the name of the child that is the addition of a host: `del` gives the elements of a sequence new names."""
     for name in (CHILD, *(host._modules if runs_in_order(host) else ())):
         child = host._modules.get(name)
-        if isinstance(child, Entries) or (child is not None and vars(child).get("__module__") == _CALLED):
+        # peft's `modules_to_save` wraps an addition that it trains.
+        addition = getattr(child, "original_module", child)
+        if isinstance(addition, Entries) or (addition is not None and vars(addition).get("__module__") == _CALLED):
             return name
     return None
 
@@ -130,12 +133,13 @@ def detach_addition(host: nn.Module, entry: str | None) -> None:
     name = _name_of_addition(host) or CHILD
     addition = host.get_submodule(name)
     module = cast(Entries, addition).pop(entry) if entry is not None else addition
-    # Uncovers the class's own `__module__`.
-    del module.__module__
+    # Uncovers the class's own `__module__`; a wrapper of peft has no other.
+    vars(module).pop("__module__", None)
     if module is addition or not len(cast(Entries, addition)):
         del host._modules[name]
         if _hooks(host).pop(CHILD, None) is not None:
             del host.__module__
+            vars(host).pop("__prepare_scriptable__", None)
 
 
 def _hooks(module: nn.Module, kind: str = "forward") -> OrderedDict[Any, Any]:
@@ -154,6 +158,8 @@ def _hang(host: nn.Module) -> None:
     _hooks(host)[CHILD] = apply_addition
     _hooks(host).move_to_end(CHILD, last=False)
     host.__module__ = _TRACED
+    # `torch.jit.script` calls it first; it would fail at our hooks in words of its own.
+    vars(host)["__prepare_scriptable__"] = refuse_to_script
 
 
 class Watch:

@@ -21,6 +21,8 @@ from farfield.nn.attention import GridAttention
 # They synchronize or shard the gradients of the weights that exist when they wrap; weights added later are missed.
 # Compared by name, because importing them is slow.
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+# peft's: their files hold the weights of adapters and of `modules_to_save`, as they were when the model was wrapped.
+_ADAPTED = {"PeftModel", "AuxiliaryTrainingWrapper"}
 
 _AROUND = "if the module at a place calls its children in a loop, insert at one of them or at the module around it."
 
@@ -60,6 +62,11 @@ def _closed_reason(caller: str, module: nn.Module, at: str) -> str | None:
         if wrapper == "DistributedDataParallel" and not at:
             fix = call("model.module") + ", and wrap that anew" * changes
         return f"wrapped in {wrapper}, which misses weights that are added later; fix: {fix}."
+    if kinds & _ADAPTED and caller != "remove":
+        fix = f"{call('model')} before get_peft_model" + ', with modules_to_save=["farfield"] there' * changes
+        return f"wrapped by peft, whose files hold no module that is added later; fix: {fix}."
+    if "DataParallel" in kinds and caller != "remove":
+        return f"wrapped in DataParallel, whose replicas each call a place; fix: {call(f'{whole}.module')}."
     return None
 
 

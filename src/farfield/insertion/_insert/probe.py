@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
 from farfield._refusals import refusal
 from farfield.insertion._places import parents
@@ -119,7 +120,13 @@ def _check_has_batch(model: nn.Module, example: Any) -> None:
 
 
 def _fix_of_example(model: nn.Module, example: Any) -> str:
-    """Return the fix for an example that the model refuses: an input for its shape, the batch, or the dtype."""
+    """Return the fix for an example that the model refuses: an input for its shape, device, batch, or dtype."""
+    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+    if any(each.device != device for each in tensors(example)):
+        moved = tree_map_only(Tensor, lambda each: each.to(device), example)
+        whole = f'example.to("{device}")' if isinstance(example, Tensor) else f'its tensors by .to("{device}")'
+        if _takes(model, moved):
+            return f"put the example where the weights are, {whole}."
     if isinstance(example, tuple | list) and example and all(isinstance(length, int) for length in example):
         return f"an input and not its shape: torch.zeros{tuple(example)}."
     if isinstance(example, Tensor):

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from farfield._refusals import door, put_name
 from farfield.insertion._replace.learned import attend
 from farfield.insertion._replace.masks import causal_error, find_valid_positions
+from farfield.nn.scripting import refuse_to_script
 from farfield.ops.table import Operator
 
 
 class Replaced:
     """What the attentions of other libraries have in common once `replace_attention` has changed their class."""
 
+    __prepare_scriptable__ = staticmethod(refuse_to_script)
     operator: Operator
     operator_name: str
 
