@@ -157,11 +157,19 @@ _respond_from_means = accelerate(
 # ---- scores (SAN Eq. 4, SAN Eq. 5) -----------------------------------------------------------------------------------
 def why_not_bare_scores(call: Call, grid: Tensor) -> str | None:
     """Return why `attend_scores` does not run, or None."""
+    if text := _why_not_one_score_a_head(call, grid):
+        return text
+    return kernels.why_not(call.query.matrix) if are_free(grid, call.query.matrix) else kernels.DERIVATIVE
+
+
+def _why_not_one_score_a_head(call: Call, grid: Tensor) -> str | None:
+    """Return why queries are no scores that a kernel computes from the grid, a head's by one row of a matrix."""
     if not are_few(call.heads, grid.shape[1]):
         return kernels.MANY_SCORES
-    if call.query.matrix is None:
-        return "queries are not scores"
-    return kernels.why_not(call.query.matrix) if are_free(grid, call.query.matrix) else kernels.DERIVATIVE
+    # Latents may be several for a head, and their keys may have a bias.
+    if call.query.matrix is None or len(call.query.matrix) != call.heads or call.query.bias is not None:
+        return "queries are not one score a head, without a bias"
+    return None
 
 
 def attend_scores(call: Call, grid: Tensor, target: Target | None) -> Tensor:
@@ -172,10 +180,8 @@ def attend_scores(call: Call, grid: Tensor, target: Target | None) -> Tensor:
 
 def why_not_scores_in_training(call: Call, grid: Tensor) -> str | None:
     """Return why `learn_scores` does not run, or None."""
-    if not are_few(call.heads, grid.shape[1]):
-        return kernels.MANY_SCORES
-    if call.query.matrix is None:
-        return "queries are not scores"
+    if text := _why_not_one_score_a_head(call, grid):
+        return text
     # The one call always computes the grid's gradient; where that is not required, the separate steps skip it.
     if is_itself(grid) and not (grid.requires_grad and are_small(call.heads, grid)):
         return "no gradient of the grid is wanted, or its scores are not small beside it"
@@ -189,12 +195,12 @@ def learn_scores(call: Call, grid: Tensor, target: Target | None) -> Tensor:
 
 def why_not_projected_scores(call: Call, grid: Tensor) -> str | None:
     """Return why `add_scores` does not run, or None."""
-    if call.query.matrix is None or call.query is not call.key or call.query.bias is not None or call.norm is not None:
-        return "queries and keys differ, or have a bias or a norm"
+    if text := _why_not_one_score_a_head(call, grid):
+        return text
+    if call.query is not call.key or call.norm is not None:
+        return "queries and keys differ, or have a norm"
     if call.value.matrix is None or call.value.bias is not None or call.output.matrix is None:
         return "values or responses are not projected, or values have a bias"
-    if not are_few(call.heads, grid.shape[1]):
-        return kernels.MANY_SCORES
     matrices = call.query.matrix, call.value.matrix, call.output.matrix
     return kernels.why_not(call.query.matrix) if are_free(grid, *matrices) else kernels.DERIVATIVE
 

@@ -1,0 +1,52 @@
+"""Kernels and the backward pass run only where operators are what they assume; else the equations do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farfield.nn import AttentionBlock, GridAttention
+from farfield.ops import Operator, table
+from farfield.ops.engine import SWITCH
+from farfield.ops.grid import AXES
+
+
+def _run(module: nn.Module, grid: Tensor) -> list[Tensor]:
+    """The response in inference and in training, and the gradients of the grid and of all parameters."""
+    with torch.no_grad():
+        alone = module(grid)
+    grid = grid.detach().requires_grad_()
+    response = module(grid)
+    upon = torch.randn(response.shape, generator=torch.Generator().manual_seed(0))
+    grads = torch.autograd.grad(response, [grid, *module.parameters()], upon, allow_unused=True)
+    return [alone, response.detach(), *(torch.zeros(()) if grad is None else grad for grad in grads)]
+
+
+def _assert_as_equations(module: nn.Module, grid: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = _run(module, grid)
+    monkeypatch.setenv(SWITCH, "0")
+    for one, other in zip(fast, _run(module, grid), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+pytestmark = [pytest.mark.usefixtures("on"), pytest.mark.cpu("the kernels are for the CPU")]
+_SCORES = [(table.queries, table.one), (table.query_and_one, table.one_and_key)]
+
+
+@pytest.mark.parametrize(("coefficients", "basis"), _SCORES)
+@pytest.mark.parametrize(("slots", "project"), [(3, ""), (1, "k"), (3, "k"), (2, "kvo")])
+def test_several_scores_a_head(coefficients, basis, slots: int, project: str, monkeypatch: pytest.MonkeyPatch):
+    """The kernels of scores read one row of a matrix for a head, and no bias."""
+    operator = Operator(coefficients=coefficients, basis=basis, per=table.position, score="latents", slots=slots)
+    module = GridAttention(32, operator, project=project, residual=False)
+    if module.key is not None:
+        nn.init.normal_(module.key.bias)
+    _assert_as_equations(module, torch.randn(2, 32, 5, 6), monkeypatch)
+
+
+@pytest.mark.parametrize(("coefficients", "basis"), _SCORES)
+def test_several_scores_a_head_of_a_block(coefficients, basis, monkeypatch: pytest.MonkeyPatch):
+    operator = Operator(coefficients=coefficients, basis=basis, per=table.position, score="latents", slots=3)
+    block = AttentionBlock(32, 32, operator).eval()
+    _assert_as_equations(block, torch.randn(2, 32, 5, 6), monkeypatch)
