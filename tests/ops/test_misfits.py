@@ -50,3 +50,36 @@ def test_several_scores_a_head_of_a_block(coefficients, basis, monkeypatch: pyte
     operator = Operator(coefficients=coefficients, basis=basis, per=table.position, score="latents", slots=3)
     block = AttentionBlock(32, 32, operator).eval()
     _assert_as_equations(block, torch.randn(2, 32, 5, 6), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("channels", "heads", "operator"),
+    [
+        (32, 2, Operator(coefficients=table.magnitude_aware, basis=table.keys, score="learned")),
+        (8, 8, Operator(coefficients=table.Quotient(table.relu), basis=table.Features(table.relu, one=True))),
+    ],
+)
+def test_coefficients_that_are_spread(channels: int, heads: int, operator: Operator, monkeypatch: pytest.MonkeyPatch):
+    """The equations spread what they compute over the slots; kernels would read beyond it."""
+    module = GridAttention(channels, operator, heads=heads, project="kv", residual=False)
+    _assert_as_equations(module, torch.randn(2, channels, 5, 6), monkeypatch)
+
+
+@pytest.mark.parametrize("project", ["", "v", "vo"])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        Operator(coefficients=table.queries, basis=table.Features(table.relu, one=True)),
+        Operator(coefficients=table.queries, basis=table.one_and_key, score="learned"),
+        Operator(coefficients=table.query_and_one, basis=table.one, score="learned"),
+    ],
+)
+def test_other_numbers_of_coefficients(operator, heads: int, project: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot without a coefficient is no bias: such an operator is refused, as the equations refuse it."""
+    module, grid = GridAttention(64, operator, heads=heads, project=project), torch.randn(2, 64, 9, 9)
+    for fast in ("1", "0"):
+        monkeypatch.setenv(SWITCH, fast)
+        for recorded in (False, True):
+            with torch.set_grad_enabled(recorded), pytest.raises(RuntimeError, match="size|shape"):
+                module(grid)

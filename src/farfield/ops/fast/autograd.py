@@ -23,6 +23,7 @@ from farfield.ops.fast.scores import are_small, gradients_of_rows
 from farfield.ops.fast.steps import (
     ResponsePlan,
     RowPlan,
+    fitting_kernels,
     prepare_slots,
     project_slots,
     respond_by,
@@ -229,7 +230,7 @@ def _respond_to(
 ) -> Tensor:
     """Respond as `respond_from` does, to the parts of a summary."""
     coefficients, slots = _factors(plan.operator, query, *parts)
-    return combine(slots, coefficients, positions)
+    return combine(slots, coefficients, positions, parts[-1] is not None)
 
 
 def _save_query(arguments: Sequence[Any]) -> Sequence[Any]:
@@ -257,11 +258,11 @@ def _gradients_of_response(
     """Return gradients of `_respond_to` for the query, the summary, and the projection and bias of the responses."""
     (plan, _, _, _, query, *parts), (grad_output,) = arguments, grad_outputs
     query, rest = _leaf(query), [None if part is None else _leaf(part) for part in parts]
-    if plan.kernels:
+    if fitting := fitting_kernels(plan, query, _build_summary(rest[:4])):
         with torch.enable_grad():
             slots, sums = prepare_slots(plan.operator, query, _build_summary(rest[:4]), *rest[4:])
         with precision():
-            lines = (line for line in plan.kernels if line.why_not(plan.operator, query, slots, grad_output) is None)
+            lines = (line for line in fitting if line.why_not(plan.operator, query, slots, grad_output) is None)
             kernel = next(lines, None)
         if kernel is not None:
             grads = cast(Any, kernel.derive)(plan.operator, grad_output, query, slots, sums)

@@ -14,16 +14,19 @@ from farfield.ops.slots import Summary
 from farfield.ops.work import is_a_slot
 
 
-def combine(slots: Tensor, coefficients: Tensor, like: Tensor) -> Tensor:
-    """Combine slots `(b, g, s, p)` by coefficients `(b, h, r, m)`: `(b, g, p, m)`, in the memory order of `like`."""
+def combine(slots: Tensor, coefficients: Tensor, like: Tensor, has_bias: bool) -> Tensor:
+    """Combine slots `(b, g, s, p)` by coefficients `(b, h, r, m)`: `(b, g, p, m)`, in the memory order of `like`.
+
+    With a bias, the last slot is that and has no coefficient.
+    """
     batch, wide = slots.shape[:2], in_channels_last(like)
     rows = coefficients.shape[1] * coefficients.shape[2] // batch[1]
     slots, factors = slots.flatten(0, 1), coefficients.reshape(batch.numel(), rows, coefficients.shape[3])
-    if factors.shape[1] < slots.shape[1] and not is_a_slot(factors.shape[1], slots.shape[2]):
+    if has_bias and not is_a_slot(factors.shape[1], slots.shape[2]):
         last, slots = slots[:, -1:], slots[:, :-1]
         response = torch.baddbmm(last, factors.mT, slots).mT if wide else torch.baddbmm(last.mT, slots.mT, factors)
     else:
-        factors = _append_ones(factors, slots.shape[1])
+        factors = F.pad(factors, (0, 0, 0, 1), value=1.0) if has_bias else factors
         response = torch.bmm(factors.mT, slots).mT if wide else torch.bmm(slots.mT, factors)
     return response.view(*batch, *response.shape[1:])
 
@@ -46,9 +49,5 @@ def add_responses(call: Call, query: Tensor, summary: Summary, out: Tensor) -> T
 
 def arrange(coefficients: Tensor, slots: Tensor) -> Tensor:
     """Return coefficients `(b, g, s, m)`: concatenated for heads that add up; 1 for a last slot that is a bias."""
-    return _append_ones(coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1)), slots.shape[2])
-
-
-def _append_ones(coefficients: Tensor, slots: int) -> Tensor:
-    """Return coefficients `(…, r, m)` for this number of slots: 1 for a last slot that has no coefficient."""
-    return coefficients if coefficients.shape[-2] == slots else F.pad(coefficients, (0, 0, 0, 1), value=1.0)
+    arranged = coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1))
+    return arranged if arranged.shape[2] == slots.shape[2] else F.pad(arranged, (0, 0, 0, 1), value=1.0)

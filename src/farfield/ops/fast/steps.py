@@ -30,6 +30,7 @@ from farfield.ops.table import (
     keys,
     magnitude_aware,
     queries,
+    query_and_one,
     relu,
     softmax_over_channels,
     softmax_pair,
@@ -151,20 +152,25 @@ def respond_by(
 ) -> Tensor:
     """Respond as `autograd.respond_from` does, by a kernel if one runs, else by a product of torch."""
     operator = plan.operator
-    # A kernel would read beyond coefficients that are not as many as the slots.
-    fits = summary.values.shape[2] == _count_coefficients(operator, query.shape[2])
-    for kernel in plan.kernels if fits else ():
+    for kernel in fitting_kernels(plan, query, summary):
         if kernel.names and kernel.why_not(operator, query, summary.values) is None:
             slots, sums = prepare_slots(operator, query, summary, matrix, bias)
             return cast(Tensor, kernel.run(operator, query, slots, sums, in_channels_last(positions)))
     slots = project_slots(operator, query, summary, matrix, bias)
-    return combine(slots, operator.coefficients(query, summary), positions)
+    return combine(slots, operator.coefficients(query, summary), positions, bias is not None)
+
+
+def fitting_kernels(plan: ResponsePlan, query: Tensor, summary: Summary) -> tuple[kernels.Kernel, ...]:
+    """Return the kernels of a plan if there are as many slots as coefficients, beyond which they would read."""
+    fits = plan.kernels and summary.values.shape[2] == _count_coefficients(plan.operator, query.shape[2])
+    return plan.kernels if fits else ()
 
 
 def _count_coefficients(operator: Operator, channels: int) -> int:
     """Return the coefficients of a query with so many channels, of operators whose features kernels compute."""
     kind = operator.coefficients
-    return channels * (1 + (_map_of(kind) == kernels.PAIR)) + (kind in (centred, magnitude_aware))
+    doubled = kind is query_and_one or _map_of(kind) == kernels.PAIR
+    return channels * (1 + doubled) + (kind in (centred, magnitude_aware))
 
 
 def _map_of(function: object) -> int | None:
