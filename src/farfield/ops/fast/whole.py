@@ -30,10 +30,19 @@ Target = Callable[[Tensor | None, Tensor | None], Tensor]
 
 
 # ---- means along the axes to means along the axes (KAN Eq. 13-18) ----------------------------------------------------
-def why_not_bare_means(call: Call, grid: Tensor) -> str | None:
-    """Return why `attend_means` does not run, or None."""
+def _why_not_means(call: Call, grid: Tensor) -> str | None:
+    """Return why queries and keys are not the means along the axes themselves, or None."""
     if grid.dim() < 4:
         return "one spatial dim"
+    # An operator alone may have a score, which is a matrix.
+    projected = call.query.matrix is not None or call.key.matrix is not None
+    return "queries or keys are projected" if projected else None
+
+
+def why_not_bare_means(call: Call, grid: Tensor) -> str | None:
+    """Return why `attend_means` does not run, or None."""
+    if text := _why_not_means(call, grid):
+        return text
     return None if are_free(grid) else kernels.DERIVATIVE
 
 
@@ -44,8 +53,8 @@ def attend_means(call: Call, grid: Tensor, target: Target | None) -> Tensor:
 
 def why_not_means_in_training(call: Call, grid: Tensor) -> str | None:
     """Return why `learn_means` does not run, or None."""
-    if grid.dim() < 4:
-        return "one spatial dim"
+    if text := _why_not_means(call, grid):
+        return text
     few = sum(grid.shape[2:]) <= SMALL * grid.shape[1] // call.heads
     return None if few else "a matrix of coefficients that is large beside the channels"
 
@@ -59,10 +68,8 @@ def learn_means(call: Call, grid: Tensor, target: Target | None) -> Tensor:
 
 def why_not_projected_means(call: Call, grid: Tensor) -> str | None:
     """Return why `attend_projected_means` does not run, or None; queries and keys are the means themselves."""
-    if grid.dim() < 4:
-        return "one spatial dim"
-    if call.query.matrix is not None or call.key.matrix is not None:
-        return "queries or keys are projected"
+    if text := _why_not_means(call, grid):
+        return text
     if call.norm is not None and not call.norm.is_factor:
         return "a norm with the statistics of the batch, or that is not bare"
     factor = None if call.norm is None else call.norm.weight
