@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn import AttentionBlock, GridAttention
-from farfield.ops import Operator, table
+from farfield.ops import Operator, Summary, linear_elu_attention, table
 from farfield.ops.engine import SWITCH
-from farfield.ops.grid import AXES
+from farfield.ops.grid import AXES, NORMALIZED_AXES
 
 
 def _run(module: nn.Module, grid: Tensor) -> list[Tensor]:
@@ -81,5 +81,46 @@ def test_other_numbers_of_coefficients(operator, heads: int, project: str, monke
     for fast in ("1", "0"):
         monkeypatch.setenv(SWITCH, fast)
         for recorded in (False, True):
-            with torch.set_grad_enabled(recorded), pytest.raises(RuntimeError, match="size|shape"):
+            with torch.set_grad_enabled(recorded), pytest.raises(RuntimeError, match=r"size|shape"):
                 module(grid)
+
+
+@pytest.mark.parametrize("queries_from", [AXES, NORMALIZED_AXES])
+@pytest.mark.parametrize(("score", "slots"), [("latents", 4), ("learned", 0)])
+def test_scores_of_means(queries_from, score: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of means compare the means themselves."""
+    softmax = table.softmax_of_products
+    operator = Operator(coefficients=softmax, keys_from=AXES, queries_from=queries_from, score=score, slots=slots)
+    module = GridAttention(32, operator, heads=2, project="", residual=False)
+    _assert_as_equations(module, torch.randn(2, 32, 5, 6), monkeypatch)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("x", [-47.0, -80.0])
+def test_shares_of_small_features(x: float, heads: int) -> None:
+    """Products of features are no normal numbers here, and the inverse of their sum is infinite; responses are not."""
+    small, values = torch.full((1, 4, 30), x, requires_grad=True), torch.randn(1, 4, 30)
+    response = linear_elu_attention(small, small, values, heads=heads)
+    torch.testing.assert_close(response, values.mean(2, keepdim=True).expand(-1, -1, 30))
+    upon = torch.randn(1, 4, 30)
+    (grad,) = torch.autograd.grad(response, small, upon)
+    wide = small.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(linear_elu_attention(wide, wide, values.double(), heads=heads), wide, upon)
+    torch.testing.assert_close(grad, expected.float(), rtol=1e-4, atol=1e-5)
+
+
+class _Sharper(table.Quotient):
+    """A quotient of one argument."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__(torch.nn.functional.softplus)
+        object.__setattr__(self, "power", power)
+
+    def __call__(self, query: Tensor, summary: Summary) -> Tensor:
+        return super().__call__(self.power * query, summary)
+
+
+def test_a_quotient_with_arguments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = Operator(coefficients=_Sharper(2.0), basis=table.Features(torch.nn.functional.softplus))
+    module = GridAttention(8, operator, heads=2, project="qkv", residual=False)
+    _assert_as_equations(module, torch.randn(2, 8, 5, 6), monkeypatch)
