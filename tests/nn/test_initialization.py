@@ -117,3 +117,28 @@ def test_no_module_stays_as_it_was_allocated(name: str) -> None:
         assert hasattr(part, "reset_parameters"), f"{path} ({type(part).__name__})"
         part.reset_parameters()
         assert all(tensor.isfinite().all() for tensor in direct), path
+
+
+class _Scaled(GridAttention):
+    """An attention with a parameter more."""
+
+    def __init__(self) -> None:
+        super().__init__(8, "siamese_local")
+        self.gamma = nn.Parameter(torch.full((8,), 3.0))
+        self.mixing = nn.Parameter(torch.full((8, 8), 3.0))
+
+
+def test_only_its_own_parameters_are_drawn() -> None:
+    attention = _Scaled()
+    before = attention.weight.clone()
+    attention.reset_parameters()
+    assert not torch.equal(attention.weight, before)
+    assert bool((attention.gamma == 3).all() and (attention.mixing == 3).all())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_weight_in_parts_stays() -> None:
+    attention = nn.utils.weight_norm(GridAttention(8, "siamese_local"))
+    parts = [part.clone() for part in attention.parameters(recurse=False)]
+    attention.reset_parameters()
+    assert all(map(torch.equal, parts, attention.parameters(recurse=False)))

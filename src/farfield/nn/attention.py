@@ -133,8 +133,10 @@ class GridAttention(nn.Module):
                 draw(linear)
         if self.output is not None and self.residual:
             nn.init.zeros_(self.output.weight)
-        for name, parameter in self.named_parameters(recurse=False):
-            draw_learned(name, parameter, self.heads)
+        own = dict(self.named_parameters(recurse=False))  # perhaps with those of a subclass, or a weight in parts
+        for name in self.operator.parameter_shapes(self.inner_channels, self.heads):
+            if name in own:
+                draw_learned(name, own[name], self.heads)
 
     def extra_repr(self) -> str:
         """Name the operator and the options."""
