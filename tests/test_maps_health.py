@@ -218,3 +218,13 @@ def test_the_network_stays_as_it_was() -> None:
     with pytest.raises(RuntimeError, match="channels"):
         maps.health(net, torch.zeros(1, 4, 6, 6))
     assert state(net) == before
+
+
+def test_a_module_from_before_it_had_all_parts() -> None:
+    """A module that was saved whole has the parts of its time."""
+    network = nn.Sequential(GridAttention(4, "averaged"))
+    expected = maps.health(network, torch.randn(1, 4, 5, 5))
+    for part in ("latents", "query_map", "key_map"):
+        del network[0]._parameters[part]
+    found = maps.health(network, torch.randn(1, 4, 5, 5))
+    assert [each.gradients.keys() for each in found] == [each.gradients.keys() for each in expected]

@@ -147,7 +147,8 @@ def examine(name: str, layer: Layer, identity: bool, gradient: Tensor | None) ->
     attention, grid, context, mask, context_mask, _ = layer
     attention.residual = False
     inputs = [values.requires_grad_() for values in (grid, context) if values is not None]
-    parts = {part: parameters(getattr(attention, part)) for part in PARTS}
+    # Modules that were saved whole may be older than some parts.
+    parts = {part: parameters(getattr(attention, part, None)) for part in PARTS}
     response = attention.forward(grid, context, mask=mask, context_mask=context_mask)
     cut = gradient is None or not bool(gradient.any())
     grad_response = noise(response) if gradient is None or cut else gradient
