@@ -187,6 +187,7 @@ def test_it_is_inserted_and_removed() -> None:
         ((GridAttention(8, "inline"), 6, 3, 2), ValueError, "values, 8, got 6; fix: channels=8"),
         (("inline", 8, 3, 2), TypeError, "must be a module, got str; fix: "),
         ((GridAttention(8, "inline"), 8, 0, 2), ValueError, "kernel must be a whole number from 1"),
+        ((GridAttention(8, "inline"), 8, 3.0, 2), ValueError, "kernel must be a whole number from 1, got 3.0"),
     ],
 )
 def test_errors(arguments: tuple[object, ...], kind: type[Exception], text: str) -> None:

@@ -169,3 +169,9 @@ def test_a_shape_error_is_a_value_error() -> None:
 def test_a_weight_that_is_no_tensor(row: str, weight: object) -> None:
     with explains(TypeError, f"{row}_attention", "weight", type(weight).__name__, "torch.ones(4)"):
         _call(row, weight=weight)
+
+
+def test_latents_are_at_least_one() -> None:
+    grid = torch.randn(1, 8, 4)
+    with pytest.raises(ValueError, match=r"flare_attention: latents must have the shape \(1, 1, 8\)"):
+        ops.flare_attention(grid, grid, grid, latents=torch.randn(1, 0, 8))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class LocalBranch(nn.Module):
 
 def _check_kernel(kernel: int | Sequence[int], spatial_dims: int) -> tuple[int, ...]:
     """Return the size of a kernel along each axis; refuse an even one, whose middle is between two positions."""
-    size = (kernel,) * spatial_dims if isinstance(kernel, int) else tuple(kernel)
+    size = tuple(kernel) if isinstance(kernel, Iterable) else (kernel,) * spatial_dims
     for length in size:
         check_whole("kernel", length, 1)
     if len(size) != spatial_dims or not all(length % 2 for length in size):

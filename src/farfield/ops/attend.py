@@ -95,8 +95,8 @@ def _check_learned(operator: Operator, name: str, learned: Any, query: Any, head
             f"{name} must be a tensor {shape}, got {type(learned).__name__}; "
             f"fix: torch.nn.Parameter(torch.ones({', '.join(map(str, shape))})).",
         )
-    if operator.score == "latents" and learned.dim() == 3:  # as many as there are
-        operator = replace(operator, slots=learned.shape[1])
+    if operator.score == "latents" and learned.dim() == 3:  # as many as there are, at least one
+        operator = replace(operator, slots=max(learned.shape[1], 1))
     shape = operator.parameter_shapes(query.shape[1], heads)[name]
     if learned.shape != shape:
         raise refusal(
