@@ -54,7 +54,8 @@ def linear_elu_attention(
 
     `response_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / φ(q_i)ᵀ Σ_j φ(k_j)`, φ(x) = elu(x) + 1.
 
-    The first linear attention. The weights of a query are positive and sum to 1, as those of softmax attention.
+    The first linear attention. The weights of a query are positive and sum to 1, as those of softmax attention. In
+    float32, φ(x) may be 0 where x is below -87; a query whose channels all are has the response 0.
 
     Cost:
         b·(M + N)·c·p/h MACs and b·c·(M + N) exponentials; c·p/h numbers in the summary.
@@ -156,7 +157,8 @@ def mala_attention(
     s = 1/√d for d channels per head; v̄ and φ̄(k) are means over the keys.
 
     A quotient cancels the length of a query; here longer queries weigh more sharply, as in softmax attention. The
-    weights of a query sum to 1 and can be negative.
+    weights of a query sum to 1 and can be negative. They grow with z, and in float16 are infinite where z is above
+    65504, as for queries and keys of some hundreds, unless a kernel for the CPU runs: it computes them in float32.
 
     Cost:
         b·(M + N)·(c + h)·p/h MACs and b·c·(M + N) exponentials; (c + h)·p/h numbers in the summary.
