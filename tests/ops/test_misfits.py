@@ -124,3 +124,31 @@ def test_a_quotient_with_arguments_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     operator = Operator(coefficients=_Sharper(2.0), basis=table.Features(torch.nn.functional.softplus))
     module = GridAttention(8, operator, heads=2, project="qkv", residual=False)
     _assert_as_equations(module, torch.randn(2, 8, 5, 6), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        Operator(coefficients=table.queries, basis=table.keys, score="learned", reads_keys=False),
+        Operator(
+            coefficients=table.query_and_one,
+            basis=table.one_and_key,
+            per=table.position,
+            score="latents",
+            slots=1,
+            reads_keys=False,
+        ),
+    ],
+)
+@pytest.mark.parametrize("project", ["", "v"])
+def test_keys_that_are_not_read(operator: Operator, project: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A basis gets a one for each key, whatever it does with it."""
+    module = GridAttention(16, operator, project=project, residual=False)
+    _assert_as_equations(module, torch.randn(2, 16, 5, 6), monkeypatch)
+
+
+def test_one_order_where_slots_have_divisors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products can be taken in the other order only where all slots have the same divisor."""
+    operator = Operator(coefficients=table.queries, basis=table.keys, per=table.weight)
+    module = GridAttention(16, operator, project="", residual=False)
+    _assert_as_equations(module, torch.rand(2, 16, 2, 3), monkeypatch)  # few positions: E = KᵀQ is cheaper

@@ -197,6 +197,12 @@ def why_not_multiplied(plan: object, positions: Tensor, *others: Tensor | None) 
     return None
 
 
+def why_not_slots(plan: RowPlan, positions: Tensor, *projections: Tensor | None) -> str | None:
+    """Return why `sum_slots` does not run, or None."""
+    # The equations give a basis ones, one a head, where the operator says that it does not read keys.
+    return why_not_multiplied(plan, positions, *projections) if plan.keys else "no keys are read"
+
+
 def project(positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Return `matrix · positions + bias`, `(b, rows, n)`; None if no kernel does it, or a derivative is wanted."""
     if matrix is None or not are_free(positions, matrix, bias) or why_not_multiplied(None, positions, matrix, bias):

@@ -143,7 +143,7 @@ LINES = (
         "sums",
         ("project_and_summarize",),
         ({"basis": (keys, exponentials, *_FEATURES), "keys_from": (ALL,)},),
-        steps.why_not_multiplied,
+        steps.why_not_slots,
         steps.sum_slots,
         steps.gradients_of_slots,
         gradient=("project_and_summarize_backward",),
@@ -247,6 +247,8 @@ def _why_not_any(call: Call, grid: Tensor) -> str | None:
     """Return why no line for attention as a whole runs, or None."""
     if any(each.run is not None for each in (call.query, call.key, call.value, call.output)):
         return "a projection runs on positions, as one with a hook does"
+    if not call.operator.reads_keys and call.operator.basis is not one:
+        return "keys are not read"
     return kernels.why_not(grid, multiplied=grid)
 
 
