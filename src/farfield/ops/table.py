@@ -246,12 +246,13 @@ class Operator:
     @property
     def weighs_by_products(self) -> bool:
         """Whether the weights of values depend on products of keys and queries, as rotary position embeddings need."""
-        return self.has_orders or self.coefficients in (products, softmax_of_products, centred)
+        in_one_order = self.coefficients in (products, softmax_of_products, centred)
+        return in_one_order or (self.basis is keys and self.coefficients is queries)
 
     @cached_property
     def has_orders(self) -> bool:
-        """Whether the products of keys, queries and values can be taken in either order."""
-        return self.basis is keys and self.coefficients is queries
+        """Whether the products of keys, queries and values can be taken in either order, as slots share a divisor."""
+        return self.basis is keys and self.coefficients is queries and self.per in (position, channel)
 
     def in_quadratic_order(self) -> Operator:
         """Return the operator with the same responses and products V (KᵀQ), for one that `has_orders` (FA Eq. 6)."""
