@@ -43,7 +43,16 @@ TESTS = ["tests/ops", "tests/nn", "tests/papers", "tests/models", "tests/inserti
 TESTS += ["tests/test_maps.py", "tests/test_theory.py", "tests/test_cost.py"]
 SMALL_TESTS = ["tests/ops/test_grid.py", "tests/test_cost.py"]
 # Section of limits.py -> seconds. "copies" compiles, which takes minutes on a CPU.
-LIMITS = {"kan": 25, "san": 25, "bandwidth": 45, "copies": 100, "factorized": 45, "scaling": 35, "exponent": 35}
+LIMITS = {
+    "kan": 25,
+    "san": 25,
+    "bandwidth": 45,
+    "copies": 100,
+    "factorized": 45,
+    "linear": 45,
+    "scaling": 35,
+    "exponent": 35,
+}
 # Seconds for all steps, if these have ten minutes; and for a step that is stopped, to write its results.
 SECONDS, GRACE = 550, 15
 # pytest's tags for a test that failed, and for one whose fixtures failed.

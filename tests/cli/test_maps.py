@@ -185,7 +185,7 @@ def test_health_of_an_untrained_network(photograph: Path, monkeypatch: pytest.Mo
     assert (told["layer"], told["operator"], told["identity"]) == ("1", "siamese", False)
     assert set(told) == {
         *("layer", "operator", "identity", "cut", "response", "constant", "host"),
-        *("query", "key", "value", "output", "weight"),
+        *("query", "key", "value", "output", "weight", "latents", "query_map", "key_map"),
     }
     assert "give a network, --model; --health also takes an untrained one, --network" in refused(*options)
     text = refused("--network", "mobilenet_v2", "--image", photograph, "--size", 32, "--health")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,30 @@ def test_lora_is_merged() -> None:
         assert not trained or torch.linalg.matrix_rank(difference, rtol=1e-4) <= 8
 
 
+def test_lora_is_added_to_the_chosen_layers_alone() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = bert().encoder.layer[0].attention.self
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attn(x)[0]
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn, self.inner = Block().attn, Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.attn(x)[0])
+
+    model = Two().eval()
+    before = copy.deepcopy(model.state_dict())
+    linearize(model, "linear_elu", grids(3, 6, 16), where="attn", steps=3, tune="lora", **QUIET)
+    changed = {name for name, each in before.items() if not torch.equal(model.state_dict()[name], each)}
+    assert changed == {f"attn.{part}.weight" for part in ("query", "key", "value")}
+
+
 def test_the_layers_that_matter_most_stay_softmax() -> None:
     model, inputs = encoder(), grids(3, 12, 16)
     teacher = copy.deepcopy(model)
@@ -210,6 +236,29 @@ def test_a_repeated_call_goes_on_to_the_bit(
     assert linearize(again, "hedgehog", inputs[:2], folder=tmp_path, **options).losses == want.losses
 
 
+def test_a_call_in_another_process_goes_on(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\nfrom farfield.insertion import linearize\ntorch.manual_seed(0)\n"
+        "layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)\n"
+        "model = torch.nn.TransformerEncoder(layer, 1).eval()\ninputs = [torch.randn(2, 6, 16) for _ in range(3)]\n"
+        "report = linearize(model, 'flare', inputs, steps=4, folder=sys.argv[1], quiet=True)\nprint(report.losses)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first == second != ""
+
+
+def test_another_model_or_input_is_another_call(tmp_path: Path) -> None:
+    inputs = grids(2, 12, 16)
+    options = {"steps": 2, "folder": tmp_path, **QUIET}
+    linearize(encoder(), "linear_elu", inputs, **options)
+    other = encoder()
+    nn.init.zeros_(other.layers[0].linear1.weight)
+    for model, given in ((other, inputs), (encoder(), grids(3, 12, 16)[1:])):
+        with pytest.raises(ValueError, match=r"linearize: .*is of another call.*fix: another folder"):
+            linearize(model, "linear_elu", given, **options)
+
+
 def test_a_checkpoint_of_another_call_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
     inputs = grids(2, 12, 16)
     linearize(encoder(), "hedgehog", inputs, steps=2, folder=tmp_path, **QUIET)
@@ -236,11 +285,19 @@ def test_a_checkpoint_of_another_call_or_a_damaged_one_is_refused(tmp_path: Path
     ],
 )
 def test_mistakes_name_the_fix(inputs: Any, options: dict[str, Any], text: str) -> None:
-    model = encoder()
-    flags = [each.requires_grad for each in model.parameters()]
+    model = encoder().train()
+    model.layers[0].eval()
+    before = [copy.deepcopy(model.state_dict()), *state_of(model)]
     with pytest.raises(ValueError, match=f"linearize: .*{text}"):
-        linearize(model, "linear_elu", inputs, **QUIET, **options)
-    assert [each.requires_grad for each in model.parameters()] == flags
+        linearize(model, "hedgehog", inputs, **QUIET, **options)
+    assert state_of(model) == before[1:]
+    assert all(torch.equal(model.state_dict()[name], each) for name, each in before[0].items())
+
+
+def state_of(model: nn.Module) -> list[object]:
+    """The kinds and modes of all modules, and which parameters are trained."""
+    kinds = [(type(module), module.training) for module in model.modules()]
+    return [kinds, {name: each.requires_grad for name, each in model.named_parameters()}]
 
 
 def test_causal_models_are_refused_and_unchanged() -> None:

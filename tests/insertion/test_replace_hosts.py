@@ -470,3 +470,32 @@ def test_subclasses_of_torch() -> None:
     assert error(module(TOKENS, TOKENS, TOKENS), wanted) < 1e-5
     with pytest.raises(LookupError, match=r"no supported attention, but .*Other"):
         replace_attention(Other(24, 3), GAUSSIAN)
+
+
+# ---- what is replaced again, and layouts -----------------------------------------------------------------------------
+def test_rotations_are_refused_of_a_replaced_attention_too() -> None:
+    model = timm.create_model("eva02_tiny_patch14_224", img_size=28, depth=1).eval()
+    replace_attention(model, "softmax")
+    with pytest.raises(ValueError, match=r"rotates queries and keys.*fix: take an operator"):
+        replace_attention(model, "factorized_gaussian")
+
+
+def test_learned_parameters_that_do_not_fit_what_is_attended_are_refused() -> None:
+    class Windows(nn.Module):
+        num_heads, head_dim = 2, 8
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # Heads before windows, which the operator takes for heads.
+            q, k, v = self.qkv(x).view(len(x), 3, -1, 3, 2, 8).permute(3, 0, 4, 1, 2, 5)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v).permute(0, 2, 3, 1, 4).flatten(3)
+
+    model, x = nn.Sequential(Windows()).eval(), torch.randn(2, 12, 16)
+    replace_attention(model, "linear_elu")
+    assert model(x).shape == (2, 3, 4, 16)
+    replace_attention(model, "hedgehog")
+    with pytest.raises(ValueError, match=r"attends with .* for which parameters were made; fix: take an operator"):
+        model(x)

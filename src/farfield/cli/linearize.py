@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from farfield._checks import install_command
 from farfield._files import open_replacement
+from farfield._outputs import check_not_input
 from farfield.cli.values import CommandLineError, Device
 from farfield.insertion import linearize, save_recipe
 
@@ -59,6 +60,9 @@ def linearize_network(
     """
     if model is None:
         raise CommandLineError("give a model, farfield linearize FOLDER --texts corpus.txt --out linear")
+    check_not_input(out, [Path(model), *(texts or []), *([] if images is None else [images])])
+    if out.is_file():
+        raise CommandLineError(f"--out {out} is a file; fix: a folder")
     torch.manual_seed(0)
     if model.startswith("timm:"):
         network, inputs = _load_images(model.removeprefix("timm:"), images)
@@ -95,6 +99,9 @@ def _load_texts(model: str, texts: list[Path] | None, tokens: int) -> tuple[nn.M
         tokenizer = AutoTokenizer.from_pretrained(model)
     except OSError as error:
         raise CommandLineError(f"{model} is no encoder of transformers: {str(error).splitlines()[0]}") from error
+    longest = getattr(network.config, "max_position_embeddings", tokens)
+    if tokens > longest:
+        raise CommandLineError(f"--tokens {tokens}: {model} has {longest} positions; fix: --tokens {longest}")
     ids = [each for path in texts for each in _encode(tokenizer, path)]
     # The special tokens before and after a text.
     word, whole = (tokenizer("a", add_special_tokens=each)["input_ids"] for each in (False, True))
@@ -113,7 +120,10 @@ def _load_texts(model: str, texts: list[Path] | None, tokens: int) -> tuple[nn.M
 
 def _encode(tokenizer: Any, path: Path, at_once: int = 20_000) -> Iterator[int]:
     """Yield the tokens of a file, so many characters at a time."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandLineError(f"{path} is no text in UTF-8: {error}; fix: --texts FILE") from error
     for start in range(0, len(text), at_once):
         yield from tokenizer(text[start : start + at_once], add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -126,7 +136,10 @@ def _load_images(name: str, folder: Path | None) -> tuple[nn.Module, Any]:
         import timm
     except ImportError as error:
         raise CommandLineError(f"timm is not installed; fix: {install_command('timm')}") from error
-    network = timm.create_model(name, pretrained=True)
+    try:
+        network = timm.create_model(name, pretrained=True)
+    except RuntimeError as error:
+        raise CommandLineError(f"timm has no {name}: {error}; fix: a name of timm.list_models()") from error
     transform = timm.data.create_transform(**timm.data.resolve_data_config({}, model=network))
     paths = sorted(each for each in folder.rglob("*") if each.suffix.lower() in _SUFFIXES)
     if len(paths) < 2 * _BATCH:

@@ -70,7 +70,8 @@ def open_processes(processes: Processes) -> Iterator[dict[str, Any]]:
         if processes.workers is not None:
             # Workers have as many threads as the client, and together those of one process.
             torch.set_num_threads(max(1, torch.get_num_threads() // processes.workers))
-            opened.enter_context(dask.config.set({_ENVIRONMENT: _KEEPING_MEMORY}))
+            environment = dask.config.get(_ENVIRONMENT, {}) | _KEEPING_MEMORY
+            opened.enter_context(dask.config.set({_ENVIRONMENT: environment}))
             address = opened.enter_context(
                 LocalCluster(
                     n_workers=processes.workers,

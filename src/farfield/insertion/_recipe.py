@@ -29,7 +29,7 @@ from farfield.ops.table import OPERATORS, Operator
 
 _RECIPE, _WEIGHTS, _FORMAT = "farfield_recipe.json", "farfield_recipe.safetensors", 1
 # The largest number in a recipe: of channels, heads, latents, or the length of a branch.
-_BOUND = 2**20
+_BOUND = 2**14
 # Class of a wrapper -> its attribute with the model. Compared by name, because importing them is slow.
 _INSIDE = {"OptimizedModule": "_orig_mod"}
 _INSIDE |= dict.fromkeys(("AveragedModel", "DataParallel", "DistributedDataParallel"), "module")
@@ -82,6 +82,9 @@ def save_recipe(model: nn.Module, folder: str | Path) -> None:
         True
     """
     model = _unwrap(model)
+    if type(model).__module__.startswith("peft."):
+        fix = "save_recipe(model.get_base_model(), folder)"
+        raise refusal(ValueError, f"the model is wrapped by peft, which names its layers in another way; fix: {fix}.")
     inserted = [_describe_addition(place, host) for place, host in additions(model).items()]
     replaced = list(_describe_replacements(model))
     if not inserted and not replaced:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield._checks import check_whole
+from farfield._fingerprint import fingerprint
 from farfield._refusals import door, refusal
 from farfield.insertion._linearize.features import agree, compare, find_valid, move, read_features
 from farfield.insertion._linearize.report import AttentionCost, LinearizeReport
 from farfield.insertion._linearize.training import RATES, choose_parameters, leave_out, train
 from farfield.insertion._replace.api import replace_attention
 from farfield.insertion._replace.learned import add_local, attend, find_heads
+from farfield.insertion._replace.saving import note_operators
 from farfield.nn.tracing import LiveBytes
 from farfield.ops.table import Operator, look_up_operator
 
@@ -55,10 +56,12 @@ def linearize(
     which is not trained on.
 
     Args:
-        model: The transformer, of a kind that `replace_attention` takes. It keeps its mode.
+        model: The transformer, of a kind that `replace_attention` takes. It keeps its mode, and is changed at the end
+            alone: an error leaves it as it was.
         operator: A name of `ops.OPERATORS`, or your own `ops.Operator`.
         inputs: At least two: each a tensor, a tuple of arguments, or a dictionary of arguments by name, such as a
-            tokenizer returns. They are read again and again, so a list or a DataLoader and no iterator that ends.
+            tokenizer returns. They are read again and again and the first is not trained on, so a list, or a DataLoader
+            that does not shuffle, and no iterator that ends.
         teacher: The network whose final features are matched; by default a copy of the model as it is.
         where: As in `replace_attention`: which attention; all by default.
         keep: How many stay softmax: those whose replacement alone changes the final features most.
@@ -74,7 +77,7 @@ def linearize(
         The agreement with the teacher, layer by layer, and the cost; `print(report)`, `report.plot("report.png")`.
 
     Raises:
-        LookupError, TypeError, ValueError: As `replace_attention`; the model is unchanged then. Also if an input has no
+        LookupError, TypeError, ValueError: As `replace_attention`. Also if an input has no
             features to compare, if there are fewer than two inputs or they are at an end, or if the checkpoint is of
             another call.
         ImportError: If `tune` is "lora" and peft is not installed.
@@ -90,8 +93,8 @@ def linearize(
         >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         >>> encoder = torch.nn.TransformerEncoder(layer, 2).eval()
         >>> inputs = [torch.randn(4, 12, 16) for _ in range(8)]
-        >>> report = linearize(encoder, "linear_elu", inputs, steps=16, quiet=True)
-        >>> report.agreement > report.before
+        >>> report = linearize(encoder, "linear_elu", inputs, steps=28, quiet=True)
+        >>> sum(report.losses[-7:]) < sum(report.losses[:7])
         True
     """
     name, operator = look_up_operator(operator)
@@ -99,31 +102,33 @@ def linearize(
     given = list(_take(inputs, 1))
     if not given:
         raise refusal(ValueError, "there are no inputs; fix: a list of two or more.")
-    was_training, device = model.training, next(model.parameters()).device
-    first = move(given[0], device)
+    first = move(given[0], next(model.parameters()).device)
+    # The student is a copy too, so that an error leaves the model as it was.
+    student = copy.deepcopy(model).eval()
     teacher = copy.deepcopy(model if teacher is None else teacher).eval().requires_grad_(False)
     with torch.no_grad():
         wanted = read_features(teacher, first)
-        replaced = replace_attention(copy.deepcopy(model), operator, where)
+    replaced = list(replace_attention(student, operator, where))
     valid = find_valid(first, wanted)
-    layers = dict(_replace_one_by_one(model, operator, list(replaced), first, wanted, valid))
+    layers = dict(_replace_one_by_one(model, operator, replaced, first, wanted, valid))
     kept = tuple(sorted(layers, key=lambda path: -layers[path])[:keep])
     if keep and len(kept) == len(layers):
         raise refusal(ValueError, f"{keep=} keeps all {len(layers)}; fix: fewer.")
-    chosen = replace_attention(model.eval(), operator, [path for path in replaced if path not in kept])
+    paths = [path for path in replaced if path not in kept]
+    options = [paths, steps, local, tune, model.state_dict(), teacher.state_dict(), first]
+    identity = fingerprint([operator, *options])
+    student = copy.deepcopy(model).eval()
+    chosen = _replace(student, operator, paths, local)
     with_local = list(chosen.values()) if local else []
-    for module in with_local:
-        add_local(module, local or 0)
 
     def measure() -> Tensor:
         with torch.no_grad():
-            return read_features(model, first)
+            return read_features(student, first)
 
     before = agree(measure(), wanted, valid)
-    identity = json.dumps([name, repr(operator), list(chosen), steps, local, tune])
-    with choose_parameters(model, chosen, tune) as parameters:
+    with choose_parameters(student, chosen, tune) as parameters:
         trained = train(
-            model,
+            student,
             teacher,
             inputs,
             parameters,
@@ -139,7 +144,8 @@ def linearize(
         with leave_out(with_local, part):
             parts[label] = agree(measure(), wanted, valid)
     costs = tuple(_measure_cost(next(iter(chosen.values())), operator, tokens) for tokens in _LENGTHS)
-    model.train(was_training)
+    _replace(model, operator, paths, local)
+    model.load_state_dict(student.state_dict())
     return LinearizeReport(
         name,
         before,
@@ -176,12 +182,23 @@ def _replace_one_by_one(
     model: nn.Module, operator: Operator, paths: Sequence[str], first: Any, wanted: Tensor, valid: Tensor
 ) -> Iterator[tuple[str, float]]:
     """Yield the path of each attention, and the distance of the features where it alone is replaced."""
-    student = copy.deepcopy(model).eval()
     for path in paths:
+        student = copy.deepcopy(model).eval()
         replace_attention(student, operator, path)
         with torch.no_grad():
             yield path, float(compare(read_features(student, first), wanted, valid)) ** 0.5
-        replace_attention(student, "softmax", path)
+
+
+def _replace(model: nn.Module, operator: Operator, paths: Sequence[str], local: int | None) -> dict[str, nn.Module]:
+    """Replace the attention at some paths, and give each a local branch if that is wanted."""
+    chosen = replace_attention(model, operator, paths)
+    for path, module in chosen.items() if local else ():
+        if find_heads(module) is None:
+            text = f"{path} does not say how many heads it has, for a local branch; fix: local=None."
+            raise refusal(ValueError, text)
+        add_local(module, local or 0)
+    note_operators(model)
+    return chosen
 
 
 def _measure_cost(module: nn.Module, operator: Operator, tokens: int) -> AttentionCost:

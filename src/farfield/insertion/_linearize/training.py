@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -96,7 +97,9 @@ def _add_lora(student: nn.Module, modules: Mapping[str, nn.Module]) -> Any:
     if not targets:
         problem = "these attentions have no linear layers as modules, to which LoRA is added"
         raise refusal(ValueError, f'{problem}; fix: tune="attention".')
-    config = LoraConfig(r=_LORA_RANK, lora_alpha=2 * _LORA_RANK, target_modules=targets)
+    # A list would also match other layers whose paths end alike; a text is matched as a whole.
+    pattern = "|".join(map(re.escape, targets))
+    config = LoraConfig(r=_LORA_RANK, lora_alpha=2 * _LORA_RANK, target_modules=pattern)
     return LoraModel(student, config, "default")
 
 
@@ -183,10 +186,11 @@ def _load(
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         found = content["identity"]
-    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
         raise refusal(ValueError, f"{path} is no checkpoint of linearize, or damaged; fix: remove it.") from error
     if found != identity:
-        raise refusal(ValueError, f"{path} is of another call, {found}; fix: another folder, or remove it.")
+        problem = f"{path} is of another call: of another model, teacher, first input, operator or option"
+        raise refusal(ValueError, f"{problem}; fix: another folder, or remove it.")
     with torch.no_grad():
         for name, each in parameters.items():
             each.copy_(content["parameters"][name])

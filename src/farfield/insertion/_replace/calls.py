@@ -78,7 +78,8 @@ class CallingAttention(Replaced):
         bias = find_bias(module)
         if bias is not None:
             return f"adds a bias to the products of queries and keys ({bias}), and there are no such products"
-        return find_rotation(type(module).forward, operator)
+        # Of a module that is replaced already, the host's.
+        return find_rotation(getattr(module, "host", type(module)).forward, operator)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the host's forward, in which the operator answers torch's function."""

@@ -62,14 +62,25 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as `attend_tokens` does, with what the attention has learned, and its local branch if it has one."""
     learned = {name: getattr(module, name) for name in operator.parameter_shapes(1, 1)}
+    kernel = getattr(module, LOCAL, None)
+    if learned or kernel is not None:
+        _check_layout(module, query, value)
     options: Any = {"scale": scale, "dropout": dropout, "weights": weights, "learned": learned}
     response, matrix = attend_tokens(operator, query, key, value, valid, **options)
-    kernel = getattr(module, LOCAL, None)
     # In cross-attention the values have no place beside the queries.
     if kernel is None or module.__dict__.get(WITHOUT) == "local" or query.shape[2] != value.shape[2]:
         return response, matrix
     branch = _convolve(value, valid, kernel, query.shape[1])
     return branch if module.__dict__.get(WITHOUT) == "summary" else response + branch, matrix
+
+
+def _check_layout(module: nn.Module, query: Tensor, value: Tensor) -> None:
+    """Refuse queries that do not have the heads and channels that the attention's attributes say."""
+    heads = find_heads(module)
+    if query.dim() != 4 or heads != (query.shape[1], query.shape[3]) or value.shape[3] != query.shape[3]:
+        problem = f"{type(module).__name__} attends with {tuple(query.shape)}, and says that it has heads {heads}"
+        fix = "take an operator that learns nothing, such as linear_relu, and no local branch"
+        raise ValueError(f"{problem}, for which parameters were made; fix: {fix}.")
 
 
 def add_local(module: nn.Module, kernel: int) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from farfield.insertion._places import matching
 from farfield.insertion._replace.finding import chosen_operator, find_original, known_attention, other_attention
 from farfield.insertion._replace.hugging_face import configured_models, uses_interface
+from farfield.insertion._replace.learned import LOCAL
 from farfield.ops.table import OPERATORS, Operator
 
 _ENTRY = "attn_implementation"
@@ -50,6 +51,10 @@ def _describe_replacements(model: nn.Module) -> str | None:
     if not groups:
         return None
     calls = []
+    has_local = any(LOCAL in module._parameters for module in known.values())
+    if has_local or any(operator.parameter_shapes(1, 1) for _, operator in groups):
+        # A repeated call would draw anew what was learned.
+        calls, groups = ["farfield.insertion.apply_recipe(model, folder), with the folder of save_recipe"], {}
     for (name, _), paths in groups.items():
         complete = len(paths) == len(known) and not other_attention(model, [""], paths)
         operator = repr(name) if name in OPERATORS else "your_operator"
