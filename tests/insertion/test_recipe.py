@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import peft
 import pytest
 import timm
 import torch
@@ -171,3 +172,15 @@ def test_damaged_files(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"apply_recipe: .* is damaged"):
         apply_recipe(encoder(), tmp_path)
+
+
+def test_replaced_attention_that_peft_has_wrapped(tmp_path: Path) -> None:
+    model = vit()
+    replace_attention(model, "flare")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["qkv"]))
+    with pytest.raises(ValueError, match=r"save_recipe: peft has wrapped .*; fix: save_recipe\(model.get_base_model"):
+        save_recipe(adapted, tmp_path)
+    save_recipe(adapted.get_base_model(), tmp_path)
+    loaded = vit()
+    apply_recipe(loaded, tmp_path)
+    assert torch.equal(loaded.blocks[0].attn.latents, model.blocks[0].attn.latents)

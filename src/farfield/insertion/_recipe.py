@@ -82,11 +82,11 @@ def save_recipe(model: nn.Module, folder: str | Path) -> None:
         True
     """
     model = _unwrap(model)
-    if type(model).__module__.startswith("peft."):
-        fix = "save_recipe(model.get_base_model(), folder)"
-        raise refusal(ValueError, f"the model is wrapped by peft, which names its layers in another way; fix: {fix}.")
     inserted = [_describe_addition(place, host) for place, host in additions(model).items()]
     replaced = list(_describe_replacements(model))
+    if replaced and type(model).__module__.startswith("peft."):
+        fix = "save_recipe(model.get_base_model(), folder)"
+        raise refusal(ValueError, f"peft has wrapped the model, and names its attention in another way; fix: {fix}.")
     if not inserted and not replaced:
         raise refusal(ValueError, f"nothing was inserted into {type(model).__name__} or replaced in it; fix: save it.")
     recipe = {"format": _FORMAT, "replaced": replaced, "inserted": inserted, "watched": read_watches(model)}
