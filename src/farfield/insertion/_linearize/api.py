@@ -20,7 +20,7 @@ from farfield.insertion._linearize.features import agree, compare, find_valid, m
 from farfield.insertion._linearize.report import AttentionCost, LinearizeReport
 from farfield.insertion._linearize.training import RATES, choose_parameters, leave_out, train
 from farfield.insertion._replace.api import replace_attention
-from farfield.insertion._replace.learned import add_local, attend, find_heads
+from farfield.insertion._replace.learned import add_local, attend_in_host, find_heads
 from farfield.insertion._replace.saving import note_operators
 from farfield.nn.tracing import LiveBytes
 from farfield.ops.table import Operator, look_up_operator
@@ -51,9 +51,8 @@ def linearize(
     `minimize ‖features(student, x) − features(teacher, x)‖² / ‖features(teacher, x)‖²` over the inputs x. No labels are
     needed: the teacher is a copy of the model as it was.
 
-    The whole network is matched at once, as that took fewer steps to the same agreement than matching the layers one by
-    one (docs/guide/linearize.md has the measurements). Dropout is off. The agreement is measured on the first input,
-    which is not trained on.
+    The whole network is matched at once, and not layer by layer. Dropout is off. The agreement is measured on the first
+    input, which is not trained on.
 
     Args:
         model: The transformer, of a kind that `replace_attention` takes. It keeps its mode, and is changed at the end
@@ -77,9 +76,8 @@ def linearize(
         The agreement with the teacher, layer by layer, and the cost; `print(report)`, `report.plot("report.png")`.
 
     Raises:
-        LookupError, TypeError, ValueError: As `replace_attention`. Also if an input has no
-            features to compare, if there are fewer than two inputs or they are at an end, or if the checkpoint is of
-            another call.
+        LookupError, TypeError, ValueError: As `replace_attention`. Also if an input has no features to compare, if
+            there are fewer than two inputs or they are at an end, or if the checkpoint is of another call.
         ImportError: If `tune` is "lora" and peft is not installed.
 
     Cost:
@@ -99,16 +97,14 @@ def linearize(
     """
     name, operator = look_up_operator(operator)
     _check_options(keep, steps, local, tune)
-    given = list(_take(inputs, 1))
-    if not given:
+    first = next(iter(inputs), None)
+    if first is None:
         raise refusal(ValueError, "there are no inputs; fix: a list of two or more.")
-    first = move(given[0], next(model.parameters()).device)
-    # The student is a copy too, so that an error leaves the model as it was.
-    student = copy.deepcopy(model).eval()
+    first = move(first, next(model.parameters()).device)
     teacher = copy.deepcopy(model if teacher is None else teacher).eval().requires_grad_(False)
     with torch.no_grad():
         wanted = read_features(teacher, first)
-    replaced = list(replace_attention(student, operator, where))
+    replaced = list(replace_attention(copy.deepcopy(model), operator, where))
     valid = find_valid(first, wanted)
     layers = dict(_replace_one_by_one(model, operator, replaced, first, wanted, valid))
     kept = tuple(sorted(layers, key=lambda path: -layers[path])[:keep])
@@ -117,6 +113,7 @@ def linearize(
     paths = [path for path in replaced if path not in kept]
     options = [paths, steps, local, tune, model.state_dict(), teacher.state_dict(), first]
     identity = fingerprint([operator, *options])
+    # A copy too, so that an error leaves the model as it was.
     student = copy.deepcopy(model).eval()
     chosen = _replace(student, operator, paths, local)
     with_local = list(chosen.values()) if local else []
@@ -173,11 +170,6 @@ def _check_options(keep: int, steps: int, local: int | None, tune: str) -> None:
         raise refusal(ValueError, f'{tune=} is none of {", ".join(RATES)}; fix: tune="attention".')
 
 
-def _take(inputs: Iterable[Any], count: int) -> Iterator[Any]:
-    for _, given in zip(range(count), inputs, strict=False):
-        yield given
-
-
 def _replace_one_by_one(
     model: nn.Module, operator: Operator, paths: Sequence[str], first: Any, wanted: Tensor, valid: Tensor
 ) -> Iterator[tuple[str, float]]:
@@ -211,7 +203,7 @@ def _measure_cost(module: nn.Module, operator: Operator, tokens: int) -> Attenti
         return F.scaled_dot_product_attention(query, key, value)
 
     def linear() -> Tensor:
-        return attend(module, operator, query, key, value, None, scale=width**-0.5, dropout=0.0)[0]
+        return attend_in_host(module, operator, query, key, value, None, scale=width**-0.5, dropout=0.0)[0]
 
     (before, bytes_before), (after, bytes_after) = _measure(softmax), _measure(linear)
     return AttentionCost(tokens, before, after, bytes_before, bytes_after)

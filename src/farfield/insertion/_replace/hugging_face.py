@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from farfield._refusals import door, put_name
-from farfield.insertion._replace.learned import attend
+from farfield.insertion._replace.learned import attend_in_host
 from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions
 from farfield.ops.table import OPERATORS, Operator
 
@@ -106,7 +106,7 @@ def _attend_tokens_of_model(
         valid = find_valid_positions(attention_mask, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))
-    return attend(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
+    return attend_in_host(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
 
 
 def _make_mask(

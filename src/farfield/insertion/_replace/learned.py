@@ -48,7 +48,7 @@ def add_learned(module: nn.Module, operator: Operator) -> None:
         draw_learned(name, module.get_parameter(name), heads)
 
 
-def attend(
+def attend_in_host(
     module: nn.Module,
     operator: Operator,
     query: Tensor,

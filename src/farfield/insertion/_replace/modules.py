@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield._refusals import door, put_name
-from farfield.insertion._replace.learned import attend
+from farfield.insertion._replace.learned import attend_in_host
 from farfield.insertion._replace.masks import causal_error, find_valid_positions
 from farfield.nn.scripting import refuse_to_script
 from farfield.ops.table import Operator
@@ -55,7 +55,7 @@ class Replaced:
         """Attend from queries `(b, h, m, d)`: responses `(b, m, h, c)`, and with `weights` the matrix."""
         module = cast(nn.Module, self)
         operator = self.adapt_operator(module, self.operator)
-        return attend(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=weights)
+        return attend_in_host(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=weights)
 
 
 class TorchAttention(Replaced, nn.MultiheadAttention):
