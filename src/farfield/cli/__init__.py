@@ -49,6 +49,8 @@ COMMANDS = {
     "test": _TRAIN,
     "predict": _TRAIN,
 }
+# `farfield predict` with a model of another library: the option that names the model, and what runs in place of a task.
+PREDICTORS: dict[str, Command] = {}
 # What the four commands do that one function runs.
 _SUMMARIES = {
     "fit": "Train a network: --config digits, a recipe by name, or a file.",
@@ -130,7 +132,8 @@ def _build_own_parser() -> Parser:
 
 def dispatch(name: str, words: list[str]) -> None:
     """Parse the options of a command, import its module and run it; name a package that is not installed."""
-    command = COMMANDS[name]
+    options = {word.partition("=")[0] for word in words} if name == "predict" else set()
+    command = next((PREDICTORS[option] for option in PREDICTORS if option in options), COMMANDS[name])
     if command is _TRAIN:
         _call(command, [name, *words])
         return

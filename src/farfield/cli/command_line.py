@@ -76,15 +76,16 @@ def build_parser(command: str, signature: Signature) -> Parser:
 
 
 def _add_option(group: Any, option: Parameter) -> None:
-    flag = f"--{option.name.replace('_', '-')}"
-    settings: dict[str, Any] = {"help": help_text(option), "default": argparse.SUPPRESS}
+    # Options of one thing have its name and a dot before theirs: --tile.memory.
+    flag = f"--{option.name.replace('__', '.').replace('_', '-')}"
+    settings: dict[str, Any] = {"help": help_text(option), "default": argparse.SUPPRESS, "dest": option.name}
     if option.kind == "bool":
         group.add_argument(flag, action="store_true", **settings)
         return
     is_list = option.kind.startswith("list[")
     convert, metavar = _KINDS[option.kind[5:-1] if is_list else option.kind]
     if option.is_positional:
-        group.add_argument(option.name, type=convert, nargs="?", **settings)
+        group.add_argument(type=convert, nargs="?", **settings)
     else:
         settings |= {"action": "append" if is_list else "store", "required": option.default == REQUIRED}
         group.add_argument(flag, type=convert, metavar=metavar, **settings)
