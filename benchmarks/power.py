@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LEVEL, POWER = 0.05, 0.8
-# Of ImageNet: KANet 72.9 %, without attention 72.1 % (KAN Table 4).
+# Of ImageNet: KANet 72.9 %, without attention 72.1 % (KAN Table 5).
 PAPERS = 0.008
 Lines = Sequence[dict[str, Any]]
 
