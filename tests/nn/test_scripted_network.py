@@ -96,8 +96,9 @@ def test_the_script_stays_as_it_is() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in script.state_dict().items())
 
 
-def test_what_cannot_run_in_tiles_is_named() -> None:
-    script = torch.jit.script(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Softmax(1)).eval())
-    with pytest.raises(ValueError, match="spatial dims is unknown.*fix: tile with one number per spatial dim"):
-        predict_whole(script, torch.zeros(1, 20, 20), tile=8, quiet=True)
-    assert predict_whole(script, torch.zeros(1, 20, 20), tile=(8, 8), quiet=True).shape == (2, 18, 18)
+@pytest.mark.parametrize("convert", [torch.jit.script, lambda net: torch.jit.trace(net, torch.zeros(1, 4, 9, 9))])
+def test_the_axes_are_known_by_the_first_convolution(convert: Callable[[nn.Module], nn.Module]) -> None:
+    script = convert(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 1, 1)).eval())
+    assert predict_whole(script, torch.zeros(4, 20, 20), tile=8, quiet=True).shape == (1, 18, 18)
+    with pytest.raises(ValueError, match="a volume of 4 channels.*this one has 3 channels"):
+        predict_whole(script, torch.zeros(3, 20, 20), quiet=True)

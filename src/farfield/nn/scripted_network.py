@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+
+
+# Convolutions, and the place of the number of groups among their arguments.
+_GROUPS = {"aten::conv1d": 6, "aten::conv2d": 6, "aten::conv3d": 6, "aten::_convolution": 8}
 
 
 class _Step(NamedTuple):
@@ -63,6 +67,14 @@ class ScriptedNetwork(nn.Module):
         outputs = _run(self.block, [self, *inputs], values)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
+    def first_convolution(self) -> tuple[int, int] | None:
+        """Return the spatial dims and the channels that the first convolution takes; None if it is not known."""
+        for step in _iterate(self.block):
+            if step.name in _GROUPS and step.inputs[1] in self.tensors:
+                weight = getattr(self, self.tensors[step.inputs[1]])
+                return weight.dim() - 2, weight.shape[1] * self.constants[step.inputs[_GROUPS[step.name]]]
+        return None
+
     def _read_block(self, block: Any, objects: dict[str, tuple[str, Any]]) -> _Block:
         """Read the steps of a block; `objects` are the modules and attributes that are known, with their paths."""
         steps = []
@@ -101,6 +113,13 @@ class ScriptedNetwork(nn.Module):
             self.register_parameter(own, made)
         else:
             self.register_buffer(own, made)
+
+
+def _iterate(block: _Block) -> Iterator[_Step]:
+    for step in block.steps:
+        yield step
+        for inner in step.blocks:
+            yield from _iterate(inner)
 
 
 def _run(block: _Block, inputs: Sequence[Any], values: dict[str, Any]) -> list[Any]:
