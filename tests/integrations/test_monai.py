@@ -87,7 +87,7 @@ def test_what_is_refused(name: str) -> None:
 def test_a_network_of_one_size() -> None:
     net, grid = unetr(), torch.rand(1, 1, *WIDE)
     torch.testing.assert_close(WholeInferer(tile=32)(grid, net), net(grid).detach(), rtol=1e-4, atol=2e-5)
-    with pytest.raises(ValueError, match=r"runs in no other size; got \(80, 80\); fix: SlidingWindowInferer\(roi_size"):
+    with pytest.raises(ValueError, match=r"runs in no other size, got \(80, 80\); fix: SlidingWindowInferer\(roi_size"):
         WholeInferer(tile=32, pad="reflect")(torch.rand(1, 1, 80, 80), net)
     assert monai.inferers.SlidingWindowInferer(roi_size=WIDE)(torch.rand(1, 1, 80, 100), net).shape == (1, 2, 80, 100)
 
@@ -97,11 +97,13 @@ def test_meta_data_labels_and_devices() -> None:
     matrix = torch.diag(torch.tensor([2.0, 3.0, 4.0, 1.0]))
     batch = MetaTensor(torch.rand(2, 1, *WIDE), affine=matrix.repeat(2, 1, 1), meta={"filename_or_obj": ["a", "b"]})
     scores = WholeInferer(tile=32, device="cpu")(batch, net)
-    assert isinstance(scores, MetaTensor) and scores.meta["filename_or_obj"] == ["a", "b"]
+    assert isinstance(scores, MetaTensor)
+    assert scores.meta["filename_or_obj"] == ["a", "b"]
     assert torch.equal(scores.affine, batch.affine)
     torch.testing.assert_close(scores.as_tensor(), net(batch.as_tensor()).detach(), rtol=1e-4, atol=2e-5)
     labels = WholeInferer(tile=32, reduce="argmax")(batch, net)
-    assert labels.shape == (2, 1, *WIDE) and labels.dtype == torch.uint8
+    assert labels.shape == (2, 1, *WIDE)
+    assert labels.dtype == torch.uint8
     plain = WholeInferer(tile=32)(batch.as_tensor(), nn.DataParallel(net))
     assert type(plain) is Tensor
 
@@ -216,7 +218,15 @@ def test_a_bundle_from_end_to_end(tmp_path: Path) -> None:
     if python is None:
         pytest.skip("pip cannot install pytorch-ignite")
     labels = write_bundle(tmp_path)
-    words = ["-m", "monai.bundle", "run", "--config_file", "configs/inference.json", "--meta_file", "configs/metadata.json"]
+    words = [
+        "-m",
+        "monai.bundle",
+        "run",
+        "--config_file",
+        "configs/inference.json",
+        "--meta_file",
+        "configs/metadata.json",
+    ]
     done = run_in(python, words, tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     nibabel: Any = pytest.importorskip("nibabel")

@@ -60,7 +60,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor],
     "scripted": (Language, lambda net, _: torch.jit.script(net)),
     "frozen": (Language, lambda net, _: torch.jit.freeze(torch.jit.script(net))),
     **{name: (lambda name=name: attentive(name), torch.jit.trace) for name in ("siamese", "kronecker_qkv", "flare")},
-    "frozen attention": (lambda: attentive("factorized_gaussian"), lambda *own: torch.jit.freeze(torch.jit.trace(*own))),
+    "frozen attention": (
+        lambda: attentive("factorized_gaussian"),
+        lambda *own: torch.jit.freeze(torch.jit.trace(*own)),
+    ),
 }
 
 
@@ -100,5 +103,5 @@ def test_the_script_stays_as_it_is() -> None:
 def test_the_axes_are_known_by_the_first_convolution(convert: Callable[[nn.Module], nn.Module]) -> None:
     script = convert(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 1, 1)).eval())
     assert predict_whole(script, torch.zeros(4, 20, 20), tile=8, quiet=True).shape == (1, 18, 18)
-    with pytest.raises(ValueError, match="a volume of 4 channels.*this one has 3 channels"):
+    with pytest.raises(ValueError, match=r"a volume of 4 channels.*this one has 3 channels"):
         predict_whole(script, torch.zeros(3, 20, 20), quiet=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-class WholeInferer(Inferer):  # type: ignore[misc]  # MONAI is not typed
+class WholeInferer(Inferer):
     """Run a network over whole volumes in tiles, with the result of the network on the volume in one piece.
 
     In place of `SlidingWindowInferer`, whose windows see their own statistics and are blended: here norms, attention
@@ -50,7 +51,7 @@ class WholeInferer(Inferer):  # type: ignore[misc]  # MONAI is not typed
         >>> entry = {"_target_": "farfield.integrations.monai.WholeInferer", "tile": [96, 96, 96]}
     """
 
-    def __init__(  # noqa: PLR0913  (each is a choice of its own)
+    def __init__(
         self,
         tile: int | Sequence[int | None] | None = None,
         *,
@@ -82,11 +83,13 @@ class WholeInferer(Inferer):  # type: ignore[misc]  # MONAI is not typed
             TypeError: If the network is no module.
             ValueError: As of `predict_whole`; for a network that runs in one size alone, or in multiples, with the fix.
         """
-        network = network.module if isinstance(network, nn.DataParallel | nn.parallel.DistributedDataParallel) else network
+        network = (
+            network.module if isinstance(network, nn.DataParallel | nn.parallel.DistributedDataParallel) else network
+        )
         if not isinstance(network, nn.Module):
             raise TypeError(
-                f"WholeInferer: network must be a torch.nn.Module, got {type(network).__name__}; fix: the module itself, "
-                "and what a function adds as further arguments, inferer(inputs, network, …)."
+                f"WholeInferer: network must be a torch.nn.Module, got {type(network).__name__}; fix: the module "
+                "itself, and what a function adds as further arguments, inferer(inputs, network, …)."
             )
         volume = inputs.as_tensor() if isinstance(inputs, MetaTensor) else inputs
         called = _WithArguments(network, args, kwargs) if args or kwargs else network
@@ -95,14 +98,14 @@ class WholeInferer(Inferer):  # type: ignore[misc]  # MONAI is not typed
                 called, volume, tile=self.tiles, pad=self.pad, reduce=self.reduce, quiet=not self.progress
             )
         except ValueError as error:
-            if hasattr(network, "feat_size") and hasattr(network, "patch_size"):  # as UNETR
-                size = tuple(each * patch for each, patch in zip(network.feat_size, network.patch_size, strict=True))
-                if size != tuple(volume.shape[2:]):
-                    raise ValueError(
-                        f"WholeInferer: {type(network).__name__} has learned an embedding for each patch of {size}, and "
-                        f"runs in no other size; got {tuple(volume.shape[2:])}; fix: SlidingWindowInferer(roi_size="
-                        f"{size}), or resize the volume to {size}."
-                    ) from error
+            patches, patch = getattr(network, "feat_size", None), getattr(network, "patch_size", None)
+            if isinstance(patches, tuple) and isinstance(patch, tuple):  # as UNETR
+                size, given = tuple(map(operator.mul, patches, patch)), tuple(volume.shape[2:])
+                raise ValueError(
+                    f"WholeInferer: {type(network).__name__} has learned an embedding for each patch of {size}, and "
+                    f"runs in no other size, got {given}; fix: SlidingWindowInferer(roi_size={size}), or a volume that is "
+                    f"resized to {size}."
+                ) from error
             raise
         return self._finish(result, inputs)
 

@@ -78,8 +78,8 @@ class Copier:
 
     # `copy.deepcopy` does not serve: it shares functions, also closures over a module, clones all tensors, and fails
     # for locks, for tensors with a history, and for objects that refuse it. With `reports`, a list, dict or set that a
-    # function encloses is shared where nothing in it is copied. With `scripted`, the copy of a scripted module is one of
-    # the same operations, for those who look at operations and not at modules.
+    # function encloses is shared where nothing in it is copied. With `scripted`, a scripted module becomes one of the
+    # same operations, for those who look at operations and not at modules.
     def __init__(self, make: MakeTensor, *, reports: bool = False, scripted: bool = False) -> None:
         self.make, self.reports, self.scripted = make, reports, scripted
         # Address -> an object, kept so that no other gets its address, and its copy.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-
 
 # Convolutions, and the place of the number of groups among their arguments.
 _GROUPS = {"aten::conv1d": 6, "aten::conv2d": 6, "aten::conv3d": 6, "aten::_convolution": 8}
@@ -79,24 +78,21 @@ class ScriptedNetwork(nn.Module):
         """Read the steps of a block; `objects` are the modules and attributes that are known, with their paths."""
         steps = []
         for node in block.nodes():
-            kind, output = node.kind(), next(node.outputs(), None)
+            kind = node.kind()
             if kind == "prim::Constant":
-                self._keep(output.debugName(), "", output.toIValue())
+                self._keep(node.output().debugName(), "", node.output().toIValue())
             elif kind == "prim::GetAttr":
                 path, value = objects[node.input().debugName()]
-                inner = f"{path}{node.s('name')}"
-                objects[output.debugName()] = f"{inner}/", getattr(value, node.s("name"))
-                self._keep(output.debugName(), inner, objects[output.debugName()][1])
+                inner, name = f"{path}{node.s('name')}", node.output().debugName()
+                objects[name] = f"{inner}/", getattr(value, node.s("name"))
+                self._keep(name, inner, objects[name][1])
             elif kind in ("prim::CallMethod", "prim::CallFunction", "prim::fork", "prim::rpc_async"):
                 raise ValueError(f"it has a {kind}, which has no graph")
             else:
                 name = node.schema().partition("(")[0] if "::" in node.schema() else kind
-                names = (tuple(each.debugName() for each in ends) for ends in (node.inputs(), node.outputs()))
                 blocks = tuple(self._read_block(each, objects) for each in node.blocks())
-                steps.append(_Step(name, *names, blocks))
-        ends = (tuple(each.debugName() for each in values) for values in (block.inputs(), block.outputs()))
-        inputs, outputs = ends
-        return _Block(inputs, tuple(steps), outputs)
+                steps.append(_Step(name, _names(node.inputs()), _names(node.outputs()), blocks))
+        return _Block(_names(block.inputs()), tuple(steps), _names(block.outputs()))
 
     def _keep(self, name: str, path: str, value: Any) -> None:
         """Keep a tensor as a parameter or buffer, each once, and a plain value as a constant."""
@@ -113,6 +109,10 @@ class ScriptedNetwork(nn.Module):
             self.register_parameter(own, made)
         else:
             self.register_buffer(own, made)
+
+
+def _names(values: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(each.debugName() for each in values)
 
 
 def _iterate(block: _Block) -> Iterator[_Step]:
@@ -132,7 +132,7 @@ def _run(block: _Block, inputs: Sequence[Any], values: dict[str, Any]) -> list[A
             results = _run_loop(step.blocks[0], given, values)
         else:
             result = _find(step.name)(*given)
-            results = [result] if len(step.outputs) == 1 else result or ()
+            results = [result] if len(step.outputs) == 1 else list(result or ())
         values.update(zip(step.outputs, results, strict=True))
     return [values[name] for name in block.outputs]
 
@@ -149,8 +149,9 @@ def _run_loop(block: _Block, given: Sequence[Any], values: dict[str, Any]) -> li
 def _find(name: str) -> Callable[..., Any]:
     """Return what runs a step: Python, where it is of lists and numbers, or an operation of torch."""
     plain, _, overload = name.partition(".")
-    if name in _IN_PYTHON or plain in _IN_PYTHON:
-        return _IN_PYTHON.get(name, _IN_PYTHON.get(plain))  # type: ignore[return-value]
+    in_python = _IN_PYTHON.get(name) or _IN_PYTHON.get(plain)
+    if in_python is not None:
+        return in_python
     namespace, _, own = plain.partition("::")
     operation = getattr(getattr(getattr(torch.ops, namespace), own), overload or "default")
     named = [each.name for each in operation._schema.arguments if each.kwarg_only]

@@ -87,9 +87,7 @@ def copied_empty(model: nn.Module, *kept: Any) -> Iterator[nn.Module]:
     sweep(*kept)
 
 
-def looks_at_a_copy(
-    function: Callable[..., Any], caller: str = "", *, scripted: bool = False
-) -> Callable[..., Any]:
+def looks_at_a_copy(function: Callable[..., Any], caller: str = "", *, scripted: bool = False) -> Callable[..., Any]:
     """Give a function, in place of a network, a copy with the same parameters and clones of all other tensors.
 
     Errors name the function, or `caller`. With `scripted`, a scripted network is given as its operations.
