@@ -103,8 +103,8 @@ class WholeInferer(Inferer):
                 size, given = tuple(map(operator.mul, patches, patch)), tuple(volume.shape[2:])
                 raise ValueError(
                     f"WholeInferer: {type(network).__name__} has learned an embedding for each patch of {size}, and "
-                    f"runs in no other size, got {given}; fix: SlidingWindowInferer(roi_size={size}), or a volume that is "
-                    f"resized to {size}."
+                    f"runs in no other size, got {given}; fix: SlidingWindowInferer(roi_size={size}), or a volume that "
+                    f"is resized to {size}."
                 ) from error
             raise
         return self._finish(result, inputs)

@@ -206,6 +206,9 @@ class _Arranged(nn.Module):
         """Run the network."""
         arranged = []
         for grid, axes in zip(grids, self.inputs, strict=True):
+            for axis, length in zip(self.grid, grid.shape, strict=True):
+                if axis not in axes and length > 1:
+                    raise ValueError(f"the package takes grids without the axis {axis}, got {length} along it")
             places = [self.grid.index(axis) for axis in axes]
             taken = tuple(slice(None) if axis in axes else 0 for axis in self.grid)
             arranged.append(grid[taken].permute([sorted(places).index(place) for place in places]))

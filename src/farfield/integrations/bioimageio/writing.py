@@ -43,7 +43,7 @@ def export_package(
         path: A path ending in .zip, or a folder that is made.
         example: `(batch, channels, *size)`, of one to three spatial dims: the test's input; random numbers do. Its size
             is the smallest that the package states, so small ones make a fast test.
-        name: Name of the model.
+        name: Name of the model, of five characters or more.
         step: Sizes are those of the example and multiples of this more, in each spatial dim.
         metadata: Fields of the description by bioimage.io's names: authors, license, cite, description, documentation,
             covers, tags, git_repo and others. Authors, license and what to cite are nowhere if they are not given here;
@@ -61,9 +61,9 @@ def export_package(
     Example:
         >>> from farfield.nn import GridAttention
         >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), GridAttention(8, "siamese"), nn.Conv2d(8, 1, 1)).eval()
-        >>> authors = [{"name": "Ada Lovelace"}]
+        >>> metadata = {"authors": [{"name": "Ada Lovelace"}], "license": "MIT"}
         >>> example = torch.rand(1, 1, 64, 64)
-        >>> export_package(net, "net.zip", example, name="Net", metadata={"authors": authors})  # doctest: +SKIP
+        >>> export_package(net, "net.zip", example, name="Nuclei", metadata=metadata)  # doctest: +SKIP
         PosixPath('net.zip')
     """
     target = Path(path)
