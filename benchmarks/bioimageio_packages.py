@@ -1,6 +1,6 @@
 """A package of bioimage.io by bioimageio.core on the whole volume and by farfield in tiles: seconds and memory.
 
-    python benchmarks/bioimageio_packages.py --size 96,384,384
+    python benchmarks/bioimageio_packages.py --size 96,320,320
 
 Needs the extras bioimageio and monai. Each way runs in a process of its own.
 """
@@ -24,13 +24,13 @@ WAYS = ("bioimageio.core, whole", "farfield, tiles of 48")
 def write_package(folder: Path) -> None:
     """Write a U-Net of MONAI with instance norms, whose input is scaled by percentiles of the whole volume."""
     from bioimageio.spec import load_description, save_bioimageio_package
-    from monai.networks.nets import UNet
+    from monai.networks.nets import BasicUNet
 
     from farfield.integrations.bioimageio import export_package
 
     torch.manual_seed(0)
-    net = UNet(3, 1, 2, (8, 16, 32), (2, 2), norm="instance").eval()
-    export_package(net, folder / "plain", torch.rand(1, 1, 32, 32, 32), name="A UNet", step=4)
+    net = BasicUNet(3, 1, 2, (8, 8, 16, 16, 32, 8)).eval()
+    export_package(net, folder / "plain", torch.rand(1, 1, 32, 32, 32), name="A UNet", step=16)
     step = "    preprocessing:\n      - id: scale_range\n        kwargs: {axes: [channel, z, y, x], min_percentile: 1,"
     step += " max_percentile: 99.8}\n      - id: ensure_dtype\n        kwargs: {dtype: float32}\n"
     file = folder / "plain" / "rdf.yaml"
@@ -70,7 +70,7 @@ def run_tiles(folder: Path) -> None:
 def main() -> None:
     """Print a row for each way."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--size", default="96,384,384", help="of the volume")
+    parser.add_argument("--size", default="96,320,320", help="of the volume")
     parser.add_argument("--way", type=int)
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
