@@ -218,15 +218,8 @@ def test_a_bundle_from_end_to_end(tmp_path: Path) -> None:
     if python is None:
         pytest.skip("pip cannot install pytorch-ignite")
     labels = write_bundle(tmp_path)
-    words = [
-        "-m",
-        "monai.bundle",
-        "run",
-        "--config_file",
-        "configs/inference.json",
-        "--meta_file",
-        "configs/metadata.json",
-    ]
+    files = "config_file='configs/inference.json', meta_file='configs/metadata.json'"
+    words = ["-c", f"import monai.bundle; monai.bundle.run({files})"]
     done = run_in(python, words, tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     nibabel: Any = pytest.importorskip("nibabel")

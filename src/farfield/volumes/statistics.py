@@ -77,7 +77,7 @@ def quantiles(array: Any, axes: Collection[int], shares: Sequence[float], method
     Example:
         >>> numbers = np.random.default_rng(0).normal(size=(50, 40)).astype("float32")
         >>> [median] = quantiles(numbers, [0, 1], [0.5])
-        >>> median.item() == np.quantile(numbers, 0.5)
+        >>> bool(median.item() == np.quantile(numbers, 0.5))
         True
     """
     shape = [1 if axis in axes else length for axis, length in enumerate(array.shape)]
