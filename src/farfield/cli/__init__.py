@@ -50,7 +50,7 @@ COMMANDS = {
     "predict": _TRAIN,
 }
 # `farfield predict` with a model of another library: the option that names the model, and what runs in place of a task.
-PREDICTORS: dict[str, Command] = {}
+PREDICTORS: dict[str, Command] = {"--bioimageio": Command("bioimageio.predict_package", "bioimageio")}
 # What the four commands do that one function runs.
 _SUMMARIES = {
     "fit": "Train a network: --config digits, a recipe by name, or a file.",
@@ -92,7 +92,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         name = f"farfield {command}" if command in COMMANDS else "farfield"
-        text = _spell_options(text) if command == "predict" else text
+        if command == "predict":
+            text = _spell_options(text)
+            # Flags of our own options, which Lightning's parser gives values.
+            text = text.replace("--overwrite true", "--overwrite") if _find_predictor(arguments) else text
         _stop(2, text if text.startswith("farfield") else f"{name}: {text}")
 
 
@@ -132,8 +135,7 @@ def _build_own_parser() -> Parser:
 
 def dispatch(name: str, words: list[str]) -> None:
     """Parse the options of a command, import its module and run it; name a package that is not installed."""
-    options = {word.partition("=")[0] for word in words} if name == "predict" else set()
-    command = next((PREDICTORS[option] for option in PREDICTORS if option in options), COMMANDS[name])
+    command = (_find_predictor(words) if name == "predict" else None) or COMMANDS[name]
     if command is _TRAIN:
         _call(command, [name, *words])
         return
@@ -149,6 +151,12 @@ def dispatch(name: str, words: list[str]) -> None:
     from farfield.cli.output import show
 
     show(table, **formats)
+
+
+def _find_predictor(words: list[str]) -> Command | None:
+    """Return what runs in place of a task, if a model of another library is given."""
+    options = {word.partition("=")[0] for word in words}
+    return next((PREDICTORS[option] for option in PREDICTORS if option in options), None)
 
 
 def _read(command: Command) -> Signature:
@@ -176,6 +184,7 @@ def _call(command: Command, *arguments: Any, **options: Any) -> Any:
 def _spell_options(text: str) -> str:
     """Return a message of `predict_whole` with options in place of arguments of Python."""
     text = re.sub(r'out="([^"]*)"', r"--output \1", text)
+    text = re.sub(r'\bpad="(\w+)"', r"--pad \1", text).replace("trust=True", "--trust")
     text = re.sub(r"(?:tile=)?Tiles\(…, (\w+)=([^()]*)\)", r"--tile.\1 \2", text)
     return re.sub(r"(--tile\.(?:disk|memory) \d+)\b", r"\1B", text).replace("overwrite=True", "--overwrite true")
 

@@ -19,6 +19,7 @@ from farfield.ops.fast import kernels, table
 
 # Names in imports -> names of packages, where they differ.
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "Pillow", "yaml": "PyYAML"}
+DISTRIBUTIONS |= {"bioimageio": "bioimageio.core"}
 
 
 def show_machine() -> Table:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from farfield.nn.scripted_network import ScriptedNetwork
+
 # What a tensor of the network becomes in the copy.
 MakeTensor = Callable[[Tensor], Tensor]
 ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range}
@@ -37,10 +39,11 @@ class CannotCopyError(ValueError):
 
 @contextmanager
 def copied(
-    network: nn.Module, make: MakeTensor, *, reports: bool = False, discard: bool = False
+    network: nn.Module, make: MakeTensor, *, reports: bool = False, discard: bool = False, scripted: bool = False
 ) -> Iterator[nn.Module]:
     """Copy a network, which stays as it is, to look at the copy inside the context."""
-    copier = Copier(make, reports=reports)  # with `reports`, hooks still fill the user's own lists and dicts
+    # With `reports`, hooks still fill the user's own lists and dicts.
+    copier = Copier(make, reports=reports, scripted=scripted)
     try:
         yield copier.copy(network)
     finally:
@@ -75,9 +78,10 @@ class Copier:
 
     # `copy.deepcopy` does not serve: it shares functions, also closures over a module, clones all tensors, and fails
     # for locks, for tensors with a history, and for objects that refuse it. With `reports`, a list, dict or set that a
-    # function encloses is shared where nothing in it is copied.
-    def __init__(self, make: MakeTensor, *, reports: bool = False) -> None:
-        self.make, self.reports = make, reports
+    # function encloses is shared where nothing in it is copied. With `scripted`, a scripted module becomes one of the
+    # same operations, for those who look at operations and not at modules.
+    def __init__(self, make: MakeTensor, *, reports: bool = False, scripted: bool = False) -> None:
+        self.make, self.reports, self.scripted = make, reports, scripted
         # Address -> an object, kept so that no other gets its address, and its copy.
         self.copies: dict[int, tuple[Any, Any]] = {}
         self.methods: dict[type, Callable[[Copier, Any], Any]] = dict.fromkeys(ATOMS, Copier.share)
@@ -117,8 +121,13 @@ class Copier:
             vars(made).update({name: self.copy(each) for name, each in vars(tensor).items()})
         return made
 
-    def refuse_scripted(self, module: Any) -> Any:
-        """Raise CannotCopyError for a scripted module, which has its weights in C code, and takes no hooks."""
+    def copy_scripted(self, module: Any) -> Any:
+        """Return the operations of a scripted module, which has its weights in C code, and takes no hooks."""
+        if self.scripted:
+            try:
+                return self.note(module, ScriptedNetwork(module, self.copy))
+            except ValueError as error:
+                raise CannotCopyError(f"{module.original_name} in it is scripted, and {error}") from error
         raise CannotCopyError(
             f"{module.original_name} in it is scripted, and its code is fixed; fix: the module that was scripted in "
             f"its place, or a network of which no part is scripted."
@@ -231,7 +240,7 @@ class Copier:
 # Kinds of values, in the order in which they are tried -> how they are copied.
 METHODS: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
     (Tensor, Copier.copy_tensor),
-    (torch.jit.ScriptModule, Copier.refuse_scripted),
+    (torch.jit.ScriptModule, Copier.copy_scripted),
     (types.SimpleNamespace, Copier.copy_namespace),
     (nn.Module, Copier.copy_object),
     (CONTAINERS, Copier.copy_container),

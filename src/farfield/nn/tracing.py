@@ -87,10 +87,10 @@ def copied_empty(model: nn.Module, *kept: Any) -> Iterator[nn.Module]:
     sweep(*kept)
 
 
-def looks_at_a_copy(function: Callable[..., Any], caller: str = "") -> Callable[..., Any]:
+def looks_at_a_copy(function: Callable[..., Any], caller: str = "", *, scripted: bool = False) -> Callable[..., Any]:
     """Give a function, in place of a network, a copy with the same parameters and clones of all other tensors.
 
-    Errors name the function, or `caller`.
+    Errors name the function, or `caller`. With `scripted`, a scripted network is given as its operations.
     """
     caller = caller or function.__name__
 
@@ -100,7 +100,7 @@ def looks_at_a_copy(function: Callable[..., Any], caller: str = "") -> Callable[
             return function(model, *args, **kwargs)
         with leftovers_cleared(caller, model) as kept:
             try:
-                with copied(model, share_parameters, reports=True) as own:
+                with copied(model, share_parameters, reports=True, scripted=scripted) as own:
                     kept.append(function(own, *args, **kwargs))
             except CannotCopyError as error:
                 raise ValueError(f"{caller}: {type(model).__name__} does not run in tiles: {error}") from error

@@ -31,7 +31,7 @@ from farfield.volumes.labelled_arrays import label_result
 from farfield.volumes.sink import FileOutput, output_for
 
 
-@looks_at_a_copy
+@partial(looks_at_a_copy, scripted=True)
 @door("predict_whole")
 def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     model: nn.Module,

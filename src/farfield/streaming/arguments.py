@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
 from farfield._refusals import refusal
+from farfield.nn.scripted_network import ScriptedNetwork
 from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.volumes.axes_view import order_axes
 from farfield.volumes.checks import check_volume
@@ -294,11 +295,21 @@ def spatial_dims_of(model: nn.Module, tile: object) -> int:
             f"the number of spatial dims is unknown, because {type(model).__name__} has no convolution; fix: "
             "tile with one number per spatial dim.",
         )
-    return convolution.weight.dim() - 2
+    return convolution.spatial_dims
 
 
-def _first_convolution(model: nn.Module) -> _ConvNd | None:
-    return next((module for module in model.modules() if isinstance(module, _ConvNd)), None)
+class _Convolution(NamedTuple):
+    spatial_dims: int
+    in_channels: int
+
+
+def _first_convolution(model: nn.Module) -> _Convolution | None:
+    for module in model.modules():
+        if isinstance(module, _ConvNd):
+            return _Convolution(module.weight.dim() - 2, module.in_channels)
+        if isinstance(module, ScriptedNetwork) and (found := module.first_convolution()) is not None:
+            return _Convolution(*found)
+    return None
 
 
 def refuse_axes(
@@ -308,7 +319,7 @@ def refuse_axes(
     convolution = _first_convolution(model)
     if convolution is None:
         return
-    expected = convolution.weight.dim() - 2
+    expected = convolution.spatial_dims
     if expected != len(size):
         text = (
             f"tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
