@@ -5,7 +5,8 @@
 trains four models, predicts by nnU-Net's windows and in tiles with each statistics, with and without mirroring, and
 prints a table in Markdown: positions whose label differs from nnU-Net's, the mean Dice of the two labels with the truth
 in the half that was not trained on, CPU seconds and the peak of resident memory of a process each. `--steps` has the
-steps alone: data, train, predict, table. Results that are there are not made again.
+steps alone: data, train, predict, table; and plan, what a network of six stages as nnU-Net plans it would take in 512³.
+Results that are there are not made again.
 
 Truth is made: where the smoothed stack is brighter than around, the rim and the inside apart. Training has crops of the
 right half of every second plane. Predicted are the whole stack, and a part of its left half with larger voxels, so that
@@ -74,6 +75,8 @@ def main() -> None:
         predict_all(arguments.folder)
     if "table" in arguments.steps:
         print_table(arguments.folder)
+    if "plan" in arguments.steps:
+        print_plans()
 
 
 def set_environment(folder: Path) -> None:
@@ -247,6 +250,33 @@ def print_table(folder: Path) -> None:
         overlap = dice(labels[..., :HELD_OUT], truth[..., :HELD_OUT])
         numbers = f"{overlap:.3f} | {record['cpu seconds']:.0f} | {record['peak MB']:.0f}"
         print(f"| {model}, {volume} | {mirroring} | {way} | {differ} | {numbers} |")
+
+
+def print_plans() -> None:
+    """Print the work of a network of nnU-Net's usual size in 512³, without running it: patches of 128³, 8 GiB."""
+    import torch
+    from dynamic_network_architectures.architectures.unet import PlainConvUNet
+    from torch import nn
+
+    from farfield.streaming import MeanOverFlips, Tiles, freeze_statistics, plan_whole
+
+    features, strides = [32, 64, 128, 256, 320, 320], [1, 2, 2, 2, 2, 2]
+    options = {"conv_bias": True, "norm_op": nn.InstanceNorm3d, "norm_op_kwargs": {"affine": True}}
+    options |= {"nonlin": nn.LeakyReLU, "nonlin_kwargs": {"inplace": True}}
+    network = PlainConvUNet(1, 6, features, nn.Conv3d, 3, strides, [2] * 6, 3, [2] * 5, **options).eval()
+    frozen = freeze_statistics(network, torch.zeros(1, 1, 64, 64, 64))
+    memory = 8 * 2**30
+    for name, module, tiles in (
+        ("whole, disk", network, Tiles(memory=memory, disk=10**12)),
+        ("whole, no disk", network, Tiles(memory=memory, disk=0)),
+        ("whole, disk, mirrored", MeanOverFlips(network, (0, 1, 2)), Tiles(memory=memory, disk=10**12)),
+        ("tile of a patch", network, Tiles(128, statistics="tile")),
+        ("frozen", frozen, Tiles(128)),
+    ):
+        plan = plan_whole(module, (1, 512, 512, 512), tile=tiles)
+        work = f"{plan.recomputed:.2f} times the MACs, {plan.disk_bytes / 1e9:.0f} GB on disk"
+        print(f"{name}: {str(plan).splitlines()[1]}; {len(plan.passes)} passes, {work}")
+    print(f"windows with half an overlap: {7**3 * 128**3 / 512**3:.2f} times the MACs")
 
 
 if __name__ == "__main__":

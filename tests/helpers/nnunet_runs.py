@@ -1,6 +1,6 @@
 """What tests/integrations/test_nnunet.py runs where nnunetv2 is installed: its results as a line of JSON.
 
-Blobs of two channels are planned, preprocessed and trained for seconds; other folders get networks with random weights.
+Blobs of two channels are planned, preprocessed and trained for seconds.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def plan() -> None:
                 options["features_per_stage"] = [4 * 2**stage for stage in range(options["n_stages"])]
         path.write_text(json.dumps(plans))
     preprocess([IDENTIFIER], "nnUNetPlans", ("2d", "3d_fullres"), (1, 1))
+    preprocess([IDENTIFIER], "nnUNetResEncUNetMPlans", ("3d_fullres",), (1,))
     channels, _ = make_blobs((30, 50, 46), 9)
     for name, spacing in (("plain", SPACING), ("coarse", (2.0, 1.3, 1.3))):
         for index, channel in enumerate(channels):
@@ -111,22 +112,17 @@ def model_folder(name: str = "nnUNetTrainer", plans: str = "nnUNetPlans", config
 
 
 def train() -> None:
-    """Train two folds of a 3-D network, a 2-D one, and one with attention; save one with random weights."""
+    """Train two folds of a 3-D network, a 2-D one, a residual one, and one with attention."""
     torch.manual_seed(0)
     os.environ |= {"nnUNet_n_proc_DA": "0"}
-    for name, configuration, fold in (
-        ("nnUNetTrainer", "3d_fullres", 0),
-        ("nnUNetTrainer", "3d_fullres", 1),
-        ("nnUNetTrainer", "2d", 0),
-        ("nnUNetTrainer_farfield", "3d_fullres", 0),
+    for name, plans, configuration, fold in (
+        ("nnUNetTrainer", "nnUNetPlans", "3d_fullres", 0),
+        ("nnUNetTrainer", "nnUNetPlans", "3d_fullres", 1),
+        ("nnUNetTrainer", "nnUNetPlans", "2d", 0),
+        ("nnUNetTrainer", "nnUNetResEncUNetMPlans", "3d_fullres", 0),
+        ("nnUNetTrainer_farfield", "nnUNetPlans", "3d_fullres", 0),
     ):
-        get_trainer(name, "nnUNetPlans", configuration, fold).run_training()
-    trainer = get_trainer("nnUNetTrainer", "nnUNetResEncUNetMPlans", "3d_fullres", 0)
-    trainer.initialize()
-    trainer.save_checkpoint(str(Path(trainer.output_folder) / "checkpoint_final.pth"))
-    for source, target in (("nnUNetResEncUNetMPlans", "plans"), ("dataset", "dataset")):
-        path = FOLDER / "preprocessed" / DATASET / f"{source}.json"
-        shutil.copy(path, Path(trainer.output_folder).parent / f"{target}.json")
+        get_trainer(name, plans, configuration, fold).run_training()
 
 
 def predict_theirs(folder: Path, volume: str, mirroring: bool, folds: tuple[int, ...]) -> np.ndarray:

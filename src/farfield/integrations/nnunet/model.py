@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import json
 import pickle
@@ -221,7 +220,8 @@ def _open_plans(plans: dict[str, Any], dataset: dict[str, Any], name: str) -> tu
         ):
             if not isinstance(found, type) or not issubclass(found, kind):
                 raise TypeError(f"{found!r} is no {kind.__name__} of nnunetv2")
-        for function in (configuration.resampling_fn_data, configuration.resampling_fn_probabilities):
+        for end in ("data", "seg", "probabilities"):
+            function = getattr(configuration, f"resampling_fn_{end}")
             if not function.func.__module__.startswith("nnunetv2.preprocessing.resampling."):
                 raise TypeError(f"{function.func!r} does not resample")
         architecture = configuration.configuration["architecture"]
@@ -258,15 +258,8 @@ def _build_network(trainer: str, manager: Any, configuration: Any, labels: Any, 
 
     build = _find_trainer(trainer).build_network_architecture
     inputs = determine_num_input_channels(manager, configuration, dataset)
-    if "plans_manager" in inspect.signature(build).parameters:
-        first: tuple[Any, ...] = (manager, configuration)
-    else:  # of trainers written before nnU-Net 2.6
-        first = (
-            configuration.network_arch_class_name,
-            configuration.network_arch_init_kwargs,
-            configuration.network_arch_init_kwargs_req_import,
-        )
-    network: nn.Module = build(*first, inputs, labels.num_segmentation_heads, enable_deep_supervision=False)
+    options = {"enable_deep_supervision": False}
+    network: nn.Module = build(manager, configuration, inputs, labels.num_segmentation_heads, **options)
     return network
 
 

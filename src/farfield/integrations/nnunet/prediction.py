@@ -79,8 +79,9 @@ def predict_nnunet(
 
     Cost:
         The MACs of the network on the volume, times the folds, times 2^n for flips along n axes, where the disk holds
-        what is stored between passes; with statistics of a tile or frozen also those of halos. nnU-Net's preprocessing holds the volume several times in float32 and
-        float64. Where spacings differ, 4 bytes of disk a class and position, and memory for one resampled class.
+        what is stored between passes; with statistics of a tile or frozen also those of halos. nnU-Net's preprocessing
+        holds the volume several times in float32 and float64. Where spacings differ, 4 bytes of disk a class and
+        position, and memory for one resampled class.
 
     Example:
         >>> from farfield.integrations.nnunet import predict_nnunet
