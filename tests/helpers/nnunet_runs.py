@@ -279,7 +279,7 @@ def compare() -> dict[str, Any]:
     for name, model in models.items():
         for volume in ("plain", "coarse"):
             tile = (16, 32, 32)[-len(model.configuration.patch_size) :]
-            mirroring = (name, volume) == ("residual", "coarse")
+            mirroring = (name, volume) == ("planes", "plain")
             ours = predict_ours(model, volume, statistics="whole", mirroring=mirroring, tile=tile)
             whole = predict_whole_grid(model, volume, mirroring)
             results[f"{name}, {volume}"] = int((ours != whole).sum()), ours.size, np.unique(whole).tolist()
