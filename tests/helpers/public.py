@@ -22,6 +22,7 @@ PACKAGES = (
     "farfield",
     "farfield.cost",
     "farfield.insertion",
+    "farfield.integrations.nnunet",
     "farfield.maps",
     "farfield.models",
     "farfield.nn",

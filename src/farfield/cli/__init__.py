@@ -50,7 +50,10 @@ COMMANDS = {
     "predict": _TRAIN,
 }
 # `farfield predict` with a model of another library: the option that names the model, and what runs in place of a task.
-PREDICTORS: dict[str, Command] = {"--bioimageio": Command("bioimageio.predict_package", "bioimageio")}
+PREDICTORS = {
+    "--nnunet": Command("nnunet.predict_volume", "nnunet"),
+    "--bioimageio": Command("bioimageio.predict_package", "bioimageio"),
+}
 # What the four commands do that one function runs.
 _SUMMARIES = {
     "fit": "Train a network: --config digits, a recipe by name, or a file.",

@@ -1,0 +1,1 @@
+"""Trainers that nnU-Net finds by the variable nnUNet_extTrainer, which it imports as modules of their own."""
