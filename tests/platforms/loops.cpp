@@ -90,7 +90,7 @@ void run_loops(Format format, bool wide, bool past) {
   out.show("spread_gradients");
 }
 
-void run_products(Format format, bool wide, bool exponentials) {
+void run_products(Format format, bool wide, Map of_keys, Map of_queries, Factor factor) {
   constexpr int64_t batch = 2, channels = 36, count = 333, keys = 18, heads = 2, groups = 2, parts = 2;
   const Products& products = PRODUCTS_OF(LEVEL);
   const auto view = [&](Grid& grid, int64_t across) {
@@ -104,34 +104,38 @@ void run_products(Format format, bool wide, bool exponentials) {
   for (int64_t i = 0; i < batch * count; ++i) valid[i] = i % 7 != 3;
   std::vector<double> values(batch * parts * channels * groups * width), weights(batch * parts * keys);
   products.summarize(
-      {parts, count, keys, rows, keys, groups, exponentials, view(grid, channels), matrix.data(), bias.data(), valid.data(),
-       view(queries, keys), peaks.data(), values.data(), weights.data()},
+      {parts, count, heads, keys, rows, keys, groups, of_keys, view(grid, channels), matrix.data(), bias.data(), valid.data(),
+       view(queries, keys), peaks.data(), values.data(), weights.data(), nullptr},
       0, batch * parts);
   queries.show("summarize");
   print("summarize", values);
   print("summarize", weights);
+  auto sums = draw(batch * keys);
+  for (float& each : sums) each = 1 + each * each;
+  const Coefficients coefficients{heads, keys, of_queries, factor, 1e-6f, factor == Factor::NONE ? nullptr : sums.data()};
   const auto slots = draw(batch * groups * (group + 1) * own);
   Grid out(std::vector<float>(batch * channels * count), format);
   products.respond(
-      {parts, count, heads, keys, groups, group + 1, own, exponentials, slots.data(), view(queries, keys),
-       view(out, channels)},
+      {parts, count, groups, group + 1, own, coefficients, slots.data(), view(queries, keys), view(out, channels)},
       0, batch * parts);
   out.show("respond");
   Grid grad_queries(std::vector<float>(batch * keys * count), format);
-  std::vector<double> grad_slots(batch * parts * groups * own * (width + 1));
+  std::vector<double> grad_slots(batch * parts * groups * own * (width + 1)), grad_sums(batch * parts * keys);
   products.respond_gradient(
-      {parts, count, heads, keys, groups, group + 1, own, exponentials, slots.data(), view(queries, keys),
-       view(grid, channels), view(grad_queries, keys), grad_slots.data()},
+      {parts, count, groups, group + 1, own, coefficients, slots.data(), view(queries, keys), view(grid, channels),
+       view(grad_queries, keys), grad_slots.data(), factor == Factor::NONE ? nullptr : grad_sums.data()},
       0, batch * parts);
   grad_queries.show("respond_gradient");
   print("respond_gradient", grad_slots);
+  print("respond_gradient", grad_sums);
   const std::vector<float> peak(batch * keys, 9.0f);
   const auto grad_values = draw(batch * keys * own), grad_weights = draw(batch * keys);
   std::vector<double> grad_matrix(batch * parts * channels * padded(rows)), grad_bias(batch * parts * rows);
   products.summarize_gradient(
-      {parts, count, keys, rows, groups, exponentials, false, view(grid, channels), view(out, channels),
-       view(grad_queries, keys), matrix.data(), bias.data(), valid.data(), exponentials ? peak.data() : nullptr,
-       grad_values.data(), grad_weights.data(), grad_matrix.data(), grad_bias.data()},
+      {parts, count, heads, keys, rows, groups, of_keys, false, view(grid, channels), view(out, channels),
+       view(grad_queries, keys), matrix.data(), bias.data(), valid.data(),
+       of_keys == Map::EXPONENTIALS ? peak.data() : nullptr, grad_values.data(), grad_weights.data(), nullptr,
+       grad_matrix.data(), grad_bias.data()},
       0, batch * parts);
   out.show("summarize_gradient");
   print("summarize_gradient", grad_matrix);
@@ -163,7 +167,9 @@ int main() {
     for (const bool wide : {false, true})
       for (const bool other : {false, true}) {
         run_loops(format, wide, other);
-        run_products(format, wide, other);
+        if (other) run_products(format, wide, Map::EXPONENTIALS, Map::SOFTMAX, Factor::NONE);
+        else run_products(format, wide, Map::IDENTITY, Map::IDENTITY, Factor::NONE);
       }
+  for (const Map map : {Map::RELU, Map::ELU_PLUS_ONE}) run_products(Format::FLOAT, true, map, map, Factor::OF_SUM);
   run_attention();
 }

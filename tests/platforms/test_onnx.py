@@ -65,11 +65,21 @@ def attention(row: str) -> GridAttention:
     return GridAttention(16, row, heads=2, project=letters, inner_channels=8, residual=False).eval()
 
 
-def assert_close(found: Tensor, expected: Tensor, positions: int) -> None:
-    """Each of both rounds at four stages; a sum over n positions in any order is off by about sqrt(n) roundings."""
+def assert_close(found: Tensor, expected: Tensor, positions: int, size: float = 0.0) -> None:
+    """Each of both rounds at four stages; a sum over n positions in any order is off by about sqrt(n) roundings.
+
+    `size` is the norm of what is subtracted, where what is compared is a difference.
+    """
     assert found.shape == expected.shape
-    error = (found - expected).norm() / expected.norm()
+    error = (found - expected).norm() / (expected.norm() + size)
     assert error <= 2 * 4 * EPS * positions**0.5, f"{error:.2e} over {positions} positions"
+
+
+def products(module: GridAttention) -> GridAttention:
+    """The same projections, and products of queries with all keys that nothing is taken off."""
+    other = copy.copy(module)
+    other.operator = OPERATORS["averaged"]
+    return other
 
 
 SIZES = {
@@ -96,7 +106,9 @@ def test_every_row_at_any_batch_and_size(tmp_path: Path, row: str, rank: int) ->
     for batch, *size in SIZES[rank]:
         grid = torch.randn(batch, 16, *size)
         with torch.no_grad():
-            assert_close(run(grid), module(grid), grid[0, 0].numel())
+            # `inline` takes the mean of the queries' products off: nearly all, where positions are few.
+            taken = float(products(module)(grid).norm()) if row == "inline" else 0.0
+            assert_close(run(grid), module(grid), grid[0, 0].numel(), taken)
 
 
 @pytest.mark.slow
