@@ -1,0 +1,268 @@
+"""Drive the widget of napari as a user does, in an environment that has napari; test_napari.py runs it.
+
+python napari_program.py SCENARIO FOLDER [FOLDER FOR SCREENSHOTS]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zarr
+from napari.components import ViewerModel
+from qtpy.QtCore import QTimer
+from qtpy.QtWidgets import QApplication
+from torch import nn
+
+from farfield import models
+from farfield.integrations.napari.widget import PredictVolume
+from farfield.streaming import predict_whole
+from farfield.tasks.restore_stack import restore
+from farfield.volumes import ImageMetadata, Volume
+
+APPLICATION = QApplication.instance() or QApplication([])
+SHAPE = (16, 96, 80)
+SPACED = ImageMetadata("ZYX", {"Z": 2.0, "Y": 0.5, "X": 0.5}, dict.fromkeys("ZYX", "micrometer"))
+
+
+def wait(condition: Callable[[], Any], seconds: float = 120) -> None:
+    """Let Qt work until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        APPLICATION.processEvents()
+        time.sleep(0.002)
+        assert time.monotonic() < end, "waited in vain"
+
+
+def idle(widget: PredictVolume) -> bool:
+    return widget._worker is None
+
+
+def press(widget: PredictVolume, name: str, until_idle: bool = True) -> None:
+    button = widget.buttons[name]
+    assert button.isEnabled(), f"{name} is disabled: {widget.message.text()}"
+    button.click()
+    if until_idle:
+        wait(lambda: idle(widget))
+
+
+def save_network(folder: Path, operator: str | None = "siamese", depth: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    network = models.unet_care(operator, depth=depth, first_channels=4).eval()
+    network.save_pretrained(folder)
+    return network
+
+
+def save_stack(path: Path) -> np.ndarray:
+    stack = np.random.default_rng(0).poisson(40, SHAPE).astype(np.uint16)
+    array = zarr.create_array(path, shape=SHAPE, chunks=(8, 32, 32), dtype="uint16")
+    array[:] = stack
+    return stack
+
+
+def fill(widget: PredictVolume, folder: Path, **fields: str) -> None:
+    """Open the stack by its path and fill the fields."""
+    given = {"model": str(folder / "run"), "output": str(folder / "out.zarr"), "tile": "16, 32, 32"} | fields
+    for name, text in given.items():
+        getattr(widget, name).setText(text)
+    if not len(widget.viewer.layers):
+        widget.path.setText(str(folder / "in.zarr"))
+        widget.path.returnPressed.emit()
+        wait(lambda: idle(widget))
+
+
+def cancel_and_resume(folder: Path, viewer: Any) -> None:
+    """Plan, start, cancel in the middle, press Resume: the file has the bits of predict_whole."""
+    network, stack = save_network(folder / "run"), save_stack(folder / "in.zarr")
+    widget = PredictVolume(viewer)
+    fill(widget, folder)
+    assert not widget.buttons["start"].isEnabled()
+    press(widget, "plan")
+    assert "pass 2 of " in widget.text.toPlainText(), widget.message.text()
+    assert "9 tiles" in widget.text.toPlainText()
+    assert widget.buttons["start"].text() == "Start"
+
+    shares, ticks = [], []
+    widget.moved.connect(lambda share, text: shares.append(share))
+    timer = QTimer()
+    timer.timeout.connect(lambda: ticks.append(time.monotonic()))
+    timer.start(5)
+    press(widget, "start", until_idle=False)
+    assert widget.buttons["cancel"].isEnabled()
+    assert not widget.buttons["plan"].isEnabled()
+    wait(lambda: len(shares) > 4)
+    press(widget, "cancel")
+    timer.stop()
+    # Qt went on while tiles were predicted.
+    assert len(ticks) > 4, ticks
+    assert widget.message.text().startswith("Stopped."), widget.message.text()
+    assert 0 < shares[-1] < 1
+    assert not (folder / "out.zarr").exists()
+    assert widget.buttons["start"].text() == "Resume"
+
+    # As after napari was started again: another widget, the same fields.
+    again = PredictVolume(viewer)
+    fill(again, folder)
+    press(again, "plan")
+    assert again.buttons["start"].text() == "Resume"
+    assert "unfinished" in again.text.toPlainText()
+    resumed, bars = [], []
+    again.moved.connect(lambda share, text: (resumed.append(share), bars.append(again._bar and again._bar.n)))
+    press(again, "start")
+    assert again.message.text() == "Done: out.zarr.", again.message.text()
+    assert resumed[0] == shares[-1]
+    assert resumed[-1] == 1.0
+    assert bars[-1] == 1000
+    layer = viewer.layers["out.zarr"]
+    assert isinstance(layer.data, Volume)
+    assert isinstance(layer.data.array, zarr.Array)
+    assert np.array_equal(zarr.open(folder / "out.zarr")[:], restore(network, stack, tile=(16, 32, 32)))
+
+
+def larger_than_memory(folder: Path, viewer: Any) -> None:
+    """A volume of 16 MiB, of which tiles may take 8."""
+    shape = (64, 256, 256)
+    array = zarr.create_array(folder / "in.zarr", shape=shape, chunks=(16, 64, 64), dtype="float32")
+    array[:] = np.random.default_rng(0).random(shape, "float32")
+    network = save_network(folder / "run", None, depth=1)
+    widget = PredictVolume(viewer)
+    fill(widget, folder, tile="")
+    widget.memory.setValue(8)
+    press(widget, "plan")
+    assert widget.job is not None, widget.message.text()
+    assert len(widget.job.plan.cores) > 8
+    assert widget.job.plan.tile_bytes <= 2**23 < array.nbytes
+    press(widget, "start")
+    assert widget.message.text() == "Done: out.zarr.", widget.message.text()
+    want = restore(network, array, tile=widget.job.plan.tile)
+    assert np.array_equal(zarr.open(folder / "out.zarr")[:], want)
+
+
+def previews(folder: Path, viewer: Any) -> None:
+    """The block at the viewer's position, as a layer at its place, with the input's scale and units."""
+    save_network(folder / "run", None)
+    stack = np.random.default_rng(0).poisson(40, (16, 140, 80)).astype(np.uint16)
+    viewer.add_image(stack, name="stack", scale=(2, 0.5, 0.5), units=["um"] * 3, translate=(0, 10, 0))
+    viewer.dims.set_point(0, 9 * 2.0)
+    viewer.camera.center = (0, 10 + 130 * 0.5, 5 * 0.5)
+    widget = PredictVolume(viewer)
+    fill(widget, folder, output=str(folder / "out.tif"))
+    press(widget, "plan")
+    press(widget, "preview")
+    assert widget.message.text() == "Preview: the numbers of the whole prediction.", widget.message.text()
+    layer = viewer.layers["preview"]
+    assert layer.data.shape == (16, 12, 64)
+    assert np.allclose(layer.translate, (0, 10 + 128 * 0.5, 0))
+    press(widget, "start")
+    done = viewer.layers["out.tif"]
+    assert np.allclose(done.translate, (0, 10, 0))
+    assert np.allclose(done.scale, (2, 0.5, 0.5))
+    assert {str(each) for each in done.units} == {"micrometer"}
+    assert np.allclose(done.data[:, 128:140, :64], layer.data[:], rtol=1e-5, atol=1e-4)
+
+    save_network(folder / "attention")
+    widget.model.setText(str(folder / "attention"))
+    widget.output.setText(str(folder / "other.tif"))
+    press(widget, "plan")
+    press(widget, "preview")
+    assert "preview (this block alone)" in viewer.layers
+    assert "will see all positions" in widget.message.text()
+
+
+def sentences(folder: Path, viewer: Any) -> None:
+    """What fails is a sentence in the widget, whose fix works; napari shows no error."""
+    from napari.utils.notifications import notification_manager
+
+    notification_manager.records.clear()
+    save_network(folder / "run", None)
+    save_stack(folder / "in.zarr")
+    widget = PredictVolume(viewer)
+    press(widget, "plan")
+    assert widget.message.text() == "No layer and no model and no output is given; fix: fill in the field."
+    widget.path.setText(str(folder / "nowhere.tif"))
+    widget.path.returnPressed.emit()
+    wait(lambda: idle(widget))
+    assert widget.message.text().startswith("There is no "), widget.message.text()
+
+    def fails(part: str, name: str = "plan", **fields: str) -> None:
+        fill(widget, folder, **fields)
+        press(widget, name)
+        assert part in widget.message.text(), widget.message.text()
+        assert "fix: " in widget.message.text(), widget.message.text()
+        assert "Traceback" not in widget.message.text()
+
+    fails('Tile is "big"', tile="big")
+    fails("must end in", output=str(folder / "out.png"))
+    fails("No folder", output=str(folder / "a" / "out.zarr"))
+    fails("There is no", model=str(folder / "no model"))
+    (folder / "net.pt").write_text("nothing")
+    widget.kind.setCurrentText("TorchScript file")
+    fails("is no TorchScript file", model=str(folder / "net.pt"))
+    widget.kind.setCurrentText("run of farfield fit")
+    zarr.create_array(folder / "out.zarr", shape=(2,), dtype="float32")
+    fails("tick Overwrite")
+    widget.overwrite.setChecked(True)  # the fix
+    press(widget, "plan")
+    press(widget, "start")
+    assert widget.message.text() == "Done: out.zarr.", widget.message.text()
+    fill(widget, folder, tile="", output=str(folder / "new.zarr"))
+    press(widget, "plan")
+    press(widget, "seams")
+    assert "Tile" in widget.message.text(), widget.message.text()
+    assert "fix: " in widget.message.text(), widget.message.text()
+    assert not [each for each in notification_manager.records if each.severity.value == "error"]
+
+
+def labels(folder: Path, viewer: Any) -> None:
+    """A scripted network whose output is labels."""
+    network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 3, padding=1)).eval()
+    torch.jit.trace(network, torch.zeros(1, 1, 8, 16, 16)).save(folder / "run")
+    stack = save_stack(folder / "in.zarr")
+    widget = PredictVolume(viewer)
+    widget.kind.setCurrentText("TorchScript file")
+    widget.reduction.setCurrentText("labels")
+    fill(widget, folder)
+    press(widget, "plan")
+    assert widget.job is not None, widget.message.text()
+    press(widget, "start")
+    layer = viewer.layers["out.zarr"]
+    assert type(layer).__name__ == "Labels"
+    want = predict_whole(network, stack, tile=(16, 32, 32), reduce="argmax", quiet=True)
+    assert np.array_equal(zarr.open(folder / "out.zarr")[:], want)
+
+
+SCENARIOS = {each.__name__: each for each in (cancel_and_resume, larger_than_memory, previews, sentences, labels)}
+
+
+def through_the_manifest(folder: Path) -> None:
+    """The viewer itself: the widget by its manifest, layers drawn, the seams as a dock."""
+    import napari
+    from npe2 import PluginManager
+
+    import farfield.integrations.napari as package
+
+    PluginManager.instance().register(str(Path(package.__file__).with_name("napari.yaml")), warn_disabled=False)
+    save_network(folder / "run")
+    save_stack(folder / "in.zarr")
+    viewer = napari.Viewer()
+    _, widget = viewer.window.add_plugin_dock_widget("farfield", "Predict a whole volume")
+    fill(widget, folder)
+    press(widget, "plan")
+    press(widget, "seams")
+    assert "Seams" in viewer.window.dock_widgets, widget.message.text()
+    assert "tilings" in widget.text.toPlainText()
+    press(widget, "start", until_idle=False)
+    viewer.close()  # asks the thread to quit, which ends after a tile
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "through_the_manifest":
+        through_the_manifest(Path(sys.argv[2]))
+    else:
+        SCENARIOS[sys.argv[1]](Path(sys.argv[2]), ViewerModel())
+    print("as it should be")
