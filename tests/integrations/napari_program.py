@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from qtpy.QtWidgets import QApplication
 from torch import nn
 
 from farfield import models
+from farfield.integrations.napari import widget as napari_widget
 from farfield.integrations.napari.widget import PredictVolume
 from farfield.streaming import predict_whole
 from farfield.tasks.restore_stack import restore
@@ -39,16 +40,25 @@ def wait(condition: Callable[[], Any], seconds: float = 120) -> None:
         assert time.monotonic() < end, "waited in vain"
 
 
-def idle(widget: PredictVolume) -> bool:
-    return widget._worker is None
-
-
 def press(widget: PredictVolume, name: str, until_idle: bool = True) -> None:
-    button = widget.buttons[name]
-    assert button.isEnabled(), f"{name} is disabled: {widget.message.text()}"
+    button = widget.buttons[name].native
+    assert button.isEnabled(), f"{name} is disabled: {widget.message}"
     button.click()
     if until_idle:
-        wait(lambda: idle(widget))
+        wait(lambda: not widget.is_busy)
+
+
+class RecordedProgress(napari_widget.progress):
+    """napari's bar, whose places are recorded."""
+
+    places: ClassVar[list[int]] = []
+
+    def update(self, steps: int = 1) -> None:
+        super().update(steps)
+        self.places.append(self.n)
+
+
+napari_widget.progress = RecordedProgress
 
 
 def save_network(folder: Path, operator: str | None = "siamese", depth: int = 2) -> nn.Module:
@@ -65,15 +75,14 @@ def save_stack(path: Path) -> np.ndarray:
     return stack
 
 
-def fill(widget: PredictVolume, folder: Path, **fields: str) -> None:
+def fill(widget: PredictVolume, folder: Path, **fields: Any) -> None:
     """Open the stack by its path and fill the fields."""
     given = {"model": str(folder / "run"), "output": str(folder / "out.zarr"), "tile": "16, 32, 32"} | fields
-    for name, text in given.items():
-        getattr(widget, name).setText(text)
+    for name, value in given.items():
+        widget.fields[name].value = value
     if not len(widget.viewer.layers):
-        widget.path.setText(str(folder / "in.zarr"))
-        widget.path.returnPressed.emit()
-        wait(lambda: idle(widget))
+        widget.file.value = folder / "in.zarr"
+        wait(lambda: not widget.is_busy)
 
 
 def cancel_and_resume(folder: Path, viewer: Any) -> None:
@@ -81,43 +90,42 @@ def cancel_and_resume(folder: Path, viewer: Any) -> None:
     network, stack = save_network(folder / "run"), save_stack(folder / "in.zarr")
     widget = PredictVolume(viewer)
     fill(widget, folder)
-    assert not widget.buttons["start"].isEnabled()
-    press(widget, "plan")
-    assert "pass 2 of " in widget.text.toPlainText(), widget.message.text()
-    assert "9 tiles" in widget.text.toPlainText()
-    assert widget.buttons["start"].text() == "Start"
+    assert not widget.buttons["Start"].enabled
+    press(widget, "Plan")
+    assert "pass 2 of " in widget.text.value, widget.message
+    assert "9 tiles" in widget.text.value
+    assert widget.buttons["Start"].text == "Start"
 
-    shares, ticks = [], []
-    widget.moved.connect(lambda share, text: shares.append(share))
+    places = RecordedProgress.places
+    ticks: list[float] = []
     timer = QTimer()
     timer.timeout.connect(lambda: ticks.append(time.monotonic()))
     timer.start(5)
-    press(widget, "start", until_idle=False)
-    assert widget.buttons["cancel"].isEnabled()
-    assert not widget.buttons["plan"].isEnabled()
-    wait(lambda: len(shares) > 4)
-    press(widget, "cancel")
+    press(widget, "Start", until_idle=False)
+    assert widget.buttons["Cancel"].enabled
+    assert not widget.buttons["Plan"].enabled
+    wait(lambda: len(places) > 4)
+    press(widget, "Cancel")
     timer.stop()
     # Qt went on while tiles were predicted.
     assert len(ticks) > 4, ticks
-    assert widget.message.text().startswith("Stopped."), widget.message.text()
-    assert 0 < shares[-1] < 1
+    assert widget.message.startswith("Stopped."), widget.message
+    stopped = places[-1]
+    assert 0 < stopped < 1000
     assert not (folder / "out.zarr").exists()
-    assert widget.buttons["start"].text() == "Resume"
+    assert widget.buttons["Start"].text == "Resume"
 
     # As after napari was started again: another widget, the same fields.
     again = PredictVolume(viewer)
     fill(again, folder)
-    press(again, "plan")
-    assert again.buttons["start"].text() == "Resume"
-    assert "unfinished" in again.text.toPlainText()
-    resumed, bars = [], []
-    again.moved.connect(lambda share, text: (resumed.append(share), bars.append(again._bar and again._bar.n)))
-    press(again, "start")
-    assert again.message.text() == "Done: out.zarr.", again.message.text()
-    assert resumed[0] == shares[-1]
-    assert resumed[-1] == 1.0
-    assert bars[-1] == 1000
+    press(again, "Plan")
+    assert again.buttons["Start"].text == "Resume"
+    assert "unfinished" in again.text.value
+    places.clear()
+    press(again, "Start")
+    assert again.message == "Done: out.zarr.", again.message
+    assert places[0] == stopped
+    assert places[-1] == 1000
     layer = viewer.layers["out.zarr"]
     assert isinstance(layer.data, Volume)
     assert isinstance(layer.data.array, zarr.Array)
@@ -132,13 +140,13 @@ def larger_than_memory(folder: Path, viewer: Any) -> None:
     network = save_network(folder / "run", None, depth=1)
     widget = PredictVolume(viewer)
     fill(widget, folder, tile="")
-    widget.memory.setValue(8)
-    press(widget, "plan")
-    assert widget.job is not None, widget.message.text()
+    widget.fields["memory"].value = 8
+    press(widget, "Plan")
+    assert widget.job is not None, widget.message
     assert len(widget.job.plan.cores) > 8
     assert widget.job.plan.tile_bytes <= 2**23 < array.nbytes
-    press(widget, "start")
-    assert widget.message.text() == "Done: out.zarr.", widget.message.text()
+    press(widget, "Start")
+    assert widget.message == "Done: out.zarr.", widget.message
     want = restore(network, array, tile=widget.job.plan.tile)
     assert np.array_equal(zarr.open(folder / "out.zarr")[:], want)
 
@@ -149,16 +157,16 @@ def previews(folder: Path, viewer: Any) -> None:
     stack = np.random.default_rng(0).poisson(40, (16, 140, 80)).astype(np.uint16)
     viewer.add_image(stack, name="stack", scale=(2, 0.5, 0.5), units=["um"] * 3, translate=(0, 10, 0))
     viewer.dims.set_point(0, 9 * 2.0)
-    viewer.camera.center = (0, 10 + 130 * 0.5, 5 * 0.5)
+    viewer.scene.camera.center = (0, 10 + 130 * 0.5, 5 * 0.5)
     widget = PredictVolume(viewer)
     fill(widget, folder, output=str(folder / "out.tif"))
-    press(widget, "plan")
-    press(widget, "preview")
-    assert widget.message.text() == "Preview: the numbers of the whole prediction.", widget.message.text()
+    press(widget, "Plan")
+    press(widget, "Preview")
+    assert widget.message == "The preview has the numbers of the whole prediction.", widget.message
     layer = viewer.layers["preview"]
     assert layer.data.shape == (16, 12, 64)
     assert np.allclose(layer.translate, (0, 10 + 128 * 0.5, 0))
-    press(widget, "start")
+    press(widget, "Start")
     done = viewer.layers["out.tif"]
     assert np.allclose(done.translate, (0, 10, 0))
     assert np.allclose(done.scale, (2, 0.5, 0.5))
@@ -166,12 +174,11 @@ def previews(folder: Path, viewer: Any) -> None:
     assert np.allclose(done.data[:, 128:140, :64], layer.data[:], rtol=1e-5, atol=1e-4)
 
     save_network(folder / "attention")
-    widget.model.setText(str(folder / "attention"))
-    widget.output.setText(str(folder / "other.tif"))
-    press(widget, "plan")
-    press(widget, "preview")
+    fill(widget, folder, model=folder / "attention", output=folder / "other.tif")
+    press(widget, "Plan")
+    press(widget, "Preview")
     assert "preview (this block alone)" in viewer.layers
-    assert "will see all positions" in widget.message.text()
+    assert "will see all positions" in widget.message
 
 
 def sentences(folder: Path, viewer: Any) -> None:
@@ -182,39 +189,39 @@ def sentences(folder: Path, viewer: Any) -> None:
     save_network(folder / "run", None)
     save_stack(folder / "in.zarr")
     widget = PredictVolume(viewer)
-    press(widget, "plan")
-    assert widget.message.text() == "No layer and no model and no output is given; fix: fill in the field."
-    widget.path.setText(str(folder / "nowhere.tif"))
-    widget.path.returnPressed.emit()
-    wait(lambda: idle(widget))
-    assert widget.message.text().startswith("There is no "), widget.message.text()
+    press(widget, "Plan")
+    assert widget.message == "There is no layer; fix: open a file."
+    (folder / "damaged.tif").write_text("nothing")
+    widget.file.value = folder / "damaged.tif"
+    wait(lambda: not widget.is_busy)
+    assert "damaged.tif" in widget.message, widget.message
 
-    def fails(part: str, name: str = "plan", **fields: str) -> None:
+    def fails(part: str, name: str = "Plan", **fields: Any) -> None:
         fill(widget, folder, **fields)
         press(widget, name)
-        assert part in widget.message.text(), widget.message.text()
-        assert "fix: " in widget.message.text(), widget.message.text()
-        assert "Traceback" not in widget.message.text()
+        assert part in widget.message, widget.message
+        assert "fix: " in widget.message, widget.message
+        assert "Traceback" not in widget.message
 
     fails('Tile is "big"', tile="big")
     fails("must end in", output=str(folder / "out.png"))
     fails("No folder", output=str(folder / "a" / "out.zarr"))
     fails("There is no", model=str(folder / "no model"))
     (folder / "net.pt").write_text("nothing")
-    widget.kind.setCurrentText("TorchScript file")
+    widget.fields["kind"].value = "TorchScript file"
     fails("is no TorchScript file", model=str(folder / "net.pt"))
-    widget.kind.setCurrentText("run of farfield fit")
+    widget.fields["kind"].value = "run of farfield fit"
     zarr.create_array(folder / "out.zarr", shape=(2,), dtype="float32")
     fails("tick Overwrite")
-    widget.overwrite.setChecked(True)  # the fix
-    press(widget, "plan")
-    press(widget, "start")
-    assert widget.message.text() == "Done: out.zarr.", widget.message.text()
+    widget.fields["overwrite"].value = True  # the fix
+    press(widget, "Plan")
+    press(widget, "Start")
+    assert widget.message == "Done: out.zarr.", widget.message
     fill(widget, folder, tile="", output=str(folder / "new.zarr"))
-    press(widget, "plan")
-    press(widget, "seams")
-    assert "Tile" in widget.message.text(), widget.message.text()
-    assert "fix: " in widget.message.text(), widget.message.text()
+    press(widget, "Plan")
+    press(widget, "Seams")
+    assert "Tile" in widget.message, widget.message
+    assert "fix: " in widget.message, widget.message
     assert not [each for each in notification_manager.records if each.severity.value == "error"]
 
 
@@ -224,12 +231,12 @@ def labels(folder: Path, viewer: Any) -> None:
     torch.jit.trace(network, torch.zeros(1, 1, 8, 16, 16)).save(folder / "run")
     stack = save_stack(folder / "in.zarr")
     widget = PredictVolume(viewer)
-    widget.kind.setCurrentText("TorchScript file")
-    widget.reduction.setCurrentText("labels")
+    widget.fields["kind"].value = "TorchScript file"
+    widget.fields["values"].value = "labels"
     fill(widget, folder)
-    press(widget, "plan")
-    assert widget.job is not None, widget.message.text()
-    press(widget, "start")
+    press(widget, "Plan")
+    assert widget.job is not None, widget.message
+    press(widget, "Start")
     layer = viewer.layers["out.zarr"]
     assert type(layer).__name__ == "Labels"
     want = predict_whole(network, stack, tile=(16, 32, 32), reduce="argmax", quiet=True)
@@ -252,11 +259,11 @@ def through_the_manifest(folder: Path) -> None:
     viewer = napari.Viewer()
     _, widget = viewer.window.add_plugin_dock_widget("farfield", "Predict a whole volume")
     fill(widget, folder)
-    press(widget, "plan")
-    press(widget, "seams")
-    assert "Seams" in viewer.window.dock_widgets, widget.message.text()
-    assert "tilings" in widget.text.toPlainText()
-    press(widget, "start", until_idle=False)
+    press(widget, "Plan")
+    press(widget, "Seams")
+    assert "Seams" in viewer.window.dock_widgets, widget.message
+    assert "tilings" in widget.text.value
+    press(widget, "Start", until_idle=False)
     viewer.close()  # asks the thread to quit, which ends after a tile
 
 

@@ -64,8 +64,8 @@ def test_a_volume_is_itself_and_a_pyramid_its_finest_level() -> None:
     assert volume_of(several).shape == (4, 4)
 
 
-def test_a_part_of_an_unknown_voxel_size_lies_where_it_begins() -> None:
-    assert layer_options(ImageMetadata("YX"), {"Y": 64, "X": 0})["translate"] == [64, 0]
+def test_a_file_without_letters_gets_those_of_its_number_of_axes() -> None:
+    assert volume_of(layer(Volume(np.zeros((3, 4, 5)), ImageMetadata("QQQ")))).metadata.axes == "ZYX"
 
 
 def test_the_position_is_that_of_the_sliders_and_the_middle_of_what_is_shown() -> None:
@@ -73,7 +73,7 @@ def test_the_position_is_that_of_the_sliders_and_the_middle_of_what_is_shown() -
     viewer = SimpleNamespace(dims=dims, camera=SimpleNamespace(center=(0.0, 10.2, 900.0)))
     own = layer(np.zeros((9, 30, 40)))
     own.world_to_data = lambda point: np.array(point) / (2, 1, 1)
-    assert position_of(viewer, own, "ZYX") == {"Z": 3, "Y": 10, "X": 39}
+    assert position_of(viewer, own, Volume(own.data, ImageMetadata("ZYX"))) == {"Z": 3, "Y": 10, "X": 39}
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
@@ -103,7 +103,6 @@ def test_tiles_as_they_are_typed() -> None:
     assert parse_tile(" ") is None
     assert parse_tile("64") == 64
     assert parse_tile("16, 64 64") == [16, 64, 64]
-    assert parse_tile("-,64,64") == [None, 64, 64]
     assert parse_tile("16×64 × 64") == [16, 64, 64]
     with pytest.raises(ValueError, match=r'Tile is "large"; fix: 64'):
         parse_tile("large")

@@ -15,34 +15,18 @@ from farfield.streaming.adapt import Reduce
 from farfield.volumes import Volume
 
 
-class PreparedVolume(NamedTuple):
-    """A volume as a model takes it, and the arguments of `predict_whole` beside it.
-
-    Attributes:
-        network: The network for this volume, in eval mode: what depends on the volume, as its grey levels, is within.
-        volume: The volume, read as it is sliced.
-        pad: As of `predict_whole`.
-        reduce: As of `predict_whole`.
-        spatial_dims: Number of spatial dims of the network; None for that of its first convolution.
-    """
-
-    network: nn.Module
-    volume: Volume
-    pad: str | None = None
-    reduce: Reduce = None
-    spatial_dims: int | None = None
-
-
 class OpenedModel(NamedTuple):
     """A trained model.
 
     Attributes:
         text: What it is, in a line.
-        prepare: From a volume to what `predict_whole` is called with.
+        prepare: From a volume to a network in eval mode, with all that depends on the volume within, and what it takes.
+        reduce: As of `predict_whole`.
     """
 
     text: str
-    prepare: Callable[[Volume], PreparedVolume]
+    prepare: Callable[[Volume], tuple[nn.Module, Volume]]
+    reduce: Reduce = None
 
 
 def _open_run(path: Path) -> OpenedModel:
@@ -53,24 +37,17 @@ def _open_run(path: Path) -> OpenedModel:
         fix = install_command("train")
         raise refusal(ImportError, f"a run needs {error.name}, which is not installed; fix: {fix}.") from error
     try:
-        run = load_run(str(path))
+        network, task, _ = load_run(str(path))
     except ValueError as error:
         problem, _, fix = str(error).partition("; fix: ")
         if "--network" not in fix:
             raise
         fix = "torch.jit.trace(network, example).save(path) where its code is, and the TorchScript file"
         raise refusal(ValueError, f"{problem}; fix: {fix}.") from error
-    network = run.network
-    restores = run.task == "restore" or hasattr(network, "multiples")
-    if not restores or hasattr(network, "project"):
-        kind = "it projects a stack to an image" if restores else f'it is of the task "{run.task}"'
-        raise refusal(ValueError, f"{path} is no network from volumes to volumes, {kind}; fix: farfield predict.")
-
-    def prepare(volume: Volume) -> PreparedVolume:
-        scaled, stack, multiples = scale_network(network, volume)
-        return PreparedVolume(scaled, stack, pad="reflect", spatial_dims=len(multiples))
-
-    return OpenedModel(f"{_describe(network)}, trained to restore", prepare)
+    if not (task == "restore" or hasattr(network, "multiples")) or hasattr(network, "project"):
+        kind = "a projection" if hasattr(network, "project") else f'of the task "{task}"'
+        raise refusal(ValueError, f"{path} is {kind}, not from volumes to volumes; fix: farfield predict.")
+    return OpenedModel(f"{_describe(network)}, trained to restore", lambda volume: scale_network(network, volume)[:2])
 
 
 def _open_scripted(path: Path) -> OpenedModel:
@@ -79,7 +56,7 @@ def _open_scripted(path: Path) -> OpenedModel:
     except (RuntimeError, ValueError) as error:
         fix = "torch.jit.trace(network, example).save(path) writes one"
         raise refusal(ValueError, f"{path} is no TorchScript file; fix: {fix}.") from error
-    return OpenedModel(f"{_describe(network)}, TorchScript", lambda volume: PreparedVolume(network, volume))
+    return OpenedModel(f"{_describe(network)}, TorchScript", lambda volume: (network, volume))
 
 
 def _describe(network: nn.Module) -> str:
@@ -88,17 +65,14 @@ def _describe(network: nn.Module) -> str:
 
 
 # Kind -> what opens it.
-MODELS: dict[str, Callable[[Path], OpenedModel]] = {
-    "run of farfield fit": _open_run,
-    "TorchScript file": _open_scripted,
-}
+MODELS = {"run of farfield fit": _open_run, "TorchScript file": _open_scripted}
 
 
 @door("open_model")
 def open_model(kind: str, path: str | Path) -> OpenedModel:
     """Open a trained model, without executing anything of Python that its files name.
 
-    A TorchScript file is a program nevertheless: torch's own interpreter runs it, which has no imports.
+    A TorchScript file is a program nevertheless, which torch's own interpreter runs.
 
     Args:
         kind: One of `MODELS`.

@@ -1,4 +1,4 @@
-"""The widget "Predict a whole volume": what it is asked for becomes a `Job`, which runs in a thread of its own."""
+"""The widget "Predict a whole volume": what its fields say becomes a `Job`, which runs in a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,309 +7,219 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from farfield._checks import install_command
 from farfield.integrations.jobs import Cancelled, Job
 from farfield.integrations.napari.layers import layer_options, parse_tile, position_of, volume_of, word_error
-from farfield.integrations.preview import Preview
 from farfield.integrations.trained_models import MODELS, open_model
-from farfield.streaming import SeamReport, Tiles
+from farfield.streaming import Tiles, find_seams
 from farfield.volumes import Volume, open_volume
 
 try:
+    from magicgui.widgets import (
+        CheckBox,
+        ComboBox,
+        Container,
+        FileEdit,
+        Image,
+        LineEdit,
+        PushButton,
+        SpinBox,
+        TextEdit,
+    )
     from napari.qt.threading import create_worker
     from napari.utils import progress
-    from qtpy.QtCore import Qt, Signal
-    from qtpy.QtGui import QPixmap
-    from qtpy.QtWidgets import (
-        QCheckBox,
-        QComboBox,
-        QFileDialog,
-        QFormLayout,
-        QGridLayout,
-        QHBoxLayout,
-        QLabel,
-        QLineEdit,
-        QPlainTextEdit,
-        QPushButton,
-        QSpinBox,
-        QVBoxLayout,
-        QWidget,
-    )
+    from superqt import ensure_main_thread
 except ImportError as missing:
-    text = f"farfield.integrations.napari: {missing.name} is not installed; fix: {install_command('napari')}"
-    raise ImportError(text) from missing
+    fix = install_command("napari")
+    raise ImportError(f"farfield.integrations.napari: {missing.name} is not installed; fix: {fix}") from missing
 
 # What the output holds, as it is chosen -> the argument `reduce`.
-_REDUCTIONS = {"as the model has it": None, "labels": "argmax", "probabilities": "softmax"}
+_VALUES = {"as the model has them": None, "labels": "argmax", "probabilities": "softmax"}
+_ROWS = (slice(0, 3), slice(3, 5))
 # Steps of the progress bar: the work of a prediction is too large a number for Qt.
 _STEPS = 1000
 
 
-class _Outcome(NamedTuple):
-    """What a thread ends with: a result, or a sentence that tells why there is none."""
-
-    result: Any = None
-    problem: str = ""
-
-
-class PredictVolume(QWidget):
-    """A widget that predicts a layer, or a file, of any size by a trained model: planned, tried out, run, resumed.
+class PredictVolume(Container):
+    """A widget that predicts a layer or a file of any size by a trained model: planned, tried out, run, resumed.
 
     Args:
         napari_viewer: The viewer, which napari passes by this name.
 
     Attributes:
         job: What was planned for the fields as they are; None where they have changed since.
+        is_busy: Whether a thread is at work.
     """
 
-    # The share that is done, and the name of the pass; from the thread that predicts to the one that draws.
-    moved = Signal(float, str)
-
     def __init__(self, napari_viewer: Any) -> None:
-        super().__init__()
-        self.viewer = napari_viewer
-        self.job: Job | None = None
+        self.viewer, self.is_busy = napari_viewer, False
+        self.job: Any = None
         self._bar: Any = None
-        self._worker: Any = None
-        self._cancel = threading.Event()
-        self._make_fields()
-        self._arrange()
-        self._connect()
-        self._list_layers()
+        self._cancelled = threading.Event()
+        self.fields = {
+            "layer": ComboBox(label="Layer", choices=self._list_images),
+            "kind": ComboBox(label="Model", choices=list(MODELS)),
+            "model": FileEdit(label=" ", mode="d"),
+            "values": ComboBox(label="Values", choices=list(_VALUES)),
+            "tile": LineEdit(label="Tile"),
+            "memory": SpinBox(label="Memory, MiB", max=2**20),
+            "output": FileEdit(label="Output", mode="w"),
+            "overwrite": CheckBox(label="Overwrite"),
+        }
+        self.file, self.text = FileEdit(label="Open a file"), TextEdit()
+        self.text.read_only = True
+        actions = {"Plan": self._plan, "Preview": self._preview, "Seams": self._find_seams}
+        actions |= {"Start": self._start, "Cancel": self._cancel}
+        self.buttons = {name: PushButton(text=name) for name in actions}
+        rows = [Container(widgets=list(self.buttons.values())[each], layout="horizontal") for each in _ROWS]
+        super().__init__(widgets=[self.file, *self.fields.values(), *rows, self.text], labels=True)
+        for name, action in actions.items():
+            self.buttons[name].clicked.connect(action)
+        for field in self.fields.values():
+            field.changed.connect(self._forget)
+        self.fields["kind"].changed.connect(self._choose_mode)
+        self.file.changed.connect(self._open)
+        for event in (napari_viewer.layers.events.inserted, napari_viewer.layers.events.removed):
+            event.connect(self.fields["layer"].reset_choices)
         self._forget()
 
-    # ---- what is seen ------------------------------------------------------------------------------------------------
-    def _make_fields(self) -> None:
-        self.layer, self.kind, self.reduction = QComboBox(), QComboBox(), QComboBox()
-        self.kind.addItems(list(MODELS))
-        self.reduction.addItems(list(_REDUCTIONS))
-        self.path, self.model, self.output, self.tile = QLineEdit(), QLineEdit(), QLineEdit(), QLineEdit()
-        self.path.setPlaceholderText("or open .tif, .nii.gz, .zarr, … and press Enter")
-        self.output.setPlaceholderText(".zarr, .ome.zarr, .tif or .ome.tif")
-        self.tile.setPlaceholderText("the largest; or 64; or 16, 64, 64")
-        self.browse, self.overwrite = QPushButton("…"), QCheckBox("Overwrite")
-        self.memory = QSpinBox()
-        self.memory.setRange(0, 2**20)
-        self.memory.setSuffix(" MiB")
-        self.memory.setSpecialValueText("a quarter of what is free")
-        self.buttons = {
-            "plan": QPushButton("Plan"),
-            "preview": QPushButton("Preview"),
-            "seams": QPushButton("Seams"),
-            "start": QPushButton("Start"),
-            "cancel": QPushButton("Cancel"),
-        }
-        self.message, self.text = QLabel(), QPlainTextEdit()
-        self.message.setWordWrap(True)
-        self.message.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
-        self.text.setReadOnly(True)
+    def _list_images(self, *_: Any) -> list[str]:
+        return [each.name for each in self.viewer.layers if hasattr(each, "rgb")]
 
-    def _arrange(self) -> None:
-        model, output, buttons = QHBoxLayout(), QHBoxLayout(), QGridLayout()
-        for widget in (self.model, self.browse):
-            model.addWidget(widget)
-        for widget in (self.output, self.overwrite):
-            output.addWidget(widget)
-        for number, button in enumerate(self.buttons.values()):
-            buttons.addWidget(button, number // 3, number % 3)
-        form = QFormLayout()
-        rows = {
-            "Layer": self.layer,
-            "": self.path,
-            "Model": self.kind,
-            " ": model,
-            "Values": self.reduction,
-            "Tile": self.tile,
-            "Memory": self.memory,
-            "Output": output,
-        }
-        for name, field in rows.items():
-            form.addRow(name, field)
-        layout = QVBoxLayout(self)
-        layout.addLayout(form)
-        layout.addLayout(buttons)
-        layout.addWidget(self.message)
-        layout.addWidget(self.text, 1)
+    def _choose_mode(self) -> None:
+        self.fields["model"].mode = "r" if "file" in self.fields["kind"].value else "d"
 
-    def _connect(self) -> None:
-        for event in (self.viewer.layers.events.inserted, self.viewer.layers.events.removed):
-            event.connect(self._list_layers)
-        for combo in (self.layer, self.kind, self.reduction):
-            combo.currentIndexChanged.connect(self._forget)
-        for line in (self.model, self.output, self.tile):
-            line.textChanged.connect(self._forget)
-        self.memory.valueChanged.connect(self._forget)
-        self.overwrite.toggled.connect(self._forget)
-        self.path.returnPressed.connect(self._open_path)
-        self.browse.clicked.connect(self._browse)
-        actions = (self.make_plan, self.preview, self.find_seams, self.start, self.cancel)
-        for button, action in zip(self.buttons.values(), actions, strict=True):
-            button.clicked.connect(action)
-        self.moved.connect(self._move_bar)
-
-    def _list_layers(self, event: Any = None) -> None:
-        """List the image layers again, and keep the one that is chosen."""
-        chosen, names = self.layer.currentText(), [each.name for each in self.viewer.layers if hasattr(each, "rgb")]
-        self.layer.blockSignals(True)
-        self.layer.clear()
-        self.layer.addItems(names)
-        self.layer.setCurrentText(chosen)
-        self.layer.blockSignals(False)
-        if self.layer.currentText() != chosen:
-            self._forget()
-
-    def _forget(self, *changed: object) -> None:
+    def _forget(self) -> None:
         """Forget the plan: fields have changed."""
         self.job = None
-        self.text.clear()
-        self._enable()
+        self._show("Choose a layer, a model and an output, and press Plan.")
 
-    def _enable(self) -> None:
-        """Offer what can be done now."""
-        busy, planned = self._worker is not None, self.job is not None
+    def _show(self, message: str) -> None:
+        """Show a message, with the plan, and offer what can be done now."""
+        self.message = message
+        self.text.value = message if self.job is None else f"{message}\n\n{self.job.text}\n{self.job.plan}"
         for name, button in self.buttons.items():
-            button.setEnabled(busy if name == "cancel" else not busy and (planned or name == "plan"))
-        self.buttons["start"].setText("Resume" if self.job is not None and self.job.is_begun else "Start")
+            idle = not self.is_busy and (name == "Plan" or self.job is not None)
+            button.enabled = self.is_busy if name == "Cancel" else idle
+        self.buttons["Start"].text = "Resume" if self.job is not None and self.job.is_begun else "Start"
 
-    def _browse(self) -> None:
-        """Choose the model: a file of TorchScript, or the folder of any other."""
-        is_file = "file" in self.kind.currentText()
-        found = QFileDialog.getOpenFileName(self)[0] if is_file else QFileDialog.getExistingDirectory(self)
-        self.model.setText(found or self.model.text())
+    def _work(self, doing: str, function: Callable[[], Any], done: Callable[[Any], str]) -> None:
+        """Run a function in a thread; then `done` with its result in this one, which returns what is shown."""
 
-    # ---- what is done ------------------------------------------------------------------------------------------------
-    def _work(self, doing: str, function: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Run a function in a thread, then `done` with its result in this one, or show why there is none."""
-        if self._worker is not None:
-            return
-        self._cancel.clear()
-        self.message.setText(doing)
+        def finish(outcome: tuple[Any, str]) -> None:
+            result, problem = outcome
+            self.is_busy = False
+            if self._bar is not None:
+                self._bar.close()
+            self._bar = None
+            self._show(problem or done(result))
+
+        self._cancelled.clear()
+        self.is_busy = True
+        self._show(doing)
         self._worker = create_worker(_capture, function)
-        self._worker.returned.connect(partial(self._finish, done))
-        self._enable()
+        self._worker.returned.connect(finish)
         self._worker.start()
 
-    def _finish(self, done: Callable[[Any], None], outcome: _Outcome) -> None:
-        self._worker = None
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-        self.message.setText(outcome.problem)
-        if not outcome.problem:
-            done(outcome.result)
-        self._enable()
+    def _open(self, path: Path) -> None:
+        """Open a file as a layer, of which napari reads what it shows."""
 
-    def _open_path(self) -> None:
-        path = self.path.text().strip()
-        self._work(f"Opening {path} …", partial(open_volume, path), partial(self._add_opened, Path(path).name))
+        def add(volume: Volume) -> str:
+            layer = self.viewer.add_image(volume, name=path.name, **layer_options(volume.metadata))
+            self.fields["layer"].value = layer.name
+            return f"Opened {path.name}."
 
-    def _add_opened(self, name: str, volume: Volume) -> None:
-        layer = self.viewer.add_image(volume, name=name, **layer_options(volume.metadata))
-        self.layer.setCurrentText(layer.name)
+        if path.exists() and not self.is_busy:
+            self._work(f"Opening {path.name} …", partial(open_volume, path), add)
 
-    def make_plan(self) -> None:
-        """Open the model and plan the prediction, which shows the plan."""
-        try:
-            fields = {"layer": self.layer.currentText(), "model": self.model.text(), "output": self.output.text()}
-            if missing := [name for name, given in fields.items() if not given.strip()]:
-                raise ValueError(f"No {' and no '.join(missing)} is given; fix: fill in the field.")
-            size, memory = parse_tile(self.tile.text()), self.memory.value() * 2**20 or None
-        except ValueError as error:
-            self.message.setText(str(error))
-            return
-        volume, kind = volume_of(self._chosen()), self.kind.currentText()
-        model, output = self.model.text().strip(), self.output.text().strip()
-        reduce, overwrite = _REDUCTIONS[self.reduction.currentText()], self.overwrite.isChecked()
+    def _plan(self) -> None:
+        given = {name: field.value for name, field in self.fields.items()}
+        volume = volume_of(self.viewer.layers[given["layer"]]) if given["layer"] else None
 
-        def plan() -> tuple[str, Job]:
-            opened = open_model(kind, model)
-            options: dict[str, Any] = {"tile": Tiles(size, memory=memory), "reduce": reduce, "overwrite": overwrite}
-            return opened.text, Job(opened, volume, output, **options)
+        def plan() -> Job:
+            if volume is None:
+                raise ValueError("there is no layer; fix: open a file.")
+            tile = Tiles(parse_tile(given["tile"]), memory=given["memory"] * 2**20 or None)
+            options: dict[str, Any] = {"reduce": _VALUES[given["values"]], "overwrite": given["overwrite"]}
+            return Job(open_model(given["kind"], given["model"]), volume, given["output"], tile=tile, **options)
 
-        self._work("Planning …", plan, self._show_plan)
+        self._work("Planning …", plan, self._take_plan)
 
-    def _show_plan(self, planned: tuple[str, Job]) -> None:
-        text, self.job = planned
-        begun = "\nan unfinished prediction of this is there: Resume goes on with it" if self.job.is_begun else ""
-        self.text.setPlainText(f"{text}\n{self.job.plan}{begun}")
+    def _take_plan(self, job: Job) -> str:
+        self.job = job
+        return "An unfinished prediction is there: Resume goes on with it." if job.is_begun else "Planned."
 
-    def preview(self) -> None:
+    def _preview(self) -> None:
         """Predict the block at the position of the viewer, and show it as a layer."""
-        if self.job is not None:
-            position = position_of(self.viewer, self._chosen(), self.job.volume.metadata.axes)
-            self._work("Predicting one block …", partial(self.job.preview, position), self._add_preview)
+        job = self.job
 
-    def _add_preview(self, preview: Preview) -> None:
-        name = "preview" if preview.is_exact else "preview (this block alone)"
-        self._add(preview.volume, name, preview.start)
-        self.message.setText(f"Preview: {preview.text}.")
+        def add(predicted: tuple[Volume, list[str]]) -> str:
+            volume, names = predicted
+            self._add(volume, "preview (this block alone)" if names else "preview")
+            if not names:
+                return "The preview has the numbers of the whole prediction."
+            some = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
+            return f"The preview is of this block alone: {some} will see all positions, which gives other numbers."
 
-    def start(self) -> None:
-        """Predict the volume, or go on with it."""
-        if self.job is None:
-            return
-        self._bar = progress(total=_STEPS, desc="predict")
-        run = partial(self.job.run, self.moved.emit, self._is_cancelled)
-        self._work("Predicting …", run, partial(self._add_result, self.job.out.name))
+        position = position_of(self.viewer, self.viewer.layers[self.fields["layer"].value], job.volume)
+        self._work("Predicting one block …", partial(job.preview, position), add)
 
-    def _is_cancelled(self) -> bool:
-        """Whether Cancel was pressed, or napari ends: it then asks its workers to quit."""
-        return self._cancel.is_set() or (self._worker is not None and self._worker.abort_requested)
+    def _start(self) -> None:
+        """Predict the volume, or go on with it, and show the file as a layer."""
+        job, self._bar = self.job, progress(total=_STEPS, desc="predict")
 
+        def is_cancelled() -> bool:
+            # napari asks its workers to quit when it ends.
+            return self._cancelled.is_set() or self._worker.abort_requested
+
+        def add(volume: Volume) -> str:
+            self._add(volume, job.out.name)
+            return f"Done: {job.out.name}."
+
+        self._work("Predicting …", partial(job.run, self._move_bar, is_cancelled), add)
+
+    @ensure_main_thread
     def _move_bar(self, share: float, text: str) -> None:
         if self._bar is not None:
             self._bar.set_description(text)
             self._bar.update(int(share * _STEPS) - self._bar.n)
 
-    def cancel(self) -> None:
-        """Stop after the tile that runs; what is finished is kept."""
-        self._cancel.set()
-        self.message.setText("Stopping after this tile …")
+    def _cancel(self) -> None:
+        self._cancelled.set()
+        self._show("Stopping after this tile …")
 
-    def _add_result(self, name: str, volume: Volume) -> None:
-        self._add(volume, name)
-        self.message.setText(f"Done: {name}.")
+    def _add(self, volume: Volume, name: str) -> None:
+        is_labels = np.dtype(volume.dtype).kind == "u"
+        add = self.viewer.add_labels if is_labels else self.viewer.add_image
+        add(volume, name=name, **layer_options(volume.metadata))
 
-    def _add(self, volume: Volume, name: str, start: Any = None) -> Any:
-        """Add a volume as a layer; labels where the network gives them."""
-        options = layer_options(volume.metadata, start)
-        add = self.viewer.add_labels if np.dtype(volume.dtype).kind == "u" else self.viewer.add_image
-        return add(volume, name=name, **options)
+    def _find_seams(self) -> None:
+        """Show how far the result depends on where tiles are cut, as a picture in a dock and as text."""
+        job, folder = self.job, tempfile.TemporaryDirectory()
+        picture = Path(folder.name) / "seams.png"
 
-    def find_seams(self) -> None:
-        """Show how far the result depends on where tiles are cut, as a picture and as text."""
-        if self.job is not None:
-            self._work("Comparing two tilings …", partial(_draw_seams, self.job), self._show_seams)
+        def draw() -> str:
+            report = find_seams(job.network, job.volume, job.plan.tile)
+            report.plot(picture)
+            return str(report)
 
-    def _show_seams(self, drawn: tuple[SeamReport, bytes]) -> None:
-        report, picture = drawn
-        pixels = QPixmap()
-        pixels.loadFromData(picture)
-        label = QLabel()
-        label.setPixmap(pixels.scaledToWidth(900, Qt.TransformationMode.SmoothTransformation))
-        self.viewer.window.add_dock_widget(label, name="Seams", area="bottom")
-        self.text.setPlainText(str(report))
+        def show(report: str) -> str:
+            self.viewer.window.add_dock_widget(Image(value=picture), name="Seams", area="bottom")
+            folder.cleanup()
+            return report
 
-    def _chosen(self) -> Any:
-        return self.viewer.layers[self.layer.currentText()]
+        self._work("Comparing two tilings …", draw, show)
 
 
-def _capture(function: Callable[[], Any]) -> _Outcome:
-    """Call a function, and return an error as its sentence: napari would show the traceback of one that is raised."""
+def _capture(function: Callable[[], Any]) -> tuple[Any, str]:
+    """Return the result of a function, or why there is none: napari would show the traceback of an error."""
     try:
-        return _Outcome(function())
+        return function(), ""
     except Cancelled:
-        return _Outcome(problem="Stopped. Resume goes on from the tiles that are finished.")
+        return None, "Stopped. Resume goes on from the tiles that are finished."
     except Exception as error:  # noqa: BLE001  # networks and files of others raise all kinds
-        return _Outcome(problem=word_error(error))
-
-
-def _draw_seams(job: Job) -> tuple[SeamReport, bytes]:
-    report = job.find_seams()
-    with tempfile.TemporaryDirectory() as folder:
-        report.plot(Path(folder) / "seams.png")
-        return report, (Path(folder) / "seams.png").read_bytes()
+        return None, word_error(error)
