@@ -124,7 +124,7 @@ def cancel_and_resume(folder: Path, viewer: Any) -> None:
     places.clear()
     press(again, "Start")
     assert again.message == "Done: out.zarr.", again.message
-    assert places[0] == stopped
+    assert places[0] > stopped
     assert places[-1] == 1000
     layer = viewer.layers["out.zarr"]
     assert isinstance(layer.data, Volume)
@@ -262,7 +262,7 @@ def through_the_manifest(folder: Path) -> None:
     press(widget, "Plan")
     press(widget, "Seams")
     assert "Seams" in viewer.window.dock_widgets, widget.message
-    assert "tilings" in widget.text.value
+    assert "predict_whole(network, volume" in widget.message
     press(widget, "Start", until_idle=False)
     viewer.close()  # asks the thread to quit, which ends after a tile
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,10 +29,6 @@ from farfield.volumes.unfinished import STATE, unfinished_folder
 
 # Positions along each axis of the block that a preview predicts, by the number of spatial dims, and for other numbers.
 _BLOCK, _LEAST = {1: 4096, 2: 256, 3: 64}, 16
-
-
-class Cancelled(Exception):  # noqa: N818  # no error: what the user asked for
-    """A prediction was stopped between two tiles; the same job goes on from those that are finished."""
 
 
 class Job:
@@ -58,17 +55,10 @@ class Job:
         Records the network, seconds at most; a model that is scaled by the volume reads it once.
 
     Example:
-        >>> import tempfile, numpy as np
-        >>> from farfield import models
         >>> from farfield.integrations.trained_models import open_model
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> models.unet_care(first_channels=4).save_pretrained(folder.name)
-        >>> stack = Volume(np.random.default_rng(0).poisson(50, (8, 32, 32)), ImageMetadata("ZYX"))
-        >>> model = open_model("run of farfield fit", folder.name)
-        >>> job = Job(model, stack, f"{folder.name}/restored.zarr", tile=Tiles((8, 16, 16)))
-        >>> len(job.plan.cores), job.run().shape
-        (4, (8, 32, 32))
-        >>> folder.cleanup()
+        >>> from farfield.volumes import open_volume
+        >>> model = open_model("TorchScript file", "network.pt")  # doctest: +SKIP
+        >>> Job(model, open_volume("stack.tif"), "restored.zarr").run()  # doctest: +SKIP
     """
 
     @door("Job")
@@ -108,24 +98,17 @@ class Job:
         planned: StreamingPlan = looks_at_a_copy(plan, "Job")(self.network)
         return planned
 
-    def run(
-        self,
-        show: Callable[[float, str], object] = lambda share, text: None,
-        is_cancelled: Callable[[], bool] = lambda: False,
-    ) -> Volume:
+    def run(self, show: Callable[[float, str], object] = lambda share, text: None) -> Volume:
         """Predict the volume, or go on with it, and return the file, opened for reading, with its voxel size.
 
         Args:
-            show: Called after each tile with the share of the work that is done, 0 to 1, and the name of the pass.
-            is_cancelled: Asked after each tile; where it is True, the prediction ends.
-
-        Raises:
-            Cancelled: If it was cancelled.
+            show: Called after each tile with the share of the work that is done, 0 to 1, and the name of the pass. An
+                error that it raises ends the prediction, and finished tiles are kept.
         """
-        call = {"plan": self.plan, "out": self.out, "overwrite": self.overwrite, "quiet": True}
+        options: dict[str, Any] = {"plan": self.plan, "out": self.out, "overwrite": self.overwrite, "quiet": True}
         try:
-            with use_progress_bar(lambda total, initial: _Bar(total, initial, show, is_cancelled)):
-                array = predict_whole(self.network, self.volume, **call)
+            with use_progress_bar(lambda total, initial: _Bar(total, initial, show)):
+                array = predict_whole(self.network, self.volume, **options)
         finally:
             self.is_begun = (unfinished_folder(self.out) / STATE).is_file()
         return Volume(array, self._predict(self.plan).spec.metadata)
@@ -166,28 +149,23 @@ class Job:
 
 
 class _Bar:
-    """A progress bar for `use_progress_bar` that calls a function, and ends a prediction where it is cancelled."""
+    """A progress bar that calls a function."""
 
-    def __init__(
-        self, total: float, done: float, show: Callable[[float, str], object], is_cancelled: Callable[[], bool]
-    ) -> None:
-        self.total, self.done, self.show, self.is_cancelled, self.text = total, done, show, is_cancelled, ""
+    def __init__(self, total: float, done: float, show: Callable[[float, str], object]) -> None:
+        self.total, self.done, self.show, self.text = total, done, show, ""
 
     def __enter__(self) -> _Bar:
-        self.update(0)
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the bar as it is."""
+        """Leave the function as it is."""
 
     def set_description(self, text: str) -> None:
         self.text = text
 
     def update(self, units: float) -> None:
         self.done += units
-        self.show(self.done / max(1, self.total), self.text)
-        if self.is_cancelled():
-            raise Cancelled
+        self.show(self.done / self.total, self.text)
 
 
 def _add_halo(core: Region, plan: StreamingPlan) -> Region:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from farfield._checks import install_command
-from farfield.integrations.jobs import Cancelled, Job
+from farfield.integrations.jobs import Job
 from farfield.integrations.napari.layers import layer_options, parse_tile, position_of, volume_of, word_error
 from farfield.integrations.trained_models import MODELS, open_model
 from farfield.streaming import Tiles, find_seams
@@ -44,6 +44,10 @@ _ROWS = (slice(0, 3), slice(3, 5))
 _STEPS = 1000
 
 
+class _Cancelled(Exception):  # noqa: N818  # no error: what the user asked for
+    """The prediction ends after a tile."""
+
+
 class PredictVolume(Container):
     """A widget that predicts a layer or a file of any size by a trained model: planned, tried out, run, resumed.
 
@@ -65,13 +69,13 @@ class PredictVolume(Container):
             "kind": ComboBox(label="Model", choices=list(MODELS)),
             "model": FileEdit(label=" ", mode="d"),
             "values": ComboBox(label="Values", choices=list(_VALUES)),
-            "tile": LineEdit(label="Tile"),
-            "memory": SpinBox(label="Memory, MiB", max=2**20),
+            "tile": LineEdit(label="Tile", tooltip="64; or 16, 64, 64; empty: the largest that memory allows"),
+            "memory": SpinBox(label="Memory, MiB", max=2**20, tooltip="of a tile; 0: a quarter of what is free"),
             "output": FileEdit(label="Output", mode="w"),
             "overwrite": CheckBox(label="Overwrite"),
         }
         self.file, self.text = FileEdit(label="Open a file"), TextEdit()
-        self.text.read_only = True
+        self.text.read_only, self.text.min_width = True, 320
         actions = {"Plan": self._plan, "Preview": self._preview, "Seams": self._find_seams}
         actions |= {"Start": self._start, "Cancel": self._cancel}
         self.buttons = {name: PushButton(text=name) for name in actions}
@@ -172,21 +176,26 @@ class PredictVolume(Container):
         """Predict the volume, or go on with it, and show the file as a layer."""
         job, self._bar = self.job, progress(total=_STEPS, desc="predict")
 
-        def is_cancelled() -> bool:
+        def show(share: float, text: str) -> None:
             # napari asks its workers to quit when it ends.
-            return self._cancelled.is_set() or self._worker.abort_requested
+            if self._cancelled.is_set() or self._worker.abort_requested:
+                raise _Cancelled
+            self._move_bar(share, text)
 
         def add(volume: Volume) -> str:
             self._add(volume, job.out.name)
             return f"Done: {job.out.name}."
 
-        self._work("Predicting …", partial(job.run, self._move_bar, is_cancelled), add)
+        self._work("Predicting …", partial(job.run, show), add)
 
     @ensure_main_thread
     def _move_bar(self, share: float, text: str) -> None:
-        if self._bar is not None:
-            self._bar.set_description(text)
-            self._bar.update(int(share * _STEPS) - self._bar.n)
+        bar = self._bar
+        if bar is not None and text not in bar.desc:
+            bar.set_description(text)
+        # Bars let Qt work: what came in meanwhile has moved this one further, or closed it.
+        if bar is not None and bar is self._bar:
+            bar.update(max(0, int(share * _STEPS) - bar.n))
 
     def _cancel(self) -> None:
         self._cancelled.set()
@@ -198,28 +207,30 @@ class PredictVolume(Container):
         add(volume, name=name, **layer_options(volume.metadata))
 
     def _find_seams(self) -> None:
-        """Show how far the result depends on where tiles are cut, as a picture in a dock and as text."""
+        """Show what would come of tiles that run alone, as a picture in a dock."""
         job, folder = self.job, tempfile.TemporaryDirectory()
         picture = Path(folder.name) / "seams.png"
 
         def draw() -> str:
             report = find_seams(job.network, job.volume, job.plan.tile)
             report.plot(picture)
-            return str(report)
+            return report.advice
 
-        def show(report: str) -> str:
-            self.viewer.window.add_dock_widget(Image(value=picture), name="Seams", area="bottom")
+        def show(advice: str) -> str:
+            shown = Image(value=picture)
+            shown.min_height = 320
+            self.viewer.window.add_dock_widget(shown, name="Seams", area="bottom")
             folder.cleanup()
-            return report
+            return advice
 
-        self._work("Comparing two tilings …", draw, show)
+        self._work("Comparing two tilings on part of the volume, which takes some hundred tiles …", draw, show)
 
 
 def _capture(function: Callable[[], Any]) -> tuple[Any, str]:
     """Return the result of a function, or why there is none: napari would show the traceback of an error."""
     try:
         return function(), ""
-    except Cancelled:
+    except _Cancelled:
         return None, "Stopped. Resume goes on from the tiles that are finished."
     except Exception as error:  # noqa: BLE001  # networks and files of others raise all kinds
         return None, word_error(error)
