@@ -75,7 +75,7 @@ class PredictVolume(Container):
             "overwrite": CheckBox(label="Overwrite"),
         }
         self.file, self.text = FileEdit(label="Open a file"), TextEdit()
-        self.text.read_only, self.text.min_width = True, 320
+        self.text.read_only, self.text.min_width, self.text.min_height = True, 320, 320
         actions = {"Plan": self._plan, "Preview": self._preview, "Seams": self._find_seams}
         actions |= {"Start": self._start, "Cancel": self._cancel}
         self.buttons = {name: PushButton(text=name) for name in actions}
