@@ -20,7 +20,7 @@ from farfield.streaming.arguments import arrange_volumes
 from farfield.streaming.plan import join_halos
 from farfield.streaming.planning import Planner
 from farfield.streaming.prediction import Prediction
-from farfield.streaming.progress import Saved, find_unfinished
+from farfield.streaming.progress import find_unfinished
 from farfield.streaming.recording import Recording
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.sink import to_numpy
@@ -76,27 +76,26 @@ class Job:
         self.network, self.volume = model.prepare(volume)
         self.out, self.overwrite, self.reduce = Path(out).expanduser(), overwrite, reduce or model.reduce
         self.tiles, self.pad = tile or Tiles(), None
-        _, arrays, _ = arrange_volumes("Job", self.network, self.tiles, self.volume)
-        _, saved = find_unfinished(self.out, overwrite, self.network, arrays)
         try:
-            self.plan = self._make_plan(self.tiles, self.out, saved)
+            self.plan, self.is_begun = self._make_plan(self.tiles, self.out)
         except ValueError as error:
             if 'pad="reflect"' not in str(error):
                 raise
             self.pad = "reflect"
-            self.plan = self._make_plan(self.tiles, self.out, saved)
-        self.is_begun = saved is not None
+            self.plan, self.is_begun = self._make_plan(self.tiles, self.out)
 
-    def _make_plan(self, tiles: Tiles, path: Path | None = None, saved: Saved | None = None) -> StreamingPlan:
-        """Plan a call as `predict_whole` does: by the letters of the volume and the path, which `plan_whole` lacks."""
+    def _make_plan(self, tiles: Tiles, path: Path | None = None) -> tuple[StreamingPlan, bool]:
+        """Plan a call as `predict_whole` does, by the letters of the volume and the path; tell whether it is begun."""
 
-        def plan(network: nn.Module) -> StreamingPlan:
+        def plan(network: nn.Module) -> tuple[StreamingPlan, bool]:
             _, arrays, layouts = arrange_volumes("Job", network, tiles, self.volume)
+            _, saved = find_unfinished(path, self.overwrite, network, arrays)
             shapes = [each.shape for each in arrays.values()]
-            return Planner(network, shapes, tiles, self.pad, self.reduce, path, saved, layouts).plan()
+            planned = Planner(network, shapes, tiles, self.pad, self.reduce, path, saved, layouts).plan()
+            return planned, saved is not None
 
-        planned: StreamingPlan = looks_at_a_copy(plan, "Job")(self.network)
-        return planned
+        made: tuple[StreamingPlan, bool] = looks_at_a_copy(plan, "Job")(self.network)
+        return made
 
     def run(self, show: Callable[[float, str], object] = lambda share, text: None) -> Volume:
         """Predict the volume, or go on with it, and return the file, opened for reading, with its voxel size.
@@ -129,7 +128,7 @@ class Job:
             whole prediction.
         """
         dims = len(self.plan.size)
-        plan = self._make_plan(replace(self.tiles, size=[_BLOCK.get(dims, _LEAST)] * dims))
+        plan, _ = self._make_plan(replace(self.tiles, size=[_BLOCK.get(dims, _LEAST)] * dims))
         prediction = self._predict(plan)
         known = prediction.arranged[0]
         if known is None or any(each is None for each in plan.output.scales):
