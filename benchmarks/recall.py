@@ -129,7 +129,7 @@ def show_speed(names: list[str], size: tuple[int, ...], rounds: int = 5) -> None
         name: [statistics.median(each) for each in zip(*taken[1:], strict=True)] for name, taken in seconds.items()
     }
     shape = " × ".join(map(str, (*size, CHANNELS)))
-    print(f"\n| {shape} | forward, ms | and backward, ms | beside {names[0]} |\n|---|---|---|---|")
+    print(f"\n| {shape} | forward, ms | forward and backward, ms | beside {names[0]} |\n|---|---|---|---|")
     for name, (forward, both) in medians.items():
         print(f"| {name} | {1e3 * forward:.1f} | {1e3 * both:.1f} | {both / medians[names[0]][1]:.2f} |")
 
