@@ -17,10 +17,10 @@ import yaml  # type: ignore[import-untyped]
 
 from farfield._refusals import door, put_name
 from farfield.cli.command_line import Parser, explain_word, help_text
-from farfield.cli.configuration import read_configuration, read_recipe
 from farfield.cli.recipes import find_configuration, recipe_files
 from farfield.cli.signatures import Signature, read_signature
 from farfield.cli.values import CommandLineError, no_such, parse_bytes
+from farfield.tasks.configuration import read_configuration, read_recipe
 
 
 class Task(NamedTuple):

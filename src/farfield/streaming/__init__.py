@@ -12,6 +12,7 @@ from farfield.streaming._predict_whole import predict_whole
 from farfield.streaming._respond_whole import respond_whole
 from farfield.streaming.adapt import MeanOverFlips
 from farfield.streaming.arguments import Tiles
+from farfield.streaming.engines.local import use_progress_bar
 from farfield.streaming.engines.parts import Part
 from farfield.streaming.frozen import freeze_statistics
 from farfield.streaming.planning import plan_whole
@@ -32,4 +33,5 @@ __all__ = [
     "plan_whole",
     "predict_whole",
     "respond_whole",
+    "use_progress_bar",
 ]

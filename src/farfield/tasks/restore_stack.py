@@ -116,6 +116,39 @@ def restore(
         >>> restore(models.unet_care("siamese", first_channels=4).eval(), stack).shape
         (5, 9, 11)
     """
+    scaled, stack, multiples = scale_network(network, stack)
+    known, array = split_volume(stack)
+    if not hasattr(network, "project"):
+        given = tile if isinstance(tile, Tiles) else Tiles(tile)
+        # A sequence where it is given: its length is the number of spatial dims, which the first layer may not give.
+        size = [given.size] * len(multiples) if isinstance(given.size, int | np.integer) else given.size
+        tiles = None if tile is None else replace(given, size=size)
+        several: dict[str, Any] = {"client": client, "part": part}
+        return predict_whole(
+            scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet, **several
+        )
+    if client is not None or part is not None:
+        raise refusal(ValueError, "a projection runs in one piece; fix: neither a client nor parts, one process.")
+    if isinstance(array, Tensor):
+        stack = to_numpy(array)
+    if out is None:
+        image = _project_stack(scaled, stack, multiples)
+        return torch.from_numpy(image).to(array.device) if isinstance(array, Tensor) else image
+    refuse_aliasing(out, {"stack": array})
+    check_path(Path(out), overwrite)  # before the work
+    image = _project_stack(scaled, stack, multiples)
+    axes = "CYX"[-image.ndim :]
+    metadata = known.with_axes(axes) if known is not None else ImageMetadata(axes)
+    return write_whole("restore", Path(out), image, metadata, overwrite)
+
+
+@door("restore")
+def scale_network(network: nn.Module, stack: Any) -> tuple[ScaledNetwork, Any, tuple[int, ...]]:
+    """Return a network that takes the grey levels of a stack, the stack with channels first, and its multiples.
+
+    `predict_whole` of the two, padded by reflection, is what `restore` returns. The multiples are those of the sizes
+    that the network takes, one for each of its spatial dims.
+    """
     known, array = split_volume(stack)
     if known is not None:
         given_array = array
@@ -126,7 +159,7 @@ def restore(
             array, known = order_axes(array, order), known.with_axes("".join(axes[axis] for axis in order))
             stack = Volume(array, known)
     has_channels = known is not None and "C" in known.axes
-    multiples = getattr(network, "multiples", (1,) * (len(stack.shape) - has_channels))
+    multiples: tuple[int, ...] = getattr(network, "multiples", (1,) * (len(stack.shape) - has_channels))
     if len(stack.shape) - len(multiples) not in (0, 1):
         raise refusal(
             ValueError,
@@ -140,29 +173,7 @@ def restore(
             stack = Volume(array, replace(known, axes="C" + known.axes[1:]))
         kept = range(1, len(stack.shape))
         channels = [AxesView(numbers, kept, {0: [channel]}) for channel in range(stack.shape[0])]
-    scaled = ScaledNetwork(network, [find_grey_levels(channel) for channel in channels]).eval()
-    if not hasattr(network, "project"):
-        given = tile if isinstance(tile, Tiles) else Tiles(tile)
-        # A sequence where it is given: its length is the number of spatial dims, which the first layer may not give.
-        size = [given.size] * len(multiples) if isinstance(given.size, int | np.integer) else given.size
-        tiles = None if tile is None else replace(given, size=size)
-        several: dict[str, Any] = {"client": client, "part": part}
-        return predict_whole(
-            scaled, stack, tile=tiles, pad="reflect", out=out, overwrite=overwrite, quiet=quiet, **several
-        )
-    if client is not None or part is not None:
-        raise refusal(ValueError, "a projection runs in one piece; fix: neither a client nor parts, one process.")
-    if isinstance(array, Tensor):
-        stack = numbers
-    if out is None:
-        image = _project_stack(scaled, stack, multiples)
-        return torch.from_numpy(image).to(array.device) if isinstance(array, Tensor) else image
-    refuse_aliasing(out, {"stack": array})
-    check_path(Path(out), overwrite)  # before the work
-    image = _project_stack(scaled, stack, multiples)
-    axes = "CYX"[-image.ndim :]
-    metadata = known.with_axes(axes) if known is not None else ImageMetadata(axes)
-    return write_whole("restore", Path(out), image, metadata, overwrite)
+    return ScaledNetwork(network, [find_grey_levels(channel) for channel in channels]).eval(), stack, multiples
 
 
 def _project_stack(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:

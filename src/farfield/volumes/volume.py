@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,16 @@ class Volume:
     def dtype(self) -> Any:
         """The array's dtype."""
         return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the array; with `size`, what layers of napari ask for."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of positions of the array, over all axes."""
+        return math.prod(self.shape)
 
     def __getitem__(self, index: Any) -> Any:
         """Return a part of the array."""

@@ -16,13 +16,14 @@ from torch import Tensor
 from farfield import maps
 from farfield._checks import unknown
 from farfield._refusals import put_name
-from farfield.cli.loaded_network import PREFIX, LoadedNetwork, checkpoints, newest
+from farfield.cli.loaded_network import LoadedNetwork
 from farfield.cli.maps.figures import COLOURS, PANELS, Heat, Photograph, draw_masks, draw_rows, draw_scales
 from farfield.cli.output import Row, joined
 from farfield.maps import Layer
 from farfield.maps.health import PARTS
 from farfield.maps.layer import place_on_image, tokens_before
 from farfield.tasks.checkpoints import read
+from farfield.tasks.runs import PREFIX, checkpoints, newest
 
 # The largest height or width of a shown photograph, in pixels.
 _SHOWN = 800

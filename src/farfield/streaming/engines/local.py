@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,45 @@ from farfield.streaming.records import Record, empty_record
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import FileOutput, check_path
+
+# What makes the progress bar in place of tqdm's; each thread has its own.
+_BAR: ContextVar[Callable[..., Any] | None] = ContextVar("_BAR", default=None)
+
+
+@contextlib.contextmanager
+def use_progress_bar(make: Callable[..., Any]) -> Iterator[None]:
+    """Show the progress of predictions by another bar than tqdm's on standard error, such as one of a window.
+
+    It shows the calls of `predict_whole` and `respond_whole` in the block and in the thread that enters it, whatever
+    their `quiet`. An error that the bar raises in `update` ends the prediction after a tile, and passes: that is how a
+    prediction is cancelled. Finished tiles stay beside a path given as `out`, and the same call goes on from them.
+
+    Args:
+        make: Called as `make(total=units, initial=units)`, with the work of all tiles and of those that are finished;
+            tqdm's subclasses fit. It returns a context manager of a bar with `set_description(text)`, which names the
+            pass, and `update(units)`, which adds the work of a tile.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from tqdm import tqdm
+        >>> from farfield.streaming import predict_whole, use_progress_bar
+        >>> class Percent(tqdm):
+        ...     def update(self, units):
+        ...         self.n += units
+        ...         print(f"{self.n / self.total:.0%}")
+        ...     def display(self, *args, **kwargs):
+        ...         pass
+        >>> with use_progress_bar(Percent):
+        ...     whole = predict_whole(nn.Conv2d(1, 1, 1).eval(), torch.rand(64, 64), tile=(32, 64), quiet=True)
+        50%
+        100%
+    """
+    token = _BAR.set(make)
+    try:
+        yield
+    finally:
+        _BAR.reset(token)
 
 
 def run_local(stream: Stream, quiet: bool) -> Any:
@@ -37,6 +78,8 @@ def show_progress(stream: Stream, quiet: bool) -> Any:
     pairs = list(zip(stream.records, stream.passes, strict=True))
     done = sum(count_units(each) * len(records.finished()) for records, each in pairs)
     total = sum(count_units(each) * each.tiles for each in stream.passes)
+    if (make := _BAR.get()) is not None:
+        return make(total=total, initial=done)
     form = "{desc}{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
     return tqdm(total=total, initial=done, bar_format=form, disable=quiet, file=sys.stderr)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import farfield.cli
-from farfield.cli.configuration import read_configuration
+from farfield.tasks.configuration import read_configuration
 from helpers.quiet import MARKS
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(

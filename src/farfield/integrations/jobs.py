@@ -1,0 +1,194 @@
+"""A prediction of a volume by a trained model: planned, tried out on a block, run, stopped and resumed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from farfield._refusals import door, refusal
+from farfield.integrations.trained_models import OpenedModel
+from farfield.nn.tracing import looks_at_a_copy
+from farfield.streaming import StreamingPlan, Tiles, predict_whole, use_progress_bar
+from farfield.streaming.adapt import Reduce
+from farfield.streaming.arguments import arrange_volumes
+from farfield.streaming.plan import join_halos
+from farfield.streaming.planning import Planner
+from farfield.streaming.prediction import Prediction
+from farfield.streaming.progress import find_unfinished
+from farfield.streaming.recording import Recording
+from farfield.volumes import ImageMetadata, Volume
+from farfield.volumes.sink import to_numpy
+from farfield.volumes.source import Region
+from farfield.volumes.unfinished import STATE, unfinished_folder
+
+# Positions along each axis of the block that a preview predicts, by the number of spatial dims, and for other numbers.
+_BLOCK, _LEAST = {1: 4096, 2: 256, 3: 64}, 16
+
+
+class Job:
+    """A prediction of one volume by one model to one path; the same job goes on where an earlier one was stopped.
+
+    Args:
+        model: The model, from `open_model`.
+        volume: The volume, with a letter for each axis.
+        out: The path that is written: .zarr, .ome.zarr, .tif, .ome.tif or .npy.
+        tile: As of `predict_whole`.
+        reduce: As of `predict_whole`; None for the model's own.
+        overwrite: Whether what exists at the path is replaced.
+
+    Attributes:
+        text: What the model is.
+        plan: What will run, known before it does: `print(job.plan)`. Where the network takes no other size, the volume
+            is padded by reflection.
+        is_begun: Whether an unfinished prediction of this job is beside the path, with which `run` goes on.
+
+    Raises:
+        ValueError, TypeError, OSError: As `predict_whole`, before anything is written.
+
+    Cost:
+        Records the network, seconds at most; a model that is scaled by the volume reads it once.
+
+    Example:
+        >>> from farfield.integrations.trained_models import open_model
+        >>> from farfield.volumes import open_volume
+        >>> model = open_model("TorchScript file", "network.pt")  # doctest: +SKIP
+        >>> Job(model, open_volume("stack.tif"), "restored.zarr").run()  # doctest: +SKIP
+    """
+
+    @door("Job")
+    def __init__(
+        self,
+        model: OpenedModel,
+        volume: Volume,
+        out: str | Path,
+        *,
+        tile: Tiles | None = None,
+        reduce: Reduce = None,
+        overwrite: bool = False,
+    ) -> None:
+        self.text = model.text
+        self.network, self.volume = model.prepare(volume)
+        self.out, self.overwrite, self.reduce = Path(out).expanduser(), overwrite, reduce or model.reduce
+        self.tiles, self.pad = tile or Tiles(), None
+        try:
+            self.plan, self.is_begun = self._make_plan(self.tiles, self.out)
+        except ValueError as error:
+            if 'pad="reflect"' not in str(error):
+                raise
+            self.pad = "reflect"
+            self.plan, self.is_begun = self._make_plan(self.tiles, self.out)
+
+    def _make_plan(self, tiles: Tiles, path: Path | None = None) -> tuple[StreamingPlan, bool]:
+        """Plan a call as `predict_whole` does, by the letters of the volume and the path; tell whether it is begun."""
+
+        def plan(network: nn.Module) -> tuple[StreamingPlan, bool]:
+            _, arrays, layouts = arrange_volumes("Job", network, tiles, self.volume)
+            _, saved = find_unfinished(path, self.overwrite, network, arrays)
+            shapes = [each.shape for each in arrays.values()]
+            planned = Planner(network, shapes, tiles, self.pad, self.reduce, path, saved, layouts).plan()
+            return planned, saved is not None
+
+        made: tuple[StreamingPlan, bool] = looks_at_a_copy(plan, "Job")(self.network)
+        return made
+
+    def run(self, show: Callable[[float, str], object] = lambda share, text: None) -> Volume:
+        """Predict the volume, or go on with it, and return the file, opened for reading, with its voxel size.
+
+        Args:
+            show: Called after each tile with the share of the work that is done, 0 to 1, and the name of the pass. An
+                error that it raises ends the prediction, and finished tiles are kept.
+        """
+        options: dict[str, Any] = {"plan": self.plan, "out": self.out, "overwrite": self.overwrite, "quiet": True}
+        try:
+            with use_progress_bar(lambda total, initial: _Bar(total, initial, show)):
+                array = predict_whole(self.network, self.volume, **options)
+        finally:
+            self.is_begun = (unfinished_folder(self.out) / STATE).is_file()
+        return Volume(array, self._predict(self.plan).spec.metadata)
+
+    def _predict(self, plan: StreamingPlan) -> Prediction:
+        return Prediction(self.network, plan, self.tiles, self.volume, {})
+
+    @door("preview")
+    def preview(self, position: Mapping[str, int]) -> tuple[Volume, list[str]]:
+        """Predict the block around a position, with its halo as if that were the volume; nothing is written.
+
+        Args:
+            position: Letter of an axis -> index in the volume; 0 for those that are absent.
+
+        Returns:
+            The block, at its place, in positions where the voxel size is not known. And the layers that will see all
+            positions and here see the block alone, as norms and attention: without any, the numbers are those of the
+            whole prediction.
+        """
+        dims = len(self.plan.size)
+        plan, _ = self._make_plan(replace(self.tiles, size=[_BLOCK.get(dims, _LEAST)] * dims))
+        prediction = self._predict(plan)
+        known = prediction.arranged[0]
+        if known is None or any(each is None for each in plan.output.scales):
+            raise refusal(ValueError, "the output has other axes than the volume; fix: start without a preview.")
+        place = [
+            position.get(letter, 0) + low for letter, (low, _) in zip(known.axes[-dims:], plan.padding, strict=True)
+        ]
+        core = next(each for each in plan.cores if all(a <= at < b for (a, b), at in zip(each, place, strict=True)))
+        region, sample = _add_halo(core, plan), 0
+        for letter, length in plan.layout.samples:
+            sample = sample * length + position.get(letter, 0)
+        grid = next(iter(prediction.sources.values())).read(region, sample if plan.samples > 1 else None)
+        whole = tuple(stop - start for start, stop in region)
+        result = predict_whole(self.network, grid, tile=whole, reduce=self.reduce, quiet=True)
+        names = dict.fromkeys(name for each in plan.passes for name in each.summarizes)
+        return _take_core(result, known, plan, core, region), list(names)
+
+
+class _Bar:
+    """A progress bar that calls a function."""
+
+    def __init__(self, total: float, done: float, show: Callable[[float, str], object]) -> None:
+        self.total, self.done, self.show, self.text = total, done, show, ""
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the function as it is."""
+
+    def set_description(self, text: str) -> None:
+        self.text = text
+
+    def update(self, units: float) -> None:
+        self.done += units
+        self.show(self.done / self.total, self.text)
+
+
+def _add_halo(core: Region, plan: StreamingPlan) -> Region:
+    """Return what a tile reads, out to multiples of the strides: a region that the network takes as it is."""
+    strides = Recording(plan.graph_plan.labelled.graph, plan.size, None).strides
+    halo = join_halos(each.halo for each in plan.passes)
+    return tuple(
+        (max(0, (start - before) // stride * stride), min(length, -(-(stop + after) // stride) * stride))
+        for (start, stop), before, after, stride, length in zip(core, *halo, strides, plan.size, strict=True)
+    )
+
+
+def _take_core(result: Tensor, known: ImageMetadata, plan: StreamingPlan, core: Region, region: Region) -> Volume:
+    """Return the own positions of a tile from the output of what it reads, without those that stand for padding."""
+    letters, parts, ratios = known.axes[-len(core) :], {}, {}
+    index: list[slice] = []
+    for axis, letter in enumerate(letters):
+        (start, stop), (low, high), scale = core[axis], plan.padding[axis], plan.output.scales[axis]
+        start, stop, first = max(start, low), min(stop, plan.size[axis] - high), region[axis][0]
+        ratio = Fraction(1) if scale is None else scale.ratio
+        parts[letter], ratios[letter] = range(start - low, stop - low), float(ratio)
+        index.append(slice(int((start - first) * ratio), math.ceil((stop - first) * ratio)))
+    numbers = to_numpy(result[0])[(slice(None), *index)]
+    placed = replace(known, spacing=dict.fromkeys(letters, 1.0) | dict(known.spacing)).cropped(parts).resampled(ratios)
+    if len(numbers) == 1:
+        return Volume(numbers[0], placed.with_axes(letters))
+    return Volume(numbers, replace(placed, channels=()).with_axes("C" + letters))

@@ -1,0 +1,256 @@
+"""Drive the widget of napari as a user does, in an environment that has napari; test_napari.py runs it.
+
+python napari_program.py SCENARIO FOLDER [FOLDER FOR SCREENSHOTS]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import zarr
+from napari.components import ViewerModel
+from qtpy.QtCore import QTimer
+from qtpy.QtWidgets import QApplication
+from torch import nn
+
+from farfield import models
+from farfield.integrations.napari import widget as napari_widget
+from farfield.integrations.napari.widget import PredictVolume
+from farfield.tasks.restore_stack import restore
+from farfield.volumes import ImageMetadata, Volume
+
+APPLICATION = QApplication.instance() or QApplication([])
+SHAPE = (16, 96, 80)
+SPACED = ImageMetadata("ZYX", {"Z": 2.0, "Y": 0.5, "X": 0.5}, dict.fromkeys("ZYX", "micrometer"))
+
+
+def wait(condition: Callable[[], Any], seconds: float = 120) -> None:
+    """Let Qt work until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        APPLICATION.processEvents()
+        time.sleep(0.002)
+        assert time.monotonic() < end, "waited in vain"
+
+
+def press(widget: PredictVolume, name: str, until_idle: bool = True) -> None:
+    button = widget.buttons[name].native
+    assert button.isEnabled(), f"{name} is disabled: {widget.message}"
+    button.click()
+    if until_idle:
+        wait(lambda: not widget.is_busy)
+
+
+class RecordedProgress(napari_widget.progress):
+    """napari's bar, whose places are recorded."""
+
+    places: ClassVar[list[int]] = []
+
+    def update(self, steps: int = 1) -> None:
+        super().update(steps)
+        self.places.append(self.n)
+
+
+napari_widget.progress = RecordedProgress
+
+
+def save_network(folder: Path, operator: str | None = "siamese", depth: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    network = models.unet_care(operator, depth=depth, first_channels=4).eval()
+    network.save_pretrained(folder)
+    return network
+
+
+def save_stack(path: Path) -> np.ndarray:
+    stack = np.random.default_rng(0).poisson(40, SHAPE).astype(np.uint16)
+    array = zarr.create_array(path, shape=SHAPE, chunks=(8, 32, 32), dtype="uint16")
+    array[:] = stack
+    return stack
+
+
+def fill(widget: PredictVolume, folder: Path, **fields: Any) -> None:
+    """Open the stack by its path and fill the fields."""
+    given = {"model": str(folder / "run"), "output": str(folder / "out.zarr"), "tile": "16, 32, 32"} | fields
+    for name, value in given.items():
+        widget.fields[name].value = value
+    if not len(widget.viewer.layers):
+        widget.file.value = folder / "in.zarr"
+        wait(lambda: not widget.is_busy)
+
+
+def cancel_and_resume(folder: Path, viewer: Any) -> None:
+    """Plan, start, cancel in the middle, press Resume: the file has the bits of predict_whole."""
+    network, stack = save_network(folder / "run"), save_stack(folder / "in.zarr")
+    widget = PredictVolume(viewer)
+    fill(widget, folder)
+    assert not widget.buttons["Start"].enabled
+    press(widget, "Plan")
+    assert "pass 2 of " in widget.text.value, widget.message
+    assert "9 tiles" in widget.text.value
+    assert widget.buttons["Start"].text == "Start"
+
+    places = RecordedProgress.places
+    ticks: list[float] = []
+    timer = QTimer()
+    timer.timeout.connect(lambda: ticks.append(time.monotonic()))
+    timer.start(5)
+    press(widget, "Start", until_idle=False)
+    assert widget.buttons["Cancel"].enabled
+    assert not widget.buttons["Plan"].enabled
+    wait(lambda: len(places) > 4)
+    press(widget, "Cancel")
+    timer.stop()
+    # Qt went on while tiles were predicted.
+    assert len(ticks) > 4, ticks
+    assert widget.message.startswith("Stopped."), widget.message
+    stopped = places[-1]
+    assert 0 < stopped < 1000
+    assert not (folder / "out.zarr").exists()
+    assert widget.buttons["Start"].text == "Resume"
+
+    # As after napari was started again: another widget, the same fields.
+    again = PredictVolume(viewer)
+    fill(again, folder)
+    press(again, "Plan")
+    assert again.buttons["Start"].text == "Resume"
+    assert "unfinished" in again.text.value
+    places.clear()
+    press(again, "Start")
+    assert again.message == "Done: out.zarr.", again.message
+    assert places[0] > stopped
+    assert places[-1] == 1000
+    layer = viewer.layers["out.zarr"]
+    assert isinstance(layer.data, Volume)
+    assert isinstance(layer.data.array, zarr.Array)
+    assert np.array_equal(zarr.open(folder / "out.zarr")[:], restore(network, stack, tile=(16, 32, 32)))
+
+
+def larger_than_memory(folder: Path, viewer: Any) -> None:
+    """A volume of 16 MiB, of which tiles may take 8."""
+    shape = (64, 256, 256)
+    array = zarr.create_array(folder / "in.zarr", shape=shape, chunks=(16, 64, 64), dtype="float32")
+    array[:] = np.random.default_rng(0).random(shape, "float32")
+    network = save_network(folder / "run", None, depth=1)
+    widget = PredictVolume(viewer)
+    fill(widget, folder, tile="")
+    widget.fields["memory"].value = 8
+    press(widget, "Plan")
+    assert widget.job is not None, widget.message
+    assert len(widget.job.plan.cores) > 8
+    assert widget.job.plan.tile_bytes <= 2**23 < array.nbytes
+    press(widget, "Start")
+    assert widget.message == "Done: out.zarr.", widget.message
+    want = restore(network, array, tile=widget.job.plan.tile)
+    assert np.array_equal(zarr.open(folder / "out.zarr")[:], want)
+
+
+def previews(folder: Path, viewer: Any) -> None:
+    """The block at the viewer's position, as a layer at its place, with the input's scale and units."""
+    save_network(folder / "run", None)
+    stack = np.random.default_rng(0).poisson(40, (16, 140, 80)).astype(np.uint16)
+    viewer.add_image(stack, name="stack", scale=(2, 0.5, 0.5), units=["um"] * 3, translate=(0, 10, 0))
+    viewer.dims.set_point(0, 9 * 2.0)
+    viewer.scene.camera.center = (0, 10 + 130 * 0.5, 5 * 0.5)
+    widget = PredictVolume(viewer)
+    fill(widget, folder, output=str(folder / "out.tif"))
+    press(widget, "Plan")
+    press(widget, "Preview")
+    assert widget.message == "The preview has the numbers of the whole prediction.", widget.message
+    layer = viewer.layers["preview"]
+    assert layer.data.shape == (16, 12, 64)
+    assert np.allclose(layer.translate, (0, 10 + 128 * 0.5, 0))
+    press(widget, "Start")
+    done = viewer.layers["out.tif"]
+    assert np.allclose(done.translate, (0, 10, 0))
+    assert np.allclose(done.scale, (2, 0.5, 0.5))
+    assert {str(each) for each in done.units} == {"micrometer"}
+    assert np.allclose(done.data[:, 128:140, :64], layer.data[:], rtol=1e-5, atol=1e-4)
+
+    save_network(folder / "attention")
+    fill(widget, folder, model=folder / "attention", output=folder / "other.tif")
+    press(widget, "Plan")
+    press(widget, "Preview")
+    assert "preview (this block alone)" in viewer.layers
+    assert "will see all positions" in widget.message
+
+
+def sentences(folder: Path, viewer: Any) -> None:
+    """What fails is a sentence in the widget, whose fix works; napari shows no error."""
+    from napari.utils.notifications import notification_manager
+
+    notification_manager.records.clear()
+    save_network(folder / "run", None)
+    save_stack(folder / "in.zarr")
+    widget = PredictVolume(viewer)
+    press(widget, "Plan")
+    assert widget.message == "There is no layer; fix: open a file."
+    (folder / "damaged.tif").write_text("nothing")
+    widget.file.value = folder / "damaged.tif"
+    wait(lambda: not widget.is_busy)
+    assert "damaged.tif" in widget.message, widget.message
+
+    def fails(part: str, name: str = "Plan", **fields: Any) -> None:
+        fill(widget, folder, **fields)
+        press(widget, name)
+        assert part in widget.message, widget.message
+        assert "fix: " in widget.message, widget.message
+        assert "Traceback" not in widget.message
+
+    fails('Tile is "big"', tile="big")
+    fails("must end in", output=str(folder / "out.png"))
+    fails("No folder", output=str(folder / "a" / "out.zarr"))
+    fails("There is no", model=str(folder / "no model"))
+    (folder / "net.pt").write_text("nothing")
+    widget.fields["kind"].value = "TorchScript file"
+    fails("is no TorchScript file", model=str(folder / "net.pt"))
+    widget.fields["kind"].value = "run of farfield fit"
+    zarr.create_array(folder / "out.zarr", shape=(2,), dtype="float32")
+    fails("tick Overwrite")
+    widget.fields["overwrite"].value = True  # the fix
+    press(widget, "Plan")
+    press(widget, "Start")
+    assert widget.message == "Done: out.zarr.", widget.message
+    fill(widget, folder, tile="", output=str(folder / "new.zarr"))
+    press(widget, "Plan")
+    press(widget, "Seams")
+    assert "Tile" in widget.message, widget.message
+    assert "fix: " in widget.message, widget.message
+    assert not [each for each in notification_manager.records if each.severity.value == "error"]
+
+
+SCENARIOS = {each.__name__: each for each in (cancel_and_resume, larger_than_memory, previews, sentences)}
+
+
+def through_the_manifest(folder: Path) -> None:
+    """The viewer itself: the widget by its manifest, layers drawn, the seams as a dock."""
+    import napari
+    from npe2 import PluginManager
+
+    import farfield.integrations.napari as package
+
+    PluginManager.instance().register(str(Path(package.__file__).with_name("napari.yaml")), warn_disabled=False)
+    save_network(folder / "run")
+    save_stack(folder / "in.zarr")
+    viewer = napari.Viewer()
+    _, widget = viewer.window.add_plugin_dock_widget("farfield", "Predict a whole volume")
+    fill(widget, folder)
+    press(widget, "Plan")
+    press(widget, "Seams")
+    assert "Seams" in viewer.window.dock_widgets, widget.message
+    assert "predict_whole(network, volume" in widget.message
+    press(widget, "Start", until_idle=False)
+    viewer.close()  # asks the thread to quit, which ends after a tile
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "through_the_manifest":
+        through_the_manifest(Path(sys.argv[2]))
+    else:
+        SCENARIOS[sys.argv[1]](Path(sys.argv[2]), ViewerModel())
+    print("as it should be")

@@ -1,0 +1,204 @@
+"""A trained model on a volume, as the widget and the notebook run it: planned, tried out, stopped, resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from torch import nn
+
+from farfield import models
+from farfield.integrations.jobs import Job
+from farfield.integrations.trained_models import MODELS, OpenedModel, open_model
+from farfield.streaming import Tiles, predict_whole
+from farfield.tasks.restore_stack import restore
+from farfield.volumes import ImageMetadata, Volume, open_volume
+
+SHAPE = (9, 34, 30)
+SPACED = ImageMetadata("ZYX", {"Z": 2.0, "Y": 0.5, "X": 0.5}, dict.fromkeys("ZYX", "micrometer"), {"Y": 3.0})
+
+
+@pytest.fixture
+def stack() -> Volume:
+    return Volume(np.random.default_rng(0).poisson(40, SHAPE).astype(np.uint16), SPACED)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A saved network of restoration."""
+    torch.manual_seed(0)
+    models.unet_care(first_channels=4).save_pretrained(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def plain(network: nn.Module) -> OpenedModel:
+    return OpenedModel("a network", lambda volume: (network.eval(), volume))
+
+
+class StopError(Exception):
+    """What `show` raises to end a prediction."""
+
+
+def stop_after(tiles: int, shown: list[float]) -> Any:
+    """What `show` is, to stop after so many tiles."""
+
+    def show(share: float, text: str) -> None:
+        shown.append(share)
+        if len(shown) == tiles:
+            raise StopError
+
+    return show
+
+
+def test_it_gives_what_restore_gives_to_the_bit(stack: Volume, run: Path, tmp_path: Path) -> None:
+    job = Job(open_model("run of farfield fit", run), stack, tmp_path / "out.zarr", tile=Tiles((9, 16, 16)))
+    assert len(job.plan.cores) == 6  # padded to 12, 36, 32
+    result = job.run()
+    network = models.from_pretrained(run)
+    assert np.array_equal(result[:], restore(network, stack, tile=(9, 16, 16)))
+    assert result.metadata.spacing == SPACED.spacing
+    assert result.metadata.origin == SPACED.origin
+    assert open_volume(tmp_path / "out.zarr").metadata.units == SPACED.units
+
+
+@pytest.mark.parametrize("operator", [None, "siamese"])
+def test_one_that_was_stopped_goes_on_to_the_same_bits(stack: Volume, tmp_path: Path, operator: str | None) -> None:
+    network = models.unet_care(operator, first_channels=4).eval()
+    network.save_pretrained(tmp_path / "run")
+    model, out = open_model("run of farfield fit", tmp_path / "run"), tmp_path / "out.tif"
+    options: dict[str, Any] = {"tile": Tiles((9, 16, 16))}
+    job, shown = Job(model, stack, out, **options), []
+    assert not job.is_begun
+    with pytest.raises(StopError):
+        job.run(stop_after(3, shown))
+    assert not out.exists()
+    assert job.is_begun
+    assert 0 < shown[0] < shown[1] < shown[2] < 1
+
+    again, resumed = Job(model, stack, out, **options), []
+    assert again.is_begun
+    result = again.run(lambda share, text: resumed.append((share, text)))
+    assert resumed[0][0] > shown[2]
+    assert resumed[-1] == (1.0, f"pass {len(job.plan.passes)} of {len(job.plan.passes)}")
+    assert not again.is_begun
+    assert np.array_equal(result[:], restore(network, stack, **options))
+
+
+def test_a_volume_on_disk_is_larger_than_its_tiles_may_be(tmp_path: Path) -> None:
+    array = zarr.create_array(tmp_path / "in.zarr", shape=(24, 64, 64), chunks=(8, 32, 32), dtype="float32")
+    array[:] = np.random.default_rng(0).random(array.shape, "float32")
+    net = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.Conv3d(4, 1, 3, padding=1)).eval()
+    memory = array.nbytes // 2
+    job = Job(plain(net), open_volume(tmp_path / "in.zarr"), tmp_path / "out.zarr", tile=Tiles(memory=memory))
+    assert len(job.plan.cores) > 1
+    assert job.plan.tile_bytes <= memory
+    result = job.run()
+    assert np.array_equal(result[:], predict_whole(net, array, tile=job.plan.tile, quiet=True))
+
+
+def test_its_plan_needs_no_plan_of_the_free_memory_to_go_on(stack: Volume, tmp_path: Path) -> None:
+    net, out = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.InstanceNorm3d(2)), tmp_path / "out.zarr"
+    first = Job(plain(net), stack, out, tile=Tiles((4, 16, 16)))
+    with pytest.raises(StopError):
+        first.run(stop_after(2, []))
+    # The largest that memory allows would be the whole.
+    assert Job(plain(net), stack, out).plan.tile == first.plan.tile
+
+
+# ---- previews --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("position", [{"Z": 4, "Y": 70, "X": 9}, {"X": 131}, {"Z": 8, "Y": 129, "X": 64}])
+def test_a_preview_is_that_part_of_the_prediction(run: Path, tmp_path: Path, position: dict[str, int]) -> None:
+    numbers = np.random.default_rng(0).poisson(40, (9, 130, 132)).astype(np.uint16)
+    job = Job(open_model("run of farfield fit", run), Volume(numbers, SPACED), tmp_path / "out.zarr")
+    (block, layers), whole = job.preview(position), job.run()[:]
+    assert layers == []
+    known = block.metadata
+    starts = [round((known.origin.get(each, 0) - SPACED.origin.get(each, 0)) / known.spacing[each]) for each in "ZYX"]
+    assert all(0 <= position.get(letter, 0) - start < 64 for letter, start in zip("ZYX", starts, strict=True))
+    place = tuple(slice(start, start + length) for start, length in zip(starts, block.shape, strict=True))
+    np.testing.assert_allclose(block[:], whole[place], rtol=1e-5, atol=1e-4)
+
+
+def test_a_preview_of_one_plane_of_several(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 3, 4, stride=2, padding=1))
+    planes = Volume(np.random.default_rng(0).random((5, 300, 40), "float32"), ImageMetadata("ZYX"))
+    job = Job(plain(net), planes, tmp_path / "out.zarr")
+    (block, _), whole = job.preview({"Z": 3, "Y": 270, "X": 5}), job.run()[:]
+    assert whole.shape == (5, 3, 150, 20)
+    np.testing.assert_allclose(block[:], whole[3, :, 128:], rtol=1e-5, atol=1e-6)
+    assert block.metadata.axes == "CYX"
+    # In positions of the volume, of which the output has every second.
+    assert (block.metadata.origin, block.metadata.spacing) == ({"Y": 256.0}, {"Y": 2.0, "X": 2.0})
+
+
+def test_a_preview_names_the_layers_that_see_the_block_alone(stack: Volume, tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.InstanceNorm3d(2))
+    assert Job(plain(net), stack, tmp_path / "out.zarr").preview({})[1] == []  # the block is the whole
+    long = Volume(np.random.default_rng(0).random((9, 130, 8), "float32"), SPACED)
+    assert Job(plain(net), long, tmp_path / "out.zarr").preview({})[1] == ["1"]
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+def test_a_network_that_takes_multiples_alone_is_padded(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(4), nn.Upsample(scale_factor=4))
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net
+
+        def forward(self, grid: torch.Tensor) -> torch.Tensor:
+            return self.inner(grid) + grid
+
+    image = Volume(np.random.default_rng(0).random((30, 27), "float32"), ImageMetadata("YX"))
+    job = Job(plain(Sum()), image, tmp_path / "out.zarr")
+    assert "(padded)" in str(job.plan)
+    assert job.run().shape == (2, 30, 27)
+
+
+def test_labels(tmp_path: Path) -> None:
+    net, image = nn.Conv2d(1, 4, 3, padding=1), Volume(np.ones((30, 27), "float32"), ImageMetadata("YX"))
+    assert Job(plain(net), image, tmp_path / "out.zarr", reduce="argmax").run().dtype == np.uint8
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_is_not_there(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"open_model: there is no .*nowhere; fix: "):
+        open_model(kind, tmp_path / "nowhere")
+
+
+def test_what_is_no_torchscript(tmp_path: Path) -> None:
+    (tmp_path / "net.pt").write_text("nothing")
+    with pytest.raises(ValueError, match=r"is no TorchScript file; fix: torch\.jit\.trace"):
+        open_model("TorchScript file", tmp_path / "net.pt")
+
+
+def test_a_folder_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises((ValueError, RuntimeError, OSError), match=r"fix: "):
+        open_model("run of farfield fit", tmp_path)
+
+
+def test_a_run_of_another_task(tmp_path: Path) -> None:
+    models.MODELS["kanet_qkv"](num_classes=3).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"not from volumes to volumes; fix: farfield predict"):
+        open_model("run of farfield fit", tmp_path)
+    models.unet_projection(first_channels=4).save_pretrained(tmp_path / "projection")
+    with pytest.raises(ValueError, match=r"is a projection, not from volumes to volumes; fix: farfield predict"):
+        open_model("run of farfield fit", tmp_path / "projection")
+
+
+def test_a_run_that_names_a_class_of_others_builds_nothing(tmp_path: Path, run: Path) -> None:
+    folder = tmp_path / "sent"
+    (folder / "checkpoints").mkdir(parents=True)
+    entry = {"class_path": "os.system", "init_args": {"command": f"touch {tmp_path / 'written'}"}}
+    (folder / "config.yaml").write_text(json.dumps({"task": "restore", "model": {"network": entry}}))
+    weights = {f"network.{name}": each for name, each in models.from_pretrained(run).state_dict().items()}
+    torch.save({"state_dict": weights}, folder / "checkpoints" / "best.ckpt")
+    with pytest.raises(ValueError, match=r"os\.system, which is not a network of farfield; fix: torch\.jit\.trace"):
+        open_model("run of farfield fit", folder)
+    assert not (tmp_path / "written").exists()
