@@ -18,9 +18,12 @@ import argparse
 import csv
 import importlib
 import json
+import math
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,6 +72,7 @@ def train(arguments: argparse.Namespace, network: str, seed: int) -> None:
     versions = {"farfield": farfield.__version__, "torch": torch.__version__, "python": platform.python_version()}
     line = identity(arguments) | {"network": network, "seed": seed}
     line |= {"accuracies": accuracies(folder), "minutes": round(minutes(folder), 1), "versions": versions}
+    line["right"] = classified_rightly(folder, Path(arguments.root) / "val")
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     with arguments.record.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
@@ -94,6 +98,22 @@ def accuracies(folder: Path) -> list[float]:
     with log.open() as lines:
         rows = list(csv.DictReader(lines))
     return [round(float(row["val/accuracy"]), 5) for row in rows if row.get("val/accuracy")]
+
+
+def classified_rightly(folder: Path, images: Path) -> str:
+    """Classify images in folders by class with a run's last weights; which are right, in the order of their paths.
+
+    Bits, the first image's the highest, in hexadecimal digits: `benchmarks/power.py` compares networks by image.
+    """
+    (run,) = sorted(folder.glob("version_*"))[-1:]
+    table = folder / "predictions.csv"
+    options = ["--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--data.predict", str(images)]
+    command = [sys.executable, "-m", "farfield", "predict", "--config", str(run / "config.yaml"), *options]
+    subprocess.run([*command, "--predictions.path", str(table)], check=True)
+    with table.open(encoding="utf-8") as lines:
+        rows = sorted((row["path"], row["class"]) for row in csv.DictReader(lines))
+    right = [Path(path).parts[-2] == name for path, name in rows]
+    return f"{int(''.join('01'[each] for each in right), 2):0{math.ceil(len(right) / 4)}x}"
 
 
 # ---- the table and the picture ---------------------------------------------------------------------------------------

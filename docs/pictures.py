@@ -7,7 +7,7 @@
 Those of trained networks and of measurements, in `images`, come from what they show:
 
 * `windows.webp`: `docs/windows.py`
-* `results-cifar10.png`, `results-imagenette.png`: `benchmarks/train_compact.py … --collect`
+* `results-cifar10.png`: `benchmarks/train_compact.py … --collect`
 * `results-camvid.png`: `benchmarks/segmentation.py --collect`
 * `results-recall.png`: `benchmarks/recall.py --collect benchmarks/records/recall.jsonl --picture FILE`
 * `results-text.png`: `benchmarks/masked_lm.py table`

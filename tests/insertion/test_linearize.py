@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from farfield import ops, replace_attention
-from farfield.insertion import linearize
+from farfield.insertion import linearize, save_recipe
 from farfield.insertion._linearize import api, features, training
 
 QUIET = {"quiet": True}
@@ -327,3 +327,54 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     report.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 10_000
     assert "layers.2.self_attn" in str(report)
+
+
+IN_A_NEW_PROCESS = """
+import sys
+import onnxruntime, torch, transformers
+from farfield.insertion import apply_recipe
+
+class Features(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, valid):
+        return self.model(input_ids=ids, attention_mask=valid).last_hidden_state
+
+def draw(batch, length):
+    valid = torch.ones(batch, length, dtype=torch.long)
+    valid[1:, length * 2 // 3 :] = 0
+    return torch.randint(0, 40, (batch, length)), valid
+
+folder = sys.argv[1]
+model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+apply_recipe(model, folder)
+found = model(**torch.load(f"{folder}/inputs.pt")).last_hidden_state
+assert torch.equal(found, torch.load(f"{folder}/features.pt")), "loaded"
+both = {0: "batch", 1: "length"}
+file, options = f"{folder}/features.onnx", {"dynamo": True, "external_data": False, "verbose": False}
+torch.onnx.export(Features(model), draw(2, 12), file, dynamic_shapes={"ids": both, "valid": both}, **options)
+session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+for batch, length in [(1, 5), (3, 33), (2, 130)]:
+    ids, valid = draw(batch, length)
+    with torch.no_grad():
+        want, own = Features(model)(ids, valid), valid[-1].bool()
+        alone = Features(model)(ids[-1:, own], valid[-1:, own])
+    found = torch.from_numpy(session.run(None, {"ids": ids.numpy(), "valid": valid.numpy()})[0])
+    assert torch.allclose(found[valid.bool()], want[valid.bool()], atol=1e-5), ("exported", batch, length)
+    assert torch.allclose(alone[0], want[-1][own], atol=1e-5), ("without its padding", batch, length)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", ["flare", "hedgehog", "linear_elu"])
+def test_in_a_new_process_and_exported_at_three_lengths(operator: str, tmp_path: Path) -> None:
+    model, inputs = bert(), texts(9)
+    linearize(model, operator, inputs, steps=8, local=3, **QUIET)
+    model.save_pretrained(tmp_path)
+    save_recipe(model, tmp_path)
+    with torch.no_grad():
+        torch.save(model(**inputs[0]).last_hidden_state, tmp_path / "features.pt")
+    torch.save(inputs[0], tmp_path / "inputs.pt")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", IN_A_NEW_PROCESS, str(tmp_path)], check=True)

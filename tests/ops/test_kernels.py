@@ -651,6 +651,20 @@ def test_gradients_of_gradients_of_one_call(on: None, row: str, heads: int) -> N
         assert distance(kernel, each) <= 2 * distance(equation, each) + distance(inherited, each) + EPS
 
 
+@pytest.mark.parametrize("name", ["factorized_gaussian", "linear_relu", "linear_elu", "inline", "mala", "averaged"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_one_channel_of_positions_that_are_one_number(on: None, name: str, dtype: torch.dtype) -> None:
+    # The channel's stride may be 1 without a second number there, and no stride of the positions is.
+    query = torch.randn(3, 1, 1).to(dtype).expand(3, 1, 10).requires_grad_()
+    attend = getattr(ops, f"{name}_attention")
+    for each in (query, query.detach().requires_grad_().transpose(0, 2)):
+        key = torch.randn(each.shape[0], 1, 4).to(dtype)
+        response = attend(each, key, key)
+        exact = attend(each.double(), key.double(), key.double())
+        assert distance(response, exact) <= 4 * torch.finfo(dtype).eps
+        response.float().sum().backward()
+
+
 def test_kernels_are_what_ran(on: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     call = kernels.call

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farfield import ops
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.streaming import MeanOverFlips, Tiles, freeze_statistics, plan_whole, predict_whole
 from farfield.streaming.engines.parts import Part
 from farfield.streaming.labels import GraphError
 from farfield.volumes import ImageMetadata, Volume, open_volume
+from helpers.grids import draw_learned
 from helpers.masked_nets import coarse, run_masked
 from helpers.stopping import stopping
 from helpers.streamed_nets import relative, settled
@@ -234,6 +236,71 @@ def test_functions_of_torch(function: Any) -> None:
     net.mask = None
     for tile in (None, 8, (None, 16), (16, None)):
         assert relative(predict_whole(net, grid, tile=tile, mask=mask, quiet=True), want) < TOLERANCE
+
+
+# The operators that are sums over positions also where a graph is recorded.
+REFUSED_WITH_MASK = (
+    "softmax",
+    "softmax_pooled",
+    "kronecker_kv",
+    "kronecker_qkv",
+    "kronecker_qkv_literal",
+    "siamese_local",
+)
+SUMMED = [name for name in ops.OPERATORS if name not in REFUSED_WITH_MASK]
+
+
+def called(name: str, dtype: torch.dtype) -> Written:
+    """A network that calls the function of an operator."""
+    learned, attend = draw_learned(name, 6, 1), getattr(ops, f"{name}_attention")
+
+    def function(grid: Tensor, mask: Tensor | None) -> Tensor:
+        own = {key: each.to(grid.dtype) for key, each in learned.items()}
+        return attend(grid, grid, grid, mask=None if mask is None else mask[:, 0], **own)
+
+    torch.manual_seed(0)
+    return settled(Written(function)).to(dtype)
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_operators_that_are_called_as_functions(name: str) -> None:
+    net, grid, mask = (
+        called(name, torch.float64),
+        1 + torch.randn(1, 1, *ODD, dtype=torch.float64),
+        make_mask("blob", ODD),
+    )
+    net.mask = as_mask(mask)
+    with torch.no_grad():
+        want = net(grid.where(net.mask, 0))
+        want = want.where(coarse(net.mask, want), 0)
+    net.mask = None
+    for tile in (None, 8, (None, 16)):
+        assert relative(predict_whole(net, grid, tile=tile, mask=mask, quiet=True), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", REFUSED_WITH_MASK)
+def test_operators_that_are_refused_with_a_mask_as_functions(name: str) -> None:
+    with pytest.raises(GraphError, match="has no mask"):
+        predict_whole(called(name, torch.float64), torch.zeros(1, 1, *ODD), mask=make_mask("blob", ODD), quiet=True)
+
+
+def test_products_in_the_quadratic_order_are_refused() -> None:
+    def multiplied(grid: Tensor, mask: Tensor | None) -> Tensor:
+        flat = grid.flatten(2)
+        return (flat @ (flat.mT @ flat)).view_as(grid)
+
+    net, grid = written(multiplied)
+    with pytest.raises(GraphError, match="which positions of the volume"):
+        predict_whole(net, grid, mask=make_mask("blob", ODD), quiet=True)
+
+
+@pytest.mark.parametrize("name", ops.OPERATORS)
+def test_functions_of_operators_are_recorded_where_kernels_would_run(name: str) -> None:
+    net, grid = called(name, torch.float32), torch.randn(1, 1, *ODD)
+    with torch.no_grad():
+        exact = net.double()(grid.double())
+    # Sums over all positions in another order.
+    assert relative(predict_whole(net.float(), grid, tile=8, quiet=True), exact) < 1e-5
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -19,7 +19,7 @@ from farfield.ops.fast import axes, table
 from farfield.ops.fast.combination import add_responses
 from farfield.ops.fast.whole import Target
 from farfield.ops.grid import Gathered, Place, Positions, in_layout_of, laid_out_for
-from farfield.ops.modes import is_recorded
+from farfield.ops.modes import is_recorded, is_recorded_for_tiles
 from farfield.ops.projection import Call, by_head, project_keys, project_queries, run_values, split_heads
 from farfield.ops.slots import Summary
 from farfield.ops.summary import respond, summarize
@@ -69,6 +69,8 @@ def attend(
         positions = math.prod(query.shape[2:]), math.prod(key.shape[2:])
         if is_quadratic_cheaper(_count_work(call, *positions, query.shape[1], value.shape[1])):
             call = call._replace(operator=call.operator.in_quadratic_order())
+    if is_recorded_for_tiles():
+        call = call._replace(operator=call.operator.in_linear_order())
     keys, queries = call.operator.keys_from, call.operator.queries_from
     gathered = _gather(fast, keys, key, mask)
     values = gathered.positions if value is key else _gather(fast, keys, value, mask).positions

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield._checks import ShapeError
+from farfield.ops.modes import is_recorded_for_tiles
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # origin of a tile, size of the whole
 
@@ -78,18 +79,17 @@ def hide(grid: Tensor, mask: Tensor | None) -> Tensor:
 def _valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
     """Return `(b, 1, *size)`, 1 where a position is valid; without a mask it is one number, expanded."""
     dtype = accumulation(grid.dtype)
-    if mask is None:
-        return grid.new_ones((), dtype=dtype).expand(grid.shape[0], 1, *grid.shape[2:])
-    return mask[:, None].to(dtype)
+    if mask is not None:
+        return mask[:, None].to(dtype)
+    if is_recorded_for_tiles():
+        # Computed from the grid, so that the graph knows of which positions it is; 1 of any number, NaN included.
+        return grid[:, :1].to(dtype) ** 0
+    return grid.new_ones((), dtype=dtype).expand(grid.shape[0], 1, *grid.shape[2:])
 
 
 # ---- all positions ---------------------------------------------------------------------------------------------------
 def flatten(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
     """Gather every position (KAN §2.2, unfolding along the channel mode); without a mask, as a view."""
-    positions = grid.flatten(2)
-    if mask is None:
-        one = grid.new_ones((), dtype=accumulation(grid.dtype))
-        return Gathered(positions, one.expand(positions.shape[0], 1, positions.shape[2]))
     return Gathered(hide(grid, mask).flatten(2), _valid_positions(grid, mask).flatten(2))
 
 

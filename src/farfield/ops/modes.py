@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+_FOR_TILES = ContextVar("_FOR_TILES", default=False)
+
 
 def is_recorded() -> bool:
-    """Whether torch compiles, exports or traces: such a graph must contain torch's own operations only."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    """Whether torch compiles, exports or traces, or tiles are planned: a graph of torch's own operations only."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_recorded_for_tiles()
+
+
+def is_recorded_for_tiles() -> bool:
+    """Whether a graph is recorded that runs in tiles: numbers that depend on the positions must be sums over them."""
+    return _FOR_TILES.get()
+
+
+@contextlib.contextmanager
+def recorded_for_tiles(on: bool = True) -> Iterator[None]:
+    """Record for tiles within the context; or do not, within one that does."""
+    token = _FOR_TILES.set(on)
+    try:
+        yield
+    finally:
+        _FOR_TILES.reset(token)
 
 
 def is_itself(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from farfield.ops.fused import fused_attention
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import autocast_dtype, full_precision, is_recorded
+from farfield.ops.modes import autocast_dtype, full_precision, is_recorded, is_recorded_for_tiles
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, softmax_of_products, weight
 
@@ -92,7 +92,8 @@ def _sum_positions(
     else:
         values = sum_over_positions(basis, value)
     size = (*valid.shape[:-1], 1)
-    count = valid.new_full(size, valid.shape[-1]) if complete else valid.sum(-1, keepdim=True)
+    known = complete and not is_recorded_for_tiles()
+    count = valid.new_full(size, valid.shape[-1]) if known else valid.sum(-1, keepdim=True)
     return Summary(values, weights, count, None, peak, False, complete)
 
 

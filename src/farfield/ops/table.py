@@ -258,6 +258,11 @@ class Operator:
         """Return the operator with the same responses and products V (KᵀQ), for one that `has_orders` (FA Eq. 6)."""
         return replace(self, basis=None, coefficients=products)
 
+    def in_linear_order(self) -> Operator:
+        """Return the operator with the same responses and a small summary: (V Kᵀ) Q in place of V (KᵀQ)."""
+        quadratic = self.basis is None and self.coefficients is products
+        return replace(self, basis=keys, coefficients=queries) if quadratic else self
+
 
 OPERATORS = {
     "softmax": Operator(coefficients=softmax_of_products),

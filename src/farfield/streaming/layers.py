@@ -6,7 +6,6 @@ Summaries merge in float64, so that rounding does not add up over many tiles.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered, Pool
 from farfield.ops.slots import Summary
-from farfield.ops.table import keys, products, queries
 from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError, take_dims
 from farfield.streaming.spans import Box, Layout, Piece, is_cut, whole_dim
 
@@ -27,12 +25,8 @@ SUMMARY_SHARE = 1 / 2
 # ---- attention -------------------------------------------------------------------------------------------------------
 def make_streamable(attention: GridAttention) -> GridAttention:
     """Return an attention with the same responses, and with a small summary if `attention` is `dot`."""
-    operator = attention.operator
-    if operator.basis is not None or operator.coefficients is not products:
-        return attention
-    # `dot` is V (KᵀQ), and its summary is the grid; the copy computes (V Kᵀ) Q, which is equal.
     twin = copy.copy(attention)
-    twin.operator = dataclasses.replace(operator, basis=keys, coefficients=queries)
+    twin.operator = attention.operator.in_linear_order()
     return twin
 
 

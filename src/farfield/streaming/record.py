@@ -30,6 +30,7 @@ from farfield.nn.leftovers import note_outputs, sweep
 from farfield.nn.macs import MacCounter, count_macs
 from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import tensors, without_numbers
+from farfield.ops.modes import recorded_for_tiles
 from farfield.streaming.graph import (
     FunctionCall,
     Graph,
@@ -112,11 +113,12 @@ class _Recorder(TorchDispatchMode):
         given: dict[str, Any] = {} if mask is None else {"mask": mask}
         values = [self.value_of(each) for each in (grid, *given.values())]
         attention = isinstance(module, GridAttention)
-        with MacCounter() as counter:
+        # The layer does not run by this graph, so its costs are those of its own way.
+        with recorded_for_tiles(False), MacCounter() as counter:
             summary = (make_streamable(module) if attention else module).summarize(grid, **given)
         kept = summary_bytes(summary) if attention and has_grid_summary(module) else 0
         layer = replace(layer, summing=counter.macs, summary_bytes=kept)
-        with MacCounter() as counter:
+        with recorded_for_tiles(False), MacCounter() as counter:
             result = forward(grid, **given)
         result = grid.new_empty(result.shape, dtype=result.dtype)
         node = self.graph.add("layer", (layer, *values), {}, [_info(result)], path=self.write.path, macs=counter.macs)
@@ -258,7 +260,7 @@ def _record(
     recorder.note(inputs, graph.inputs)
     try:
         # Within a mode of functions, attention of torch runs by its operations, not as one whose parts cannot be told.
-        with torch.no_grad(), recorder, _NetworkFunctions(recorder):
+        with torch.no_grad(), recorder, _NetworkFunctions(recorder), recorded_for_tiles():
             graph.output = recorder.value_of(functionalize(lambda *given: finish(fake(*given)))(*inputs))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise RecordingError(f"{recorder.write.path} computes a shape from numbers, {error.func}") from error

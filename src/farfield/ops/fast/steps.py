@@ -291,7 +291,8 @@ def gradients_of_slots(
 def combine_slots(operator: Operator, query: Tensor, slots: Tensor, sums: Tensor | None, wide: bool) -> Tensor:
     """Combine slots `(b, g, s, p)` by queries `(b, h, d, m)`: `(b, g, p, m)`, with contiguous channels if `wide`."""
     options = _coefficients_of(operator, query)
-    response = kernels.call("combine_slots", query.flatten(1, 2), _floats(slots), _floats(sums), *options, wide)
+    rows = _in_either_order(query.flatten(1, 2))
+    response = kernels.call("combine_slots", rows, _floats(slots), _floats(sums), *options, wide)
     return cast(Tensor, response.unflatten(1, (slots.shape[1], -1)))
 
 
@@ -301,7 +302,7 @@ def gradients_of_combination(
     """Return the gradients of queries `(b, h, d, m)`, of slots `(b, g, s, p)`, and of the sums if there are some."""
     grad_rows, grad_slots, grad_sums = kernels.call(
         "combine_slots_backward",
-        query.flatten(1, 2),
+        _in_either_order(query.flatten(1, 2)),
         _floats(slots),
         _floats(sums),
         _in_either_order(grad_output.flatten(1, 2)),
