@@ -22,6 +22,7 @@ from torch import nn
 from farfield import models
 from farfield.integrations.napari import widget as napari_widget
 from farfield.integrations.napari.widget import PredictVolume
+from farfield.streaming import predict_whole
 from farfield.tasks.restore_stack import restore
 from farfield.volumes import ImageMetadata, Volume
 
@@ -224,7 +225,25 @@ def sentences(folder: Path, viewer: Any) -> None:
     assert not [each for each in notification_manager.records if each.severity.value == "error"]
 
 
-SCENARIOS = {each.__name__: each for each in (cancel_and_resume, larger_than_memory, previews, sentences)}
+def labels(folder: Path, viewer: Any) -> None:
+    """A scripted network whose output is labels."""
+    network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 3, padding=1)).eval()
+    torch.jit.trace(network, torch.zeros(1, 1, 8, 16, 16)).save(folder / "run")
+    stack = save_stack(folder / "in.zarr")
+    widget = PredictVolume(viewer)
+    widget.fields["kind"].value = "TorchScript file"
+    widget.fields["values"].value = "labels"
+    fill(widget, folder)
+    press(widget, "Plan")
+    assert widget.job is not None, widget.message
+    press(widget, "Start")
+    layer = viewer.layers["out.zarr"]
+    assert type(layer).__name__ == "Labels"
+    want = predict_whole(network, stack, tile=(16, 32, 32), reduce="argmax", quiet=True)
+    assert np.array_equal(zarr.open(folder / "out.zarr")[:], want)
+
+
+SCENARIOS = {each.__name__: each for each in (cancel_and_resume, larger_than_memory, previews, sentences, labels)}
 
 
 def through_the_manifest(folder: Path) -> None:

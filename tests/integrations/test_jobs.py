@@ -166,6 +166,16 @@ def test_labels(tmp_path: Path) -> None:
     assert Job(plain(net), image, tmp_path / "out.zarr", reduce="argmax").run().dtype == np.uint8
 
 
+def test_a_scripted_network(stack: Volume, tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 3, padding=1)).eval()
+    torch.jit.trace(net, torch.zeros(1, 1, 8, 16, 16)).save(tmp_path / "net.pt")
+    model = open_model("TorchScript file", tmp_path / "net.pt")
+    job = Job(model, stack, tmp_path / "out.zarr", tile=Tiles((9, 16, 16)), reduce="argmax")
+    want = predict_whole(net, stack, tile=(9, 16, 16), reduce="argmax", quiet=True)
+    assert np.array_equal(job.run()[:], want)
+    assert np.array_equal(job.preview({})[0][:], want)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_that_is_not_there(kind: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"open_model: there is no .*nowhere; fix: "):

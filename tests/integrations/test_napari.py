@@ -141,7 +141,7 @@ def display() -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["cancel_and_resume", "larger_than_memory", "previews", "sentences"])
+@pytest.mark.parametrize("scenario", ["cancel_and_resume", "larger_than_memory", "previews", "sentences", "labels"])
 def test_the_widget(python: Path, tmp_path: Path, scenario: str) -> None:
     done = run_in(python, [str(PROGRAM), scenario, str(tmp_path)], tmp_path, OMP_NUM_THREADS="1")
     assert "as it should be" in done.stdout, done.stdout + done.stderr

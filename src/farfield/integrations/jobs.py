@@ -94,7 +94,7 @@ class Job:
             planned = Planner(network, shapes, tiles, self.pad, self.reduce, path, saved, layouts).plan()
             return planned, saved is not None
 
-        made: tuple[StreamingPlan, bool] = looks_at_a_copy(plan, "Job")(self.network)
+        made: tuple[StreamingPlan, bool] = looks_at_a_copy(plan, "Job", scripted=True)(self.network)
         return made
 
     def run(self, show: Callable[[float, str], object] = lambda share, text: None) -> Volume:

@@ -59,13 +59,25 @@ def _open_scripted(path: Path) -> OpenedModel:
     return OpenedModel(f"{_describe(network)}, TorchScript", lambda volume: (network, volume))
 
 
+def _open_package(path: Path) -> OpenedModel:
+    from farfield.integrations.bioimageio import open_package
+
+    package = open_package(path)
+    text = f"{package.description.name}, of bioimage.io: {_describe(package.network)}"
+    return OpenedModel(text, lambda volume: (package.network, package.preprocess(volume)), package.postprocess)
+
+
 def _describe(network: nn.Module) -> str:
     name = getattr(network, "original_name", type(network).__name__)
     return f"{name} of {sum(each.numel() for each in network.parameters()):,} parameters"
 
 
 # Kind -> what opens it.
-MODELS = {"run of farfield fit": _open_run, "TorchScript file": _open_scripted}
+MODELS = {
+    "run of farfield fit": _open_run,
+    "TorchScript file": _open_scripted,
+    "bioimage.io, file rdf.yaml or .zip": _open_package,
+}
 
 
 @door("open_model")
