@@ -18,8 +18,11 @@ import numpy as np
 import SimpleITK
 import torch
 
+from farfield.integrations.jobs import Job
 from farfield.integrations.nnunet import TRAINERS, load_nnunet, predict_nnunet, prediction
+from farfield.integrations.trained_models import open_model
 from farfield.streaming import MeanOverFlips, Tiles
+from farfield.volumes import ImageMetadata, Volume
 
 DATASET, IDENTIFIER = "Dataset903_Blobs", 903
 SPACING = (2.0, 1.0, 1.0)
@@ -295,6 +298,23 @@ def compare() -> dict[str, Any]:
     return results
 
 
+def open_as_job() -> dict[str, Any]:
+    """Return how many labels of a job differ from those of files, and what is said of a volume that nnU-Net crops."""
+    kind, (channels, _) = "trained model folder of nnU-Net", make_blobs((16, 32, 32), 7)
+    metadata = ImageMetadata("CZYX", dict(zip("ZYX", SPACING, strict=True)))
+    filled = [channel.clip(1) for channel in channels]
+    for index, channel in enumerate(filled):
+        write_volume(channel, FOLDER / f"job_{index:04}.nii.gz")
+    found = {}
+    for name, configuration in (("volume", "3d_fullres"), ("planes", "2d")):
+        folder = model_folder(configuration=configuration)
+        files = predict_ours(folder, "job")
+        Job(open_model(kind, folder), Volume(np.stack(filled), metadata), f"{name}.npy").run()
+        found[name] = int((np.load(f"{name}.npy").squeeze() != files).sum()), np.unique(files).tolist()
+    cropped = Volume(np.stack(channels), metadata)
+    return found | {"cropped": refusal_of(lambda: Job(open_model(kind, model_folder()), cropped, "cropped.npy"))}
+
+
 def main() -> None:
     """Run all, and print the results."""
     for name in ("raw", "preprocessed", "results"):
@@ -305,6 +325,7 @@ def main() -> None:
         plan()
         train()
     results = {"compared": compare(), "refused": refuse(model_folder()), "resumed": resume(model_folder())}
+    results["job"] = open_as_job()
     print(f"\n{json.dumps(results)}")
 
 

@@ -232,3 +232,13 @@ def test_a_killed_call_goes_on(results: dict[str, Any]) -> None:
         "same": True,
         "geometry": True,
     }
+
+
+@pytest.mark.slow
+def test_a_job_of_a_volume_in_memory_gives_the_labels_of_files(results: dict[str, Any]) -> None:
+    for name in ("volume", "planes"):
+        differ, labels = results["job"][name]
+        assert differ == 0
+        assert len(labels) > 1
+    assert "crops" in results["job"]["cropped"]
+    assert "farfield predict --nnunet" in results["job"]["cropped"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +68,15 @@ def _open_package(path: Path) -> OpenedModel:
     return OpenedModel(text, lambda volume: (package.network, package.preprocess(volume)), package.postprocess)
 
 
+def _open_nnunet(path: Path) -> OpenedModel:
+    from farfield.integrations.nnunet import load_nnunet
+    from farfield.integrations.nnunet.prediction import prepare_volume, reduce_logits
+
+    model = load_nnunet(path)
+    text = f"{model.dataset.get('name', path.parent.name)}, of nnU-Net: {_describe(model.network)}"
+    return OpenedModel(text, partial(prepare_volume, model), reduce_logits(model))
+
+
 def _describe(network: nn.Module) -> str:
     name = getattr(network, "original_name", type(network).__name__)
     return f"{name} of {sum(each.numel() for each in network.parameters()):,} parameters"
@@ -77,6 +87,7 @@ MODELS = {
     "run of farfield fit": _open_run,
     "TorchScript file": _open_scripted,
     "bioimage.io, file rdf.yaml or .zip": _open_package,
+    "trained model folder of nnU-Net": _open_nnunet,
 }
 
 

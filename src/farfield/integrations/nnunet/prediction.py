@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
 from farfield._files import OwnedFolder, stage_files
@@ -23,6 +23,7 @@ from farfield.integrations.nnunet.model import NnunetModel, load_nnunet
 from farfield.nn import GridAttention
 from farfield.streaming import MeanOverFlips, Tiles, freeze_statistics, predict_whole
 from farfield.streaming.adapt import label_dtype
+from farfield.volumes import Volume
 
 # Patches of the volume over which statistics are averaged where they are frozen.
 _PATCHES = 32
@@ -116,8 +117,7 @@ def predict_nnunet(
     unfinished.hold()
     try:
         if grid.shape[1:] == tuple(properties["shape_after_cropping_and_before_resampling"]):
-            order = tuple(loaded.labels.regions_class_order) if loaded.labels.has_regions else None
-            labels = run(grid, partial(_label_tile, order), unfinished.path / "labels.npy")[0]
+            labels = run(grid, reduce_logits(loaded), unfinished.path / "labels.npy")[0]
         else:
             logits = run(grid, None, unfinished.path / "logits.npy")
             labels = _resample(loaded, logits, properties)
@@ -127,6 +127,44 @@ def predict_nnunet(
         unfinished.remove_if_new()
         unfinished.let_go()
     return output
+
+
+def prepare_volume(model: NnunetModel, volume: Volume) -> tuple[nn.Module, Volume]:
+    """Return the network, averaged over flips, and a volume as it takes it, normalized by nnU-Net.
+
+    A volume without a voxel size is taken to have that of the plans. One that nnU-Net would crop or resample is
+    refused: its labels lie on another grid, which `predict_nnunet` brings back.
+    """
+    letters = volume.metadata.axes
+    channels = np.asarray(volume)
+    channels = np.moveaxis(channels, letters.index("C"), 0) if "C" in letters else channels[None]
+    space, planned = letters.replace("C", ""), model.configuration.spacing
+    if len(channels) != len(_channels(model)) or space != "ZYX":
+        raise refusal(
+            ShapeError,
+            f'the volume has the axes "{letters}" and {len(channels)} channels, and the model takes "ZYX" with '
+            f"{len(_channels(model))}; fix: the axes in this order, and {_name_channels(_channels(model))}.",
+        )
+    known = [volume.metadata.spacing.get(letter) for letter in space]
+    # A 2-D configuration has none of planes, which are not resampled.
+    spacing = [own or other for own, other in zip(known, [1.0] * (3 - len(planned)) + [*planned], strict=True)]
+    preprocessor = model.configuration.preprocessor_class(verbose=False)
+    arguments = None, {"spacing": spacing}, model.plans, model.configuration, model.dataset
+    grid = np.asarray(preprocessor.run_case_npy(channels.astype(np.float32), *arguments)[0], np.float32)
+    if grid.shape != channels.shape or tuple(model.plans.transpose_forward) != (0, 1, 2):
+        raise refusal(
+            ValueError,
+            f"nnU-Net crops, resamples or turns the volume, {channels.shape[1:]} to {grid.shape[1:]}: its plans have "
+            f"voxels of {[round(float(each), 4) for each in planned]}, and a border of zeros is cut; fix: farfield "
+            "predict --nnunet, which brings the labels back, and open what it writes.",
+        )
+    network = MeanOverFlips(model.network, model.mirroring_axes) if model.mirroring_axes else model.network
+    return network, Volume(grid, volume.metadata.with_axes("CZYX"))
+
+
+def reduce_logits(model: NnunetModel) -> Callable[[Tensor], Tensor]:
+    """Return what makes the labels of a tile's logits."""
+    return partial(_label_tile, tuple(model.labels.regions_class_order) if model.labels.has_regions else None)
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
