@@ -59,7 +59,7 @@ _SUMMARIES = {
     "fit": "Train a network: --config digits, a recipe by name, or a file.",
     "validate": "Evaluate a checkpoint on the validation split.",
     "test": "Evaluate a checkpoint on the test split.",
-    "predict": "Write the predictions of a checkpoint.",
+    "predict": "Write the predictions of a checkpoint, or of a model of nnU-Net or bioimage.io.",
 }
 # Errors whose message is enough for the user.
 _MESSAGES = (ValueError, TypeError, RuntimeError, OSError, LookupError)
