@@ -228,7 +228,7 @@ def predict_one(folder: Path, model: str, volume: str, mirroring: str, way: str)
 
 
 def peak_bytes() -> int:
-    """Return the peak of this process's resident memory, on Linux; getrusage has that of the parent at its start too."""
+    """Return the peak of this process's resident memory, on Linux; getrusage begins with that of the parent."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
