@@ -106,8 +106,8 @@ def open_package(path: str | Path, *, trust: bool = False, device: torch.device 
     Raises:
         FileNotFoundError: If there is no such file or folder.
         ValueError: If bioimageio.spec finds it invalid, or its weights changed; if it has no weights for PyTorch; if
-            its code must be trusted; if its axes are not those of a grid, or a step of its postprocessing needs all of
-            the output.
+            its code must be trusted; if its axes are not those of a grid, a step is along another axis than the
+            channels, or one of its postprocessing needs all of the output.
         ModuleNotFoundError: At the import of this module, without bioimageio.core.
 
     Example:
@@ -137,7 +137,7 @@ def open_package(path: str | Path, *, trust: bool = False, device: torch.device 
         )
     network = _load_network(description).to(device).eval()
     operators = _operators(description)
-    for operator in operators.pre:
+    for operator in (*operators.pre, *operators.post):
         _check_axes(operator)
     steps = [
         _translate(each, [own for own in operators.post if own.input == get_member_id(each)])
@@ -343,9 +343,8 @@ def _measure(named: _Named, measures: Sequence[Any]) -> _Statistics:
 
 def _check_axes(operator: Any) -> None:
     """Refuse a step along another axis than the channels: a tile is a part of that."""
-    given = [getattr(operator, "axis", None)]
-    given += [axis for value in vars(operator).values() for axis in getattr(value, "dims", ())]
-    others = [str(axis) for axis in given if axis is not None and str(axis) != "channel"]
+    axes = [axis for value in vars(operator).values() for axis in getattr(value, "dims", ())]
+    others = [str(axis) for axis in (*axes, getattr(operator, "axis", None) or "channel") if str(axis) != "channel"]
     if others:
         raise refusal(
             ValueError,
@@ -359,7 +358,6 @@ def _translate(description: Any, operators: Sequence[Any]) -> Callable[[Tensor],
     """Return what operators of bioimageio.core do to each position, as operations of torch, which run in tiles."""
     steps = []
     for operator in operators:
-        _check_axes(operator)
         kind = type(operator).__name__
         if kind not in _POSITIONWISE or getattr(operator, "required_measures", None):
             raise refusal(
