@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from monai.data import MetaTensor
 from monai.networks.nets import UNet
 from torch import Tensor, nn
 
@@ -256,16 +257,72 @@ def test_weights_that_changed_are_refused(tmp_path: Path) -> None:
         open_package(folder)
 
 
-def test_steps_that_need_the_whole_output_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "step", "error"),
+    [
+        (
+            "post",
+            "id: zero_mean_unit_variance, kwargs: {axes: [z, y, x]}",
+            "output0 is postprocessed by ZeroMeanUnitVariance, .*fix: take the step out",
+        ),
+        ("post", "id: softmax, kwargs: {axis: x}", "Softmax of output0 is along x, .*fix: bioimageio.core"),
+        (
+            "pre",
+            "id: scale_linear, kwargs: {axis: z, gain: [1, 2], offset: [0, 1]}",
+            "ScaleLinear of raw is along z, .*fix: bioimageio.core",
+        ),
+    ],
+)
+def test_steps_that_need_the_whole_are_refused(where: str, step: str, error: str, tmp_path: Path) -> None:
     folder = tmp_path / "unpacked"
     shutil.unpack_archive(write_package(tmp_path / "own"), folder)
     description = folder / "rdf.yaml"
     text = description.read_text(encoding="utf-8")
-    step = "      - id: zero_mean_unit_variance\n        kwargs:\n          axes: [z, y, x]\n"
-    assert "    postprocessing:\n" in text
-    description.write_text(text.replace("    postprocessing:\n", f"    postprocessing:\n{step}"), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"output0 is postprocessed by ZeroMeanUnitVariance, .*fix: take the step out"):
+    steps = f"    {where}processing:\n"
+    assert steps in text
+    description.write_text(text.replace(steps, f"{steps}      - {{{step}}}\n"), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"open_package: {error}"):
         open_package(folder)
+
+
+@pytest.mark.parametrize("name", ["rdf.yaml", "a.tif", "a.zip", "folder"])
+def test_what_is_no_package_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"a: [1,\n b: }" if name == "rdf.yaml" else bytes(range(128, 256)))
+    with pytest.raises(ValueError, match=rf'open_package: ".*{name}" is no valid package .*(?s:.*); fix: the folder'):
+        open_package(path)
+    with pytest.raises(SystemExit):
+        main(["predict", "--bioimageio", str(path), "--input", "b.tif", "--output", str(tmp_path / "c.tif")])
+    assert f'{name}" is no valid package' in capsys.readouterr().err
+
+
+def test_tensors_are_volumes(tmp_path: Path) -> None:
+    package = open_package(write_package(tmp_path / "own", before=STEPS["percentiles"][0]))
+    numbers = np.load(tmp_path / "own" / "raw.npy")
+    plain, bfloat16 = torch.from_numpy(numbers.astype("float32")), torch.from_numpy(numbers // 1024 * 256).bfloat16()
+    monai = MetaTensor(plain[0], affine=torch.eye(4))
+    for tensor in (plain, plain.clone().requires_grad_(), bfloat16, monai, Volume(plain[0, 0], ImageMetadata("ZYX"))):
+        prepared = package.preprocess(tensor)
+        array = tensor.array if isinstance(tensor, Volume) else tensor
+        want = package.preprocess(array.detach().float().numpy())[:]
+        np.testing.assert_allclose(np.asarray(prepared), want, rtol=1e-6)
+        result = predict_whole(package.network, prepared, tile=8, reduce=package.postprocess, quiet=True)
+        assert isinstance(result, Tensor)
+    for given, fix in ([[1.0, 2.0]], "numpy.asarray"), ("a.tif", r"farfield.volumes.open_volume\(path\)"):
+        with pytest.raises(TypeError, match=rf"Package.preprocess: a volume must be an array, .*fix: .*{fix}"):
+            package.preprocess(given)
+
+
+@pytest.mark.parametrize("dtype", ["?", ">u2", ">f4"])
+def test_booleans_and_other_byte_orders(dtype: str, tmp_path: Path) -> None:
+    package = open_package(write_package(tmp_path / "own", before=STEPS["percentiles"][0]))
+    numbers = np.load(tmp_path / "own" / "raw.npy")
+    numbers = numbers > 600 if dtype == "?" else numbers.astype(dtype)
+    found = package.preprocess(numbers)[:]
+    np.testing.assert_allclose(found, package.preprocess(numbers.astype("float32"))[:], rtol=1e-6)
 
 
 def test_a_description_of_the_format_0_4(tmp_path: Path) -> None:
@@ -363,6 +420,7 @@ def attentive(operator: str, dims: int = 2) -> nn.Module:
 
 
 WRITTEN = {
+    "siamese in float64": (lambda: attentive("siamese").double(), (1, 1, 32, 40), {}),
     "siamese": (lambda: attentive("siamese"), (1, 1, 32, 40), {"onnx": True}),
     "factorized_gaussian": (lambda: attentive("factorized_gaussian"), (1, 1, 32, 40), {}),
     "kronecker_qkv in 3-D": (lambda: attentive("kronecker_qkv", 3), (1, 1, 16, 16, 16), {"step": 2}),
@@ -377,7 +435,8 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_written_package_passes_without_farfield(name: str, tmp_path: Path) -> None:
     build, shape, options = WRITTEN[name]
-    network, example = build(), torch.rand(shape)
+    network = build()
+    example = torch.rand(shape, dtype=next(network.parameters()).dtype)
     before = {key: tensor.clone() for key, tensor in network.state_dict().items()}
     metadata = {
         "authors": [{"name": "Ada Lovelace"}],
@@ -414,6 +473,29 @@ def test_traces_that_fix_a_size_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"export_package: the trace of Fixed differs .* has fixed the size or the batch"
     ):
         export_package(Fixed().eval(), tmp_path / "fixed.zip", torch.rand(1, 1, 16, 16), name="Fixed")
-    with pytest.raises(ValueError, match=r"is in training; fix: model.eval"):
-        export_package(Fixed(), tmp_path / "fixed.zip", torch.rand(1, 1, 16, 16), name="Fixed")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    network, example = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Dropout(0.5)).eval(), torch.rand(1, 1, 16, 16)
+
+    def write(path: str = "net.zip", example: Tensor = example, **metadata: Any) -> Path:
+        return export_package(network, tmp_path / path, example, name="Nuclei", metadata=metadata)
+
+    with pytest.raises(FileNotFoundError, match=r"export_package: there is no folder .*none; fix: .*mkdir"):
+        write("none/net.zip")
+    for field in ("name", "inputs", "outputs", "weights"):
+        with pytest.raises(ValueError, match=rf"metadata has {field}, .*fix: metadata without it"):
+            write(**{field: "Other"})
+    for dtype in (torch.float16, torch.bfloat16):
+        with pytest.raises(TypeError, match=rf"is of {dtype}, .*; fix: copy.deepcopy\(model\).float\(\)"):
+            write(example=example.to(dtype))
+    network[1].train()
+    with pytest.raises(ValueError, match=r"1 of Sequential is in training; fix: model.eval"):
+        write()
+    network.train()
+    with pytest.raises(ValueError, match=r": Sequential is in training; fix: model.eval"):
+        write()
+    assert list(tmp_path.iterdir()) == []
+    network.eval()
+    write()

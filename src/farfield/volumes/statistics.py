@@ -54,7 +54,7 @@ def mean_and_deviation(array: Any, axes: Collection[int]) -> tuple[np.ndarray, n
 
 
 def quantiles(array: Any, axes: Collection[int], shares: Sequence[float], method: str = "linear") -> list[np.ndarray]:
-    """Compute quantiles over some axes of an array that is read part by part: those of `numpy.quantile`.
+    """Compute quantiles over some axes of an array that is read part by part: those of `numpy.quantile` in float64.
 
     Numbers are counted by their bits, the first 16 of them in a first pass, and the next of those that may be the ones
     asked for in another; so the result is exact.
@@ -77,7 +77,7 @@ def quantiles(array: Any, axes: Collection[int], shares: Sequence[float], method
     Example:
         >>> numbers = np.random.default_rng(0).normal(size=(50, 40)).astype("float32")
         >>> [median] = quantiles(numbers, [0, 1], [0.5])
-        >>> bool(median.item() == np.quantile(numbers, 0.5))
+        >>> bool(median.item() == np.quantile(numbers.astype("float64"), 0.5))
         True
     """
     shape = [1 if axis in axes else length for axis, length in enumerate(array.shape)]
@@ -90,13 +90,14 @@ def quantiles(array: Any, axes: Collection[int], shares: Sequence[float], method
         found = _select(array, region, ranks)
         for result, place in zip(results, places, strict=True):
             low, high = (found[rank] for rank in (math.floor(place), math.ceil(place)))
-            result[group] = np.quantile(np.stack([low, high]), place - math.floor(place))
+            # The distance of two integers may be more than their dtype holds.
+            result[group] = np.quantile(np.array([low, high], np.float64), place - math.floor(place))
     return results
 
 
 def _select(array: Any, region: Sequence[slice], ranks: Collection[int]) -> dict[int, np.ndarray]:
     """Return the numbers of a region that have these ranks, counted from 0."""
-    dtype = np.dtype(array.dtype)
+    dtype = _plain_dtype(np.dtype(array.dtype))
     bits = 8 * dtype.itemsize
     width = min(bits, _BITS)
     # Of each number, its first bits, and its rank among those that begin with them.
@@ -137,8 +138,7 @@ def _restore_number(key: int, dtype: np.dtype) -> np.ndarray:
         key ^= sign
     elif dtype.kind == "f":
         key ^= (1 << bits) - 1
-    number = np.array(key, f"u{dtype.itemsize}").view(dtype)
-    return number.astype(np.uint8) if dtype.kind == "b" else number
+    return np.array(key, f"u{dtype.itemsize}").view(dtype)
 
 
 def _parts(array: Any, region: Sequence[slice] | None = None) -> Iterator[tuple[slice, ...]]:
@@ -156,8 +156,14 @@ def _parts(array: Any, region: Sequence[slice] | None = None) -> Iterator[tuple[
         )
 
 
+def _plain_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype in which numbers are counted: in this machine's byte order, and booleans as integers."""
+    return np.dtype(np.uint8) if dtype.kind == "b" else dtype.newbyteorder("=")
+
+
 def _read(array: Any, index: tuple[slice, ...]) -> np.ndarray:
     part = np.asarray(array[index])
+    part = part.astype(_plain_dtype(part.dtype), copy=False)
     if part.dtype.kind == "f" and not np.isfinite(part).all():
         region = ", ".join(f"{each.start}:{each.stop}" for each in index)
         raise refusal(

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from farfield._refusals import door, refusal
 from farfield.volumes import Volume
 from farfield.volumes.axes_view import SlicedArray, as_slice
+from farfield.volumes.checks import check_volume
 from farfield.volumes.source import parse_layout
 from farfield.volumes.statistics import mean_and_deviation, quantiles
+from farfield.volumes.volume import split_volume
 
 _CANONICAL = ("batch", "channel", "z", "y", "x")
 _LETTERS = {"C": "channel", "Z": "z", "Y": "y", "X": "x"}
@@ -55,9 +57,11 @@ class Package:
             volumes: One for each input, in the order of the package: as of `predict_whole`.
 
         Returns:
-            An array of which parts are read, or a tuple of them, for `predict_whole`.
+            An array of which parts are read, or a tuple of them, for `predict_whole`; of a tensor a tensor on its
+            device, which is preprocessed at once.
 
         Raises:
+            TypeError: If a volume is no array of numbers.
             ValueError: If there are more or fewer volumes than inputs, or a number is not finite.
         """
         inputs = self.description.inputs
@@ -66,6 +70,8 @@ class Package:
             raise refusal(
                 ValueError, f"the package takes {len(inputs)} inputs, {names}, got {len(volumes)}; fix: one for each."
             )
+        for volume in volumes:
+            check_volume("predict_whole", "a volume", volume)
         operators = _operators(self.description).pre
         named = [_Named(volume, each) for volume, each in zip(volumes, inputs, strict=True)]
         needed = {measure for operator in operators for measure in operator.required_measures}
@@ -74,9 +80,10 @@ class Package:
             statistics |= _measure(each, [measure for measure in needed if measure.member_id == each.member])
         prepared: list[Any] = []
         for each in named:
-            array = _Preprocessed(each, [own for own in operators if own.input == each.member], statistics)
-            is_labelled = isinstance(each.volume, Volume)
-            prepared.append(Volume(array, each.volume.metadata) if is_labelled else array)
+            array: Any = _Preprocessed(each, [own for own in operators if own.input == each.member], statistics)
+            if each.device is not None:
+                array = torch.from_numpy(array[...]).to(each.device)
+            prepared.append(array if each.metadata is None else Volume(array, each.metadata))
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
 
@@ -99,8 +106,8 @@ def open_package(path: str | Path, *, trust: bool = False, device: torch.device 
     Raises:
         FileNotFoundError: If there is no such file or folder.
         ValueError: If bioimageio.spec finds it invalid, or its weights changed; if it has no weights for PyTorch; if
-            its code must be trusted; if its axes are not those of a grid, or a step of its postprocessing needs all of
-            the output.
+            its code must be trusted; if its axes are not those of a grid, a step is along another axis than the
+            channels, or one of its postprocessing needs all of the output.
         ModuleNotFoundError: At the import of this module, without bioimageio.core.
 
     Example:
@@ -112,7 +119,15 @@ def open_package(path: str | Path, *, trust: bool = False, device: torch.device 
     """
     if not Path(path).exists():
         raise refusal(FileNotFoundError, f"there is no {path}; fix: the package's folder, .zip file or rdf.yaml.")
-    description = load_model_description(Path(path), perform_io_checks=True)
+    try:
+        description = load_model_description(Path(path), perform_io_checks=True)
+    # bioimageio.spec passes on what readers of YAML, zip files and texts raise for other and damaged files.
+    except Exception as error:
+        raise refusal(
+            ValueError,
+            f'"{path}" is no valid package of bioimage.io: {str(error).rstrip(".")}; fix: the folder, .zip file or '
+            "rdf.yaml of one, as its makers published it.",
+        ) from error
     code = _find_code(description)
     if code and not trust:
         raise refusal(
@@ -121,9 +136,12 @@ def open_package(path: str | Path, *, trust: bool = False, device: torch.device 
             "trust those who made it.",
         )
     network = _load_network(description).to(device).eval()
-    operators = _operators(description).post
+    operators = _operators(description)
+    for operator in (*operators.pre, *operators.post):
+        _check_axes(operator)
     steps = [
-        _translate(each, [own for own in operators if own.input == get_member_id(each)]) for each in description.outputs
+        _translate(each, [own for own in operators.post if own.input == get_member_id(each)])
+        for each in description.outputs
     ]
     network = _arrange(network, description, steps if len(steps) > 1 else [])
     return Package(description, network, steps[0] if len(steps) == 1 else None)
@@ -237,10 +255,16 @@ class _Named:
     """A volume with the names that bioimageio.core gives its axes; those of samples begin with batch."""
 
     def __init__(self, volume: Any, description: Any) -> None:
-        self.volume, self.member = volume, get_member_id(description)
+        self.member, self.device = get_member_id(description), None
+        self.metadata, array = split_volume(volume)
+        if isinstance(array, Tensor):
+            # NumPy has no bfloat16.
+            exact = array.float() if array.dtype == torch.bfloat16 else array
+            self.device, volume = array.device, exact.detach().cpu().numpy()
+        self.volume = volume
         self.axes = _axes_of(description)
         space = [axis for axis in _CANONICAL[2:] if axis in self.axes]
-        letters = volume.metadata.axes if isinstance(volume, Volume) else ""
+        letters = "" if self.metadata is None else self.metadata.axes
         known = [_LETTERS.get(letter, "") for letter in letters]
         if letters and set(space) <= set(known):
             samples = iter(("batch", *(f"batch{number}" for number in range(len(letters)))))
@@ -315,6 +339,18 @@ def _measure(named: _Named, measures: Sequence[Any]) -> _Statistics:
                 values = quantiles(named.volume, places, [measure.q for measure in chosen], method)
                 found |= {measure: (named, value) for measure, value in zip(chosen, values, strict=True)}
     return found
+
+
+def _check_axes(operator: Any) -> None:
+    """Refuse a step along another axis than the channels: a tile is a part of that."""
+    axes = [axis for value in vars(operator).values() for axis in getattr(value, "dims", ())]
+    others = [str(axis) for axis in (*axes, getattr(operator, "axis", None) or "channel") if str(axis) != "channel"]
+    if others:
+        raise refusal(
+            ValueError,
+            f"{type(operator).__name__} of {operator.input} is along {others[0]}, of which a tile is a part; fix: "
+            "bioimageio.core's own prediction.",
+        )
 
 
 # ---- postprocessing --------------------------------------------------------------------------------------------------

@@ -55,8 +55,11 @@ def export_package(
 
     Raises:
         FileExistsError: If the path exists.
-        ValueError: If the network is in training mode, returns no grid, is not the same at another size or batch once
-            it is traced, or its trace has operations that plain torch does not have.
+        FileNotFoundError: If there is no folder that it is to be in.
+        TypeError: If the example is of 16 bits, which the format lacks.
+        ValueError: If a module of the network is in training mode; if it returns no grid, is not the same at another
+            size or batch once it is traced, or its trace has operations that plain torch does not have; if metadata has
+            what the network and the other arguments say.
 
     Example:
         >>> from farfield.nn import GridAttention
@@ -69,15 +72,26 @@ def export_package(
     target = Path(path)
     if target.exists():
         raise refusal(FileExistsError, f"{target} exists; fix: another path, or remove it.")
-    if model.training:
-        raise refusal(ValueError, f"{type(model).__name__} is in training; fix: model.eval().")
+    if not target.absolute().parent.is_dir():
+        fix = f'Path("{target.parent}").mkdir(parents=True)'
+        raise refusal(FileNotFoundError, f"there is no folder {target.parent}; fix: {fix}.")
+    own = [field for field in ("name", "inputs", "outputs", "weights") if field in (metadata or {})]
+    if own:
+        fix = "metadata without it, and name= for the name" if own == ["name"] else "metadata without it"
+        raise refusal(ValueError, f"metadata has {own[0]}, which the other arguments say; fix: {fix}.")
+    training = [name for name, module in model.named_modules() if module.training]
+    if training:
+        what = f"{training[0]} of {type(model).__name__}" if training[0] else type(model).__name__
+        raise refusal(ValueError, f"{what} is in training; fix: model.eval().")
+    if example.dtype in (torch.float16, torch.bfloat16):
+        fix = "copy.deepcopy(model).float() and example.float()"
+        raise refusal(TypeError, f"the example is of {example.dtype}, which bioimage.io's format lacks; fix: {fix}.")
     network, example = copy.deepcopy(model).cpu(), example.detach().cpu()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the tracer, about what is compared below
         script = torch.jit.trace(network, example, check_trace=False)
-        larger = torch.rand(
-            2, example.shape[1], *(length + step * (1 + axis) for axis, length in enumerate(example.shape[2:]))
-        )
+        lengths = [length + step * (1 + axis) for axis, length in enumerate(example.shape[2:])]
+        larger = torch.rand(2, example.shape[1], *lengths).to(example.dtype)
         outputs = [_compare(network, script, grid) for grid in (example, larger)]
     foreign = {node.kind() for node in script.inlined_graph.nodes() if node.kind().partition("::")[0] not in _PLAIN}
     if foreign:
@@ -93,7 +107,7 @@ def export_package(
         description = v0_5.ModelDescr(
             name=name,
             inputs=[_describe_input(example, step, files["input"])],
-            outputs=[_describe_output(sizes, files["output"])],
+            outputs=[_describe_output(sizes, outputs[0].dtype, files["output"])],
             weights=_describe_weights(files),
             **given,
         )
@@ -205,7 +219,7 @@ def _describe_input(example: Tensor, step: int, file: Path) -> Any:
     )
 
 
-def _describe_output(sizes: Sequence[torch.Size], file: Path) -> Any:
+def _describe_output(sizes: Sequence[torch.Size], dtype: torch.dtype, file: Path) -> Any:
     """Describe the output by the sizes of an input, its output, and another two: by a ratio and an offset."""
     axes: list[Any] = [v0_5.BatchAxis(), _describe_channels("output", sizes[1][1])]
     lengths = zip(*(each[2:] for each in sizes), strict=True)
@@ -220,7 +234,10 @@ def _describe_output(sizes: Sequence[torch.Size], file: Path) -> Any:
             )
         size = v0_5.SizeReference(tensor_id=v0_5.TensorId("input"), axis_id=v0_5.AxisId(letter), offset=int(offset))
         axes.append(v0_5.SpaceOutputAxis(id=v0_5.AxisId(letter), size=size, scale=float(1 / ratio)))
-    return v0_5.OutputTensorDescr(id=v0_5.TensorId("output"), axes=axes, test_tensor=v0_5.FileDescr(source=file))
+    data = v0_5.IntervalOrRatioDataDescr(type="float64" if dtype == torch.float64 else "float32")
+    return v0_5.OutputTensorDescr(
+        id=v0_5.TensorId("output"), axes=axes, test_tensor=v0_5.FileDescr(source=file), data=data
+    )
 
 
 def _describe_weights(files: Mapping[str, Path]) -> Any:
