@@ -130,14 +130,14 @@ class Lists(nn.Module):
         del named["one"]
         kept = [1, 2]
         kept.clear()
-        copied = list(self.order)
+        copied = self.order.copy()
         copied.append(9)
         with torch.no_grad():
             grid = self.conv(grid)
         print("not printed", kept)
         if mask is not None:
             grid = grid * mask
-        grid = grid[:, [2, 0]] * torch.tensor([0.1]) * torch.tensor(0.3, dtype=torch.float64).float()
+        grid = grid[:, [2, 0]] * torch.as_tensor([0.1]) * torch.tensor(0.3, dtype=torch.float64).float()
         number = named["two"] + 10 * scales[1] + 100 * len(named) + 1000 * len(kept) + first + copied[3]
         return grid * float(number) * gain
 
@@ -217,11 +217,19 @@ class TwoInputs(Sorted):
         return self.conv(grid) * mask[:, :, 1:-1, 1:-1]
 
 
+class Spells(Sorted):
+    """A network that makes text of a number."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.conv(grid) * len(str(grid.dim()))
+
+
 REFUSED: dict[str, tuple[type[nn.Module], str]] = {
     "a sort of tensors": (Sorted, r"it has aten::sort\.Tensor, which changes a list or dict in place"),
     "an own list": (Remembers, r"it has aten::append\.t, which changes a list or dict of the network"),
     "a list in an own dict": (RemembersWithin, r"it has aten::add_\.t, which changes a list or dict of the network"),
     "an own number": (Counts, r"it has prim::SetAttr, which only TorchScript runs"),
+    "text": (Spells, r"it has aten::str, which takes values of any type"),
     "autocast": (Casts, r"it has prim::CreateObject, which only TorchScript runs"),
 }
 

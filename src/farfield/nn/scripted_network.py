@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -146,12 +147,14 @@ def _signature(script: Any) -> inspect.Signature:
     """Return the arguments of a script, with their defaults."""
     _, *arguments = script.forward.schema.arguments
     return inspect.Signature(
-        inspect.Parameter(
-            each.name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=each.default_value if each.has_default_value() else inspect.Parameter.empty,
-        )
-        for each in arguments
+        [
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=each.default_value if each.has_default_value() else inspect.Parameter.empty,
+            )
+            for each in arguments
+        ]
     )
 
 
@@ -227,6 +230,8 @@ def _find(name: str) -> Callable[..., Any]:
         # It would change a copy in C++ of what it is given.
         if each.alias_info is not None and each.alias_info.is_write and str(each.type) not in _TENSORS:
             raise _refusal(name, "which changes a list or dict in place")
+        if _ANY_TYPE.search(str(each.type)):
+            raise _refusal(name, "which takes values of any type")
     named = [each.name for each in arguments if each.kwarg_only]
     return partial(_call, operation, named) if named else operation
 
@@ -260,6 +265,7 @@ def _fail(message: str, *_: Any) -> NoReturn:
     raise ValueError(message)
 
 
+_ANY_TYPE = re.compile(r"\bt\b")  # which operations do not take from Python
 _TENSORS = ("Tensor", "Optional[Tensor]")
 _BEFORE_OPTIMIZING = "the network before torch.jit.optimize_for_inference, or the module before it was scripted"
 
@@ -311,7 +317,11 @@ _IN_PYTHON: Mapping[str, Callable[..., Any]] = {
     "aten::len": len,
     "aten::list": list,
     "aten::format": str.format,
+    "aten::copy.t": list.copy,
+    "aten::copy.Dict_str": dict.copy,
+    "aten::copy.Dict_int": dict.copy,
     "aten::tensor": _make_tensor,
+    "aten::as_tensor.list": _make_tensor,
     "aten::warn": lambda *_: None,
     "prim::Print": lambda *_: None,
 }
