@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn import GridAttention
-from farfield.nn.scripted_network import ScriptedNetwork
+from farfield.nn.scripted_network import ScriptedNetwork, ScriptError
 from farfield.streaming import plan_whole, predict_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(deprecated|Converting a tensor):Warning")
@@ -105,3 +105,176 @@ def test_the_axes_are_known_by_the_first_convolution(convert: Callable[[nn.Modul
     assert predict_whole(script, torch.zeros(4, 20, 20), tile=8, quiet=True).shape == (1, 18, 18)
     with pytest.raises(ValueError, match=r"a volume of 4 channels.*this one has 3 channels"):
         predict_whole(script, torch.zeros(3, 20, 20), quiet=True)
+
+
+class Lists(nn.Module):
+    """A network that changes lists and dicts in place, and reads numbers from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3, padding=1)
+        self.order = [3, 1, 2]
+
+    def forward(self, grid: Tensor, mask: Tensor | None = None, gain: float = 2.0) -> Tensor:
+        scales = [3, 1, 2]
+        scales.sort()
+        first = scales[0]
+        scales.sort(reverse=True)
+        scales.remove(2)
+        del scales[0]
+        scales += [7]
+        scales *= 2
+        named = {"one": 1}
+        named.update({"two": 2})
+        named.setdefault("three", 3)
+        del named["one"]
+        kept = [1, 2]
+        kept.clear()
+        copied = self.order.copy()
+        copied.append(9)
+        with torch.no_grad():
+            grid = self.conv(grid)
+        print("not printed", kept)
+        if mask is not None:
+            grid = grid * mask
+        grid = grid[:, [2, 0]] * torch.as_tensor([0.1]) * torch.tensor(0.3, dtype=torch.float64).float()
+        number = named["two"] + 10 * scales[1] + 100 * len(named) + 1000 * len(kept) + first + copied[3]
+        return grid * float(number) * gain
+
+
+def test_lists_and_dicts_change_in_place() -> None:
+    script = save_and_load(torch.jit.script(Lists().eval()))
+    plain, grid = ScriptedNetwork(script).eval(), torch.randn(1, 1, 20, 20)
+    with torch.no_grad():
+        for given in ({}, {"gain": 3.0}, {"mask": torch.rand(20, 20)}):
+            assert torch.equal(plain(grid, **given), script(grid, **given))
+        want = script(grid)
+    torch.testing.assert_close(predict_whole(script, grid, tile=8, quiet=True), want, rtol=1e-4, atol=1e-4)
+
+
+class Sorted(nn.Module):
+    """A list of tensors that is sorted, of which Python has no operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 3)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        grids = [self.conv(grid).sum(), grid.sum()]
+        grids.sort()
+        return self.conv(grid) + grids[0]
+
+
+class Remembers(Sorted):
+    """A network with a list that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [1]
+
+    def forward(self, grid: Tensor) -> Tensor:
+        self.seen.append(2)
+        return self.conv(grid) * len(self.seen)
+
+
+class RemembersWithin(Remembers):
+    """A network with lists in a dict, one of which grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = {"seen": [1]}
+
+    def forward(self, grid: Tensor) -> Tensor:
+        seen = self.within["seen"]
+        seen += [3]
+        return self.conv(grid) * len(seen)
+
+
+class Counts(Sorted):
+    """A network with a number that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 1
+
+    def forward(self, grid: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.conv(grid) * self.count
+
+
+class Casts(Sorted):
+    """A network that chooses its own precision."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return self.conv(grid)
+
+
+class TwoInputs(Sorted):
+    """A network of two inputs."""
+
+    def forward(self, grid: Tensor, mask: Tensor) -> Tensor:
+        return self.conv(grid) * mask[:, :, 1:-1, 1:-1]
+
+
+class Spells(Sorted):
+    """A network that makes text of a number."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.conv(grid) * len(str(grid.dim()))
+
+
+REFUSED: dict[str, tuple[type[nn.Module], str]] = {
+    "a sort of tensors": (Sorted, r"it has aten::sort\.Tensor, which changes a list or dict in place"),
+    "an own list": (Remembers, r"it has aten::append\.t, which changes a list or dict of the network"),
+    "a list in an own dict": (RemembersWithin, r"it has aten::add_\.t, which changes a list or dict of the network"),
+    "an own number": (Counts, r"it has prim::SetAttr, which only TorchScript runs"),
+    "text": (Spells, r"it has aten::str, which takes values of any type"),
+    "autocast": (Casts, r"it has prim::CreateObject, which only TorchScript runs"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_run_in_python_is_refused_by_name(name: str) -> None:
+    build, text = REFUSED[name]
+    script, grid = torch.jit.script(build().eval()), torch.randn(1, 1, 20, 20)
+    with pytest.raises(ValueError, match=rf"does not run in tiles: .*{text}; fix: the module before it was scripted"):
+        predict_whole(script, grid, tile=8, quiet=True)
+
+
+def test_a_missing_input_is_named() -> None:
+    script, grid = torch.jit.script(TwoInputs().eval()), torch.randn(1, 1, 20, 20)
+    with pytest.raises(
+        ValueError, match=r"missing a required argument: 'mask'; fix: the inputs of forward\(grid, mask"
+    ):
+        predict_whole(script, grid, tile=8, quiet=True)
+    with torch.no_grad():
+        want = script(grid, grid)
+    torch.testing.assert_close(predict_whole(script, (grid, grid), tile=8, quiet=True), want, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_of_onednn_are_refused() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()).eval()
+    frozen = torch.jit.optimize_for_inference(torch.jit.script(net))
+    with pytest.raises(ValueError, match=r"mkldnn.*fix: the network before torch.jit.optimize_for_inference"):
+        predict_whole(frozen, torch.randn(1, 1, 20, 20), tile=8, quiet=True)
+    with pytest.raises(ScriptError, match=r"it has \S*mkldnn"):
+        ScriptedNetwork(frozen)
+
+
+class Quantized(nn.Module):
+    """A network with a quantized weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 3)
+        self.register_buffer("gain", torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.quint8))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.conv(grid) * self.gain.dequantize()
+
+
+def test_quantized_weights_are_refused() -> None:
+    script = torch.jit.script(Quantized().eval())
+    with pytest.raises(ValueError, match=r"it has gain, .*quantized.*fix: the module before it was quantized"):
+        predict_whole(script, torch.randn(1, 1, 20, 20), tile=8, quiet=True)

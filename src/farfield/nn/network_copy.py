@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from farfield.nn.scripted_network import ScriptedNetwork
+from farfield.nn.scripted_network import ScriptedNetwork, ScriptError
 
 # What a tensor of the network becomes in the copy.
 MakeTensor = Callable[[Tensor], Tensor]
@@ -126,7 +126,7 @@ class Copier:
         if self.scripted:
             try:
                 return self.note(module, ScriptedNetwork(module, self.copy))
-            except ValueError as error:
+            except ScriptError as error:
                 raise CannotCopyError(f"{module.original_name} in it is scripted, and {error}") from error
         raise CannotCopyError(
             f"{module.original_name} in it is scripted, and its code is fixed; fix: the module that was scripted in "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -12,6 +14,10 @@ from torch import Tensor, nn
 
 # Convolutions, and the place of the number of groups among their arguments.
 _GROUPS = {"aten::conv1d": 6, "aten::conv2d": 6, "aten::conv3d": 6, "aten::_convolution": 8}
+
+
+class ScriptError(ValueError):
+    """A scripted network does what does not run operation by operation."""
 
 
 class _Step(NamedTuple):
@@ -39,7 +45,9 @@ class ScriptedNetwork(nn.Module):
         make: What becomes of each of its tensors.
 
     Raises:
-        ValueError: If it calls what has no graph, such as a class of TorchScript.
+        ScriptError: If it calls what has no graph, such as a class of TorchScript, or kernels and weights that only
+            TorchScript has, such as those of `torch.jit.optimize_for_inference`; when it runs, if it changes its own
+            attributes.
 
     Example:
         >>> import torch
@@ -53,6 +61,7 @@ class ScriptedNetwork(nn.Module):
     def __init__(self, script: Any, make: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         super().__init__()
         self.make, self.constants = make, dict[str, Any]()
+        self.signature = _signature(script)
         graph = script.inlined_graph
         own, *_ = graph.inputs()
         self.tensors = dict[str, str]()
@@ -60,10 +69,17 @@ class ScriptedNetwork(nn.Module):
         del self.make
         self.train(getattr(script, "training", False))  # a frozen one has no mode
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the steps."""
+        try:
+            given = self.signature.bind(*inputs, **named)
+        except TypeError as error:
+            fix = f"the inputs of forward{self.signature}, in their order"
+            raise ScriptError(f"it does not take these inputs: {error}; fix: {fix}.") from error
+        given.apply_defaults()
         values = self.constants | {name: getattr(self, own) for name, own in self.tensors.items()}
-        outputs = _run(self.block, [self, *inputs], values)
+        own = {id(each) for value in self.constants.values() for each in _containers(value)}
+        outputs = _run(self.block, [self, *given.args], values, own)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def first_convolution(self) -> tuple[int, int] | None:
@@ -79,15 +95,19 @@ class ScriptedNetwork(nn.Module):
         steps = []
         for node in block.nodes():
             kind = node.kind()
+            if any(_is_no_grad(each) for each in (*node.inputs(), *node.outputs())):
+                continue  # numbers are the same with and without gradients
+            if not kind.startswith(("aten::", "prim::")) or "mkldnn" in kind.lower():
+                raise _refusal(kind, "an operation that only TorchScript runs", _BEFORE_OPTIMIZING)
             if kind == "prim::Constant":
                 self._keep(node.output().debugName(), "", node.output().toIValue())
-            elif kind == "prim::GetAttr":
+            elif kind == "prim::GetAttr" and node.input().debugName() in objects:
                 path, value = objects[node.input().debugName()]
                 inner, name = f"{path}{node.s('name')}", node.output().debugName()
                 objects[name] = f"{inner}/", getattr(value, node.s("name"))
                 self._keep(name, inner, objects[name][1])
             elif kind in ("prim::CallMethod", "prim::CallFunction", "prim::fork", "prim::rpc_async"):
-                raise ValueError(f"it has a {kind}, which has no graph")
+                raise _refusal(kind, "which has no graph")
             else:
                 name = node.schema().partition("(")[0] if "::" in node.schema() else kind
                 blocks = tuple(self._read_block(each, objects) for each in node.blocks())
@@ -96,6 +116,14 @@ class ScriptedNetwork(nn.Module):
 
     def _keep(self, name: str, path: str, value: Any) -> None:
         """Keep a tensor as a parameter or buffer, each once, and a plain value as a constant."""
+        if isinstance(value, torch.ScriptObject) or (isinstance(value, Tensor) and value.is_quantized):
+            raise _refusal(
+                path or name,
+                "an object or a quantized weight of TorchScript",
+                "the module before it was quantized or scripted",
+            )
+        if isinstance(value, Tensor) and value.is_mkldnn:
+            raise _refusal(path or name, "a weight in the layout of oneDNN", _BEFORE_OPTIMIZING)
         if not isinstance(value, Tensor):
             if not isinstance(value, nn.Module):
                 self.constants[name] = value
@@ -111,6 +139,38 @@ class ScriptedNetwork(nn.Module):
             self.register_buffer(own, made)
 
 
+def _refusal(name: str, why: str, fix: str = "the module before it was scripted or traced") -> ScriptError:
+    return ScriptError(f"it has {name}, {why}; fix: {fix}.")
+
+
+def _signature(script: Any) -> inspect.Signature:
+    """Return the arguments of a script, with their defaults."""
+    _, *arguments = script.forward.schema.arguments
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=each.default_value if each.has_default_value() else inspect.Parameter.empty,
+            )
+            for each in arguments
+        ]
+    )
+
+
+def _is_no_grad(value: Any) -> bool:
+    return value.type().str().endswith("torch.autograd.grad_mode.no_grad")
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """Return a list or dict and those in it."""
+    if isinstance(value, list | dict):
+        yield value
+    if isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _containers(each)
+
+
 def _names(values: Iterable[Any]) -> tuple[str, ...]:
     return tuple(each.debugName() for each in values)
 
@@ -122,39 +182,57 @@ def _iterate(block: _Block) -> Iterator[_Step]:
             yield from _iterate(inner)
 
 
-def _run(block: _Block, inputs: Sequence[Any], values: dict[str, Any]) -> list[Any]:
+def _run(block: _Block, inputs: Sequence[Any], values: dict[str, Any], own: set[int]) -> list[Any]:
+    """Run steps; `own` are the addresses of the lists and dicts of the network."""
     values.update(zip(block.inputs, inputs, strict=True))
     for step in block.steps:
         given = [values[name] for name in step.inputs]
         if step.name == "prim::If":
-            results = _run(step.blocks[not given[0]], (), values)
+            results = _run(step.blocks[not given[0]], (), values, own)
         elif step.name == "prim::Loop":
-            results = _run_loop(step.blocks[0], given, values)
+            results = _run_loop(step.blocks[0], given, values, own)
         else:
+            if given and id(given[0]) in own and _is_change(step.name):
+                raise _refusal(step.name, "which changes a list or dict of the network")
             result = _find(step.name)(*given)
             results = [result] if len(step.outputs) == 1 else list(result or ())
         values.update(zip(step.outputs, results, strict=True))
     return [values[name] for name in block.outputs]
 
 
-def _run_loop(block: _Block, given: Sequence[Any], values: dict[str, Any]) -> list[Any]:
+def _run_loop(block: _Block, given: Sequence[Any], values: dict[str, Any], own: set[int]) -> list[Any]:
     most, goes_on, *state = given
     for index in range(most):
         if not goes_on:
             break
-        goes_on, *state = _run(block, [index, *state], values)
+        goes_on, *state = _run(block, [index, *state], values, own)
     return state
+
+
+def _is_change(name: str) -> bool:
+    return name in _CHANGES or name.partition(".")[0] in _CHANGES
 
 
 def _find(name: str) -> Callable[..., Any]:
     """Return what runs a step: Python, where it is of lists and numbers, or an operation of torch."""
     plain, _, overload = name.partition(".")
-    in_python = _IN_PYTHON.get(name) or _IN_PYTHON.get(plain)
-    if in_python is not None:
-        return in_python
+    for table in (_CHANGES, _IN_PYTHON):
+        in_python = table.get(name) or table.get(plain)
+        if in_python is not None:
+            return in_python
     namespace, _, own = plain.partition("::")
-    operation = getattr(getattr(getattr(torch.ops, namespace), own), overload or "default")
-    named = [each.name for each in operation._schema.arguments if each.kwarg_only]
+    try:
+        operation = getattr(getattr(getattr(torch.ops, namespace), own), overload or "default")
+    except AttributeError:
+        raise _refusal(name, "which only TorchScript runs") from None
+    arguments = operation._schema.arguments
+    for each in arguments:
+        # It would change a copy in C++ of what it is given.
+        if each.alias_info is not None and each.alias_info.is_write and str(each.type) not in _TENSORS:
+            raise _refusal(name, "which changes a list or dict in place")
+        if _ANY_TYPE.search(str(each.type)):
+            raise _refusal(name, "which takes values of any type")
+    named = [each.name for each in arguments if each.kwarg_only]
     return partial(_call, operation, named) if named else operation
 
 
@@ -169,13 +247,45 @@ def _convolve(*given: Any) -> Tensor:
     return torch.ops.aten.convolution.default(*given[:9])
 
 
+def _make_tensor(data: Any, dtype: int | None, device: torch.device | None, gradient: bool = False) -> Tensor:
+    # A graph has dtypes as numbers, of which only operations know what they are.
+    known = None if dtype is None else torch.ops.aten.empty.memory_format([0], dtype=dtype, device="meta").dtype
+    return torch.tensor(data, dtype=known, device=device, requires_grad=gradient)
+
+
 def _set_item(values: Any, key: Any, value: Any) -> None:
     values[key] = value
+
+
+def _sort(values: list[Any], reverse: bool) -> None:
+    values.sort(reverse=reverse)
 
 
 def _fail(message: str, *_: Any) -> NoReturn:
     raise ValueError(message)
 
+
+_ANY_TYPE = re.compile(r"\bt\b")  # which operations do not take from Python
+_TENSORS = ("Tensor", "Optional[Tensor]")
+_BEFORE_OPTIMIZING = "the network before torch.jit.optimize_for_inference, or the module before it was scripted"
+
+# What changes a list or dict, its first argument.
+_CHANGES: Mapping[str, Callable[..., Any]] = {
+    "aten::_set_item": _set_item,
+    "aten::append": list.append,
+    "aten::reverse": list.reverse,
+    "aten::extend": list.extend,
+    "aten::insert": list.insert,
+    "aten::pop": lambda values, *place: values.pop(*place),
+    "aten::remove": list.remove,
+    "aten::clear": lambda values: values.clear(),
+    "aten::Delete": operator.delitem,
+    "aten::update": dict.update,
+    "aten::setdefault": dict.setdefault,
+    "aten::add_.t": operator.iadd,
+    "aten::mul_.t": operator.imul,
+    **{f"aten::sort.{kind}": _sort for kind in ("int", "float", "bool", "str")},
+}
 
 # What torch's operators do not do to the lists of Python themselves, or have no operator for.
 _IN_PYTHON: Mapping[str, Callable[..., Any]] = {
@@ -193,7 +303,6 @@ _IN_PYTHON: Mapping[str, Callable[..., Any]] = {
     "prim::dtype": lambda tensor: tensor.dtype,
     "aten::_convolution": _convolve,
     "aten::__getitem__": operator.getitem,
-    "aten::_set_item": _set_item,
     "aten::__contains__": operator.contains,
     "aten::__is__": operator.is_,
     "aten::__isnot__": operator.is_not,
@@ -201,16 +310,18 @@ _IN_PYTHON: Mapping[str, Callable[..., Any]] = {
     "aten::slice.t": lambda values, *ends: values[slice(*ends)],
     "aten::add.t": operator.add,
     "aten::mul.left_t": operator.mul,
-    "aten::append": list.append,
-    "aten::reverse": list.reverse,
-    "aten::extend": list.extend,
-    "aten::insert": list.insert,
-    "aten::pop": lambda values, *place: values.pop(*place),
+    "aten::get": dict.get,
     "aten::keys": list,
     "aten::values": lambda values: list(values.values()),
     "aten::items": lambda values: list(values.items()),
     "aten::len": len,
     "aten::list": list,
     "aten::format": str.format,
+    "aten::copy.t": list.copy,
+    "aten::copy.Dict_str": dict.copy,
+    "aten::copy.Dict_int": dict.copy,
+    "aten::tensor": _make_tensor,
+    "aten::as_tensor.list": _make_tensor,
     "aten::warn": lambda *_: None,
+    "prim::Print": lambda *_: None,
 }

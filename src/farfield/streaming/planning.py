@@ -20,6 +20,7 @@ from farfield._fingerprint import fingerprint
 from farfield._refusals import door, is_refusal, refusal
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.nn.network_copy import CannotCopyError
+from farfield.nn.scripted_network import ScriptError
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, ReductionError, check_reduction, one_grid
 from farfield.streaming.arguments import (
@@ -220,7 +221,7 @@ class Planner:
 
         try:
             graph = record_network(self.model, volumes, finish)
-        except (RecordingError, CannotCopyError) as error:
+        except (RecordingError, CannotCopyError, ScriptError) as error:
             raise GraphError(str(error)) from error
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             if is_refusal(error):
