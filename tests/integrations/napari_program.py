@@ -244,7 +244,7 @@ def labels(folder: Path, viewer: Any) -> None:
 
 
 def changes(folder: Path, viewer: Any) -> None:
-    """Fields that change while a thread is at work: no plan of others is kept, and no file that they protect is lost."""
+    """Fields that change while a thread is at work: no plan of others is kept, no protected file lost."""
     save_network(folder / "run")
     save_stack(folder / "in.zarr")
     zarr.create_array(folder / "kept.zarr", shape=(2,), dtype="float32")[:] = 7

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farfield.integrations.napari.layers import find_affine, layer_options, parse_tile, position_of, volume_of, word_error
+from farfield.integrations.napari.layers import (
+    find_affine,
+    layer_options,
+    parse_tile,
+    position_of,
+    volume_of,
+    word_error,
+)
 from farfield.volumes import ImageMetadata, Volume
 from helpers.environments import make_environment, run_in
 
