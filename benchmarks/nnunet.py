@@ -222,10 +222,15 @@ def predict_one(folder: Path, model: str, volume: str, mirroring: str, way: str)
     record = {
         "cpu seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "seconds": time.perf_counter() - start,
-        "MB before": before.ru_maxrss / 1e3,
-        "peak MB": after.ru_maxrss / 1e3,
+        "peak MB": peak_bytes() / 1e6,
     }
     path.with_suffix(".json").write_text(json.dumps(record), encoding="utf-8")
+
+
+def peak_bytes() -> int:
+    """Return the peak of this process's resident memory, on Linux; getrusage begins with that of the parent."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def dice(labels: np.ndarray, truth: np.ndarray) -> float:

@@ -124,6 +124,11 @@ def test_further_arguments_and_several_outputs() -> None:
     torch.testing.assert_close(found["mean"], want["mean"].detach(), rtol=1e-4, atol=2e-5)
     with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got function; fix: the module itself"):
         WholeInferer(tile=32)(grid, lambda volume: net(volume, gain))
+    both, gains = torch.rand(2, 1, *WIDE), torch.rand(2, 4, 1, 1)
+    with pytest.raises(ValueError, match="each of the 2 volumes"):
+        WholeInferer(tile=32)(both, net, gains)
+    one_by_one = [WholeInferer(tile=32)(a[None], net, b[None])["mean"] for a, b in zip(both, gains, strict=True)]
+    torch.testing.assert_close(torch.cat(one_by_one), net(both, gains)["mean"].detach(), rtol=1e-4, atol=2e-5)
 
 
 def test_mixed_precision() -> None:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from farfield.integrations.nnunet import TRAINERS, load_nnunet, predict_nnunet
+from farfield.integrations.nnunet import TRAINERS, load_nnunet, predict_nnunet, prediction
 from farfield.integrations.nnunet import model as reading
 from farfield.integrations.nnunet.prediction import _label_tile
 from helpers.environments import make_environment, run_in
@@ -79,6 +80,15 @@ def test_options_that_are_wrong(tmp_path: Path) -> None:
         predict(tmp_path / "b.nii.gz")
 
 
+def test_channels_in_a_file_each_or_in_one(tmp_path: Path) -> None:
+    model = SimpleNamespace(dataset={"channel_names": {"0": "R", "1": "G"}})
+    first, second = tmp_path / "a_0000.png", tmp_path / "a_0001.png"
+    first.touch()
+    assert prediction._find_inputs(first, model) == [first]  # a file of colours
+    second.touch()
+    assert prediction._find_inputs(first, model) == [first, second]
+
+
 def test_json_that_is_missing_or_damaged(tmp_path: Path) -> None:
     path = tmp_path / "plans.json"
     with pytest.raises(FileNotFoundError, match=r"plans\.json"):
@@ -139,6 +149,15 @@ def test_a_checkpoint_is_read_without_running_it(tmp_path: Path) -> None:
     torch.save({"network_weights": state}, path)
     with pytest.raises(ValueError, match="trainer_name"):
         reading._read_checkpoint(path)
+    for wrong in ({"init_args": None}, {"network_weights": [1]}, {"inference_allowed_mirroring_axes": "ab"}):
+        torch.save(whole | wrong, path)
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            reading._read_checkpoint(path)
+    torch.save(torch.rand(2), path)
+    with pytest.raises(ValueError, match="network_weights"):
+        reading._read_checkpoint(path)
+    torch.save(whole, path, _use_new_zipfile_serialization=False)
+    assert torch.equal(reading._read_checkpoint(path)["network_weights"]["weight"], state["weight"])
     path.write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"checkpoint_final\.pth"):
         reading._read_checkpoint(path)

@@ -7,6 +7,7 @@ import io
 import random
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farfield import ops
 from farfield.nn import SqueezeExcite
 from farfield.streaming import MeanOverFlips, freeze_statistics, plan_whole, predict_whole
 from farfield.volumes import ImageMetadata, Volume
@@ -466,3 +468,41 @@ def test_refusals(name: str) -> None:
     with pytest.raises(kind, match=f"(?s)freeze_statistics.*{text}|{text}") as error:
         call()
     assert str(error.value).startswith("freeze_statistics: ")
+
+
+@pytest.mark.parametrize("name", ["softmax", "averaged", "linear_elu", "factorized_gaussian", "kronecker_kv"])
+def test_an_operators_function_is_one_call_that_stays(name: str) -> None:
+    attend = getattr(ops, f"{name}_attention")
+
+    class Attended(nn.Module):
+        def __init__(self, norm: bool = True) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.InstanceNorm2d(8) if norm else nn.Identity()
+
+        def forward(self, grid: Tensor) -> Tensor:
+            grid = self.norm(self.first(grid))
+            # Sums of the network's own, before and after those of the function.
+            before = grid.sum((2, 3), True).sigmoid() + grid.mean((2, 3), True)
+            return attend(grid, grid, grid) + before + grid.mean((2, 3), True)
+
+    torch.manual_seed(0)
+    net, grid = Attended().eval(), torch.randn(1, 1, 40, 48)
+    frozen = freeze_statistics(net, grid[..., :32, :32])
+    with torch.no_grad():
+        want = frozen(grid)
+        assert relative(want, net(grid)) > 1e-3
+    assert relative(predict_whole(frozen, grid, tile=(16, 24), quiet=True), want) < 1e-5
+    alone = nn.Sequential(nn.Conv2d(1, 8, 1), Attending(attend)).eval()
+    with pytest.raises(ValueError, match=f"ops.{name}_attention"):
+        freeze_statistics(alone, grid[..., :32, :32])
+
+
+class Attending(nn.Module):
+    """An operator's function of one grid."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.attend(grid, grid, grid)

@@ -81,7 +81,8 @@ class WholeInferer(Inferer):
 
         Raises:
             TypeError: If the network is no module.
-            ValueError: As of `predict_whole`; for a network that runs in one size alone, or in multiples, with the fix.
+            ValueError: As of `predict_whole`; for a network that runs in one size alone, or in multiples, with the fix;
+                for further arguments that have an entry for each of several volumes.
         """
         network = (
             network.module if isinstance(network, nn.DataParallel | nn.parallel.DistributedDataParallel) else network
@@ -90,6 +91,13 @@ class WholeInferer(Inferer):
             raise TypeError(
                 f"WholeInferer: network must be a torch.nn.Module, got {type(network).__name__}; fix: the module "
                 "itself, and what a function adds as further arguments, inferer(inputs, network, …)."
+            )
+        further = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()]
+        if len(inputs) > 1 and any(len(each) == len(inputs) for each in further):
+            raise ValueError(
+                f"WholeInferer: a further argument has an entry for each of the {len(inputs)} volumes, which run one "
+                "after the other; fix: one volume at a time, torch.cat([inferer(a[None], network, b[None]) for a, b in "
+                "zip(inputs, argument)])."
             )
         volume = inputs.as_tensor() if isinstance(inputs, MetaTensor) else inputs
         called = _WithArguments(network, args, kwargs) if args or kwargs else network

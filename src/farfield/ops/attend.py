@@ -12,6 +12,7 @@ from torch import Tensor
 from farfield._checks import ShapeError, add_memory_note, check_attention, check_grid, check_heads, check_same_kind
 from farfield._refusals import door, refusal
 from farfield.ops import engine
+from farfield.ops.modes import Attending
 from farfield.ops.projection import IDENTITY, Call, map_heads
 from farfield.ops.table import OPERATORS, Operator
 
@@ -77,7 +78,8 @@ def attend(
         queries, keys = map_heads(operator, queries, keys, learned, query.new_ones(query.shape[1]), heads)
     call = Call(operator, heads, scale, queries, keys)
     try:
-        return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask)
+        with Attending(f"ops.{name}_attention"):
+            return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask)
     except RuntimeError as error:
         if not operator.merges_by_adding:
             add_memory_note(f"{name}_attention", name, query, key, heads, error)

@@ -43,6 +43,30 @@ def is_itself(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is None
 
 
+class Attending:
+    """A call of an operator's function, as a context: whoever follows the calls of torch's functions sees one."""
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+
+    def __enter__(self) -> Attending:
+        # Compiled code has no context of its own, and is followed by nobody.
+        self.token = None if torch.compiler.is_compiling() else _ATTENDING.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.token is not None:
+            _ATTENDING.reset(self.token)
+
+
+_ATTENDING: ContextVar[Attending | None] = ContextVar("_ATTENDING", default=None)
+
+
+def attending() -> Attending | None:
+    """Return the call of an operator's function that runs now, if one does."""
+    return _ATTENDING.get()
+
+
 class _Probe(torch.autograd.Function):
     """Does nothing; has no setup_context, without which torch refuses a function in a transform of torch.func."""
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from farfield.nn.tracing import tensors
+from farfield.ops.modes import attending
 from farfield.streaming.graph import FunctionCall, Value, name_function
 from farfield.streaming.labels import LabelledGraph, find_gathered, label_graph
 from farfield.streaming.record import is_layer
@@ -86,7 +87,7 @@ def _find_obstacle(
         apart = axes_of(tuple(dim for place, dim in enumerate(layout) if place not in over))
         return "positions have statistics of their own" if apart else ""
     ops = [labelled.graph.nodes[index].op for index in summing]
-    if "layer" in ops:
+    if "layer" in ops or call.function.startswith("ops."):
         return "it attends to all positions"
     if any(op.startswith(_PRODUCTS) for op in ops):
         return "a product over positions is no statistic of a channel"
@@ -129,7 +130,8 @@ class FollowedRun(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.running:
+        # What an operator's function calls is not told apart: it runs kernels, or equations as in the graph.
+        if not self.running or attending() is not None:
             return function(*args, **kwargs)
         own = self.running[-1], name_function(function)
         number = self.counts[own]

@@ -30,7 +30,7 @@ from farfield.nn.leftovers import note_outputs, sweep
 from farfield.nn.macs import MacCounter, count_macs
 from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import tensors, without_numbers
-from farfield.ops.modes import recorded_for_tiles
+from farfield.ops.modes import Attending, attending, recorded_for_tiles
 from farfield.streaming.graph import (
     FunctionCall,
     Graph,
@@ -194,6 +194,7 @@ class _NetworkFunctions(TorchFunctionMode):
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self.recorder, self.counts = recorder, Counter[tuple[str, str]]()
+        self.attending: Attending | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -207,12 +208,19 @@ class _NetworkFunctions(TorchFunctionMode):
             raise RecordingError(
                 f"{path} makes an array of NumPy of a tensor; fix: the operation of torch in its place"
             )
-        graph, own = self.recorder.graph, (self.recorder.write.path, name_function(function))
+        graph, whole = self.recorder.graph, attending()
+        if whole is not None and whole is self.attending:  # an operator's function is one call
+            outputs = function(*args, **kwargs)
+            note_outputs(outputs)
+            graph.calls[-1] = graph.calls[-1]._replace(nodes=(graph.calls[-1].nodes[0], len(graph.nodes)))
+            return outputs
+        self.attending = whole
+        own = self.recorder.write.path, name_function(function) if whole is None else whole.function
         first, number = len(graph.nodes), self.counts[own]
         self.counts[own] += 1
         outputs = function(*args, **kwargs)
         note_outputs(outputs)
-        if len(graph.nodes) > first:
+        if len(graph.nodes) > first or whole is not None:
             shapes = tuple(tuple(each.shape) for each in tensors(outputs))
             graph.calls.append(FunctionCall(*own, number, (first, len(graph.nodes)), shapes))
         return outputs

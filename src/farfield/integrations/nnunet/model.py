@@ -7,7 +7,8 @@ import io
 import json
 import pickle
 import pydoc
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class NnunetModel:
 def load_nnunet(
     folder: str | Path,
     *,
-    folds: Sequence[int | str] | None = None,
+    folds: int | str | Sequence[int | str] | None = None,
     checkpoint: str = "checkpoint_final.pth",
     device: str | torch.device = "cpu",
 ) -> NnunetModel:
@@ -70,7 +71,7 @@ def load_nnunet(
 
     Args:
         folder: It has plans.json, dataset.json, and a folder for each fold with a checkpoint.
-        folds: Numbers of folds, or "all"; by default all numbers that are there, or else "all".
+        folds: A number of a fold or several, or "all"; by default all numbers that are there, or else "all".
         checkpoint: The name of the file of each fold.
         device: Where the network is put.
 
@@ -96,10 +97,13 @@ def load_nnunet(
     require_nnunet()
     dataset = _read_json(folder / "dataset.json", ("labels", "file_ending"))
     plans = _read_json(folder / "plans.json", ("configurations", "image_reader_writer", "transpose_forward"))
-    paths = [folder / f"fold_{fold}" / checkpoint for fold in folds or _find_folds(folder, checkpoint)]
+    chosen = [folds] if isinstance(folds, int | str) else _find_folds(folder, checkpoint) if folds is None else [*folds]
+    if not chosen:
+        raise refusal(ValueError, "folds is empty; fix: folds=None, for all that are there.")
+    paths = [folder / f"fold_{fold}" / checkpoint for fold in chosen]
     states = [_read_checkpoint(path) for path in paths]
     trainer, name = states[0]["trainer_name"], states[0]["init_args"]["configuration"]
-    axes = states[0].get("inference_allowed_mirroring_axes") or ()
+    axes = tuple(states[0].get("inference_allowed_mirroring_axes") or ())
     try:
         manager, configuration, labels = _open_plans(plans, dataset, name)
         networks = [_build_network(trainer, manager, configuration, labels, dataset) for _ in states]
@@ -112,12 +116,12 @@ def load_nnunet(
     for path, network, state in zip(paths, networks, states, strict=True):
         try:
             network.load_state_dict(state["network_weights"])
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, AttributeError) as error:
             text = f"{path}: the weights are not those of the network that plans.json describes.\n  {error}"
             raise refusal(ValueError, f"{text}\n  fix: plans.json of the training that wrote them.") from error
     network = networks[0] if len(networks) == 1 else _MeanOfFolds(networks)
     network.eval().to(device)
-    return NnunetModel(folder, network, manager, configuration, labels, dataset, tuple(axes))
+    return NnunetModel(folder, network, manager, configuration, labels, dataset, axes)
 
 
 class _MeanOfFolds(nn.Module):
@@ -178,7 +182,8 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(_NUMBERS):
             # Mapped, so that the optimizer, twice as large as the weights, stays on the disk.
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            mapped = zipfile.is_zipfile(path)  # not files of an old format
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         reason = str(error).partition("WeightsUnpickler error: ")[2].partition(" Please use")[0]
         raise refusal(
@@ -190,9 +195,16 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     except (RuntimeError, ValueError, EOFError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise refusal(ValueError, f"{path} is damaged, {reason}; fix: the file copied again.") from error
-    missing = [key for key in ("network_weights", "trainer_name", "init_args") if key not in content]
-    if missing or "configuration" not in content["init_args"]:
-        text = f"{path} is no checkpoint of nnU-Net's training, it lacks {', '.join(missing) or 'configuration'}"
+    content = content if isinstance(content, dict) else {}
+    kinds = {"network_weights": Mapping, "trainer_name": str, "init_args": Mapping}
+    wrong = [key for key, kind in kinds.items() if not isinstance(content.get(key), kind)]
+    if not wrong and "configuration" not in content["init_args"]:
+        wrong = ["configuration"]
+    axes = content.get("inference_allowed_mirroring_axes") or ()
+    if not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
+        wrong = [*wrong, "inference_allowed_mirroring_axes"]
+    if wrong:
+        text = f"{path} is no checkpoint of nnU-Net's training, it has no {', '.join(wrong)} as that writes it"
         raise refusal(ValueError, f"{text}; fix: a checkpoint_*.pth that nnU-Net wrote.")
     return dict(content)
 

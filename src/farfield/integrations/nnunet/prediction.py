@@ -96,7 +96,12 @@ def predict_nnunet(
     loaded = model if isinstance(model, NnunetModel) else load_nnunet(model)
     paths = _find_inputs(inputs, loaded)
     check_not_input(output, paths)
-    endings = loaded.plans.image_reader_writer_class.supported_file_endings
+    reader = loaded.plans.image_reader_writer_class
+    if reader.__name__ == "Tiff3DIO":  # it has the spacing in a file beside that of the image
+        beside = output.with_suffix(".json")
+        check_not_input(beside, [path.with_name(re.sub(r"(_\d{4})?\.\w+$", ".json", path.name)) for path in paths])
+        _check_output(beside, overwrite)
+    endings = reader.supported_file_endings
     if not output.name.endswith(tuple(endings)):
         raise refusal(ValueError, f"{output} has an ending that is not written; fix: one of {', '.join(endings)}.")
     sees_whole = any(isinstance(module, GridAttention) for module in loaded.network.modules())
@@ -181,7 +186,9 @@ def _find_inputs(inputs: str | Path | Sequence[str | Path], model: NnunetModel) 
     paths = [Path(each) for each in ([inputs] if isinstance(inputs, str | Path) else inputs)]
     channels = _channels(model)
     if len(paths) == 1 and len(channels) > 1 and (match := re.fullmatch(r"(.*_)0000(\.[^_]*)", paths[0].name)):
-        paths = [paths[0].with_name(f"{match[1]}{index:04}{match[2]}") for index in range(len(channels))]
+        others = [paths[0].with_name(f"{match[1]}{index:04}{match[2]}") for index in range(len(channels))]
+        # A file of colours has all channels.
+        paths = others if others[1].is_file() else paths
     for path in paths:
         if not path.is_file():
             raise refusal(FileNotFoundError, f"the input {path} does not exist; fix: {_name_channels(channels)}.")
