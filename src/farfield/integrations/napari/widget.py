@@ -50,11 +50,11 @@ _VALUES = {"as the model has them": None, "labels": "argmax", "probabilities": "
 _ROWS = (slice(0, 3), slice(3, 5))
 _INVITATION = "Choose a layer, a model and an output, and press Plan."
 _STOPPED = "Stopped. Resume goes on from the tiles that are finished."
-_STOPPED_AND_CHANGED = "Stopped. Plan with the fields as they were: Resume goes on from the tiles that are finished."
+_STOPPED_AND_CHANGED = (
     "Stopped. Plan with the fields as they were, and Resume, goes on from the tiles that are finished."
 )
 # The size of the whole may be in the network, as in coordinates: then a block has other numbers.
-_ALONE = "The preview is the whole prediction there, if nothing in the network depends on the size of the whole, or the place."
+_ALONE = (
     "The preview is the whole prediction there, if nothing in the network depends on the size or place of the whole."
 )
 # Steps of the progress bar: the work of a prediction is too large a number for Qt.
