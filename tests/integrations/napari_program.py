@@ -162,7 +162,7 @@ def previews(folder: Path, viewer: Any) -> None:
     fill(widget, folder, output=str(folder / "out.tif"))
     press(widget, "Plan")
     press(widget, "Preview")
-    assert widget.message == "The preview has the numbers of the whole prediction.", widget.message
+    assert widget.message.startswith("The preview is the whole prediction there, if "), widget.message
     layer = viewer.layers["preview"]
     assert layer.data.shape == (16, 12, 64)
     assert np.allclose(layer.translate, (0, 10 + 128 * 0.5, 0))
@@ -243,7 +243,83 @@ def labels(folder: Path, viewer: Any) -> None:
     assert np.array_equal(zarr.open(folder / "out.zarr")[:], want)
 
 
-SCENARIOS = {each.__name__: each for each in (cancel_and_resume, larger_than_memory, previews, sentences, labels)}
+def changes(folder: Path, viewer: Any) -> None:
+    """Fields that change while a thread is at work: no plan of others is kept, no protected file lost."""
+    save_network(folder / "run")
+    save_stack(folder / "in.zarr")
+    zarr.create_array(folder / "kept.zarr", shape=(2,), dtype="float32")[:] = 7
+    widget = PredictVolume(viewer)
+    fill(widget, folder, output=str(folder / "kept.zarr"), overwrite=True)
+    press(widget, "Plan", until_idle=False)
+    assert not widget.buttons["Cancel"].enabled  # nothing would end
+    widget.fields["overwrite"].value = False
+    widget.fields["output"].value = str(folder / "out.zarr")
+    assert widget.message == "Planning …"
+    wait(lambda: not widget.is_busy)
+    assert widget.job is None
+    assert not widget.buttons["Start"].enabled
+    assert "press Plan again" in widget.message
+    press(widget, "Plan")
+
+    press(widget, "Start", until_idle=False)
+    wait(lambda: len(RecordedProgress.places) > 2)
+    widget.fields["output"].value = str(folder / "other.zarr")
+    press(widget, "Cancel")
+    assert widget.message.startswith("Stopped. Plan with the fields as they were"), widget.message
+    assert widget.buttons["Start"].text == "Start"
+    assert not widget.buttons["Start"].enabled
+    widget.fields["output"].value = str(folder / "out.zarr")
+    press(widget, "Plan")
+    assert widget.buttons["Start"].text == "Resume"
+    press(widget, "Start")
+    assert widget.message == "Done: out.zarr.", widget.message
+    assert np.array_equal(zarr.open(folder / "kept.zarr")[:], [7, 7])
+
+    press(widget, "Seams", until_idle=False)
+    assert not widget.buttons["Cancel"].enabled
+    wait(lambda: not widget.is_busy)
+
+    widget.fields["layer"].value = "in.zarr"
+    widget.fields["output"].value = str(folder / "in.zarr")
+    widget.fields["overwrite"].value = True
+    press(widget, "Plan")
+    assert widget.message.startswith("Output and Layer are both in"), widget.message
+
+
+def layers(folder: Path, viewer: Any) -> None:
+    """Layers that are renamed, turned, or have more axes than there are letters."""
+    save_network(folder / "run", None, depth=1)
+    stack = np.random.default_rng(0).poisson(40, (8, 140, 80)).astype(np.uint16)
+    given = viewer.add_image(stack, name="stack", rotate=(10, 20, 30), scale=(2, 0.5, 0.5), translate=(0, 10, 3))
+    given.affine = np.diag([1, 3, 1, 1.0])
+    widget = PredictVolume(viewer)
+    fill(widget, folder, tile="")
+    press(widget, "Plan")
+    given.name = "renamed"
+    assert widget.fields["layer"].value == "renamed"
+    press(widget, "Plan")
+    assert widget.job is not None, widget.message
+    viewer.scene.camera.center = given.data_to_world((4, 130, 70))
+    press(widget, "Preview")
+    press(widget, "Start")
+    assert np.allclose(viewer.layers["out.zarr"].data_to_world((3, 90, 71)), given.data_to_world((3, 90, 71)))
+    block, whole = viewer.layers["preview"], viewer.layers["out.zarr"].data
+    start = np.rint(given.world_to_data(block.data_to_world((0, 0, 0)))).astype(int)
+    assert tuple(start) == (0, 128, 64)
+    assert np.allclose(whole[:, 128:, 64:], block.data[:], rtol=1e-5, atol=1e-4)
+
+    viewer.layers.clear()
+    press(widget, "Plan")
+    assert widget.message == "There is no layer; fix: open a file."
+    viewer.add_image(np.zeros((2, 1, 1, 1, 32, 32)), name="six")
+    press(widget, "Plan")
+    assert "at most 5" in widget.message, widget.message
+
+
+SCENARIOS = {
+    each.__name__: each
+    for each in (cancel_and_resume, larger_than_memory, previews, sentences, labels, changes, layers)
+}
 
 
 def through_the_manifest(folder: Path) -> None:

@@ -110,6 +110,21 @@ def test_its_plan_needs_no_plan_of_the_free_memory_to_go_on(stack: Volume, tmp_p
     assert Job(plain(net), stack, out).plan.tile == first.plan.tile
 
 
+def test_a_volume_that_changed_since_the_plan_has_its_own_grey_levels(run: Path, tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).poisson(40, SHAPE).astype(np.uint16)
+    job = Job(open_model("run of farfield fit", run), Volume(numbers, SPACED), tmp_path / "out.zarr", tile=Tiles(16))
+    numbers *= 10
+    assert np.array_equal(job.run()[:], restore(models.from_pretrained(run), numbers, tile=16))
+
+
+def test_the_input_is_refused_as_output_before_anything_runs(tmp_path: Path) -> None:
+    zarr.create_array(tmp_path / "in.zarr", shape=(30, 27), dtype="float32")[:] = 1
+    volume = open_volume(tmp_path / "in.zarr")
+    with pytest.raises(ValueError, match=r"Job: out and the volume are both in .*in\.zarr.*; fix: another path"):
+        Job(plain(nn.Conv2d(1, 1, 3, padding=1)), volume, tmp_path / "in.zarr", overwrite=True)
+    assert np.array_equal(volume[:], np.ones((30, 27)))
+
+
 # ---- previews --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("position", [{"Z": 4, "Y": 70, "X": 9}, {"X": 131}, {"Z": 8, "Y": 129, "X": 64}])
 def test_a_preview_is_that_part_of_the_prediction(run: Path, tmp_path: Path, position: dict[str, int]) -> None:
@@ -174,6 +189,30 @@ def test_a_scripted_network(stack: Volume, tmp_path: Path) -> None:
     want = predict_whole(net, stack, tile=(9, 16, 16), reduce="argmax", quiet=True)
     assert np.array_equal(job.run()[:], want)
     assert np.array_equal(job.preview({})[0][:], want)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "preview"),
+    [("CZYX", (2, 5, 30, 27), "YX"), ("TYX", (5, 30, 27), "YX"), ("YXC", (30, 27, 3), "YX"), ("YX", (30, 27), "YX")],
+)
+def test_a_scripted_network_has_the_axes_of_its_operations(
+    axes: str, shape: tuple[int, ...], preview: str, tmp_path: Path
+) -> None:
+    channels = dict(zip(axes, shape, strict=True)).get("C", 1)
+    net = nn.Conv2d(channels, 1, 3, padding=1)
+    torch.jit.trace(net, torch.zeros(1, channels, 16, 16)).save(tmp_path / "net.pt")
+    spacing = {letter: step for letter, step in {"Z": 3.0, "Y": 2.0, "X": 1.5}.items() if letter in axes}
+    volume = Volume(np.random.default_rng(0).random(shape, "float32"), ImageMetadata(axes, spacing))
+    job = Job(open_model("TorchScript file", tmp_path / "net.pt"), volume, tmp_path / "out.zarr")
+    other = Job(plain(net), volume, tmp_path / "other.zarr")
+    (block, _), (want, _) = (each.preview({axes[0]: 1, "Y": 9}) for each in (job, other))
+    assert block.metadata == want.metadata
+    assert block.metadata.axes == preview
+    assert np.array_equal(block[:], want[:])
+    result, wanted = job.run(), other.run()
+    assert result.metadata == wanted.metadata
+    assert result.metadata.spacing == spacing
+    assert np.array_equal(result[:], wanted[:])
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farfield.integrations.napari.layers import layer_options, parse_tile, position_of, volume_of, word_error
+from farfield.integrations.napari.layers import (
+    find_affine,
+    layer_options,
+    parse_tile,
+    position_of,
+    volume_of,
+    word_error,
+)
 from farfield.volumes import ImageMetadata, Volume
 from helpers.environments import make_environment, run_in
 
@@ -55,6 +62,40 @@ def test_scale_units_and_place_come_through() -> None:
     assert options["axis_labels"] == ["z", "y", "x"]
 
 
+@pytest.mark.parametrize(("shape", "axes"), [((3, 40, 50, 3), "ZYXC"), ((2, 3, 40, 50, 4), "TZYXC")])
+def test_colors_are_the_last_axis_of_a_stack_too(shape: tuple[int, ...], axes: str) -> None:
+    metadata = volume_of(layer(np.zeros(shape), rgb=True, scale=[1.0] * (len(shape) - 4) + [3, 2, 0.5])).metadata
+    assert metadata.axes == axes
+    assert metadata.spacing == {"Z": 3, "Y": 2, "X": 0.5}
+    labelled = layer(np.zeros((5, 40, 50, 3)), rgb=True, axis_labels=["t", "y", "x"])
+    assert volume_of(labelled).metadata.axes == "TYXC"
+
+
+def test_a_place_without_a_scale_comes_through() -> None:
+    metadata = volume_of(layer(np.zeros((4, 5)), translate=[100, 0])).metadata
+    assert metadata.origin == {"Y": 100}
+    assert layer_options(metadata)["translate"] == [100, 0]
+
+
+def test_more_axes_than_letters_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the layer has 6 axes, .*; fix: a layer of at most 5"):
+        volume_of(layer(np.zeros((1, 1, 1, 1, 4, 5))))
+
+
+def test_a_turned_layer_turns_what_is_made_of_it() -> None:
+    turn, scale, start = np.array([[0.8, -0.6], [0.6, 0.8]]), np.diag([2, 0.5]), np.array([10, 3])
+    own = layer(np.zeros((4, 5)), scale=[2, 0.5], translate=start)
+    own.world_to_data = lambda point: np.linalg.inv(turn @ scale) @ (np.array(point) - start)
+    known = volume_of(own).metadata
+    affine = find_affine(own, known)
+    part = layer_options(known.cropped({"Y": range(1, 3), "X": range(2, 5)}))
+    world = affine.along("YX") @ (*(np.array(part["translate"]) + scale @ (1, 1)), 1)
+    assert np.allclose(world[:2], start + turn @ scale @ (2, 3))
+    # The channels of an output stay where they are.
+    assert np.allclose(affine.along("CYX")[1:, 1:], affine.along("YX"))
+    assert np.array_equal(affine.along("CYX")[0], [1, 0, 0, 0])
+
+
 def test_a_volume_is_itself_and_a_pyramid_its_finest_level() -> None:
     volume = Volume(np.zeros((3, 4, 5)), ImageMetadata("ZYX", {"Z": 3.0}))
     assert volume_of(layer(volume)) is volume
@@ -88,6 +129,10 @@ def test_the_position_is_that_of_the_sliders_and_the_middle_of_what_is_shown() -
         (
             "tile must be at least 1, got 0; fix: tile=64, for example.",
             "Tile must be at least 1, got 0; fix: Tile 64, for example.",
+        ),
+        (
+            'Job: out and the volume are both in "a.zarr"; fix: another path.',
+            'Output and Layer are both in "a.zarr"; fix: another path.',
         ),
     ],
 )
@@ -141,7 +186,9 @@ def display() -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["cancel_and_resume", "larger_than_memory", "previews", "sentences", "labels"])
+@pytest.mark.parametrize(
+    "scenario", ["cancel_and_resume", "larger_than_memory", "previews", "sentences", "labels", "changes", "layers"]
+)
 def test_the_widget(python: Path, tmp_path: Path, scenario: str) -> None:
     done = run_in(python, [str(PROGRAM), scenario, str(tmp_path)], tmp_path, OMP_NUM_THREADS="1")
     assert "as it should be" in done.stdout, done.stdout + done.stderr

@@ -23,8 +23,9 @@ from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished
 from farfield.streaming.recording import Recording
 from farfield.volumes import ImageMetadata, Volume
+from farfield.volumes.aliasing import find_shared
 from farfield.volumes.sink import to_numpy
-from farfield.volumes.source import Region
+from farfield.volumes.source import Region, VolumeSource
 from farfield.volumes.unfinished import STATE, unfinished_folder
 
 # Positions along each axis of the block that a preview predicts, by the number of spatial dims, and for other numbers.
@@ -44,6 +45,7 @@ class Job:
 
     Attributes:
         text: What the model is.
+        given: The volume, as it was given.
         plan: What will run, known before it does: `print(job.plan)`. Where the network takes no other size, the volume
             is padded by reflection.
         is_begun: Whether an unfinished prediction of this job is beside the path, with which `run` goes on.
@@ -73,8 +75,13 @@ class Job:
         overwrite: bool = False,
     ) -> None:
         self.text = model.text
-        self.network, self.volume = model.prepare(volume)
+        self.given, self._prepare = volume, model.prepare
         self.out, self.overwrite, self.reduce = Path(out).expanduser(), overwrite, reduce or model.reduce
+        shared = find_shared(self.out, volume.array)
+        if shared is not None:
+            text = f"out and the volume are both in {shared}, which is never written over; fix: another path."
+            raise refusal(ValueError, text)
+        self.network, self.volume = self._prepare(volume)
         self.tiles, self.pad = tile or Tiles(), None
         try:
             self.plan, self.is_begun = self._make_plan(self.tiles, self.out)
@@ -94,8 +101,12 @@ class Job:
             planned = Planner(network, shapes, tiles, self.pad, self.reduce, path, saved, layouts).plan()
             return planned, saved is not None
 
-        made: tuple[StreamingPlan, bool] = looks_at_a_copy(plan, "Job", scripted=True)(self.network)
+        made: tuple[StreamingPlan, bool] = self._look(plan)
         return made
+
+    def _look(self, function: Callable[[nn.Module], Any]) -> Any:
+        """Call a function with a copy of the network, as `predict_whole` does: of a scripted one its operations."""
+        return looks_at_a_copy(function, "Job", scripted=True)(self.network)
 
     def run(self, show: Callable[[float, str], object] = lambda share, text: None) -> Volume:
         """Predict the volume, or go on with it, and return the file, opened for reading, with its voxel size.
@@ -104,16 +115,29 @@ class Job:
             show: Called after each tile with the share of the work that is done, 0 to 1, and the name of the pass. An
                 error that it raises ends the prediction, and finished tiles are kept.
         """
+        if not self.is_begun:  # the volume may have other numbers now, and grey levels
+            self.network, self.volume = self._prepare(self.given)
+            self.plan, self.is_begun = self._make_plan(replace(self.tiles, size=self.plan.tile), self.out)
         options: dict[str, Any] = {"plan": self.plan, "out": self.out, "overwrite": self.overwrite, "quiet": True}
         try:
             with use_progress_bar(lambda total, initial: _Bar(total, initial, show)):
                 array = predict_whole(self.network, self.volume, **options)
         finally:
             self.is_begun = (unfinished_folder(self.out) / STATE).is_file()
-        return Volume(array, self._predict(self.plan).spec.metadata)
+        return Volume(array, self._look(lambda network: self._predict(network, self.plan).spec.metadata))
 
-    def _predict(self, plan: StreamingPlan) -> Prediction:
-        return Prediction(self.network, plan, self.tiles, self.volume, {})
+    def _predict(self, network: nn.Module, plan: StreamingPlan) -> Prediction:
+        return Prediction(network, plan, self.tiles, self.volume, {})
+
+    def _open(self, plan: StreamingPlan) -> tuple[ImageMetadata | None, VolumeSource]:
+        """Return what is known of the volume, by the axes that the network takes, and how it is read."""
+
+        def opened(network: nn.Module) -> tuple[ImageMetadata | None, VolumeSource]:
+            prediction = self._predict(network, plan)
+            return prediction.arranged[0], next(iter(prediction.sources.values()))
+
+        made: tuple[ImageMetadata | None, VolumeSource] = self._look(opened)
+        return made
 
     @door("preview")
     def preview(self, position: Mapping[str, int]) -> tuple[Volume, list[str]]:
@@ -125,12 +149,12 @@ class Job:
         Returns:
             The block, at its place, in positions where the voxel size is not known. And the layers that will see all
             positions and here see the block alone, as norms and attention: without any, the numbers are those of the
-            whole prediction.
+            whole prediction, if nothing else in the network depends on the size or place of the whole, as coordinates
+            and interpolation with `align_corners` do.
         """
         dims = len(self.plan.size)
         plan, _ = self._make_plan(replace(self.tiles, size=[_BLOCK.get(dims, _LEAST)] * dims))
-        prediction = self._predict(plan)
-        known = prediction.arranged[0]
+        known, source = self._open(plan)
         if known is None or any(each is None for each in plan.output.scales):
             raise refusal(ValueError, "the output has other axes than the volume; fix: start without a preview.")
         place = [
@@ -140,7 +164,7 @@ class Job:
         region, sample = _add_halo(core, plan), 0
         for letter, length in plan.layout.samples:
             sample = sample * length + position.get(letter, 0)
-        grid = next(iter(prediction.sources.values())).read(region, sample if plan.samples > 1 else None)
+        grid = source.read(region, sample if plan.samples > 1 else None)
         whole = tuple(stop - start for start, stop in region)
         result = predict_whole(self.network, grid, tile=whole, reduce=self.reduce, quiet=True)
         names = dict.fromkeys(name for each in plan.passes for name in each.summarizes)

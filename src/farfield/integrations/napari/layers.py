@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from farfield.volumes.image_metadata import parse_unit
 # What errors say in arguments of Python -> the same with the fields of the widget.
 _FIELDS = {
     r"^(predict_whole|plan_whole|open_volume|open_model|open_package|restore|find_seams|Job|preview): ": "",
+    r"\bout and the volume\b": "Output and Layer",
     r'\bout="([^"]*)"': r"the output \1",
     r"(or )?overwrite=True": r"\1tick Overwrite",
     r"\btrust=True\b": "farfield predict --bioimageio with --trust",
@@ -25,20 +26,26 @@ _FIELDS = {
 def volume_of(layer: Any) -> Volume:
     """Return the numbers of an image layer, of several levels the finest, with letters for its axes and its scale.
 
-    Letters are those of the labels of its axes or of its file, else C, Z, Y, X, the last ones.
+    Letters are those of the labels of its axes or of its file, else T, C, Z, Y, X, the last ones; of colors T, Z, Y, X
+    and C.
     """
     data = layer.data[0] if layer.multiscale else layer.data
-    axes = "YXC" if layer.rgb and data.ndim == 3 else "TCZYX"[-data.ndim :]
+    color = "C" if layer.rgb else ""
+    axes = "TZYX"[-(data.ndim - 1) :] + color if color else "TCZYX"[-data.ndim :]
     if isinstance(data, Volume):
         return data if _is_known(data.metadata.axes) else Volume(data.array, replace(data.metadata, axes=axes))
-    labels = "".join(layer.axis_labels).upper()
+    labels = "".join(layer.axis_labels).upper() + color
     axes = labels if len(labels) == data.ndim and _is_known(labels) else axes
+    if len(axes) != data.ndim:
+        text = f"the layer has {data.ndim} axes, {tuple(data.shape)}; fix: a layer of at most {len(axes)}."
+        raise ValueError(text)
     known = ImageMetadata(axes)
     for letter, scale, unit, start in zip(axes, layer.scale, layer.units, layer.translate, strict=False):
         name = parse_unit(unit)
         if letter != "C" and (name or scale != 1):
-            spacing, origin = {**known.spacing, letter: float(scale)}, {**known.origin, letter: float(start)}
-            known = replace(known, spacing=spacing, origin=origin)
+            known = replace(known, spacing={**known.spacing, letter: float(scale)})
+        if letter != "C" and (letter in known.spacing or start != 0):
+            known = replace(known, origin={**known.origin, letter: float(start)})
         if letter != "C" and name:
             known = replace(known, units={**known.units, letter: name})
     return Volume(data, known)
@@ -56,6 +63,34 @@ def layer_options(metadata: ImageMetadata) -> dict[str, Any]:
         "units": [metadata.units.get(letter, "pixel") for letter in metadata.axes],
         "axis_labels": list(metadata.axes.lower()),
     }
+
+
+class Affine(NamedTuple):
+    """How coordinates of a volume, by scale and place, become those of the world: rotated or sheared, for example."""
+
+    axes: str
+    matrix: np.ndarray  # on coordinates along the axes, and 1
+
+    def along(self, axes: str) -> np.ndarray:
+        """Return the matrix for other axes, of which those that are new stay as they are."""
+        matrix, shared = np.eye(len(axes) + 1), [letter for letter in axes if letter in self.axes]
+        new = [*map(axes.index, shared), len(axes)]
+        own = [*map(self.axes.index, shared), len(self.axes)]
+        matrix[np.ix_(new, new)] = self.matrix[np.ix_(own, own)]
+        return matrix
+
+
+def find_affine(layer: Any, known: ImageMetadata) -> Affine:
+    """Return how a layer lies in the world, beyond the scale and place of its volume."""
+    dims = len(layer.scale)
+    axes, start = known.axes[:dims], np.array(layer.world_to_data(np.zeros(dims)))
+    to_data, to_place = np.eye(dims + 1), np.eye(dims + 1)
+    to_data[:dims, :dims] = np.transpose([layer.world_to_data(step) - start for step in np.eye(dims)])
+    to_data[:dims, dims] = start
+    options = layer_options(known.with_axes(axes))
+    to_place[:dims, :dims], to_place[:dims, dims] = np.diag(options["scale"]), options["translate"]
+    matrix, same = np.linalg.inv(to_place @ to_data), np.eye(dims + 1)
+    return Affine(axes, np.where(np.isclose(matrix, same), same, matrix))
 
 
 def position_of(viewer: Any, layer: Any, volume: Volume) -> dict[str, int]:

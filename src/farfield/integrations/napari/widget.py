@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,15 @@ import numpy as np
 
 from farfield._checks import install_command
 from farfield.integrations.jobs import Job
-from farfield.integrations.napari.layers import layer_options, parse_tile, position_of, volume_of, word_error
+from farfield.integrations.napari.layers import (
+    Affine,
+    find_affine,
+    layer_options,
+    parse_tile,
+    position_of,
+    volume_of,
+    word_error,
+)
 from farfield.integrations.trained_models import MODELS, open_model
 from farfield.streaming import Tiles, find_seams
 from farfield.volumes import Volume, open_volume
@@ -40,6 +48,15 @@ except ImportError as missing:
 # What the output holds, as it is chosen -> the argument `reduce`.
 _VALUES = {"as the model has them": None, "labels": "argmax", "probabilities": "softmax"}
 _ROWS = (slice(0, 3), slice(3, 5))
+_INVITATION = "Choose a layer, a model and an output, and press Plan."
+_STOPPED = "Stopped. Resume goes on from the tiles that are finished."
+_STOPPED_AND_CHANGED = (
+    "Stopped. Plan with the fields as they were, and Resume, goes on from the tiles that are finished."
+)
+# The size of the whole may be in the network, as in coordinates: then a block has other numbers.
+_ALONE = (
+    "The preview is the whole prediction there, if nothing in the network depends on the size or place of the whole."
+)
 # Steps of the progress bar: the work of a prediction is too large a number for Qt.
 _STEPS = 1000
 
@@ -55,14 +72,15 @@ class PredictVolume(Container):
         napari_viewer: The viewer, which napari passes by this name.
 
     Attributes:
-        job: What was planned for the fields as they are; None where they have changed since.
+        job: What was planned for the fields as they are; None where they have changed since the plan began.
         is_busy: Whether a thread is at work.
     """
 
     def __init__(self, napari_viewer: Any) -> None:
         self.viewer, self.is_busy = napari_viewer, False
         self.job: Any = None
-        self._bar: Any = None
+        self._bar: Any = None  # of the prediction that runs
+        self._has_changed = False  # whether fields have since the last plan began
         self._cancelled = threading.Event()
         self.fields = {
             "layer": ComboBox(label="Layer", choices=self._list_images),
@@ -82,12 +100,13 @@ class PredictVolume(Container):
         rows = [Container(widgets=list(self.buttons.values())[each], layout="horizontal") for each in _ROWS]
         super().__init__(widgets=[self.file, *self.fields.values(), *rows, self.text], labels=True)
         for name, action in actions.items():
-            self.buttons[name].clicked.connect(action)
+            self.buttons[name].clicked.connect(self._worded(action))
         for field in self.fields.values():
             field.changed.connect(self._forget)
         self.fields["kind"].changed.connect(self._choose_mode)
-        self.file.changed.connect(self._open)
-        for event in (napari_viewer.layers.events.inserted, napari_viewer.layers.events.removed):
+        self.file.changed.connect(self._worded(self._open))
+        events = napari_viewer.layers.events
+        for event in (events.inserted, events.removed, events.renamed):
             event.connect(self.fields["layer"].reset_choices)
         self._forget()
 
@@ -99,8 +118,8 @@ class PredictVolume(Container):
 
     def _forget(self) -> None:
         """Forget the plan: fields have changed."""
-        self.job = None
-        self._show("Choose a layer, a model and an output, and press Plan.")
+        self.job, self._has_changed = None, True
+        self._show(self.message if self.is_busy else _INVITATION)
 
     def _show(self, message: str) -> None:
         """Show a message, with the plan, and offer what can be done now."""
@@ -108,19 +127,35 @@ class PredictVolume(Container):
         self.text.value = message if self.job is None else f"{message}\n\n{self.job.text}\n{self.job.plan}"
         for name, button in self.buttons.items():
             idle = not self.is_busy and (name == "Plan" or self.job is not None)
-            button.enabled = self.is_busy if name == "Cancel" else idle
+            button.enabled = self._bar is not None if name == "Cancel" else idle
         self.buttons["Start"].text = "Resume" if self.job is not None and self.job.is_begun else "Start"
+
+    def _worded(self, action: Callable[..., object]) -> Callable[..., None]:
+        """Return an action that shows its error in the widget: napari would show the traceback."""
+
+        @wraps(action)  # signals look at the signature, and give as many arguments
+        def act(*given: Any) -> None:
+            _, problem = _capture(partial(action, *given))
+            if problem:
+                self._show(problem)
+
+        return act
 
     def _work(self, doing: str, function: Callable[[], Any], done: Callable[[Any], str]) -> None:
         """Run a function in a thread; then `done` with its result in this one, which returns what is shown."""
 
         def finish(outcome: tuple[Any, str]) -> None:
-            result, problem = outcome
+            result, text = outcome
             self.is_busy = False
             if self._bar is not None:
                 self._bar.close()
             self._bar = None
-            self._show(problem or done(result))
+            if not text:
+                shown, text = _capture(partial(done, result))
+                text = text or shown
+            elif text == _STOPPED and self.job is None:
+                text = _STOPPED_AND_CHANGED
+            self._show(text)
 
         self._cancelled.clear()
         self.is_busy = True
@@ -151,30 +186,35 @@ class PredictVolume(Container):
             options: dict[str, Any] = {"reduce": _VALUES[given["values"]], "overwrite": given["overwrite"]}
             return Job(open_model(given["kind"], given["model"]), volume, given["output"], tile=tile, **options)
 
+        self._has_changed = False
         self._work("Planning …", plan, self._take_plan)
 
     def _take_plan(self, job: Job) -> str:
+        if self._has_changed:  # the job would write elsewhere than the fields tell, or replace what they protect
+            return "Fields have changed since; press Plan again."
         self.job = job
         return "An unfinished prediction is there: Resume goes on with it." if job.is_begun else "Planned."
 
     def _preview(self) -> None:
         """Predict the block at the position of the viewer, and show it as a layer."""
-        job = self.job
+        job, layer = self.job, self.viewer.layers[self.fields["layer"].value]
+        turn = find_affine(layer, job.given.metadata)
 
         def add(predicted: tuple[Volume, list[str]]) -> str:
             volume, names = predicted
-            self._add(volume, "preview (this block alone)" if names else "preview")
+            self._add(volume, "preview (this block alone)" if names else "preview", turn)
             if not names:
-                return "The preview has the numbers of the whole prediction."
+                return _ALONE
             some = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
             return f"The preview is of this block alone: {some} will see all positions, which gives other numbers."
 
-        position = position_of(self.viewer, self.viewer.layers[self.fields["layer"].value], job.volume)
+        position = position_of(self.viewer, layer, job.given)
         self._work("Predicting one block …", partial(job.preview, position), add)
 
     def _start(self) -> None:
         """Predict the volume, or go on with it, and show the file as a layer."""
-        job, self._bar = self.job, progress(total=_STEPS, desc="predict")
+        job, layer = self.job, self.viewer.layers[self.fields["layer"].value]
+        turn, self._bar = find_affine(layer, job.given.metadata), progress(total=_STEPS, desc="predict")
 
         def show(share: float, text: str) -> None:
             # napari asks its workers to quit when it ends.
@@ -183,7 +223,7 @@ class PredictVolume(Container):
             self._move_bar(share, text)
 
         def add(volume: Volume) -> str:
-            self._add(volume, job.out.name)
+            self._add(volume, job.out.name, turn)
             return f"Done: {job.out.name}."
 
         self._work("Predicting …", partial(job.run, show), add)
@@ -201,10 +241,11 @@ class PredictVolume(Container):
         self._cancelled.set()
         self._show("Stopping after this tile …")
 
-    def _add(self, volume: Volume, name: str) -> None:
+    def _add(self, volume: Volume, name: str, turn: Affine) -> None:
         is_labels = np.dtype(volume.dtype).kind == "u"
         add = self.viewer.add_labels if is_labels else self.viewer.add_image
-        add(volume, name=name, **layer_options(volume.metadata))
+        options = layer_options(volume.metadata)
+        add(volume, name=name, affine=turn.along(volume.metadata.axes), **options)
 
     def _find_seams(self) -> None:
         """Show what would come of tiles that run alone, as a picture in a dock."""
@@ -227,10 +268,10 @@ class PredictVolume(Container):
 
 
 def _capture(function: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result of a function, or why there is none: napari would show the traceback of an error."""
+    """Return the result of a function, or why there is none."""
     try:
         return function(), ""
     except _Cancelled:
-        return None, "Stopped. Resume goes on from the tiles that are finished."
+        return None, _STOPPED
     except Exception as error:  # noqa: BLE001  # networks and files of others raise all kinds
         return None, word_error(error)
