@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from farfield.cli.network_builder import build_named, full_name
 from farfield.data.classify import Digits, ImageFolders
-from farfield.tasks.runs import ClassEntry, load_run
+from farfield.tasks.runs import ClassEntry, UnknownNetworkError, load_run
 
 _SIDE = 224
 # Classes that the configuration of a run may build. The run may come from anybody: no others are.
@@ -37,7 +37,12 @@ class LoadedNetwork(NamedTuple):
 
 def load(source: str, builder: str | None = None) -> LoadedNetwork:
     """Load a network from a folder, a run, a checkpoint or a repository of the Hub."""
-    run = load_run(source, None if builder is None else partial(_build_own, builder))
+    try:
+        run = load_run(source, None if builder is None else partial(_build_own, builder))
+    except UnknownNetworkError as error:
+        fix = "--network, the function that builds it, e.g. --network kanet_qkv or --network my_networks.build"
+        fix = fix if error.name is None else f"if you trust it: --network {error.name}"
+        raise ValueError(f"{error}; fix: {fix}.") from error
     return LoadedNetwork(run.network, *_preparation(run.data))
 
 

@@ -33,18 +33,15 @@ class OpenedModel(NamedTuple):
 def _open_run(path: Path) -> OpenedModel:
     try:
         from farfield.tasks.restore_stack import scale_network
-        from farfield.tasks.runs import load_run
+        from farfield.tasks.runs import UnknownNetworkError, load_run
     except ImportError as error:
         fix = install_command("train")
         raise refusal(ImportError, f"a run needs {error.name}, which is not installed; fix: {fix}.") from error
     try:
         network, task, _ = load_run(str(path))
-    except ValueError as error:
-        problem, _, fix = str(error).partition("; fix: ")
-        if "--network" not in fix:
-            raise
+    except UnknownNetworkError as error:
         fix = "torch.jit.trace(network, example).save(path) where its code is, and the TorchScript file"
-        raise refusal(ValueError, f"{problem}; fix: {fix}.") from error
+        raise refusal(ValueError, f"{error}; fix: {fix}.") from error
     if not (task == "restore" or hasattr(network, "multiples")) or hasattr(network, "project"):
         kind = "a projection" if hasattr(network, "project") else f'of the task "{task}"'
         raise refusal(ValueError, f"{path} is {kind}, not from volumes to volumes; fix: farfield predict.")

@@ -25,8 +25,11 @@ SUMMARY_SHARE = 1 / 2
 # ---- attention -------------------------------------------------------------------------------------------------------
 def make_streamable(attention: GridAttention) -> GridAttention:
     """Return an attention with the same responses, and with a small summary if `attention` is `dot`."""
+    operator = attention.operator.in_linear_order()
+    if operator is attention.operator:
+        return attention
     twin = copy.copy(attention)
-    twin.operator = attention.operator.in_linear_order()
+    twin.operator = operator
     return twin
 
 

@@ -29,6 +29,14 @@ class ClassEntry(NamedTuple):
     arguments: dict[str, Any]
 
 
+class UnknownNetworkError(ValueError):
+    """The configuration of a run names no network of farfield: the caller must give what builds it, by name or not."""
+
+    def __init__(self, problem: str, name: str | None) -> None:
+        super().__init__(problem)
+        self.name = name
+
+
 class LoadedRun(NamedTuple):
     """A trained network, and what the configuration of its run says of it.
 
@@ -53,7 +61,8 @@ def load_run(source: str, build: Callable[[ClassEntry], nn.Module] | None = None
 
     Raises:
         CheckpointError: If there is no checkpoint, or it is damaged or of another network.
-        ValueError: If the configuration does not describe a network of farfield.
+        ValueError: If the configuration does not describe a network of farfield; `UnknownNetworkError` if it names
+            another, or none.
     """
     path = newest(Path(source).expanduser())
     path = path.parent if path.suffix == ".safetensors" else path
@@ -108,13 +117,12 @@ def _build(entry: ClassEntry, weights: Mapping[str, Tensor]) -> nn.Module:
     """Build the network of a run, untrained, if it is farfield's; before that, compare its shapes with the weights."""
     file, name, arguments = entry
     if name is None:
-        raise ValueError(
-            f"there is no {file}, or it does not name the network; "
-            f"fix: --network, the function that builds it, e.g. --network kanet_qkv or --network my_networks.build."
-        )
+        raise UnknownNetworkError(f"there is no {file}, or it does not name the network", None)
     if name not in _NETWORKS:
-        fix = "a network of models.MODELS" if name.startswith("farfield.") else f"if you trust it: --network {name}"
-        raise ValueError(f"{file} builds its network with {name}, which is not a network of farfield; fix: {fix}.")
+        problem = f"{file} builds its network with {name}, which is not a network of farfield"
+        if name.startswith("farfield."):
+            raise ValueError(f"{problem}; fix: a network of models.MODELS.")
+        raise UnknownNetworkError(problem, name)
     # "weights" is the file that training started from; the checkpoint has all weights.
     arguments = {key: value for key, value in arguments.items() if key != "weights"}
     try:

@@ -395,5 +395,5 @@ _POSITIONWISE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "ScaleLinear": lambda own, grid: grid * _numbers(own.gain, grid) + _numbers(own.offset, grid),
     "Sigmoid": lambda _, grid: grid.sigmoid(),
-    "Softmax": lambda own, grid: grid.softmax(("batch", "channel").index(str(own.axis))),
+    "Softmax": lambda _, grid: grid.softmax(1),
 }
