@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import farfield.cli
-from farfield.cli import COMMANDS, train
+from farfield.cli import COMMANDS, main, train
 from farfield.cli.signatures import read_signature
 
 
@@ -136,6 +136,15 @@ LIGHT = (
     "maps --posit 1,1",
     "demo --epoch 1",
 )
+
+
+@pytest.mark.parametrize("model", ["--nnunet", "--bioimageio"])
+def test_options_of_tiles_are_spelled_as_for_runs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["predict", model, "x", "--help"])
+    text = capsys.readouterr().out
+    assert "--tile.memory" in text
+    assert "--tile.disk" in text
 
 
 @pytest.mark.parametrize("words", LIGHT)

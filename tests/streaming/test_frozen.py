@@ -470,8 +470,10 @@ def test_refusals(name: str) -> None:
     assert str(error.value).startswith("freeze_statistics: ")
 
 
+# Of float64 there are no kernels: the function then calls torch's, in the network as in the graph.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["softmax", "averaged", "linear_elu", "factorized_gaussian", "kronecker_kv"])
-def test_an_operators_function_is_one_call_that_stays(name: str) -> None:
+def test_an_operators_function_is_one_call_that_stays(on: None, name: str, dtype: torch.dtype) -> None:
     attend = getattr(ops, f"{name}_attention")
 
     class Attended(nn.Module):
@@ -483,18 +485,19 @@ def test_an_operators_function_is_one_call_that_stays(name: str) -> None:
             grid = self.norm(self.first(grid))
             # Sums of the network's own, before and after those of the function.
             before = grid.sum((2, 3), True).sigmoid() + grid.mean((2, 3), True)
-            return attend(grid, grid, grid) + before + grid.mean((2, 3), True)
+            return attend(grid, grid, grid) + before + grid.mean((2, 3), True) + grid.amax((2, 3), True)
 
     torch.manual_seed(0)
-    net, grid = Attended().eval(), torch.randn(1, 1, 40, 48)
+    net, grid = Attended().eval().to(dtype), torch.randn(1, 1, 40, 48, dtype=dtype)
     frozen = freeze_statistics(net, grid[..., :32, :32])
     with torch.no_grad():
         want = frozen(grid)
         assert relative(want, net(grid)) > 1e-3
     assert relative(predict_whole(frozen, grid, tile=(16, 24), quiet=True), want) < 1e-5
-    alone = nn.Sequential(nn.Conv2d(1, 8, 1), Attending(attend)).eval()
-    with pytest.raises(ValueError, match=f"ops.{name}_attention"):
+    alone = nn.Sequential(nn.Conv2d(1, 8, 1), Attending(attend)).eval().to(dtype)
+    with pytest.raises(ValueError, match=f"ops.{name}_attention") as refused:
         freeze_statistics(alone, grid[..., :32, :32])
+    assert str(refused.value).count(f"ops.{name}_attention") == 1
 
 
 class Attending(nn.Module):

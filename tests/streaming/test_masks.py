@@ -295,7 +295,7 @@ def test_products_in_the_quadratic_order_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ops.OPERATORS)
-def test_functions_of_operators_are_recorded_where_kernels_would_run(name: str) -> None:
+def test_functions_of_operators_are_recorded_where_kernels_would_run(on: None, name: str) -> None:
     net, grid = called(name, torch.float32), torch.randn(1, 1, *ODD)
     with torch.no_grad():
         exact = net.double()(grid.double())

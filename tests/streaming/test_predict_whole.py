@@ -15,6 +15,7 @@ from farfield import ops
 from farfield.nn import GridAttention
 from farfield.streaming import Tiles, plan_whole, predict_whole, prediction
 from farfield.streaming.labels import GraphError
+from farfield.streaming.layers import has_grid_summary, make_streamable, summary_bytes
 from farfield.streaming.rules import windows
 from helpers.partly import UNLIKE, partly
 from helpers.streamed_nets import Blocks, Branches, Hourglass, attention, relative, settled
@@ -267,6 +268,14 @@ def test_the_plan_is_what_runs(capsys: pytest.CaptureFixture[str], monkeypatch: 
     said = capsys.readouterr().err
     assert "pass 1 of 4: summarize bottom" in said
     assert "times the MACs of the untiled network" in said
+
+
+@pytest.mark.parametrize(("operator", "grows"), [("dot", False), ("factorized", False), ("softmax", True)])
+def test_which_summaries_grow_with_the_grid(operator: str, grows: bool) -> None:
+    attention = GridAttention(8, operator)
+    sizes = [summary_bytes(make_streamable(attention).summarize(torch.randn(1, 8, side, side))) for side in (8, 16)]
+    assert (sizes[1] > sizes[0]) is grows
+    assert has_grid_summary(attention) is grows
 
 
 def test_a_network_is_left_as_it_was() -> None:
