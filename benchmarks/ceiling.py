@@ -1,0 +1,330 @@
+"""Does attention help at all, and then which? Small networks on four tasks, each network with several seeds.
+
+    mkdir data && tar -C data -xf cifar10.tar.xz && tar -C data -xf camvid.tar.xz
+    python benchmarks/ceiling.py --root data --out benchmarks/records/ceiling.jsonl --only none softmax
+    python benchmarks/ceiling.py --root data --out benchmarks/records/ceiling.jsonl --tasks mosaic     # all contestants
+    python benchmarks/ceiling.py --collect benchmarks/records/ceiling.jsonl --picture ceiling.png      # runs nothing
+
+Nothing that approximates softmax attention can be shown to help where softmax itself does not, so that comes first:
+softmax against nothing, three seeds, on tasks where an answer lies far away:
+
+- restoration: crops of 64 × 64 pixels of photographs that repeat themselves (scikit-image's brick, gravel, grass, text,
+  page, at half their size), with noise of standard deviation 0.5 where values are from 0 to 1. Trained on the left 60 %
+  of each photograph, tested on the rest. PSNR in dB.
+- mosaic: 4 × 4 photographs of CIFAR-10, of which four are there twice, moved and at another brightness, never side by
+  side. Asked of each of the 16: is it there twice? 50 % by chance.
+- colour: a grey photograph of CIFAR-10 with one square of 8 × 8 of its 32 × 32 pixels in colour. Asked: the colour of
+  all others. PSNR of the two colour differences in dB.
+- hidden: a street of CamVid, 96 × 128 pixels, with a square of 40 × 40 hidden. Asked: the classes there, in percent.
+
+The network is the same for all tasks: pixels of a position side by side, two 3×3 convolutions of 64 channels with batch
+norm, one module that mixes distant positions, one more convolution, a linear layer. The mixer's last weights start at
+zero, so that all contestants of a seed start as one function, from the same weights, and see the same batches. AdamW,
+one cycle; the rate is one for all contestants of a task, chosen for the network without a mixer
+(`--only none --rates …`). Contestants are those of benchmarks/recall.py, and
+
+- "responses of zero": softmax's module, whose responses are multiplied by zero;
+- "deeper": two more 3×3 convolutions in place of a mixer, added to their input: what the weights are worth elsewhere;
+- "… , normed": the operator behind batch norm, as far as its name stands before the comma.
+
+A run is a line of JSON with the score of each test sample (half precision, base 64), so that networks are compared by
+sample: the difference of two networks has the variance 2 σ²/s of s seeds and that of its samples' mean, with which
+benchmarks/power.py computes the smallest difference that such an experiment finds in four of five cases. Finished runs
+are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import itertools
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from ceiling_tasks import TASKS, Batch, Task, compute_loss, score_samples
+from power import Spread, smallest_difference
+from recall_task import CHANNELS, batch_norm, block, convolution, make_mixer
+from torch import Generator, Tensor, nn
+
+import farfield
+from farfield.cost import count
+
+SEEDS, STEPS, TEST_SEED = (1, 2, 3), 800, 1_000_000
+ZERO, DEEPER, NORMED = "responses of zero", "deeper", ", normed"
+CONTESTANTS = ["none", ZERO, DEEPER, "softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv", "averaged"]
+CONTESTANTS += ["factorized_gaussian", "siamese", "flare", "linear_relu"]
+RATES = {"restoration": 1e-2, "mosaic": 3e-3, "colour": 1e-2, "hidden": 3e-3}
+CONTROLS = ("none", ZERO, DEEPER)
+IDENTITY = ("task", "network", "seed", "rate", "steps")
+Lines = Sequence[dict[str, Any]]
+
+
+# ---- the network -----------------------------------------------------------------------------------------------------
+class Network(nn.Module):
+    """Convolutions, a mixer of distant positions, a convolution, a linear layer."""
+
+    def __init__(self, contestant: str, task: Task) -> None:
+        super().__init__()
+        self.patch = task.patch
+        self.stem = nn.Conv2d(task.inputs * task.patch**2, CHANNELS, 1)
+        self.before = nn.Sequential(block(2), block(2))
+        self.after = block(2)
+        self.scores = convolution(2, task.outputs, 1)
+        # Built last, so that the rest has the same weights for the same seed.
+        self.mixer = make(contestant)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return scores or values `(n, outputs, h, w)` of each position."""
+        grid = self.before(self.stem(F.pixel_unshuffle(inputs, self.patch)))
+        scores: Tensor = self.scores(self.after(self.mixer(grid)))
+        return scores
+
+
+class Residual(nn.Module):
+    """A module that is added to its input, times a factor."""
+
+    def __init__(self, module: nn.Module, factor: float = 1.0) -> None:
+        super().__init__()
+        self.module, self.factor = module, factor
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Add what the module changes."""
+        return grid + self.factor * self.module(grid)
+
+
+class Change(nn.Module):
+    """What a module with a residual adds, of a normed grid."""
+
+    def __init__(self, module: nn.Module, *, normed: bool) -> None:
+        super().__init__()
+        self.module, self.norm = module, batch_norm(2) if normed else nn.Identity()
+
+    def forward(self, grid: Tensor) -> Tensor:
+        """Return the response."""
+        grid = self.norm(grid)
+        response: Tensor = self.module(grid) - grid
+        return response
+
+
+def make(contestant: str) -> nn.Module:
+    """Build the module that mixes distant positions."""
+    if contestant == ZERO:
+        return Residual(Change(make_mixer("softmax", 2), normed=False), 0.0)
+    if contestant == DEEPER:
+        last = convolution(2, CHANNELS, 3)
+        for weight in last.parameters():
+            nn.init.zeros_(weight)
+        return Residual(nn.Sequential(block(2), last))
+    if contestant.endswith(NORMED):
+        return Residual(Change(make_mixer(contestant.removesuffix(NORMED), 2), normed=True))
+    return make_mixer(contestant, 2)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+def pooled_outputs(net: nn.Module, batch: Batch) -> Tensor:
+    """Return the outputs at the size that is asked for: the mean over each part."""
+    return F.adaptive_avg_pool2d(net(batch.inputs), batch.wanted.shape[-2:])
+
+
+def train(net: nn.Module, task: Task, root: Path, rate: float, steps: int, seed: int) -> None:
+    """Train on new samples at every step."""
+    optimizer = torch.optim.AdamW(net.parameters(), rate, weight_decay=1e-4)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.2)
+    generator = Generator().manual_seed(seed)
+    net.train()
+    for _ in range(steps):
+        batch = task.draw(root, True, task.batch, generator)
+        loss = compute_loss(pooled_outputs(net, batch), batch.wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        cycle.step()
+
+
+@torch.no_grad()
+def evaluate(net: nn.Module, task: Task, root: Path) -> Tensor:
+    """Return the score of each test sample, the same samples for all networks."""
+    samples = task.draw(root, False, task.tested, Generator().manual_seed(TEST_SEED))
+    net.eval()
+    parts = zip(*(each.split(50) for each in samples), strict=True)
+    return torch.cat([score_samples(pooled_outputs(net, Batch(*part)), part[1]) for part in parts])
+
+
+def run(name: str, contestant: str, root: Path, rate: float, steps: int, seed: int) -> dict[str, Any]:
+    """Train and test one network."""
+    torch.manual_seed(seed)
+    task, started = TASKS[name], time.process_time()
+    net = Network(contestant, task)
+    train(net, task, root, rate, steps, seed)
+    scores = evaluate(net, task, root)
+    line = dict(zip(IDENTITY, (name, contestant, seed, rate, steps), strict=True))
+    line |= {"score": round(float(scores.double().mean()), 4), "samples": encode(scores)}
+    versions = {"farfield": farfield.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return line | {"seconds": round(time.process_time() - started, 1), "versions": versions}
+
+
+def encode(scores: Tensor) -> str:
+    """Return numbers in half precision, in base 64."""
+    return base64.b64encode(scores.numpy().astype("<f2").tobytes()).decode()
+
+
+def decode(text: str) -> np.ndarray:
+    """Read what `encode` has returned."""
+    return np.frombuffer(base64.b64decode(text), "<f2").astype(np.float64)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Read the lines of a record, if there is one; an incomplete last line is skipped."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def run_missing(options: argparse.Namespace) -> None:
+    """Run what the options select and the record does not have; all networks with one seed before the next."""
+    done = {tuple(line[key] for key in IDENTITY) for line in read(options.out)}
+    for seed, name, contestant in itertools.product(options.seeds, options.tasks, options.only):
+        for rate in options.rates or [RATES[name]]:
+            if (name, contestant, seed, rate, options.steps) in done:
+                continue
+            line = run(name, contestant, options.root, rate, options.steps, seed)
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print({key: value for key, value in line.items() if key not in ("samples", "versions")}, flush=True)
+
+
+# ---- the table and the picture ---------------------------------------------------------------------------------------
+class Comparison(NamedTuple):
+    """A network beside another."""
+
+    mean: float  # difference of their scores
+    seen: float  # the smallest difference that so many samples and seeds find in four of five cases
+    above: bool  # the mean is more than 1.96 of its deviations, and each seed's difference is positive
+
+
+def compare(one: Lines, other: Lines) -> Comparison:
+    """Compare two networks over the same samples and seeds; a single seed shows nothing."""
+    pairs = [(a, b) for a, b in itertools.product(one, other) if a["seed"] == b["seed"]]
+    differences = [a["score"] - b["score"] for a, b in pairs]
+    mean = statistics.mean(differences)
+    if len(pairs) == 1:
+        return Comparison(mean, math.nan, False)
+    samples = np.mean([decode(a["samples"]) - decode(b["samples"]) for a, b in pairs], 0)
+    variances = [statistics.variance(line["score"] for line in lines) for lines in zip(*pairs, strict=True)]
+    spread = Spread(statistics.mean(variances), float(samples.var(ddof=1)))
+    deviation = math.sqrt(2 * spread.seeds / len(pairs) + spread.images / len(samples))
+    above = mean > 1.96 * deviation and min(differences) > 0
+    return Comparison(mean, smallest_difference(spread, len(samples), len(pairs)), above)
+
+
+def group(lines: Lines) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Return the runs of each task and network at the task's rate, by seed."""
+    tasks: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for line in sorted(lines, key=lambda each: each["seed"]):
+        if line["rate"] == RATES[line["task"]]:
+            tasks.setdefault(line["task"], {}).setdefault(line["network"], []).append(line)
+    return {name: networks for name, networks in tasks.items() if "none" in networks}
+
+
+def spell(lines: Lines) -> str:
+    """Format the score of each seed."""
+    return ", ".join(f"{line['score']:.2f}" for line in lines)
+
+
+def format_ceiling(tasks: Mapping[str, Mapping[str, Lines]]) -> str:
+    """Format softmax beside nothing, on each task, as a Markdown table."""
+    rows = ["| task | positions | none, each seed | softmax, each seed | softmax − none | could see | above |"]
+    rows.append("|---|---|---|---|---|---|---|")
+    for name, networks in tasks.items():
+        if "softmax" not in networks:
+            continue
+        task, found = TASKS[name], compare(networks["softmax"], networks["none"])
+        sides = " × ".join(str(side // task.patch) for side in task.size)
+        each = [spell(networks[network]) for network in ("none", "softmax")]
+        cells = [name, sides, *each, f"{found.mean:+.2f} {task.unit}", f"{found.seen:.2f}", yes(found.above)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def format_contest(name: str, networks: Mapping[str, Lines]) -> str:
+    """Format all networks of a task, the best first, beside the controls, as a Markdown table."""
+    controls = [each for each in CONTROLS if each in networks]
+    above = [f"above {each}" for each in controls]
+    heads = [name, "each seed", "mean", "− none", "could see", *above, "MACs", "core ms a training step"]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for network, lines in sorted(networks.items(), key=lambda each: -mean_score(each[1])):
+        found = compare(lines, networks["none"])
+        cells = [f"`{network}`", spell(lines), f"{mean_score(lines):.2f}", f"{found.mean:+.2f}", f"{found.seen:.2f}"]
+        cells += [yes(compare(lines, networks[each]).above) if each != network else "" for each in controls]
+        cells += [f"{count_macs(network, TASKS[name]) / 1e6:.0f} m"]
+        cells += [f"{1e3 * statistics.median(line['seconds'] / line['steps'] for line in lines):.0f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def yes(answer: bool) -> str:
+    """Spell an answer."""
+    return "yes" if answer else "no"
+
+
+def mean_score(lines: Lines) -> float:
+    """Return the mean over the seeds."""
+    return statistics.mean(line["score"] for line in lines)
+
+
+def count_macs(network: str, task: Task) -> int:
+    """Count the MACs of one sample."""
+    return count(Network(network, task).eval(), (1, task.inputs, *task.size)).macs
+
+
+def draw(tasks: Mapping[str, Mapping[str, Lines]], file: Path) -> None:
+    """Draw what each network adds to the one without a mixer: a point a seed, and what could be seen in grey."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks) + 1, 3.6), layout="constrained", squeeze=False)
+    for place, (name, networks) in zip(axes.flat, tasks.items(), strict=True):
+        others = sorted(set(networks) - {"none"}, key=lambda each: mean_score(networks[each]))
+        none = {line["seed"]: line["score"] for line in networks["none"]}
+        for row, network in enumerate(others):
+            seen = compare(networks[network], networks["none"]).seen
+            differences = [line["score"] - none[line["seed"]] for line in networks[network]]
+            place.barh(row, 2 * seen, left=-seen, color="0.9")
+            place.plot(differences, [row] * len(differences), "o", color="C0", markersize=4)
+        place.axvline(0, color="0.5", lw=0.8)
+        place.set(title=name, xlabel=f"{TASKS[name].unit} above none", yticks=range(len(others)), yticklabels=others)
+    figure.savefig(file, dpi=150)
+
+
+def main() -> None:
+    """Run the missing runs, or only read; print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, help="folder with the data of CIFAR-10 and CamVid")
+    parser.add_argument("--out", type=Path, help="the record; the runs in it are not run again")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--only", nargs="+", default=CONTESTANTS, metavar="NETWORK", help="default: all of a table")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--rates", nargs="+", type=float, help="default: the task's own")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--collect", type=Path, metavar="FILE", help="run nothing, print the tables of this record")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the differences, as .svg or .png")
+    options = parser.parse_args()
+    if not options.collect:
+        run_missing(options)
+    tasks = group(read(options.collect or options.out))
+    print(format_ceiling(tasks))
+    for name, networks in tasks.items():
+        print("\n" + format_contest(name, networks))
+    if options.picture:
+        draw(tasks, options.picture)
+
+
+if __name__ == "__main__":
+    main()

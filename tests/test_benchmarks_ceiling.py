@@ -1,0 +1,185 @@
+"""The ceiling: samples are as documented, networks of a seed start as one function, comparisons find effects."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Generator, Tensor
+
+SEED = 3
+
+
+@pytest.fixture
+def tasks(benchmarks_on_path: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tasks, with photographs and streets of noise."""
+    module = __import__("ceiling_tasks")
+    images = torch.rand(40, 3, 32, 32, generator=Generator().manual_seed(0))
+    labels = torch.randint(module.CLASSES, (6, 24, 32), generator=Generator().manual_seed(1))
+    labels[:, :2] = module.IGNORED
+    monkeypatch.setattr(module, "photographs", lambda *_: images)
+    monkeypatch.setattr(module, "streets", lambda *_: (images.new_ones(6, 3, *module.STREET), labels))
+    return module
+
+
+@pytest.fixture
+def ceiling(benchmarks_on_path: None) -> ModuleType:
+    return __import__("ceiling")
+
+
+def draw(tasks: ModuleType, name: str, training: bool = True, count: int = 8) -> Any:
+    return tasks.TASKS[name].draw(Path(), training, count, Generator().manual_seed(SEED))
+
+
+@pytest.mark.parametrize("name", ["restoration", "mosaic", "colour", "hidden"])
+@pytest.mark.parametrize("training", [True, False])
+def test_samples_fit_the_task(tasks: ModuleType, ceiling: ModuleType, name: str, training: bool) -> None:
+    task, (inputs, wanted) = tasks.TASKS[name], draw(tasks, name, training)
+    assert inputs.shape == (8, task.inputs, *task.size)
+    outputs = ceiling.pooled_outputs(ceiling.Network("none", task), tasks.Batch(inputs, wanted))
+    assert outputs.shape == (8, task.outputs, *wanted.shape[-2:])
+    again = draw(tasks, name, training)
+    assert torch.equal(inputs, again.inputs)
+    assert torch.equal(wanted, again.wanted)
+
+
+def test_what_is_asked_of_restoration_is_the_noise(tasks: ModuleType) -> None:
+    inputs, wanted = draw(tasks, "restoration", count=40)
+    clean = inputs - torch.nn.functional.pixel_shuffle(wanted, 2)
+    assert clean.min() > -1e-6
+    assert clean.max() < 1 + 1e-6
+    # A standard deviation over 163,840 values is within four of its own deviations.
+    assert abs(float(wanted.std()) / tasks.NOISE - 1) < 4 / (2 * wanted.numel()) ** 0.5
+
+
+def test_the_photographs_of_training_and_test_share_no_pixel(tasks: ModuleType) -> None:
+    from skimage import data
+
+    for name, *parts in zip(tasks.TEXTURES, tasks.textures(True), tasks.textures(False), strict=True):
+        rows, columns = getattr(data, name)().shape
+        assert sum(part.shape[1] for part in parts) == columns // 2
+        assert all(min(part.shape) >= tasks.CROP for part in parts)
+        assert {part.shape[0] for part in parts} == {rows // 2}
+
+
+def test_tiles_that_are_asked_for_have_a_twin_far_away_and_others_have_none(
+    tasks: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each photograph is of one hue, so that moves change nothing; brightness and contrast keep the hue.
+    angles = torch.arange(40) / 40 * 2 * torch.pi
+    hues = 0.5 + 0.2 * torch.stack([(angles + turn * torch.pi / 3).cos() for turn in (0, 2, 4)], 1)
+    hues = hues[..., None, None].expand(-1, -1, 32, 32)
+    monkeypatch.setattr(tasks, "photographs", lambda *_: hues)
+    inputs, wanted = draw(tasks, "mosaic", count=20)
+    side = tasks.SIDE
+    tiles = inputs.unfold(2, side, side).unfold(3, side, side)
+    assert (tiles - tiles[..., :1, :1]).abs().max() < 1e-6
+    colours = tiles[..., 0, 0].flatten(2).movedim(1, 2)  # n, tiles, 3
+    direction = torch.nn.functional.normalize(colours - colours.mean(2, keepdim=True), dim=2)
+    same = (direction @ direction.mT > 1 - 1e-4) & ~torch.eye(16, dtype=torch.bool)
+    assert torch.equal(same.any(2).long(), wanted.flatten(1))
+    assert (wanted.flatten(1).sum(1) == 2 * tasks.TWINS).all()
+    for one, other in same.nonzero()[:, 1:].tolist():
+        assert max(abs(one // 4 - other // 4), abs(one % 4 - other % 4)) >= 2
+
+
+def test_colour_is_shown_in_one_square_and_asked_everywhere(tasks: ModuleType) -> None:
+    inputs, wanted = draw(tasks, "colour")
+    grey, shown, inside = inputs[:, :1], inputs[:, 1:3], inputs[:, 3:]
+    assert inside.flatten(1).sum(1).tolist() == [64] * 8
+    assert (shown * (1 - inside)).abs().max() == 0
+    # Where a position lies in the square, its answer is the mean of what is shown.
+    whole = torch.nn.functional.avg_pool2d(inside, 2) == 1
+    assert whole.flatten(1).sum(1).tolist() == [16] * 8
+    assert torch.allclose((torch.nn.functional.avg_pool2d(shown, 2) - wanted) * whole, torch.zeros(()), atol=1e-6)
+    assert grey.shape == (8, 1, 32, 32)
+
+
+def test_hidden_pixels_are_hidden_and_nothing_else_is_asked(tasks: ModuleType) -> None:
+    inputs, wanted = draw(tasks, "hidden")
+    hidden = inputs[:, 3]
+    assert hidden.flatten(1).sum(1).tolist() == [40 * 40] * 8
+    assert (inputs[:, :3] * hidden[:, None]).abs().max() == 0
+    assert (inputs[:, :3] + hidden[:, None] == 1).all()
+    asked = (wanted != tasks.IGNORED).repeat_interleave(4, 1).repeat_interleave(4, 2)
+    assert not (asked & (hidden == 0)).any()
+
+
+def test_scores_are_percent_of_what_is_asked_and_decibels(tasks: ModuleType) -> None:
+    wanted = torch.tensor([[[0, 1], [2, tasks.IGNORED]]])
+    outputs = torch.nn.functional.one_hot(torch.tensor([[[0, 1], [1, 1]]]), 3).movedim(-1, 1).float()
+    assert tasks.score_samples(outputs, wanted).tolist() == pytest.approx([200 / 3])
+    assert tasks.score_samples(torch.zeros(1, 1, 2, 2), torch.full((1, 1, 2, 2), 0.1)).tolist() == pytest.approx([20.0])
+
+
+@pytest.mark.parametrize("contestant", ["softmax", "responses of zero", "deeper", "flare, normed", "kronecker_qkv"])
+def test_networks_of_a_seed_start_as_one_function(tasks: ModuleType, ceiling: ModuleType, contestant: str) -> None:
+    nets = []
+    for name in ("none", contestant):
+        torch.manual_seed(SEED)
+        nets.append(ceiling.Network(name, tasks.TASKS["mosaic"]).eval())
+    inputs = draw(tasks, "mosaic").inputs
+    assert torch.equal(nets[0](inputs), nets[1](inputs))
+
+
+def test_responses_of_zero_stay_zero_when_all_weights_move(tasks: ModuleType, ceiling: ModuleType) -> None:
+    net = ceiling.Network("responses of zero", tasks.TASKS["mosaic"]).eval()
+    grid = torch.randn(1, ceiling.CHANNELS, 4, 4)
+    for weight in net.mixer.parameters():
+        torch.nn.init.normal_(weight)
+    assert torch.equal(net.mixer(grid), grid)
+
+
+def line(ceiling: ModuleType, network: str, seed: int, scores: Tensor) -> dict[str, Any]:
+    rate = ceiling.RATES["mosaic"]
+    values = {"task": "mosaic", "network": network, "seed": seed, "rate": rate, "steps": 800, "seconds": 1.0}
+    return values | {"score": float(scores.mean()), "samples": ceiling.encode(scores)}
+
+
+def test_comparisons_are_of_the_same_samples_and_seeds(ceiling: ModuleType) -> None:
+    drawn = Generator().manual_seed(0)
+    difficulty = 20 * torch.randn(500, generator=drawn)
+    effects = {1: 0.1, 2: -0.2, 3: 0.0}
+    none, better = (
+        [line(ceiling, name, seed, 60 + difficulty + own + step) for seed, own in effects.items()]
+        for name, step in (("none", 0.0), ("softmax", 3.0))
+    )
+    found = ceiling.compare(better, none)
+    assert found.mean == pytest.approx(3, abs=1e-3)
+    assert found.above
+    # Samples differ by 20, what is added to each does not: only seeds remain, of a variance of 0.07/3.
+    variance = np.var(list(effects.values()), ddof=1)
+    assert found.seen == pytest.approx((1.96 + 0.8416) * (2 * variance / 3) ** 0.5, rel=0.02)
+    assert not ceiling.compare(none, better).above
+    assert not ceiling.compare(better[:1], none).above
+
+
+def test_runs_are_recorded_once_and_tables_name_them(
+    tasks: ModuleType, ceiling: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    small = tasks.TASKS["mosaic"]._replace(batch=2, tested=4)
+    monkeypatch.setitem(tasks.TASKS, "mosaic", small)
+    record, picture = tmp_path / "ceiling.jsonl", tmp_path / "ceiling.png"
+    words = ["ceiling.py", "--root", str(tmp_path), "--out", str(record), "--tasks", "mosaic", "--steps", "10"]
+    words += ["--only", "none", "softmax", "--seeds", "1", "2", "--picture", str(picture)]
+    monkeypatch.setattr(sys, "argv", words)
+    ceiling.main()
+    lines = [json.loads(each) for each in record.read_text().splitlines()]
+    assert [(each["network"], each["seed"]) for each in lines] == [
+        (name, seed) for seed in (1, 2) for name in ("none", "softmax")
+    ]
+    for each in lines:
+        assert len(ceiling.decode(each["samples"])) == 4
+        assert ceiling.decode(each["samples"]).mean() == pytest.approx(each["score"], abs=0.05)
+    shown = capsys.readouterr().out
+    assert f"{lines[0]['score']:.2f}, {lines[2]['score']:.2f}" in shown
+    before = record.read_bytes()
+    ceiling.main()
+    assert record.read_bytes() == before
+    assert picture.stat().st_size > 5000
