@@ -58,9 +58,8 @@ if os.environ.get("DOCS_INTERSPHINX") == "1":
         "torch": ("https://docs.pytorch.org/docs/stable", None),
         "numpy": ("https://numpy.org/doc/stable", None),
     }
-# printed-numbers.md is a part of results.md.
 # gallery is the source of auto_gallery, whose pages are the ones to read.
-exclude_patterns = ["_build", "printed-numbers.md", "gallery"]
+exclude_patterns = ["_build", "gallery"]
 html_theme = "furo"
 html_title = f"farfield {release}"
 html_static_path = ["static"]
