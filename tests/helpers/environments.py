@@ -20,11 +20,15 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "environments"
 
 
+# What the guide of an extra installs beside it.
+BESIDE = {"napari": ["pyqt6"]}
+
+
 def make_environment(extra: str) -> Path | None:
     """Return the Python of the environment of an extra, made if there is none; None if pip cannot install it."""
     folder = FOLDER / extra
     python, done = folder / "bin" / "python", folder / "installed"
-    wanted = _requirements(extra)
+    wanted = [*_requirements(extra), *BESIDE.get(extra, [])]
     if done.is_file() and done.read_text(encoding="utf-8") == repr(wanted):
         return python
     venv.create(folder, clear=True, with_pip=False)

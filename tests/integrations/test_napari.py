@@ -168,6 +168,9 @@ def python() -> Path:
     made = make_environment("napari")
     if made is None:
         pytest.skip("pip cannot install napari here")
+    loaded = run_in(made, ["-c", "import PyQt6.QtWidgets"], made.parent)
+    if "cannot open shared object file" in loaded.stderr:
+        pytest.skip(f"Qt needs a library of the system: {loaded.stderr.splitlines()[-1]}")
     return made
 
 

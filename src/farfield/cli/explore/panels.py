@@ -22,9 +22,12 @@ from farfield.maps.inputs import read_call, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention
 from farfield.ops.engine import summarize_grid
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED
+from farfield.ops.latent import flare
 from farfield.ops.projection import project_keys
 from farfield.ops.table import OPERATORS, Operator
 
+# Of operators that have some: their scores of all positions are in the page, 64 would be most of it.
+_LATENTS = 16
 SIZES = (7, 14, 28, 56, 112, 224, 448)
 # Names of the sources of keys and queries in engine.js.
 _SOURCES = {ALL: "all", AXES: "axes", NORMALIZED_AXES: "axes", POOLED: "windows"}
@@ -62,17 +65,22 @@ def panels_of_features(image: Path | None, operators: Sequence[str], longer: int
     grid = features(photograph / 255.0, size)
     panels = [_panel_of_features(name, grid) for name in operators]
     intro = "Each panel is one operator. All get the same features of the photograph: colours, edges, contrast."
-    imports = "import torch; from farfield import maps; from farfield.nn import GridAttention"
+    imports = (
+        "import torch; from farfield import maps; from farfield.nn import GridAttention; from farfield.ops import flare"
+    )
     note = f"{imports}; grid: the features, {tuple(grid.shape)}"
     return PageContent(photograph, credit, intro, note, (size[0], size[1]), panels)
 
 
 def _panel_of_features(name: str, grid: Tensor) -> HeadPanel:
-    module = GridAttention(grid.shape[1], name)
+    latents = name == "flare"
+    module = GridAttention(grid.shape[1], flare(_LATENTS) if latents else name)
     set_learned(module, grid, [length // 2 for length in grid.shape[2:]])
     (queries, keys), *_ = _heads_of(module, grid)
-    arguments = f'GridAttention({grid.shape[1]}, "{name}"), grid'
+    operator = f"flare({_LATENTS})" if latents else f'"{name}"'
+    arguments = f"GridAttention({grid.shape[1]}, {operator}), grid"
     note = "; the features sum to 0, and so do its scores" if OPERATORS[name].score == "ones" else ""
+    note = f"; {_LATENTS} latents here, and {OPERATORS[name].slots} in the cost" if latents else note
     return HeadPanel(name, _text_of(name) + note, arguments, 0, name, grid.shape[1], queries, keys)
 
 
