@@ -221,7 +221,7 @@ def _describe_addition(place: Place, host: nn.Module) -> dict[str, Any]:
         "value_channels": module.value_channels,
         "bias": any(part is not None and part.bias is not None for part in projections.values()),
         "scale": None if module.has_default_scale else module.scale,
-        "coefficient_norm": norm is not None and ("columns" if norm.columns else True),
+        "coefficient_norm": norm is not None and norm.option,
         "residual": module.residual,
     }
     where = {"path": place.path, "entry": place.entry, "channels_last": last}
