@@ -169,8 +169,7 @@ def test_responses_vary_over_positions_more_than_those_of_a_bare_module(operator
     assert min(found.gradients.values()) > 1e-3
 
 
-def test_it_is_the_default_operator_that_varies_most_of_those_of_few_slots(behind_layer2: Tensor) -> None:
-    """At least as much as softmax attention that is inserted bare."""
+def test_the_default_operator_varies_more_than_softmax_that_is_bare(behind_layer2: Tensor) -> None:
     torch.manual_seed(0)
     bare = GridAttention(128, "softmax", heads=8, project="qkvo", residual=True)
     assert varied(attention_for(128).attention, behind_layer2) > varied(bare, behind_layer2)
@@ -185,7 +184,7 @@ class Hourglass(nn.Sequential):
         super().__init__(convolution(1, 8, 3, padding=1), nn.ReLU(), module, convolution(8, 1, 3, padding=1))
 
 
-@pytest.mark.parametrize("operator", partly(OPERATORS, [*UNLIKE, "flare"]))
+@pytest.mark.parametrize("operator", partly(OPERATORS, [*UNLIKE, "factorized_gaussian"]))
 @pytest.mark.parametrize(("size", "tile"), [((30, 26), 12), ((10, 8, 12), 6), ((45,), 8)], ids=["2d", "3d", "1d"])
 def test_tiles_give_the_whole_without_a_pass_for_the_norm(operator: str, size: tuple[int, ...], tile: int) -> None:
     module = awake(attention_for(8, operator))

@@ -130,10 +130,15 @@ def find_start(operator: Operator) -> tuple[float, float]:
     return deviation if operator.keys_from.side_by_side else 2 * deviation, mean
 
 
+def usual_heads(*channels: int) -> int:
+    """Return the number of heads of `attention_for` for so many channels of values, and of queries and keys."""
+    return math.gcd(_HEADS, *channels)
+
+
 @door("attention_for")
 def attention_for(
     channels: int,
-    operator: str | Operator = "flare",
+    operator: str | Operator = "factorized_gaussian",
     *,
     heads: int | None = None,
     inner_channels: int | None = None,
@@ -144,8 +149,8 @@ def attention_for(
 
     A `GridAttention` with all projections that the operator has, between a norm of each position's channels and their
     deviation. Without them it starts nearly constant: behind the second stage of a ResNet-18, on photographs, 12 % of
-    the mean square of the response of softmax varied over positions, and of those of Kronecker operators,
-    `factorized_gaussian` and `flare` 0.2 to 2 %; here it is 40 to 70 %. `maps.health` measures it.
+    the mean square of the response of softmax varied over positions, and of those of `kronecker_kv`, `kronecker_qkv`,
+    `factorized_gaussian` and `flare` 0.2 to 3 %; here it is 38 to 64 % (docs/guide/insert.md; `maps.health`).
 
     Args:
         channels: Channels of the grid, 2 at least.
@@ -173,12 +178,12 @@ def attention_for(
         >>> before = net(image)
         >>> added = insert(net, "1", attention_for, example=image)
         >>> torch.equal(net(image), before), added["1"].attention.operator_name
-        (True, 'flare')
+        (True, 'factorized_gaussian')
     """
     check_whole("channels", channels, 2)
     _, entry = look_up_operator(operator)
     inner = channels if inner_channels is None else inner_channels
-    number = math.gcd(_HEADS, channels, inner) if heads is None else heads
+    number = usual_heads(channels, inner) if heads is None else heads
     project = entry.projections("qkvo")
     return NormedAttention(
         GridAttention(channels, operator, heads=number, inner_channels=inner_channels, project=project)
