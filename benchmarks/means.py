@@ -57,16 +57,9 @@ class Centred(nn.Module):
         return grid - grid.mean((2, 3), keepdim=True)
 
 
-def attention(channels: int, operator: str, norm: bool | Literal["columns"] = True) -> GridAttention:
+def attention(channels: int, operator: str, norm: bool | Literal["columns", "zero"] = True) -> GridAttention:
     """Build the attention of a block of KANet."""
     return GridAttention(channels, operator, heads=4, project="v", bias=False, scale=1.0, coefficient_norm=norm)
-
-
-def starting_at_zero(attention: GridAttention) -> GridAttention:
-    """Let the norm of the responses start with weights of 0, so that training decides how much of them is added."""
-    if attention.coefficient_norm is not None:
-        nn.init.zeros_(attention.coefficient_norm.weight)
-    return attention
 
 
 def norm(channels: int, weights: bool = False) -> nn.Module:
@@ -87,7 +80,7 @@ VARIANTS: dict[str, Callable[[int], nn.Module] | None] = {
     "centred input, literal": lambda c: nn.Sequential(Centred(), attention(c, "kronecker_qkv_literal")),
     "no response": lambda c: Zero(),
     "siamese (SANet)": lambda c: attention(c, "siamese"),
-    "siamese, starting at zero": lambda c: starting_at_zero(attention(c, "siamese")),
+    "siamese, starting at zero": lambda c: attention(c, "siamese", "zero"),
     "`kanet_kv`": None,
     "`mobilenet_v2`": None,
 }

@@ -9,7 +9,7 @@ Each run is one `farfield fit` of the dataset's recipe in a folder of its own; a
 line of the record, with its accuracies, and is not run again, also where its folder is not. Several processes can share
 the work by `--networks` and `--seeds`, with one record. `--collect` makes the table and the picture of all runs in the
 record that have the same dataset, width, epochs and other options. Networks are those of farfield.models and those of
-benchmarks/zeroed.py.
+benchmarks/zeroed.py and benchmarks/literal.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from farfield import models
 from farfield.cost import count
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-NETWORKS = ["mobilenet_v2", "kanet_qkv", "kanet_kv", "sanet", "zeroed.kanet_qkv", "zeroed.sanet"]
+NETWORKS = ["mobilenet_v2", "kanet_qkv", "kanet_kv", "sanet", "literal.sanet", "zeroed.kanet_qkv", "zeroed.sanet"]
 SIZE = {"imagenette": 128, "cifar10": 32}
 STRIDES = {"imagenette": (2, 2, 2, 2, 2), "cifar10": (1, 1, 2, 2, 2)}
 # Batch of the timed steps, and number of turns of each network.
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("more", nargs="*", help="further arguments of farfield fit, after --")
     arguments = parser.parse_args()
     here, paths = str(Path(__file__).parent), os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = here if paths is None else os.pathsep.join([here, paths])  # for zeroed
+    os.environ["PYTHONPATH"] = here if paths is None else os.pathsep.join([here, paths])  # for zeroed and literal
     title = arguments.name or arguments.dataset
     arguments.record = arguments.record or arguments.runs / f"{title}.jsonl"
     # A whole table of one seed before the next.

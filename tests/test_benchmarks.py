@@ -365,6 +365,24 @@ def test_the_documented_paths_are_those_that_run() -> None:
     run("paths.py", "--check")
 
 
+# ---- how attention starts --------------------------------------------------------------------------------------------
+def test_the_documented_starts_are_those_of_the_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(monkeypatch, "starts.py", "--out", str(BENCHMARKS / "records" / "starts.jsonl"), "--collect")
+    rows, page = capsys.readouterr().out.splitlines(), (ROOT / "docs" / "guide" / "insert.md").read_text("utf-8")
+    assert len(rows) == 2 + len(OPERATORS)
+    assert [row for row in rows if row not in page] == []
+
+
+def test_starts_are_measured_in_every_form() -> None:
+    starts = module("starts")
+    lines = [{"grid": "noise"} | line for line in starts.measure(torch.randn(2, 16, 6, 5).relu())]
+    assert len(lines) == len(OPERATORS) * len(starts.FORMS) * len(starts.SEEDS)
+    assert all(0 < line["varies"] <= 1 for line in lines if line["form"] == "`attention_for`")
+    assert len(starts.table(lines).splitlines()) == 2 + len(OPERATORS)
+
+
 # ---- what is kept for the backward pass ------------------------------------------------------------------------------
 def test_the_documented_bytes_are_those_that_are_kept() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")

@@ -7,8 +7,6 @@ because the output projection is zero at first. As soon as it is not, the positi
 :doc:`/guide/insert` has the places of the papers and how to train.
 """
 
-from functools import partial
-
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import LogNorm
@@ -16,7 +14,7 @@ from skimage import data, transform
 from torchvision.models import resnet18
 
 from farfield import insert
-from farfield.nn import GridAttention
+from farfield.nn import attention_for
 
 torch.manual_seed(0)
 POSITION, STRIDE = (14, 21), 8
@@ -34,10 +32,9 @@ def sensitivity() -> torch.Tensor:
 
 
 panels = {"before": sensitivity()}
-make = partial(GridAttention, operator="factorized_gaussian", project="qkvo", residual=True)
-addition = insert(network, "layer2", make, example=image)["layer2"]
+addition = insert(network, "layer2", attention_for, example=image)["layer2"]
 panels["after insertion, the same"] = sensitivity()
-addition.output.reset_parameters()
+addition.attention.output.reset_parameters()
 panels["output projection not zero"] = sensitivity()
 
 figure, axes = plt.subplots(2, 2, figsize=(8, 6.2), layout="constrained")

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from farfield import cost, insertion, models
 from farfield._checks import install_command
 from farfield.cli import machine, main, places
-from farfield.nn import GridAttention
+from farfield.nn import attention_for
 from farfield.ops import OPERATORS
 from helpers import small_hosts
 from helpers.small_hosts import Net
@@ -40,7 +40,7 @@ def test_rows_are_the_places_with_the_cost_of_attention(run: Any) -> None:
     for row, place in zip(rows, listed, strict=True):
         assert [row[key] for key in place._fields] == [*place[:3], [*place.size], place.layout, [*place.shape]]
         for prefix, operator in (("", "siamese"), ("softmax_", "softmax")):
-            attention = GridAttention(place.channels, operator, project="qkvo", residual=True).eval()
+            attention = attention_for(place.channels, operator).eval()
             counted = cost.count(attention, (1, place.channels, *place.size))
             assert (row[f"{prefix}macs"], row[f"{prefix}parameters"]) == (counted.macs, counted.parameters)
 
@@ -52,7 +52,7 @@ def test_the_table(run: Any) -> None:
     assert lines["stem"][:8] == ["stem", "Conv2d", "8", "12", "×", "16", "192", "channels_first"]
     assert lines["stage.1"][:8] == ["stage.1", "Block", "12", "6", "×", "8", "48", "channels_first"]
     assert "MACs of softmax" in text
-    assert 'GridAttention(channels, "factorized_gaussian", project="qkvo", residual=True)' in text
+    assert 'attention_for(channels, "factorized_gaussian")' in text
     assert "MACs of softmax" not in run(f"{NETWORK} --operator softmax")
 
 

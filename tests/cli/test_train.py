@@ -104,14 +104,19 @@ def test_a_recipe_states_what_it_is(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "network", "batch"), [("kan_imagenet", "kanet_qkv", 512 // 8), ("san_imagenet", "sanet", 640 // 8)]
+    ("name", "network", "batch", "own"),
+    [
+        ("kan_imagenet", "kanet_qkv", 512 // 8, {}),
+        # The norm of the responses as printed.
+        ("san_imagenet", "sanet", 640 // 8, {"response_start": "one"}),
+    ],
 )
-def test_the_papers_recipes_have_the_papers_settings(name: str, network: str, batch: int) -> None:
+def test_the_papers_recipes_have_the_papers_settings(name: str, network: str, batch: int, own: dict[str, str]) -> None:
     recipe = yaml.safe_load(next(path for path in RECIPES if path.stem == name).read_text())
     model, data = recipe["model"], recipe["data"]["init_args"]
     assert model["network"] == {
         "class_path": f"farfield.models.{network}",
-        "init_args": {"num_classes": 1000, "dropout": 0.2},
+        "init_args": {"num_classes": 1000, "dropout": 0.2} | own,
     }
     assert (model["learning_rate"], model["momentum"], model["weight_decay"]) == (0.1, 0.9, 4e-5)
     assert model["schedule"] == [80, 105, 120]

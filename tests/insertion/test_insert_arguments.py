@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from farfield import insert
-from farfield.nn import GridAttention
+from farfield.nn import GridAttention, attention_for
 
 
 def host() -> nn.Module:
@@ -40,10 +40,14 @@ CALL = r"fix: insert\(model, where, make, example=…\)\."
             (host(), "0", make(8)),
             r'got a module, GridAttention; fix: lambda channels: GridAttention\(channels, "averaged"\)\.$',
         ),
-        ((host(), "0", GridAttention), r"make must be a function of the channels alone, .* fix: lambda channels: "),
+        ((host(), "0", GridAttention), r"make must be a function of the channels alone, .* fix: attention_for, or "),
         (
             (host(), "0", "averaged"),
-            r"got 'averaged'; fix: lambda channels: GridAttention\(channels, 'averaged', residual=True\)\.$",
+            r"got 'averaged'; fix: lambda channels: attention_for\(channels, 'averaged'\)\.$",
+        ),
+        (
+            (host(), "0", attention_for(8, "averaged")),
+            r'got a module, NormedAttention; fix: lambda channels: attention_for\(channels, "averaged"\)\.$',
         ),
     ],
 )

@@ -44,6 +44,9 @@ def test_what_classifies_comes_first_and_the_others_follow() -> None:
     assert all(getattr(models, name) is build for name, build in MODELS.items())
 
 
+NORMS_RESPONSES = {"mobilenet_v2_siamese", "attnnet_averaged", "sanet", "sanet_ones", "sanet_local"}
+
+
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_every_builder_is_a_function_with_the_same_arguments(name: str) -> None:
     build = CLASSIFIERS[name]
@@ -54,9 +57,8 @@ def test_every_builder_is_a_function_with_the_same_arguments(name: str) -> None:
     parameters = inspect.signature(build).parameters
     common = {"num_classes": 1000, "in_channels": 3, "width": 1.0, "strides": None, "dropout": 0.2}
     assert {key: parameters[key].default for key in common} == common
-    assert set(parameters) - set(common) == (
-        {"operator"} if name == "sanet" else {"reduction"} if name == "senet" else set()
-    )
+    own = {"operator": {"sanet"}, "reduction": {"senet"}, "response_start": NORMS_RESPONSES}
+    assert set(parameters) - set(common) == {argument for argument, names in own.items() if name in names}
     net = build(num_classes=7, in_channels=2, width=0.25, strides=(1, 1, 2, 2, 2), dropout=0.5)
     assert isinstance(net, CompactNet)
     assert net.name == name

@@ -20,6 +20,7 @@ from farfield.nn import AttentionBlock, BaseBlock, GridAttention
 from farfield.ops import OPERATORS, Operator
 from farfield.ops.table import softmax_of_products
 from helpers.partly import partly
+from helpers.responding import responding
 
 # SPEC A2 and A3: weights of convolutions, linear maps and w; no biases, no norms.
 WEIGHTS = {
@@ -71,7 +72,7 @@ def blocks(net: CompactNet) -> list[Any]:
 
 def settled(net: CompactNet) -> CompactNet:
     """A float64 net in eval mode whose running statistics are those of random images: its logits are far from 0."""
-    for part in net.modules():
+    for part in responding(net).modules():
         if hasattr(part, "momentum"):
             part.momentum = 1.0
     with torch.no_grad():
@@ -240,7 +241,7 @@ def test_initial_values_are_glorots() -> None:
 # ---- behaviour -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_gradients_reach_every_parameter(name: str) -> None:
-    net = CLASSIFIERS[name](width=0.25, num_classes=4, strides=SMALL)
+    net = responding(CLASSIFIERS[name](width=0.25, num_classes=4, strides=SMALL))
     loss = nn.functional.cross_entropy(net(torch.randn(4, 3, 32, 32)), torch.arange(4))
     loss.backward()
     for parameter_name, parameter in net.named_parameters():
@@ -386,7 +387,7 @@ def test_errors(wrong: Callable[[], object], error: type[Exception], text: str) 
 @pytest.mark.parametrize("build", [models.sanet, models.attnnet_averaged, models.mobilenet_v2_siamese])
 def test_scores_of_images_far_from_the_running_statistics_are_finite(build: Any) -> None:
     torch.manual_seed(0)
-    net = build(num_classes=10, width=0.25, strides=SMALL)
+    net = responding(build(num_classes=10, width=0.25, strides=SMALL))
     optimizer = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9)
     for _ in range(10):
         loss = net(torch.randn(8, 3, 32, 32)).logsumexp(1).sum()

@@ -18,6 +18,7 @@ from farfield.models import CLASSIFIERS
 from farfield.nn import AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.blocks import convolved
 from farfield.ops import OPERATORS
+from helpers.responding import responding
 
 # The first is not square: torch takes equal sides of the first call for one size, whatever is traced.
 SIZES = ((2, 64, 96), (3, 96, 64), (5, 65, 97), (2, 128, 70), (4, 66, 66))
@@ -28,7 +29,7 @@ PATHS = (*OPERATORS, "squeeze_excite")
 
 def settled(net: nn.Module) -> nn.Module:
     """A float64 net in eval mode, its running statistics those of random images."""
-    for part in net.modules():
+    for part in responding(net).modules():
         if hasattr(part, "momentum"):
             part.momentum = 1.0
     with torch.no_grad():

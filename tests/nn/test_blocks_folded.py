@@ -199,7 +199,7 @@ def test_what_hooks_hold_is_not_changed_afterwards(index: int) -> None:
 
 
 def test_hooks_of_the_attention_are_called() -> None:
-    block, calls = AttentionBlock(8, 8, "siamese", expansion=2), []
+    block, calls = AttentionBlock(8, 8, "siamese", expansion=2, response_start="one"), []
     block.attention.register_forward_hook(lambda *found: calls.append(found[2]))
     grid = torch.randn(2, 8, 5, 5)
     torch.testing.assert_close(block.eval()(grid), block.plain(grid))
@@ -270,7 +270,7 @@ def test_precision(name: str, dtype: torch.dtype) -> None:
 
 
 def test_autocast() -> None:
-    block = AttentionBlock(16, 24, "siamese", expansion=3).eval()
+    block = AttentionBlock(16, 24, "siamese", expansion=3, response_start="one").eval()
     grid = torch.randn(2, 16, 14, 14)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         found = block(grid)

@@ -14,6 +14,7 @@ from farfield import models
 from farfield.cost.measuring import peak_of
 from farfield.nn import AttentionBlock, BaseBlock, SqueezeExcite, slices
 from farfield.ops import OPERATORS
+from helpers.responding import responding
 
 BATCH = 5
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
@@ -48,7 +49,7 @@ def batch_sizes(block: nn.Module, grid: Tensor) -> set[int]:
 
 def drawn(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    block = BLOCKS[name]()
+    block = responding(BLOCKS[name]())
     grid = torch.randn(BATCH, 16, *(7, 6, 5)[: 3 if name.endswith("3d") else 2])
     with torch.no_grad():
         for _ in range(3):
@@ -145,7 +146,7 @@ def test_a_network_needs_less_memory(name: str, monkeypatch: pytest.MonkeyPatch)
 # ---- the first layers of a network -----------------------------------------------------------------------------------
 def small(name: str = "kanet_qkv") -> tuple[Any, Tensor]:
     torch.manual_seed(0)
-    return models.MODELS[name](num_classes=10, width=0.25).eval(), torch.randn(BATCH, 3, 64, 64)
+    return responding(models.MODELS[name](num_classes=10, width=0.25)).eval(), torch.randn(BATCH, 3, 64, 64)
 
 
 def stem_sizes(net: Any, image: Tensor) -> list[int]:

@@ -218,7 +218,7 @@ def test_the_equations_run_again_once_the_hook_is_gone() -> None:
 @pytest.mark.parametrize("row", ["siamese", "kronecker_kv", "averaged"])
 def test_a_block_whose_attention_is_folded_into_its_last_convolution(row: str) -> None:
     torch.manual_seed(0)
-    block = AttentionBlock(8, 8, row, expansion=2).double().eval()
+    block = AttentionBlock(8, 8, row, expansion=2, response_start="one").double().eval()
     patch(block.attention.value)
     grid = torch.randn(2, 8, 5, 4, dtype=torch.float64)
     torch.testing.assert_close(block(grid), block.plain(grid))

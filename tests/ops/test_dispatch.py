@@ -54,7 +54,7 @@ def test_modules(name: str, project: str, masked: bool, layout: torch.memory_for
 @pytest.mark.parametrize("name", partly(OPERATORS, ["siamese", "kronecker_qkv", "kronecker_qkv_literal"]))
 def test_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folded path adds responses to what the convolution gave."""
-    block = AttentionBlock(8, 12, name, heads=2).double().eval()
+    block = AttentionBlock(8, 12, name, heads=2, response_start="one").double().eval()
     grid, upon = (torch.randn(2, channels, 6, 5, dtype=torch.float64) for channels in (8, 12))
     assert is_fast()
     on = found(block, grid, upon)

@@ -48,7 +48,7 @@ def test_several_scores_a_head(coefficients, basis, slots: int, project: str, mo
 @pytest.mark.parametrize(("coefficients", "basis"), _SCORES)
 def test_several_scores_a_head_of_a_block(coefficients, basis, monkeypatch: pytest.MonkeyPatch):
     operator = Operator(coefficients=coefficients, basis=basis, per=table.position, score="latents", slots=3)
-    block = AttentionBlock(32, 32, operator).eval()
+    block = AttentionBlock(32, 32, operator, response_start="one").eval()
     _assert_as_equations(block, torch.randn(2, 32, 5, 6), monkeypatch)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield.nn.norm import CoefficientNorm
+from helpers.responding import responding
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def calibrate() -> Callable[[nn.Module, Tensor], nn.Module]:
     """
 
     def calibrated(net: nn.Module, batch: Tensor) -> nn.Module:
-        for part in net.modules():
+        for part in responding(net).modules():
             if isinstance(part, nn.BatchNorm2d | CoefficientNorm):
                 part.momentum = 1.0
         with torch.no_grad():

@@ -81,7 +81,7 @@ def test_an_error_of_one_attention_is_seen(calibrate: Calibrate) -> None:
 @pytest.mark.parametrize("row", OPERATORS)
 def test_gradients_of_an_attention_are_those_of_float32(row: str) -> None:
     """As the blocks have it, in training; behind a ReLU6 a tiny rounding would switch a position's gradient."""
-    attention = AttentionBlock(16, 16, row).attention.train()
+    attention = AttentionBlock(16, 16, row, response_start="one").attention.train()
     grid, direction = torch.randn(8, 16, 9, 10, requires_grad=True), torch.randn(8, 16, 9, 10)
     inputs = [grid, attention.value.weight]
     expected = torch.autograd.grad(attention(grid), inputs, direction)

@@ -21,7 +21,7 @@ from timm.models.efficientvit_mit import LiteMLA
 from torch import Tensor, nn
 
 from farfield import insert, models, pad_grids, replace_attention
-from farfield.nn import AttentionBlock, BaseBlock, GridAttention, LocalBranch
+from farfield.nn import AttentionBlock, BaseBlock, GridAttention, LocalBranch, attention_for
 from farfield.ops import OPERATORS
 
 # torch.onnx says on every call which operators of other packages it does not know.
@@ -205,6 +205,18 @@ def test_openvino_converts_every_row(row: str) -> None:
         # Its own default is the fastest format of the processor, such as bfloat16.
         compiled = openvino.compile_model(each, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         torch.testing.assert_close(torch.from_numpy(compiled(grid.numpy())[0]), want)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("row", "rank"), [("factorized_gaussian", 2), ("kronecker_kv", 3), ("softmax", 1)])
+def test_the_recommended_attention_at_any_size(tmp_path: Path, row: str, rank: int) -> None:
+    module = attention_for(16, row).eval()
+    module.attention.output.reset_parameters()
+    run = export(module, [torch.randn(2, 16, *(6, 10, 8)[:rank])], ["grid"], tmp_path / "normed.onnx")
+    for batch, *size in SIZES[rank]:
+        grid = torch.randn(batch, 16, *size)
+        with torch.no_grad():
+            assert_close(run(grid), module(grid), grid[0, 0].numel())
 
 
 def local_branch() -> LocalBranch:

@@ -13,6 +13,7 @@ from farfield.cli.tables import select
 from farfield.cli.values import Size
 from farfield.insertion import InsertionPlace, places
 from farfield.nn import GridAttention
+from farfield.nn.normed_attention import usual_heads
 from farfield.ops import OPERATORS
 
 
@@ -59,8 +60,7 @@ def list_places(
         columns.append(Column("softmax_macs", "MACs of softmax", millions))
     title = f"{len(listed)} places of {model or network} for an input of {channels} × "
     notes = [
-        f'MACs of one sample, parameters: GridAttention(channels, "{operator}", '
-        f'project="{OPERATORS[operator].projections("qkvo")}", residual=True).',
+        f'MACs of one sample, parameters: attention_for(channels, "{operator}").',
         "insert(network, path, make, example=…) adds it; where the channels are last, with layout=…, as listed.",
     ]
     rows = [_table_row(place, operator) for place in listed]
@@ -80,5 +80,6 @@ def _table_row(place: InsertionPlace, operator: str) -> Row:
 def attention_cost(operator: str, channels: int, size: tuple[int, ...]) -> cost.Cost:
     """Return the cost of one sample of a module that starts as the identity."""
     with torch.device("meta"):
-        attention = GridAttention(channels, operator, project=OPERATORS[operator].projections("qkvo"), residual=True)
+        project = OPERATORS[operator].projections("qkvo")
+        attention = GridAttention(channels, operator, heads=usual_heads(channels), project=project)
     return cost.predict(attention, size=size)

@@ -24,6 +24,7 @@ from farfield.insertion._replace.api import replace_attention
 from farfield.insertion._replace.finding import chosen_operator, find_original, known_attention
 from farfield.insertion._replace.learned import LOCAL, add_local
 from farfield.nn.attention import GridAttention
+from farfield.nn.normed_attention import NormedAttention
 from farfield.ops.latent import flare
 from farfield.ops.table import OPERATORS, Operator
 
@@ -200,16 +201,18 @@ def _replace(model: nn.Module, entry: Mapping[str, Any]) -> None:
 
 # ---- what was inserted -----------------------------------------------------------------------------------------------
 def _describe_addition(place: Place, host: nn.Module) -> dict[str, Any]:
-    """Return the place and the options of an addition that is a `GridAttention`; refuse another."""
+    """Return the place and the options of an addition of this library; refuse another."""
     addition = host.get_submodule(CHILD if place.entry is None else f"{CHILD}.{place.entry}")
     last = isinstance(addition, ChannelsLast)
     module = addition.module if isinstance(addition, ChannelsLast) else addition
     if any(hasattr(part, "original_module") or hasattr(part, "base_layer") for part in module.modules()):
         fix = "save_recipe(model, folder) before get_peft_model; the weights that it trains are in its own file"
         raise refusal(ValueError, f"{place.label} has an addition that peft has wrapped; fix: {fix}.")
+    if normed := type(module) is NormedAttention:
+        module = module.attention
     if type(module) is not GridAttention:
         what = f"{place.label} has a {type(module).__name__}, which is your own code and no file names"
-        raise refusal(ValueError, f"{what}; fix: insert a GridAttention, or save the code that calls insert.")
+        raise refusal(ValueError, f"{what}; fix: insert attention_for(channels), or save the code that calls insert.")
     name = _named(module.operator_name, module.operator)
     projections = {letter: getattr(module, part) for letter, part in zip("qkvo", _PROJECTIONS, strict=True)}
     norm = module.coefficient_norm
@@ -221,10 +224,10 @@ def _describe_addition(place: Place, host: nn.Module) -> dict[str, Any]:
         "value_channels": module.value_channels,
         "bias": any(part is not None and part.bias is not None for part in projections.values()),
         "scale": None if module.has_default_scale else module.scale,
-        "coefficient_norm": norm is not None and ("columns" if norm.columns else True),
+        "coefficient_norm": norm is not None and norm.option,
         "residual": module.residual,
     }
-    where = {"path": place.path, "entry": place.entry, "channels_last": last}
+    where = {"path": place.path, "entry": place.entry, "channels_last": last, "normed": normed}
     return where | {"operator": name, "slots": module.operator.slots, "options": options}
 
 
@@ -242,7 +245,9 @@ def _insert(model: nn.Module, entry: Mapping[str, Any]) -> None:
     host, operator = model.get_submodule(entry["path"]), _operator(entry["operator"], entry["slots"])
     if (place := Place(entry["path"], entry["entry"])) in additions(model):
         raise refusal(ValueError, f"{place.label} has an addition already; fix: a model without.")
-    module: nn.Module = GridAttention(options.pop("channels"), operator, **options)
+    attention = GridAttention(options.pop("channels"), operator, **options)
+    # Recipes of 0.3 do not have the entry.
+    module: nn.Module = NormedAttention(attention) if entry.get("normed") else attention
     like = next(model.parameters())
     module = ChannelsLast(module) if entry["channels_last"] else module
     attach_addition(host, entry["entry"], module.to(like.device, like.dtype))

@@ -14,6 +14,7 @@ from farfield.maps.layers import check_has_attention, record_layers
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
 from farfield.nn.network_copy import clone, copied
+from farfield.nn.norm import CoefficientNorm
 from farfield.nn.tracing import call, keep_random_numbers, tensors
 from farfield.ops.grid import accumulation, flatten
 
@@ -27,8 +28,8 @@ class Health(NamedTuple):
     Attributes:
         layer: The path of the module in the network; for its second call `path (call 2)`.
         operator: The name of its operator.
-        identity: Whether its output projection is zero, so that the module is the identity. The numbers are then those
-            after `output.reset_parameters()`, with a bias of 0.
+        identity: Whether its response is zero, because its output projection or the norm of its responses is zero. The
+            numbers are then those after `output.reset_parameters()`, with a bias of 0, and weights of 1 in the norm.
         cut: Whether no gradient reaches the response, as behind a gate that is 0. `gradients` and `host` are then those
             of a random gradient of the response.
         response: The standard deviation of the response over positions, divided by that of the grid.
@@ -63,9 +64,9 @@ def health(model: nn.Module, example: Any) -> list[Health]:
 
     The model runs forward and backward once, in the mode that it is in. Before training, call `model.train()` first,
     because the norms have no running statistics yet. The loss is a sum of all outputs with random weights. Then each
-    module is measured separately, on the inputs of its call. A module that is the identity, because its output
-    projection is zero, is measured with a random output projection. All this is done with a copy: the model and the
-    random states do not change.
+    module is measured separately, on the inputs of its call. A module whose response is zero, because its output
+    projection or the norm of its responses is, is measured with a random projection, and with weights of 1 in the norm.
+    All this is done with a copy: the model and the random states do not change.
 
     Args:
         model: Any network, or a task of `farfield.tasks`.
@@ -95,7 +96,7 @@ def health(model: nn.Module, example: Any) -> list[Health]:
         check_has_attention(own, layers)
         zero = {layer.attention for layer in layers.values() if is_identity(layer.attention)}
         for attention in zero:
-            reset_output(attention)
+            wake(attention)
         return [
             examine(name, layer, layer.attention in zero, gradient)
             for (name, layer), gradient in zip(layers.items(), gradients, strict=True)
@@ -126,20 +127,27 @@ def run(model: nn.Module, example: Any) -> tuple[dict[str, Layer], Sequence[Tens
 
 
 def is_identity(attention: GridAttention) -> bool:
-    """Whether the output projection is zero, so that the response is zero."""
-    linear = attention.output
-    if linear is None or not is_bare(linear, nn.Linear):
-        return False
-    return not any(bool(part.any()) for part in linear.parameters())
+    """Whether the output projection or the norm of responses is zero, so that the response is zero."""
+    return bool(_zero_parts(attention))
 
 
-def reset_output(attention: GridAttention) -> None:
-    """Draw the output projection's weight and set its bias to 0, which is not part of the operator's response."""
-    linear = attention.output
-    if linear is not None:
-        linear.reset_parameters()
-        if linear.bias is not None:
-            nn.init.zeros_(linear.bias)
+def _zero_parts(attention: GridAttention) -> list[nn.Module]:
+    norm = attention.coefficient_norm
+    of_responses = None if norm is None or norm.of_products else norm
+    parts = (part for part in (attention.output, of_responses) if is_bare(part, nn.Linear, CoefficientNorm))
+    return [part for part in parts if not any(bool(each.any()) for each in part.parameters())]
+
+
+def wake(attention: GridAttention) -> None:
+    """Draw an output projection that is zero, and set the weights of a norm that is zero to 1."""
+    for part in _zero_parts(attention):
+        if isinstance(part, CoefficientNorm):
+            nn.init.ones_(part.weight)
+        elif isinstance(part, nn.Linear):
+            part.reset_parameters()
+            # It is no part of the operator's response.
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
 
 
 def examine(name: str, layer: Layer, identity: bool, gradient: Tensor | None) -> Health:

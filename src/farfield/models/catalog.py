@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import nn
 
@@ -67,6 +67,28 @@ def _builder(name: str, what: str) -> _Builder:
             name, num_classes=num_classes, in_channels=in_channels, width=width, strides=strides, dropout=dropout
         )
 
+    return _named(build, name, what)
+
+
+def _response_builder(name: str, what: str) -> _Builder:
+    """Make the builder of an entry of `VARIANTS` with a norm of responses, whose start is an argument too."""
+
+    def build(
+        *,
+        num_classes: int = 1000,
+        in_channels: int = 3,
+        width: float = 1.0,
+        strides: Sequence[int] | None = None,
+        dropout: float = 0.2,
+        response_start: Literal["zero", "one"] = "zero",
+    ) -> CompactNet:
+        sizes: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels, "width": width}
+        return CompactNet(name, strides=strides, dropout=dropout, response_start=response_start, **sizes)
+
+    return _named(build, name, what)
+
+
+def _named(build: Any, name: str, what: str) -> Any:
     build.__name__ = build.__qualname__ = name
     build.__doc__ = f"Build {what}\n\nThe arguments are `CompactNet`'s."
     return build
@@ -80,6 +102,7 @@ def kanet(
     width: float = 1.0,
     strides: Sequence[int] | None = None,
     dropout: float = 0.2,
+    response_start: Literal["zero", "one"] = "zero",
 ) -> CompactNet:
     """Build KANet, of Kronecker attention networks (KAN, KDD 2020), with any operator in its attention blocks.
 
@@ -105,10 +128,12 @@ def sanet(
     width: float = 1.0,
     strides: Sequence[int] | None = None,
     dropout: float = 0.2,
+    response_start: Literal["zero", "one"] = "zero",
 ) -> CompactNet:
     """Build SANet, with any operator in its attention blocks: the architecture of KANet with another default operator.
 
-    `operator` is a name of `ops.OPERATORS` or an `Operator`. The other arguments are `CompactNet`'s.
+    `operator` is a name of `ops.OPERATORS` or an `Operator`. The other arguments are `CompactNet`'s; SAN's literal form
+    has `response_start="one"`.
 
     Reference: SAN Table 9.
 
@@ -125,7 +150,7 @@ mobilenet_v2 = _builder("mobilenet_v2", "MobileNetV2.")
 mobilenet_v2_kronecker_kv = _builder(
     "mobilenet_v2_kronecker_kv", "MobileNetV2+KAO, with attention blocks without inner skip (KAN Table 5)."
 )
-mobilenet_v2_siamese = _builder("mobilenet_v2_siamese", "MobileNetV2+SAO (SAN Table 6).")
+mobilenet_v2_siamese = _response_builder("mobilenet_v2_siamese", "MobileNetV2+SAO (SAN Table 6).")
 kanet_kv = _builder("kanet_kv", "KANet_KV (KAN Table 3).")
 kanet_qkv = _builder("kanet_qkv", "KANet_QKV (KAN Table 3).")
 kanet_without_attention = _builder(
@@ -133,9 +158,9 @@ kanet_without_attention = _builder(
 )
 attnnet = _builder("attnnet", "AttnNet, with softmax attention (KAN Table 4).")
 attnnet_pooled = _builder("attnnet_pooled", "AttnNet+Pool, with keys and values pooled 2x2 (KAN Table 4).")
-attnnet_averaged = _builder("attnnet_averaged", "AttnNet1/N, with dot products over N (SAN Table 4).")
-sanet_ones = _builder("sanet_ones", "SANet w/o params, w = 1 (SAN Table 8).")
-sanet_local = _builder("sanet_local", "SANet w/o the global term (SAN Table 6).")
+attnnet_averaged = _response_builder("attnnet_averaged", "AttnNet1/N, with dot products over N (SAN Table 4).")
+sanet_ones = _response_builder("sanet_ones", "SANet w/o params, w = 1 (SAN Table 8).")
+sanet_local = _response_builder("sanet_local", "SANet w/o the global term (SAN Table 6).")
 sanet_without_attention = _builder("sanet_without_attention", "SANet w/o SAO (SAN Table 6).")
 
 
@@ -235,10 +260,10 @@ def register_timm() -> list[str]:
     """Register every name of `CLASSIFIERS` with timm, and so with libraries that take their encoders from timm.
 
     `timm.create_model(name, …)` then takes timm's num_classes, in_chans, drop_rate, drop_path_rate, global_pool,
-    output_stride, features_only and out_indices, and the width, strides, operator and reduction of `CompactNet`. The
-    model has `forward_intermediates`, `set_grad_checkpointing`, and `group_matcher` for layer-wise learning rate decay;
-    it cannot be scripted. No pretrained weights are published, so timm raises an error for `pretrained=True`. Calling
-    this function again changes nothing.
+    output_stride, features_only and out_indices, and the width, strides, operator, reduction and response_start of
+    `CompactNet`. The model has `forward_intermediates`, `set_grad_checkpointing`, and `group_matcher` for layer-wise
+    learning rate decay; it cannot be scripted. No pretrained weights are published, so timm raises an error for
+    `pretrained=True`. Calling this function again changes nothing.
 
     Returns:
         The names.

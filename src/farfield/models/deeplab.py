@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from farfield._refusals import door
 from farfield.insertion._places import CHILD
-from farfield.models.channel_norm import ChannelNorm
 from farfield.models.choices import bind_arguments, check_choice, check_numbers, find_operator
 from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, draw_weights
 from farfield.models.storage import Stored, read_weights
 from farfield.nn.attention import GridAttention
+from farfield.nn.channel_norm import ChannelNorm
 from farfield.nn.initialization import DrawnByItself, draw
 from farfield.ops.table import OPERATORS, Operator
 

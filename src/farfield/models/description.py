@@ -19,6 +19,11 @@ BOUNDS = {"width": 64, "depth": 16, "layers": 512, "kernel": 99, "image_size": 8
 BOUND = 2**20
 # The "format" of a config.json; version 0.1 wrote none, which is format 1, and version 0.2.0 wrote 2.
 FORMAT = 3
+# Models with attention in their blocks: without a "response_start" they are of 0.3 or older, where it was "one".
+WITH_BLOCKS = (
+    *("mobilenet_v2_kronecker_kv", "mobilenet_v2_siamese", "kanet", "kanet_kv", "kanet_qkv", "kanet_qkv_literal"),
+    *("attnnet", "attnnet_pooled", "attnnet_averaged", "sanet", "sanet_ones", "sanet_local"),
+)
 # Models whose attention was another function in format 2.
 _UNETS = ("unet_care", "unet_residual", "unet_projection")
 # Argument -> its values in format 1 that have other names now -> their current names.
@@ -53,6 +58,8 @@ def translate_format_1(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def translate(form: int, config: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a configuration of a format to the current names and defaults."""
+    if config.get("model") in WITH_BLOCKS:
+        config = {"response_start": "one", **config}
     if form == 1:
         return translate_format_1(config)
     # U-Nets of version 0.2.0 did not scale the response of attention.

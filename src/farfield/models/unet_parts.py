@@ -15,9 +15,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import shape_error
 from farfield._refusals import door, put_name
-from farfield.models.channel_norm import split_deviation
 from farfield.models.choices import check_numbers, check_operator, find_operator
 from farfield.nn.attention import GridAttention
+from farfield.nn.channel_norm import split_deviation
 from farfield.nn.initialization import DrawnByItself, draw
 from farfield.nn.norm import norm_of
 from farfield.nn.spatial_dims import layers

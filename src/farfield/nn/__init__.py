@@ -4,6 +4,7 @@ from farfield.nn.attention import GridAttention
 from farfield.nn.blocks import AttentionBlock, BaseBlock, SqueezeExcite
 from farfield.nn.local_branch import LocalBranch
 from farfield.nn.norm import CoefficientNorm
+from farfield.nn.normed_attention import NormedAttention, attention_for
 from farfield.nn.transformer import TransformerLayer
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "CoefficientNorm",
     "GridAttention",
     "LocalBranch",
+    "NormedAttention",
     "SqueezeExcite",
     "TransformerLayer",
+    "attention_for",
 ]

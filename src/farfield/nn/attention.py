@@ -51,7 +51,8 @@ class GridAttention(nn.Module):
         bias: Whether the projections have a bias.
         scale: Factor of the products of queries and keys, for softmax and Kronecker operators; by default 1/√d for d
             channels of queries and keys per head, as in torch's `scaled_dot_product_attention`. The papers have 1.0.
-        coefficient_norm: Whether coefficients or responses are batch-normed; `"columns"`: see `CoefficientNorm`.
+        coefficient_norm: Whether coefficients or responses are batch-normed; `"columns"`, and `"zero"` for a norm of
+            responses whose weights start at 0: see `CoefficientNorm`.
         residual: Whether the grid is added to the response. An output projection then starts at zero, so that the
             module is the identity at first (to undo: `attention.output.reset_parameters()`). Other projections start as
             Glorot uniform, biases at 0.
@@ -94,7 +95,7 @@ class GridAttention(nn.Module):
         value_channels: int | None = None,
         bias: bool = True,
         scale: float | None = None,
-        coefficient_norm: bool | Literal["columns"] = False,
+        coefficient_norm: bool | Literal["columns", "zero"] = False,
         residual: bool = False,
     ) -> None:
         super().__init__()
@@ -116,8 +117,11 @@ class GridAttention(nn.Module):
         shapes = operator.parameter_shapes(inner, heads)
         for name in ("weight", "latents", "query_map", "key_map"):
             self.register_parameter(name, nn.Parameter(torch.empty(shapes[name])) if name in shapes else None)
-        within = coefficient_norm == "columns"
-        self.coefficient_norm = CoefficientNorm(operator, heads, width, columns=within) if coefficient_norm else None
+        self.coefficient_norm = None
+        if coefficient_norm:
+            within, start = coefficient_norm == "columns", coefficient_norm == "zero"
+            norm = CoefficientNorm(operator, heads, width, columns=within, start="zero" if start else "one")
+            self.coefficient_norm = norm
         self.register_load_state_dict_pre_hook(check_version)
         self.reset_parameters()
 

@@ -15,7 +15,7 @@ is then one product with a few coefficients per position, or, where queries are 
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -40,7 +40,7 @@ from farfield.nn.spatial_dims import layers
 from farfield.ops.engine import attend
 from farfield.ops.grid import in_layout_of, windows
 from farfield.ops.projection import Projection
-from farfield.ops.table import Operator
+from farfield.ops.table import Operator, look_up_operator
 
 # Least bound of a block's output: in float16 the fourth root of the largest number would be 16.
 LEAST_BOUND = 1000.0
@@ -152,6 +152,10 @@ class AttentionBlock(Fusable):
         stride: s.
         heads: Heads of the attention; unused if `operator` is a module.
         skip: Whether the block's input is added to the attention's output (where s = 1).
+        response_start: First value of the weights of the norm of the responses: "zero", so that the global path is the
+            block's input at first and training decides how much of the response it adds, or "one", the literal form of
+            SAN, whose normed responses are as large as the input from the start. Unused where the coefficients are a
+            softmax of products: their norm is one of products (KAN), which would give all positions one response at 0.
         spatial_dims: Number of spatial dims of the grid, 1 to 3.
 
     Attributes:
@@ -159,7 +163,8 @@ class AttentionBlock(Fusable):
             alone (stochastic depth); 0 by default.
 
     Raises:
-        ValueError: For an expansion below 2, a stride below 1, or a number of spatial dims that is not 1 to 3.
+        ValueError: For an expansion below 2, a stride below 1, a number of spatial dims that is not 1 to 3, or another
+            start of the responses.
         LookupError: For a name that is not in `ops.OPERATORS`.
         ShapeError: If heads do not divide the channels.
 
@@ -188,11 +193,13 @@ class AttentionBlock(Fusable):
         stride: int = 1,
         heads: int = 4,
         skip: bool = True,
+        response_start: Literal["zero", "one"] = "zero",
         spatial_dims: int = 2,
     ) -> None:
         super().__init__()
         with door("AttentionBlock"):
             check_block(expansion=expansion, stride=stride, spatial_dims=spatial_dims, smallest=2)
+            check_response_start(response_start)
         self.channels, self.stride, self.spatial_dims = channels, stride, spatial_dims
         self.expanded = (expansion - 1) * channels
         self.residual = stride == 1 and channels == out_channels
@@ -202,7 +209,10 @@ class AttentionBlock(Fusable):
             self.expanded, self.expanded, kernel=3, stride=stride, groups=self.expanded, spatial_dims=spatial_dims
         )
         if not isinstance(operator, nn.Module):
-            options: dict[str, Any] = {"bias": False, "scale": 1.0, "coefficient_norm": True}
+            with door("AttentionBlock"):
+                norms_responses = not look_up_operator(operator)[1].has_scale
+            norm = "zero" if norms_responses and response_start == "zero" else True
+            options: dict[str, Any] = {"bias": False, "scale": 1.0, "coefficient_norm": norm}
             operator = GridAttention(channels, operator, heads=heads, project="v", **options)
         self.attention = operator
         self.project = convolved(self.expanded + channels, out_channels, activate=False, spatial_dims=spatial_dims)
@@ -382,6 +392,12 @@ def check_block(*, expansion: int, stride: int, spatial_dims: int, smallest: int
         raise refusal(ValueError, f"expansion must be {smallest} at least{why}, got {expansion=}.")
     if stride < 1:
         raise refusal(ValueError, f"stride must be 1 at least, got {stride=}.")
+
+
+def check_response_start(response_start: object) -> None:
+    """Raise ValueError for a start of the responses' norm that is neither "zero" nor "one"."""
+    if response_start not in ("zero", "one"):
+        raise refusal(ValueError, f'response_start must be "zero" or "one", got {response_start!r:.60}; fix: "zero".')
 
 
 def check_channels(grid: Tensor, channels: int, spatial_dims: int | None = None) -> None:

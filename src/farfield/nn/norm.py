@@ -35,18 +35,22 @@ class CoefficientNorm(nn.Module):
     that its softmax is nearly flat. With `columns` the variance is that within columns, and the normed products have a
     standard deviation of 1 within columns for any operator.
 
+    Normed responses are as large as the features that a network adds them to, whatever they hold. If the weights start
+    at 0, the network starts without responses, and training decides how much of them it adds.
+
     Args:
         operator: The operator whose coefficients or responses are normed.
         heads: Number of heads.
         channels: Channels of the response.
         columns: Whether products are divided by their standard deviation within columns; only for a softmax of
             products.
+        start: The first value of the weights: "one", as in batch norm, or "zero", for a norm of responses.
         eps: Added to the variance.
         momentum: Weight of a batch in the running statistics.
 
     Raises:
         ValueError: If the responses are normed and the operator adds them along axes, so that their statistics have no
-            closed form; or for columns without a softmax of products.
+            closed form; for columns without a softmax of products; or for a norm of products that starts at 0.
 
     Reference: KAN §4.1, SAN Appendix.
     """
@@ -55,6 +59,8 @@ class CoefficientNorm(nn.Module):
     running_var: Tensor
     num_batches_tracked: Tensor
     bias: nn.Parameter | None
+    # Modules that were saved whole may be older than it.
+    start: Literal["zero", "one"] = "one"
     _is_hf_initialized = DrawnByItself()
 
     def __init__(
@@ -64,17 +70,21 @@ class CoefficientNorm(nn.Module):
         channels: int,
         *,
         columns: bool = False,
+        start: Literal["zero", "one"] = "one",
         eps: float = 1e-5,
         momentum: float = 0.1,
     ) -> None:
         super().__init__()
         self.operator, self.heads, self.eps, self.momentum = operator, heads, eps, momentum
-        self.columns, self.of_products = columns, operator.has_scale
+        self.columns, self.of_products, self.start = columns, operator.has_scale, start
         if columns and not self.of_products:
             fix = "coefficient_norm=True norms its responses."
             raise ValueError(
                 f"CoefficientNorm: columns=True needs a softmax of products, which this operator has not; fix: {fix}"
             )
+        if start == "zero" and self.of_products:
+            problem = 'start="zero" is for a norm of responses; with products of 0 all positions have one response'
+            raise ValueError(f'CoefficientNorm: {problem}; fix: start="one".')
         if not (self.of_products or operator.queries_from.side_by_side):
             problem = "responses that are added along axes have no statistics in closed form"
             raise ValueError(f"CoefficientNorm: {problem}; fix: coefficient_norm=False.")
@@ -87,8 +97,8 @@ class CoefficientNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight and the running variance to 1; the bias, the running mean and the number of batches to 0."""
-        nn.init.ones_(self.weight)
+        """Set the weight to its start and the running variance to 1; the bias, the running mean and the count to 0."""
+        nn.init.constant_(self.weight, 0.0 if self.start == "zero" else 1.0)
         nn.init.ones_(self.running_var)
         nn.init.zeros_(self.running_mean)
         nn.init.zeros_(self.num_batches_tracked)
@@ -124,6 +134,11 @@ class CoefficientNorm(nn.Module):
                 return query * scale[:, None, None].to(query.dtype), summary, None
             values = summary.values * scale.unflatten(0, (self.heads, 1, -1)).to(summary.values.dtype)
             return query, summary._replace(values=values), self.bias - mean * scale
+
+    @property
+    def option(self) -> bool | Literal["columns", "zero"]:
+        """The value of `GridAttention`'s `coefficient_norm` that builds this norm."""
+        return "columns" if self.columns else "zero" if self.start == "zero" else True
 
     @property
     def is_factor(self) -> bool:

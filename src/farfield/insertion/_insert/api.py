@@ -45,7 +45,7 @@ def insert(
 
     The new module ("addition") is a child named `farfield` of the module at its place ("host"): no weight of the model
     changes its name, so an earlier checkpoint still loads (with `strict=False`, only `*.farfield.*` is missing). An
-    addition that is the identity at initialization, as `GridAttention(…, project="qkvo", residual=True)`, returns its
+    addition that is the identity at initialization, as that of `nn.attention_for`, the recommended one, returns its
     input to the bit, so training starts from the model as it is. The output of the model is then equal to the bit
     wherever the same kernels run. It is equal up to rounding where layers that ran as one now run one by one, as in
     farfield's compact networks, and where a grid with a batch of one gets the strides of another memory format. Any
@@ -65,8 +65,8 @@ def insert(
         model: Changed in place. Compile, export or wrap it afterwards.
         where: Paths of modules, one or many; `*` stands for any part of one segment, `layer4.*` for each block. A
             place that returns a tuple, list or dict needs an entry: `backbone.fpn[pool]`. `places` lists them.
-        make: Function from the number of channels of a place to a new module, called once per place; for example
-            `functools.partial(GridAttention, …)`.
+        make: Function from the number of channels of a place to a new module, called once per place: `attention_for`,
+            or `functools.partial(attention_for, operator=…)`.
         example: An input of the model, batch first: a tensor, a list of samples, a tuple of arguments, or a dict of
             named ones.
         layout: The position of the channels in the outputs of the places: "channels_first" `(batch, channels, *size)`,
@@ -96,12 +96,11 @@ def insert(
         >>> from functools import partial
         >>> import torch
         >>> from farfield import insert
-        >>> from farfield.nn import GridAttention
+        >>> from farfield.nn import attention_for
         >>> host, image = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()), torch.randn(1, 3, 16, 16)
         >>> before = host(image)
-        >>> make = partial(GridAttention, operator="siamese", project="qkvo", residual=True)
-        >>> insert(host, "0", make, example=image)
-        {'0': GridAttention(...)}
+        >>> insert(host, "0", partial(attention_for, operator="siamese"), example=image)
+        {'0': NormedAttention(...)}
         >>> torch.equal(host(image), before)
         True
     """

@@ -17,6 +17,7 @@ from farfield.insertion._insert.layout import Elsewhere, Shape, batches, changes
 from farfield.insertion._insert.probe import Seen, describe_error, describe_value, entries, probe, run_example
 from farfield.insertion._places import CHILD, Place, join, parents
 from farfield.nn.attention import GridAttention
+from farfield.nn.normed_attention import NormedAttention
 
 # They synchronize or shard the gradients of the weights that exist when they wrap; weights added later are missed.
 # Compared by name, because importing them is slow.
@@ -85,15 +86,17 @@ def check_types(model: Any, where: Any, make: Any) -> None:
         fix = call if path is None else f'its path, "{path}"'
         raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {fix}.")
     if make is GridAttention:
-        fix = 'lambda channels: GridAttention(channels, "factorized_gaussian", project="qkvo", residual=True).'
+        fix = 'attention_for, or partial(attention_for, operator="factorized_gaussian"), of farfield.nn.'
         problem = "make must be a function of the channels alone, and GridAttention takes an operator too"
         raise TypeError(f"insert: {problem}; fix: {fix}")
     if isinstance(make, nn.Module) or not callable(make):
         operator = repr(make) if isinstance(make, str) else "…"
-        got, fix = f"{make!r:.60}", f"GridAttention(channels, {operator}, residual=True)"
+        got, fix = f"{make!r:.60}", f"attention_for(channels, {operator})"
         if isinstance(make, nn.Module):
-            operator = f'"{make.operator_name}"' if isinstance(make, GridAttention) else "…"
-            got, fix = f"a module, {type(make).__name__}", f"{type(make).__name__}(channels, {operator})"
+            own = make.attention if isinstance(make, NormedAttention) else make
+            operator = f'"{own.operator_name}"' if isinstance(own, GridAttention) else "…"
+            build = type(make).__name__ if own is make else "attention_for"
+            got, fix = f"a module, {type(make).__name__}", f"{build}(channels, {operator})"
         problem = f"make must be a function from channels to a new module, got {got}"
         raise TypeError(f"insert: {problem}; fix: lambda channels: {fix}.")
 

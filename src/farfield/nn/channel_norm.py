@@ -1,4 +1,4 @@
-"""A norm without parameters for the input of attention."""
+"""A norm without parameters for the input of attention: of the channels of each position."""
 
 from __future__ import annotations
 
