@@ -168,7 +168,7 @@ def attention_for(
         For N positions of c channels, that of `GridAttention` with `project="qkvo"`, and about 6·N·c additions and
         multiplications for the norm.
 
-    Reference: the operators' papers; the norm as in pre-norm transformers (Xiong et al. 2020).
+    Reference: Xiong et al. 2020.
 
     Example:
         >>> import torch
