@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from timm.utils import ModelEmaV2, ModelEmaV3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -123,7 +124,15 @@ def test_data_parallel_runs_what_is_inserted_into_its_module() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap", [torch.compile, nn.DataParallel, AveragedModel, lambda model: torch.compile(nn.DataParallel(model))]
+    "wrap",
+    [
+        torch.compile,
+        nn.DataParallel,
+        AveragedModel,
+        ModelEmaV2,
+        ModelEmaV3,
+        lambda model: torch.compile(nn.DataParallel(model)),
+    ],
 )
 def test_the_recipe_of_a_wrapped_model_is_that_of_the_model(
     wrap: Callable[[nn.Module], nn.Module], tmp_path: Path

@@ -33,7 +33,9 @@ _RECIPE, _WEIGHTS, _FORMAT = "farfield_recipe.json", "farfield_recipe.safetensor
 _BOUND = 2**14
 # Class of a wrapper -> its attribute with the model. Compared by name, because importing them is slow.
 _INSIDE = {"OptimizedModule": "_orig_mod"}
-_INSIDE |= dict.fromkeys(("AveragedModel", "DataParallel", "DistributedDataParallel"), "module")
+_INSIDE |= dict.fromkeys(
+    ("AveragedModel", "DataParallel", "DistributedDataParallel", "ModelEmaV2", "ModelEmaV3"), "module"
+)
 _OPTIONS = {
     "channels": int,
     "heads": int,
@@ -55,8 +57,8 @@ def save_recipe(model: nn.Module, folder: str | Path) -> None:
     then restores in the model as that library builds it what was added, with its weights.
 
     Args:
-        model: The model, also compiled, or in `DistributedDataParallel`, `DataParallel` or `AveragedModel`: the recipe
-            is that of the model inside.
+        model: The model, also compiled, or in `DistributedDataParallel`, `DataParallel`, `AveragedModel` or timm's
+            `ModelEmaV3`: the recipe is that of the model inside.
         folder: Where `farfield_recipe.json` and `farfield_recipe.safetensors` are written; made if it is missing.
 
     Raises:
