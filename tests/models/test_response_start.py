@@ -17,7 +17,7 @@ from farfield import insert, maps, models
 from farfield.insertion import apply_recipe, save_recipe
 from farfield.models import CLASSIFIERS, VARIANTS, CompactNet
 from farfield.models.description import WITH_BLOCKS
-from farfield.nn import AttentionBlock, CoefficientNorm, GridAttention
+from farfield.nn import AttentionBlock, CoefficientNorm, GridAttention, NormedAttention
 from farfield.ops import OPERATORS
 
 SMALL: dict[str, Any] = {"num_classes": 3, "width": 0.25, "strides": (1, 1, 2, 2, 2), "dropout": 0.0}
@@ -162,7 +162,7 @@ def test_every_network_with_attention_in_its_blocks_has_an_old_start() -> None:
 
 def test_a_recipe_keeps_the_start(tmp_path: Path) -> None:
     def make(channels: int) -> GridAttention:
-        return GridAttention(channels, "siamese", project="vo", coefficient_norm="zero", residual=True)
+        return GridAttention(channels, "siamese", coefficient_norm="zero", residual=True)
 
     nets = [nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()) for _ in range(2)]
     insert(nets[0], "0", make, example=torch.randn(2, 3, 6, 6))
@@ -201,7 +201,27 @@ def test_another_start_is_refused(wrong: Any, request: pytest.FixtureRequest) ->
 
 
 def test_a_norm_of_products_has_no_start_at_0() -> None:
-    with pytest.raises(
-        ValueError, match=r'^CoefficientNorm: start="zero" is for a norm of responses.*fix: start="one"'
-    ):
+    with pytest.raises(ValueError, match=r'^CoefficientNorm: start="zero" is for a norm of responses.*start="one"'):
+        CoefficientNorm(OPERATORS["softmax"], 1, 8, start="zero")
+    with pytest.raises(ValueError, match=r"^GridAttention: .* fix: coefficient_norm=True"):
         GridAttention(8, "softmax", coefficient_norm="zero")
+    GridAttention(8, "softmax", coefficient_norm=True)
+
+
+def test_two_starts_at_0_in_a_row_are_refused_as_neither_would_learn() -> None:
+    with pytest.raises(ValueError, match=r"^GridAttention: .*neither learns; fix: coefficient_norm=True"):
+        GridAttention(8, "siamese", project="qkvo", coefficient_norm="zero", residual=True)
+    with pytest.raises(ValueError, match=r"^NormedAttention: .*neither learns; fix: coefficient_norm=True"):
+        NormedAttention(GridAttention(8, "siamese", project="qkvo", coefficient_norm="zero"))
+    # Each by itself learns: the one that is 0 has a gradient.
+    for options in ({"project": "qkvo"}, {"project": "v", "coefficient_norm": "zero"}):
+        module = GridAttention(8, "siamese", residual=True, **options)
+        module(torch.randn(4, 8, 5, 5)).square().sum().backward()
+        zero = module.coefficient_norm.weight if module.output is None else module.output.weight
+        assert not zero.any()
+        assert zero.grad.any()
+
+
+def test_a_misspelt_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^GridAttention: coefficient_norm must be .*'zeros'; fix: "):
+        GridAttention(8, "siamese", coefficient_norm="zeros")  # type: ignore[arg-type]

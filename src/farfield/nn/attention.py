@@ -15,6 +15,7 @@ from farfield.nn.bare import read_projection
 from farfield.nn.checks import (
     check_context,
     check_input,
+    check_norm,
     check_options,
     check_order,
     check_summary,
@@ -107,6 +108,7 @@ class GridAttention(nn.Module):
         self.value_channels = channels if value_channels is None else value_channels
         self.has_default_scale, self.scale = scale is None, 1.0 if scale is None else scale
         check_options(self, project)
+        check_norm(self, project, coefficient_norm)
         if scale is None and operator.has_scale:
             self.scale = (self.inner_channels // heads) ** -0.5
         inner, width = self.inner_channels, self.value_channels

@@ -153,9 +153,10 @@ class AttentionBlock(Fusable):
         heads: Heads of the attention; unused if `operator` is a module.
         skip: Whether the block's input is added to the attention's output (where s = 1).
         response_start: First value of the weights of the norm of the responses: "zero", so that the global path is the
-            block's input at first and training decides how much of the response it adds, or "one", the literal form of
-            SAN, whose normed responses are as large as the input from the start. Unused where the coefficients are a
-            softmax of products: their norm is one of products (KAN), which would give all positions one response at 0.
+            block's input at first (0 without a skip) and training decides how much of the response it adds, or "one",
+            the literal form of SAN, whose normed responses are as large as the input from the start. Unused where the
+            coefficients are a softmax of products: their norm is one of products (KAN), which would give all positions
+            one response at 0.
         spatial_dims: Number of spatial dims of the grid, 1 to 3.
 
     Attributes:

@@ -65,6 +65,24 @@ def check_options(module: Attention, project: str) -> None:
     check_heads(module.heads, module.value_channels, "value")
 
 
+@door("GridAttention")
+def check_norm(module: Attention, project: str, coefficient_norm: object) -> None:
+    """Raise for a norm that there is not, or that starts at zero where its output does too, so that neither learns."""
+    if not isinstance(coefficient_norm, bool) and coefficient_norm not in ("columns", "zero"):
+        problem = f'coefficient_norm must be False, True, "columns" or "zero", got {coefficient_norm!r:.60}'
+        raise refusal(ValueError, f"{problem}; fix: coefficient_norm=True.")
+    if coefficient_norm != "zero":
+        return
+    if module.operator.has_scale:
+        problem = 'coefficient_norm="zero" is for responses, and that of this operator is of products: with 0 for them'
+        raise refusal(ValueError, f"{problem} all positions have one response; fix: coefficient_norm=True.")
+    if module.residual and "o" in project:
+        problem = (
+            'coefficient_norm="zero" and the output projection of a residual start at zero, so that neither learns'
+        )
+        raise refusal(ValueError, f"{problem}; fix: coefficient_norm=True.")
+
+
 def check_projections(name: str, operator: Operator, project: str, channels: int, inner_channels: int) -> None:
     """Raise for projections that an operator cannot have."""
     if not isinstance(project, str):

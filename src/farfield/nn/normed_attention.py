@@ -181,6 +181,8 @@ def attention_for(
         (True, 'factorized_gaussian')
     """
     check_whole("channels", channels, 2)
+    if inner_channels is not None:
+        check_whole("inner_channels", inner_channels, 1)
     _, entry = look_up_operator(operator)
     inner = channels if inner_channels is None else inner_channels
     number = usual_heads(channels, inner) if heads is None else heads
@@ -191,11 +193,15 @@ def attention_for(
 
 
 def _check_attention(attention: object) -> None:
-    fix = 'fix: GridAttention(channels, operator, project="qkvo").'
+    fix = "fix: attention_for(channels, operator)."
     if not isinstance(attention, GridAttention):
         raise refusal(TypeError, f"attention must be a GridAttention, got {type(attention).__name__}; {fix}")
     if attention.residual or attention.output is None:
         what = "a residual" if attention.residual else "no output projection"
         raise refusal(ValueError, f"the attention has {what}, and the module adds its response to the grid; {fix}")
+    norm = attention.coefficient_norm
+    if norm is not None and norm.start == "zero":
+        problem = "the norm of its responses and the output projection would start at zero, so that neither learns"
+        raise refusal(ValueError, f"{problem}; fix: coefficient_norm=True.")
     if attention.channels < 2:
         raise refusal(ValueError, "the norm of one channel is 0 everywhere; fix: GridAttention without a norm.")

@@ -85,9 +85,10 @@ def check_types(model: Any, where: Any, make: Any) -> None:
         path = next((path for path, module in model.named_modules() if module is listed or path == index), None)
         fix = call if path is None else f'its path, "{path}"'
         raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {fix}.")
-    if make is GridAttention:
+    if make in (GridAttention, NormedAttention):
         fix = 'attention_for, or partial(attention_for, operator="factorized_gaussian"), of farfield.nn.'
-        problem = "make must be a function of the channels alone, and GridAttention takes an operator too"
+        takes = "an attention" if make is NormedAttention else "an operator too"
+        problem = f"make must be a function of the channels alone, and {make.__name__} takes {takes}"
         raise TypeError(f"insert: {problem}; fix: {fix}")
     if isinstance(make, nn.Module) or not callable(make):
         operator = repr(make) if isinstance(make, str) else "…"
