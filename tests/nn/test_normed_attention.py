@@ -252,7 +252,7 @@ def test_it_pickles_and_compiles() -> None:
         ),
         (lambda: attention_for(8, 3), TypeError, r"^attention_for: operator must be a name or an ops.Operator, got 3"),
         (lambda: attention_for(8, heads=3), ValueError, r"heads=3 does not divide the 8 channels.*; try heads=2"),
-        (lambda: NormedAttention(nn.Conv2d(8, 8, 1)), TypeError, r"^NormedAttention: .*got Conv2d; fix: GridAttention"),
+        (lambda: NormedAttention(nn.Conv2d(8, 8, 1)), TypeError, r"^NormedAttention: .*got Conv2d; fix: attention_for"),
         (lambda: NormedAttention(GridAttention(8, "dot")), ValueError, r"^NormedAttention: .*no output proj.*; fix: "),
         (
             lambda: NormedAttention(GridAttention(8, "dot", project="o", residual=True)),
