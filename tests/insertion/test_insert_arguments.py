@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from farfield import insert
-from farfield.nn import GridAttention, attention_for
+from farfield.nn import GridAttention, NormedAttention, attention_for
 
 
 def host() -> nn.Module:
@@ -41,6 +41,7 @@ CALL = r"fix: insert\(model, where, make, example=…\)\."
             r'got a module, GridAttention; fix: lambda channels: GridAttention\(channels, "averaged"\)\.$',
         ),
         ((host(), "0", GridAttention), r"make must be a function of the channels alone, .* fix: attention_for, or "),
+        ((host(), "0", NormedAttention), r"NormedAttention takes an attention; fix: attention_for, or "),
         (
             (host(), "0", "averaged"),
             r"got 'averaged'; fix: lambda channels: attention_for\(channels, 'averaged'\)\.$",

@@ -251,6 +251,11 @@ def test_it_pickles_and_compiles() -> None:
             r'^attention_for: no operator "softmaks"; nearest: softmax',
         ),
         (lambda: attention_for(8, 3), TypeError, r"^attention_for: operator must be a name or an ops.Operator, got 3"),
+        (
+            lambda: attention_for(8, inner_channels=4.0),  # type: ignore[arg-type]
+            ValueError,
+            r"^attention_for: inner_channels must be a whole number",
+        ),
         (lambda: attention_for(8, heads=3), ValueError, r"heads=3 does not divide the 8 channels.*; try heads=2"),
         (lambda: NormedAttention(nn.Conv2d(8, 8, 1)), TypeError, r"^NormedAttention: .*got Conv2d; fix: attention_for"),
         (lambda: NormedAttention(GridAttention(8, "dot")), ValueError, r"^NormedAttention: .*no output proj.*; fix: "),
