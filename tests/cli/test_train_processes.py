@@ -137,6 +137,8 @@ def test_a_cluster_restores_what_one_process_does(stack: Path, tmp_path: Path) -
 def test_a_command_with_workers_that_is_interrupted_goes_on(stack: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "farfield", "predict"]
     options = {"env": ENVIRONMENT, "cwd": tmp_path, "stderr": subprocess.PIPE, "text": True}
+    # Where the tests run in the background of a shell, it ignores the signal, and so would the command.
+    options |= {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     for _ in range(5):
         started = subprocess.Popen([*command, *words(stack, "a.zarr"), "--workers=2"], **options)
         deadline = time.monotonic() + 120
