@@ -37,26 +37,44 @@ class Task(NamedTuple):
 
 
 # ---- restoration of repeated structure -------------------------------------------------------------------------------
-CROP, NOISE, TEXTURES = 64, 0.5, ("brick", "gravel", "grass", "text", "page")
+CROP, NOISE = 64, 0.5
+TEXTURES, STACKS = ("brick", "gravel", "grass", "text", "page"), ("blastocyst_dapi", "blastocyst_laminb1", "flybrain")
 
 
 @functools.cache
-def textures(training: bool) -> list[Tensor]:
-    """Read scikit-image's textures and text at half size, of values from 0 to 1: the left 60 %, or the rest."""
+def textures(root: Path, training: bool) -> list[Tensor]:
+    """Read scikit-image's textures and text `(1, h, w)`, half as large, from 0 to 1: the left 60 %, or the rest."""
     from skimage import data
 
     whole = [torch.from_numpy(getattr(data, name)() / 255).float() for name in TEXTURES]
-    images = [F.avg_pool2d(each[None], 2)[0] for each in whole]
-    edges = [each.shape[1] * 6 // 10 for each in images]
-    return [each[:, :edge] if training else each[:, edge:] for each, edge in zip(images, edges, strict=True)]
+    return [keep_side(F.avg_pool2d(each[None], 2), training) for each in whole]
 
 
-def draw_restoration(root: Path, training: bool, count: int, generator: Generator) -> Batch:
-    """Draw crops, as many of each photograph, with noise; asked is the noise, at 2 × 2 pixels a position."""
+@functools.cache
+def stacks(root: Path, training: bool) -> list[Tensor]:
+    """Read stacks `(z, h, w)`, 99.5 % of their values at most 1: the left 60 %, or the rest."""
+    import tifffile
+
+    whole = [torch.from_numpy(tifffile.imread(root / "care3d" / "volumes" / f"{each}.tif") / 1.0) for each in STACKS]
+    # torch's quantile takes at most 2**24 values.
+    return [keep_side((each / np.quantile(each.numpy(), 0.995)).float(), training) for each in whole]
+
+
+def keep_side(images: Tensor, training: bool) -> Tensor:
+    """Return the left 60 % of images, or the rest."""
+    edge = images.shape[-1] * 6 // 10
+    return images[..., :edge] if training else images[..., edge:]
+
+
+def draw_noisy(
+    read: Callable[[Path, bool], list[Tensor]], root: Path, training: bool, count: int, generator: Generator
+) -> Batch:
+    """Draw crops, as many of each photograph or stack, with noise; asked is the noise, at 2 × 2 pixels a position."""
     crops = []
-    for image, _ in zip(itertools.cycle(textures(training)), range(count), strict=False):
-        corner = [int(torch.randint(side - CROP + 1, (), generator=generator)) for side in image.shape]
-        crop = image[tuple(slice(start, start + CROP) for start in corner)]
+    for images, _ in zip(itertools.cycle(read(root, training)), range(count), strict=False):
+        starts = [int(torch.randint(side - CROP + 1, (), generator=generator)) for side in images.shape[1:]]
+        crop = images[int(torch.randint(len(images), (), generator=generator))]
+        crop = crop[tuple(slice(start, start + CROP) for start in starts)]
         if training and torch.rand((), generator=generator) < 0.5:
             crop = crop.flip(1)
         crops.append(crop)
@@ -184,7 +202,8 @@ def draw_hidden(root: Path, training: bool, count: int, generator: Generator) ->
 
 
 TASKS = {
-    "restoration": Task(draw_restoration, (CROP, CROP), 2, 1, 4, 8, 250, "dB"),
+    "restoration": Task(functools.partial(draw_noisy, textures), (CROP, CROP), 2, 1, 4, 8, 250, "dB"),
+    "stacks": Task(functools.partial(draw_noisy, stacks), (CROP, CROP), 2, 1, 4, 8, 300, "dB"),
     "mosaic": Task(draw_mosaic, (TILES * SIDE, TILES * SIDE), 4, 3, 2, 32, 500, "points"),
     "colour": Task(draw_colour, (32, 32), 2, 4, 2, 64, 2000, "dB"),
     "hidden": Task(draw_hidden, STREET, 4, 4, CLASSES, 16, 305, "points"),

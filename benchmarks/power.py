@@ -1,130 +1,161 @@
-"""What could the runs in a record have seen? The smallest difference of two networks that seeds and images can show.
+"""What could the runs in a record have seen? The smallest difference of two networks that seeds and samples can show.
 
-    python benchmarks/power.py benchmarks/records/cifar10.jsonl:5000 benchmarks/records/imagenette.jsonl:600
+    python benchmarks/power.py benchmarks/records/cifar10.jsonl:5000 benchmarks/records/ceiling.jsonl
+    python benchmarks/power.py benchmarks/records/recall.jsonl:2048 --only pairs=8 "size=[8, 8]"
 
-A record has lines of JSON with a network, a seed and an accuracy; after the colon stands the number of images. Two
-networks are compared by the difference of their mean accuracies over s seeds each, on the same n images. Were the
-training and the images drawn again, its variance would be
+A record has lines of JSON with a network, a seed and a score, in points (a hundredth of an accuracy) or in dB; each
+"task" in it is a row. Two networks are compared by the difference of their mean scores over s seeds each, on the same n
+samples. Were the training and the samples drawn again, its variance would be
 
     2 σ² / s  +  (d − e) / n
 
-with σ² the variance of a network over its seeds, pooled over all networks of the record; d the share of images that one
-of the two has right and the other wrong, and e that share for two seeds of one network, which σ² counts already. A
-two-sided test at 5 % finds a difference of 1.96 + 0.84 of these deviations in four of five experiments.
+with σ² the variance of a network over its seeds, pooled over all networks with several; d the variance over samples of
+the difference of two networks, and e that for two seeds of one network, which σ² counts already. A two-sided test at
+5 % finds a difference of 1.96 + 0.84 of these deviations in four of five experiments, where σ is known that well.
 
-Where lines keep which images were right (`benchmarks/train_compact.py` does), d and e are counted; without, the second
-term lies between 0 and 2 p (1 − p) / n, as if the errors of networks of accuracy p had nothing in common.
+Where lines keep which images were right, or the score of each sample, d and e are counted. Without, the number of
+samples stands after a colon, and the second term lies between 0 and 2 p (1 − p) / n, as if the errors of networks of
+accuracy p had nothing in common.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import itertools
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from ceiling_tasks import TASKS
+
 LEVEL, POWER = 0.05, 0.8
-# Of ImageNet: KANet 72.9 %, without attention 72.1 % (KAN Table 5).
-PAPERS = 0.008
+# A difference to look for. Points of ImageNet: KANet 72.9 %, without attention 72.1 % (KAN Table 5).
+WANTED = {"points": 0.8, "dB": 0.05}
 Lines = Sequence[dict[str, Any]]
 
 
 class Spread(NamedTuple):
-    """What differences of networks are measured against: shares of 1."""
+    """What differences of networks are measured against, in squares of points or dB."""
 
-    seeds: float  # variance of a network's accuracy over its seeds
-    images: float  # d − e, times 1/n the variance by the images
+    seeds: float  # variance of a network's score over its seeds
+    samples: float  # d − e, times 1/n the variance by the samples
 
 
-def smallest_difference(spread: Spread, images: int, seeds: int) -> float:
-    """Return the smallest difference of accuracies that so many images and seeds of each network can show."""
+def smallest_difference(spread: Spread, samples: int, seeds: int) -> float:
+    """Return the smallest difference of scores that so many samples and seeds of each network can show."""
     normal = statistics.NormalDist()
     deviations = normal.inv_cdf(1 - LEVEL / 2) + normal.inv_cdf(POWER)
-    return deviations * math.sqrt(2 * spread.seeds / seeds + spread.images / images)
+    return deviations * math.sqrt(2 * spread.seeds / seeds + spread.samples / samples)
 
 
-def seeds_needed(spread: Spread, images: int, difference: float) -> int | None:
-    """Return how many seeds show a difference; None if so few images cannot."""
-    unit = smallest_difference(Spread(0.0, spread.images), images, 1)
+def seeds_needed(spread: Spread, samples: int, difference: float) -> int | None:
+    """Return how many seeds show a difference; None if so few samples cannot."""
+    unit = smallest_difference(Spread(0.0, spread.samples), samples, 1)
     if unit >= difference:
         return None
-    return math.ceil(smallest_difference(Spread(spread.seeds, 0.0), images, 1) ** 2 / (difference**2 - unit**2))
+    return math.ceil(smallest_difference(Spread(spread.seeds, 0.0), samples, 1) ** 2 / (difference**2 - unit**2))
 
 
-def pooled_variance(lines: Lines, score: str) -> float:
-    """Return the variance over seeds, pooled over the networks with several."""
-    networks = [[number(line[score]) for line in each] for each in by_network(lines).values() if len(each) > 1]
-    if not networks:
-        raise SystemExit("power: no network has two seeds; fix: run another seed.")
-    freedom = sum(len(each) - 1 for each in networks)
-    return sum(statistics.variance(each) * (len(each) - 1) for each in networks) / freedom
+def pooled_variance(networks: Sequence[Lines]) -> float:
+    """Return the variance over seeds, pooled over the networks."""
+    freedom = sum(len(lines) - 1 for lines in networks)
+    return sum(statistics.variance(map(score, lines)) * (len(lines) - 1) for lines in networks) / freedom
 
 
-def image_shares(lines: Lines) -> tuple[float, float] | None:
-    """Return the mean of d, over pairs of networks, and of e, over pairs of seeds; None if images are not kept."""
-    kept = [line for line in lines if "right" in line]
-    pairs = list(itertools.combinations(kept, 2))
-    apart = {same: [differ(a, b) for a, b in pairs if (a["network"] == b["network"]) is same] for same in (False, True)}
+def sample_variances(networks: Sequence[Lines]) -> tuple[float, float] | None:
+    """Return the mean of d, over pairs of networks, and of e, over pairs of seeds; None if samples are not kept."""
+    kept = [(place, each) for place, lines in enumerate(networks) for each in map(samples, lines) if each is not None]
+    apart: dict[bool, list[float]] = {False: [], True: []}
+    for (place, one), (other_place, other) in itertools.combinations(kept, 2):
+        apart[place == other_place].append(float((one - other).var()))
     if not apart[False] or not apart[True]:
         return None
     return statistics.mean(apart[False]), statistics.mean(apart[True])
 
 
-def differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Return the share of images that one run has right and the other wrong."""
-    return (int(one["right"], 16) ^ int(other["right"], 16)).bit_count() / one["images"]
+def samples(line: Mapping[str, Any]) -> np.ndarray | None:
+    """Return the score of each sample, in points or dB, if the line has them."""
+    if "right" in line:
+        return 100.0 * np.array(list(f"{int(line['right'], 16):0{line['images']}b}"), float)
+    return decode(line["samples"]) if "samples" in line else None
 
 
-def by_network(lines: Lines) -> dict[str, list[dict[str, Any]]]:
-    """Group lines by network, or by what else a record compares."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+def encode(scores: np.ndarray) -> str:
+    """Return numbers in half precision, in base 64."""
+    return base64.b64encode(scores.astype("<f2").tobytes()).decode()
+
+
+def decode(text: str) -> np.ndarray:
+    """Read what `encode` has returned."""
+    return np.frombuffer(base64.b64decode(text), "<f2").astype(np.float64)
+
+
+def score(line: Mapping[str, Any]) -> float:
+    """Return a network's score in points or dB: of several, that after the last epoch."""
+    if "score" in line:
+        return float(line["score"])
+    value = next(line[key] for key in ("accuracies", "held", "accuracy") if key in line)
+    return 100 * float(value[-1] if isinstance(value, list) else value)
+
+
+def group(lines: Lines) -> dict[str, list[list[dict[str, Any]]]]:
+    """Return the runs of each task and network, or of what else a record compares, where there are several seeds."""
+    tasks: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for line in lines:
-        groups.setdefault(line.get("network") or line["variant"], []).append(line)
-    return groups
+        name = next(line[key] for key in ("network", "variant", "operator") if key in line)
+        tasks.setdefault(line.get("task", ""), {}).setdefault((name, str(line.get("rate"))), []).append(line)
+    found = {task: [each for each in networks.values() if len(each) > 1] for task, networks in tasks.items()}
+    return {task: networks for task, networks in found.items() if networks}
 
 
-def number(value: Any) -> float:
-    """Return a score, or the last of those after each epoch."""
-    return float(value[-1] if isinstance(value, list) else value)
-
-
-def describe(name: str, lines: Lines, images: int) -> Iterable[str]:
-    """Return the cells of a record's row."""
-    score = next(key for key in ("accuracies", "held", "accuracy") if key in lines[0])
-    mean = statistics.mean(number(line[score]) for line in lines)
-    shares = image_shares([line | {"images": images} for line in lines])
-    most = 2 * mean * (1 - mean)
-    ranges = (0.0, most) if shares is None else (max(0.0, shares[0] - shares[1]),)
-    spreads = [Spread(pooled_variance(lines, score), each) for each in ranges]
-    networks = by_network(lines)
-    yield from (name, f"{images:,}", f"{len(networks)}, {len(lines)}", f"{100 * spreads[0].seeds ** 0.5:.1f}")
-    yield f"at most {100 * most:.0f}" if shares is None else " and ".join(f"{100 * each:.1f}" for each in shares)
+def describe(name: str, networks: Sequence[Lines], number: int) -> Iterable[str]:
+    """Return the cells of a row."""
+    lines = [line for each in networks for line in each]
+    unit = TASKS[name].unit if name in TASKS else "points"
+    mean = statistics.mean(map(score, lines))
+    variances, most = sample_variances(networks), 2 * mean * (100 - mean)
+    ranges = (0.0, most) if variances is None else (max(0.0, variances[0] - variances[1]),)
+    spreads = [Spread(pooled_variance(networks), each) for each in ranges]
+    yield from (f"{name}, {unit}", f"{number:,}", f"{len(networks)}, {len(lines)}", f"{spreads[0].seeds ** 0.5:.2f}")
+    yield f"at most {most**0.5:.0f}" if variances is None else " and ".join(f"{each**0.5:.1f}" for each in variances)
     for seeds in (1, 3, 10):
-        yield " to ".join(f"{100 * smallest_difference(each, images, seeds):.1f}" for each in spreads)
-    needed = [seeds_needed(each, images, PAPERS) for each in spreads]
+        yield " to ".join(f"{smallest_difference(each, number, seeds):.2f}" for each in spreads)
+    needed = [seeds_needed(each, number, WANTED[unit]) for each in spreads]
     yield " to ".join("never" if each is None else f"{each:,}" for each in needed)
 
 
+def read(file: Path, wanted: Sequence[str], images: str) -> list[dict[str, Any]]:
+    """Read the lines of a record that have the wanted values."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    pairs = [each.partition("=") for each in wanted]
+    lines = [line for line in lines if all(str(line.get(key)) == value for key, _, value in pairs)]
+    return [line | {"images": int(images)} for line in lines] if images else lines
+
+
 def main() -> None:
-    """Print a table with a row for each record."""
+    """Print a table with a row for each record, or for each task of a record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="+", metavar="FILE:IMAGES", help="a record and its number of images")
+    parser.add_argument("records", nargs="+", metavar="FILE[:SAMPLES]", help="a record and its number of samples")
     parser.add_argument("--only", nargs="+", metavar="KEY=VALUE", default=[], help="lines with these values alone")
     options = parser.parse_args()
-    wanted = [each.partition("=") for each in options.only]
+    wanted = " or ".join(f"{each} {unit}" for unit, each in WANTED.items())
     print(
-        "| record | images | networks, runs | σ, points | d and e, % | 1 seed sees, points | 3 seeds | 10 seeds "
-        f"| seeds for {100 * PAPERS:.1f} points |\n|---|---|---|---|---|---|---|---|---|"
+        "| record | samples | networks, runs | σ of seeds | a sample, of two networks and of two seeds "
+        f"| 1 seed sees | 3 seeds | 10 seeds | seeds for {wanted} |\n|---|---|---|---|---|---|---|---|---|"
     )
     for record in options.records:
-        file, _, images = record.rpartition(":")
-        lines = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
-        lines = [line for line in lines if all(str(line.get(key)) == value for key, _, value in wanted)]
-        print(f"| {' | '.join(describe(Path(file).stem, lines, int(images)))} |")
+        file, images = re.fullmatch(r"(.*?)(?::(\d+))?", record).groups()
+        for task, networks in group(read(Path(file), options.only, images)).items():
+            if not images and "samples" not in networks[0][0]:
+                raise SystemExit(f"power: {file} keeps no samples; fix: {file}:NUMBER, with the number of samples.")
+            number = int(images) if images else len(samples(networks[0][0]))
+            print(f"| {' | '.join(describe(task or Path(file).stem, networks, number))} |")
 
 
 if __name__ == "__main__":

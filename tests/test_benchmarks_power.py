@@ -44,18 +44,46 @@ def test_the_seeds_that_are_needed_show_the_difference_and_one_less_does_not(pow
     assert power.seeds_needed(power.Spread(0.015**2, 0.2), 600, 0.008) is None
 
 
-def test_shares_are_counted_where_the_images_are_kept(power: ModuleType) -> None:
-    runs = [("a", "f0"), ("a", "e1"), ("b", "0f"), ("b", "1e")]
-    lines = [{"network": network, "right": right, "images": 8} for network, right in runs]
-    assert power.image_shares(lines) == ((8 + 6 + 6 + 8) / 4 / 8, 2 / 8)
-    assert power.image_shares(lines[:2]) is None
+def test_variances_are_counted_where_the_images_are_kept(power: ModuleType) -> None:
+    # Of 8 images. Two runs that differ in k of them, in as many to either side, have a variance of k/8 · 100².
+    a, b = ("f0", "e1"), ("0f", "1e")
+    networks = [[{"right": right, "images": 8} for right in each] for each in (a, b)]
+    assert power.sample_variances(networks) == pytest.approx((100**2 * (8 + 6 + 6 + 8) / 4 / 8, 100**2 * 2 / 8))
+    assert power.sample_variances(networks[:1]) is None
 
 
-def test_a_row_for_each_record(tmp_path: Path) -> None:
-    record = tmp_path / "runs.jsonl"
-    runs = [("plain", 0.70), ("plain", 0.72), ("attention", 0.71), ("attention", 0.73)]
+def test_variances_are_counted_of_the_scores_of_samples(power: ModuleType) -> None:
+    drawn = np.random.default_rng(0)
+    difficulty, change = 9 * drawn.normal(size=500), 2 * drawn.normal(size=500)
+    seeds = [0.5 * drawn.normal(size=500) for _ in range(4)]
+    scores = [[difficulty + seeds[0], difficulty + seeds[1]], [difficulty + change + seed for seed in seeds[2:]]]
+    networks = [[{"samples": power.encode(each)} for each in network] for network in scores]
+    d, e = power.sample_variances(networks)
+    assert d == pytest.approx(np.mean([(x - y).var() for x in scores[0] for y in scores[1]]), rel=0.01)
+    # What is added to all samples alike is not of the samples; a variance of 500 has a deviation of 6 %.
+    assert d - e == pytest.approx(4, rel=4 * (2 / 500) ** 0.5)
+    assert e == pytest.approx(0.5, rel=4 * (2 / 500) ** 0.5)
+
+
+def test_a_row_for_each_record_and_task(tmp_path: Path, power: ModuleType) -> None:
+    record, tasks = tmp_path / "runs.jsonl", tmp_path / "tasks.jsonl"
+    runs = [("plain", 0.70), ("plain", 0.72), ("attention", 0.71), ("attention", 0.73), ("once", 0.1)]
     lines = [{"network": network, "seed": seed, "accuracies": [0.5, mean]} for seed, (network, mean) in enumerate(runs)]
     record.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    command = [sys.executable, str(BENCHMARKS / "power.py"), f"{record}:5000"]
-    row = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-    assert [cell.strip() for cell in row.strip("|").split("|")][:4] == ["runs", "5,000", "2, 4", "1.4"]
+    scores = {"colour": [20.0, 20.2], "mosaic": [50.0, 52.0]}
+    each = [(task, value, np.full(4, value)) for task, values in scores.items() for value in values]
+    lines = [
+        {"task": task, "network": "none", "score": value, "samples": power.encode(all_)} for task, value, all_ in each
+    ]
+    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    command = [sys.executable, str(BENCHMARKS / "power.py"), f"{record}:5000", str(tasks)]
+    rows = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [each[:4] for each in cells] == [
+        ["runs, points", "5,000", "2, 4", "1.41"],
+        ["colour, dB", "4", "1, 2", "0.14"],
+        ["mosaic, points", "4", "1, 2", "1.41"],
+    ]
+    refused = subprocess.run([*command[:2], str(record)], capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "fix: " in refused.stderr
