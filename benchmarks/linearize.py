@@ -14,6 +14,9 @@ Controls: "local only" (the summary left out, of the runs that trained both), "s
 query and key weights, trained alike: what any attention gains that learns from this teacher), and "random teacher"
 (that network untrained: how much of an agreement is in the embedding and the norms). A run is a line of JSON; finished
 ones are not run again.
+
+`--blocks 60` trains each attention alone in the first 60 of the steps, to the teacher's response to the teacher's own
+hidden states, and the whole network in the rest; of operators that learn nothing of their own.
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ import math
 import platform
 import statistics
 import tempfile
+import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +41,8 @@ from torch import Tensor, nn
 import farfield
 from farfield import cost
 from farfield.insertion import linearize, replace_attention
+from farfield.insertion._linearize.features import compare as compare_features
+from farfield.insertion._linearize.training import RATES
 
 OPERATORS = ("factorized_gaussian", "linear_elu", "hedgehog", "flare", "mala")
 BATCH, TOKENS, HELD_OUT, NEAREST, LOCAL = 16, 64, 500, 10, 7
@@ -92,6 +99,52 @@ def draw_again(encoder: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
+def train_blocks(student: nn.Module, operator: str, teacher: nn.Module, inputs: list[Any], steps: int) -> None:
+    """Train each attention of the student to the teacher's response to the teacher's own hidden states."""
+    replaced = copy.deepcopy(student)
+    attentions = replace_attention(replaced, operator)
+    parameters = [each for module in attentions.values() for each in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=RATES["attention"], weight_decay=0.01)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATES["attention"], total_steps=steps, pct_start=0.1)
+    for _, given in zip(range(steps), itertools.cycle(inputs), strict=False):
+        calls = record_calls(teacher, attentions, given)
+        losses = [
+            compare_features(attentions[path](*call.args, **call.keywords)[0], call.response, torch.ones(()))
+            for path, call in calls.items()
+        ]
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        cycle.step()
+    student.load_state_dict(replaced.state_dict())
+
+
+class Call(NamedTuple):
+    """A call of an attention, and its response."""
+
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    response: Tensor
+
+
+def record_calls(teacher: nn.Module, paths: Iterable[str], given: dict[str, Tensor]) -> dict[str, Call]:
+    """Run the teacher, and return the call of each attention."""
+    calls: dict[str, Call] = {}
+
+    def keep(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+            calls[path] = Call(args, keywords, output[0])
+
+        return hook
+
+    hooks = [teacher.get_submodule(path).register_forward_hook(keep(path), with_kwargs=True) for path in paths]
+    with torch.no_grad():
+        teacher(**given)
+    for each in hooks:
+        each.remove()
+    return calls
+
+
 def run(options: argparse.Namespace, name: str, local: int | None, steps: int, seed: int, tune: str) -> dict[str, Any]:
     """Train one network, and compare it with the teacher on the held-out book."""
     torch.manual_seed(seed)
@@ -101,7 +154,7 @@ def run(options: argparse.Namespace, name: str, local: int | None, steps: int, s
     inputs = [{"input_ids": each} for each in passages[order].split(BATCH)[:-1]]
     held_out = read_passages(tokenizer, options.text, (MEASURED,))
     held_out = held_out[torch.linspace(0, len(held_out) - 1, HELD_OUT).long()]
-    wanted, line = embed(teacher, held_out), describe(name, local, steps, seed, tune)
+    wanted, line = embed(teacher, held_out), describe(name, local, steps, seed, tune, options.blocks)
     if name == RANDOM:
         return line | compare(embed(type(teacher)(teacher.config).eval(), held_out), wanted)
     student, operator = copy.deepcopy(teacher), "softmax" if name == DRAWN_AGAIN else name
@@ -110,13 +163,17 @@ def run(options: argparse.Namespace, name: str, local: int | None, steps: int, s
     untrained = copy.deepcopy(student)
     replace_attention(untrained, operator)
     line["untrained"] = compare(embed(untrained, held_out), wanted)["cosine"]
+    if options.blocks:
+        started = time.monotonic()
+        train_blocks(student, operator, teacher, inputs[:0:-1], options.blocks)
+        line["block_seconds"] = round(time.monotonic() - started, 1)
     with tempfile.TemporaryDirectory() as folder:
         report = linearize(
             student,
             operator,
             inputs,
             teacher=teacher,
-            steps=steps,
+            steps=steps - options.blocks,
             local=local,
             tune=tune,
             folder=options.checkpoints / "-".join(map(str, line.values())) if options.checkpoints else folder,
@@ -129,15 +186,15 @@ def run(options: argparse.Namespace, name: str, local: int | None, steps: int, s
     return line | {"versions": versions}
 
 
-def describe(name: str, local: int | None, steps: int, seed: int, tune: str) -> dict[str, Any]:
+def describe(name: str, local: int | None, steps: int, seed: int, tune: str, blocks: int) -> dict[str, Any]:
     """Return what identifies a run."""
-    return {"operator": name, "local": local, "steps": steps, "seed": seed, "tune": tune}
+    return {"operator": name, "local": local, "steps": steps, "seed": seed, "tune": tune, "blocks": blocks}
 
 
 def read(file: Path) -> list[dict[str, Any]]:
     """Read the lines of a file, if there is one."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    return [{"blocks": 0} | json.loads(line) for line in lines if line.endswith("}")]
 
 
 def measure_costs(options: argparse.Namespace) -> None:
@@ -169,12 +226,13 @@ def measure_costs(options: argparse.Namespace) -> None:
 
 def print_table(lines: list[dict[str, Any]]) -> None:
     """Print the mean over the seeds, and the range, of each kind of run."""
-    print("| operator | local branch | steps | trained | seeds | untrained | cosine | Spearman | nearest ten | s |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    heads = ["operator", "local branch", "steps", "of blocks", "trained", "seeds", "untrained"]
+    heads += ["cosine", "Spearman", "nearest ten", "s"]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
-        groups[line["operator"], line["local"], line["steps"], line["tune"]].append(line)
-    for (name, local, steps, tune), runs in sorted(
+        groups[line["operator"], line["local"], line["steps"], line["blocks"], line["tune"]].append(line)
+    for (name, local, steps, blocks, tune), runs in sorted(
         groups.items(), key=lambda each: (each[0][2], -each[1][0]["cosine"])
     ):
         shown = []
@@ -184,11 +242,11 @@ def print_table(lines: list[dict[str, Any]]) -> None:
             shown.append(f"{statistics.fmean(numbers):.3f}{spread}")
         untrained = f"{runs[0]['untrained']:.3f}" if "untrained" in runs[0] else "–"
         seconds = f"{statistics.fmean(each.get('seconds', 0) for each in runs):.0f}"
-        columns = (name, local or "–", steps, tune, len(runs), untrained, *shown, seconds)
+        columns = (name, local or "–", steps, blocks or "–", tune, len(runs), untrained, *shown, seconds)
         print(f"| {' | '.join(map(str, columns))} |")
         for part in ("summary only", "local only"):
             if part in runs[0]:
-                print(f"| – {part}, cosine of tokens | | | | | | {runs[0][part]:.3f} | | | |")
+                print(f"| – {part}, cosine of tokens | | | | | | | {runs[0][part]:.3f} | | | |")
 
 
 def main() -> None:
@@ -201,6 +259,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(OPERATORS), help="which operators and controls")
     parser.add_argument("--local", nargs="+", type=int, default=[0, LOCAL], help="lengths of the branch, 0 for none")
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--blocks", type=int, default=0, help="of these, steps of each attention alone")
     parser.add_argument("--tune", nargs="+", default=["attention"], help="attention, lora, all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--costs", action="store_true", help="measure seconds and memory, and train nothing")
@@ -210,9 +269,10 @@ def main() -> None:
         measure_costs(options)
         return
     if not options.collect:
-        done = [[line[key] for key in describe("", None, 0, 0, "")] for line in read(options.out)]
+        done = [[line[key] for key in describe("", None, 0, 0, "", 0)] for line in read(options.out)]
         for seed, tune, name, local in itertools.product(options.seeds, options.tune, options.only, options.local):
-            if (name in (DRAWN_AGAIN, RANDOM) and local) or [name, local or None, options.steps, seed, tune] in done:
+            identity = describe(name, local or None, options.steps, seed, tune, options.blocks)
+            if (name in (DRAWN_AGAIN, RANDOM) and local) or list(identity.values()) in done:
                 continue
             line = json.dumps(run(options, name, local or None, options.steps, seed, tune))
             with options.out.open("a", encoding="utf-8") as file:
