@@ -136,7 +136,7 @@ def test_blocks_are_trained_to_the_teachers_responses_and_nothing_else_is(senten
 
     before = distances(student)
     sentences.train_blocks(student, "linear_elu", teacher, inputs, 200)
-    assert all(later < 0.7 * first for later, first in zip(distances(student), before, strict=True))
+    assert all(later < 0.9 * first for later, first in zip(distances(student), before, strict=True))
     changed = {
         name
         for (name, one), other in zip(student.state_dict().items(), teacher.state_dict().values(), strict=True)
