@@ -4,6 +4,7 @@
     python benchmarks/ceiling.py --root data --out benchmarks/records/ceiling.jsonl --only none softmax
     python benchmarks/ceiling.py --root data --out benchmarks/records/ceiling.jsonl --tasks mosaic     # all contestants
     python benchmarks/ceiling.py --collect benchmarks/records/ceiling.jsonl --picture ceiling.png      # runs nothing
+    python benchmarks/ceiling.py --root data --tasks mosaic --times           # the time of a step, trains nothing
 
 Nothing that approximates softmax attention can be shown to help where softmax itself does not, so that comes first:
 softmax against nothing, three seeds, on tasks where an answer lies far away:
@@ -57,7 +58,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from ceiling_tasks import TASKS, Batch, Task, compute_loss, score_samples
-from power import LEVEL, POWER, decode, encode
+from power import LEVEL, POWER, encode, samples, score
 from recall_task import CHANNELS, batch_norm, block, convolution, make_mixer
 from scipy import stats
 from torch import Generator, Tensor, nn
@@ -71,6 +72,7 @@ DEEPER, NORMED, RECOMMENDED = "deeper", ", normed", ", attention_for"
 CONTESTANTS = ["none", DEEPER, "softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv", "averaged"]
 CONTESTANTS += ["factorized_gaussian", "siamese", "flare", "linear_relu"]
 RATES = {"restoration": 1e-2, "stacks": 3e-2, "mosaic": 3e-3, "colour": 1e-2, "hidden": 3e-3}
+TURNS = 8
 CONTROLS = ("none", DEEPER)
 IDENTITY = ("task", "network", "seed", "rate", "steps")
 Lines = Sequence[dict[str, Any]]
@@ -210,22 +212,32 @@ class Comparison(NamedTuple):
 
 def pool_variance(networks: Mapping[str, Lines]) -> tuple[float, int]:
     """Return the variance over seeds, pooled over the networks, and its degrees of freedom."""
-    groups = [[line["score"] for line in lines] for lines in networks.values() if len(lines) > 1]
+    groups = [[score(line) for line in lines] for lines in networks.values() if len(lines) > 1]
     freedom = sum(len(each) - 1 for each in groups)
     total = sum(statistics.variance(each) * (len(each) - 1) for each in groups)
     return total / freedom if freedom else math.nan, freedom
 
 
+def sample_variance(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float:
+    """Return the variance by the samples of a mean difference; without samples as if errors had nothing in common."""
+    scores = [(samples(a), samples(b)) for a, b in pairs]
+    differences = [a - b for a, b in scores if a is not None and b is not None]
+    if len(differences) < len(pairs):
+        mean = statistics.mean(score(line) for pair in pairs for line in pair)
+        return 2 * mean * (100 - mean) / pairs[0][0]["images"]
+    paired = np.mean(differences, 0)
+    return float(paired.var(ddof=1)) / len(paired)
+
+
 def compare(name: str, other: str, networks: Mapping[str, Lines]) -> Comparison:
     """Compare two networks of a task over the same samples and seeds; a single seed shows nothing."""
     pairs = [(a, b) for a, b in itertools.product(networks[name], networks[other]) if a["seed"] == b["seed"]]
-    differences = [a["score"] - b["score"] for a, b in pairs]
+    differences = [score(a) - score(b) for a, b in pairs]
     mean = statistics.mean(differences)
     variance, freedom = pool_variance(networks)
     if len(pairs) == 1 or not freedom:
         return Comparison(mean, math.nan, False)
-    samples = np.mean([decode(a["samples"]) - decode(b["samples"]) for a, b in pairs], 0)
-    deviation = math.sqrt(2 * variance / len(pairs) + float(samples.var(ddof=1)) / len(samples))
+    deviation = math.sqrt(2 * variance / len(pairs) + sample_variance(pairs))
     student = stats.t(freedom)
     limit = student.ppf(1 - LEVEL / 2 / max(1, len(networks) - 1))
     above = mean > limit * deviation and min(differences) > 0
@@ -243,7 +255,7 @@ def group(lines: Lines, steps: int) -> dict[str, dict[str, list[dict[str, Any]]]
 
 def spell(lines: Lines) -> str:
     """Format the score of each seed."""
-    return ", ".join(f"{line['score']:.2f}" for line in lines)
+    return ", ".join(f"{score(line):.2f}" for line in lines)
 
 
 def format_ceiling(tasks: Mapping[str, Mapping[str, Lines]]) -> str:
@@ -265,16 +277,32 @@ def format_contest(name: str, networks: Mapping[str, Lines]) -> str:
     """Format all networks of a task, the best first, beside the controls, as a Markdown table."""
     controls = [each for each in CONTROLS if each in networks]
     above = [f"above {each}" for each in controls]
-    heads = [name, "each seed", "mean", "− none", "could see", *above, "MACs", "core ms a training step"]
+    heads = [name, "each seed", "mean", "− none", "could see", *above, "MACs"]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for network, lines in sorted(networks.items(), key=lambda each: -mean_score(each[1])):
         found = compare(network, "none", networks)
         cells = [f"`{network}`", spell(lines), f"{mean_score(lines):.2f}", f"{found.mean:+.2f}", f"{found.seen:.2f}"]
         cells += [yes(compare(network, each, networks).above) if each != network else "" for each in controls]
         cells += [f"{count_macs(network, TASKS[name]) / 1e6:.0f} m"]
-        cells += [f"{1e3 * statistics.median(line['seconds'] / line['steps'] for line in lines):.0f}"]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def format_times(name: str, root: Path, contestants: Sequence[str]) -> str:
+    """Time a training step of each network, in turns on one batch; format the medians as a Markdown table."""
+    task = TASKS[name]
+    batch = task.draw(root, True, task.batch, Generator().manual_seed(0))
+    networks = {each: Network(each, task) for each in contestants}
+    times: dict[str, list[float]] = {each: [] for each in contestants}
+    for _ in range(TURNS):
+        for each, net in networks.items():
+            started = time.perf_counter()
+            compute_loss(pooled_outputs(net, batch), batch.wanted).backward()
+            times[each].append(time.perf_counter() - started)
+    # The first turn allocates.
+    medians = {each: 1e3 * statistics.median(taken[1:]) for each, taken in times.items()}
+    rows = [f"| `{each}` | {ms:.0f} | {ms / medians[contestants[0]]:.2f} |" for each, ms in medians.items()]
+    return "\n".join([f"| {name} | ms a step | of {contestants[0]} |", "|---|---|---|", *rows])
 
 
 def yes(answer: bool) -> str:
@@ -284,7 +312,7 @@ def yes(answer: bool) -> str:
 
 def mean_score(lines: Lines) -> float:
     """Return the mean over the seeds."""
-    return statistics.mean(line["score"] for line in lines)
+    return statistics.mean(score(line) for line in lines)
 
 
 def count_macs(network: str, task: Task) -> int:
@@ -321,8 +349,12 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, help="default: the task's own")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--collect", type=Path, metavar="FILE", help="run nothing, print the tables of this record")
+    parser.add_argument("--times", action="store_true", help="time a training step, forward and backward, and stop")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the differences, as .svg or .png")
     options = parser.parse_args()
+    if options.times:
+        print(*(format_times(name, options.root, options.only) for name in options.tasks), sep="\n\n")
+        return
     if not options.collect:
         run_missing(options)
     tasks = group(read(options.collect or options.out), options.steps)

@@ -171,6 +171,19 @@ def test_comparisons_are_of_the_same_samples_and_seeds(ceiling: ModuleType) -> N
     assert not ceiling.compare("softmax", "none", {"none": none, "softmax": better[:1]}).above
 
 
+def test_without_samples_their_errors_have_nothing_in_common(ceiling: ModuleType) -> None:
+    scores = {"none": (70.0, 71.0), "softmax": (72.0, 73.0)}
+    networks = {
+        name: [{"seed": seed, "score": each, "images": 100} for seed, each in enumerate(values)]
+        for name, values in scores.items()
+    }
+    # Two seeds of two networks: a variance of 0.5, two degrees of freedom. A share of 71.5 % of 100 images, twice.
+    deviation = (2 * 0.5 / 2 + 2 * 71.5 * 28.5 / 100) ** 0.5
+    found = ceiling.compare("softmax", "none", networks)
+    assert found.seen == pytest.approx((4.303 + 1.061) * deviation, rel=1e-3)
+    assert not found.above
+
+
 def test_runs_of_other_steps_are_another_table(ceiling: ModuleType) -> None:
     lines = [line(ceiling, name, seed, torch.full((4,), 60.0)) for name in ("none", "softmax") for seed in (1, 2)]
     short = line(ceiling, "softmax", 1, torch.full((4,), 50.0)) | {"steps": 10}
@@ -194,11 +207,24 @@ def test_runs_are_recorded_once_and_tables_name_them(
         (name, seed) for seed in (1, 2) for name in ("none", "softmax")
     ]
     for each in lines:
-        assert len(ceiling.decode(each["samples"])) == 4
-        assert ceiling.decode(each["samples"]).mean() == pytest.approx(each["score"], abs=0.05)
+        assert len(ceiling.samples(each)) == 4
+        assert ceiling.samples(each).mean() == pytest.approx(each["score"], abs=0.05)
     shown = capsys.readouterr().out
     assert f"{lines[0]['score']:.2f}, {lines[2]['score']:.2f}" in shown
     before = record.read_bytes()
     ceiling.main()
     assert record.read_bytes() == before
     assert picture.stat().st_size > 5000
+
+
+def test_times_are_of_each_network(
+    tasks: ModuleType, ceiling: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(tasks.TASKS, "mosaic", tasks.TASKS["mosaic"]._replace(batch=2))
+    words = ["ceiling.py", "--root", ".", "--tasks", "mosaic", "--only", "none", "averaged", "--times"]
+    monkeypatch.setattr(sys, "argv", words)
+    ceiling.main()
+    rows = [row.split("|") for row in capsys.readouterr().out.splitlines()]
+    assert [row[1].strip() for row in rows] == ["mosaic", "---", "`none`", "`averaged`"]
+    assert all(float(row[2]) > 0 for row in rows[2:])
+    assert rows[2][3].strip() == "1.00"

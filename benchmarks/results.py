@@ -1,0 +1,143 @@
+"""Does attention help, where, by how much, and what could the runs have seen? The first table of docs/results.md.
+
+    python benchmarks/results.py --picture docs/images/results-front.png
+
+Trains nothing: it reads benchmarks/records. Each row compares a network with attention with one without, by the rule of
+benchmarks/ceiling.py: the variance over seeds is pooled over all networks of the record and task; samples are paired
+where the record keeps them, and else the errors of two networks count as if they had nothing in common. Levels are
+divided by the number of networks of that record and task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import power
+from ceiling import CONTROLS, STEPS, compare, mean_score
+from ceiling import group as group_tasks
+from ceiling_tasks import TASKS
+
+RECORDS = Path(__file__).parent / "records"
+TITLES = {
+    "mosaic": "twins in a mosaic",
+    "colour": "colour of a grey image",
+    "hidden": "classes of a hidden part",
+    "restoration": "noise on textures",
+    "stacks": "noise on stacks",
+}
+Networks = dict[str, list[dict[str, Any]]]
+
+
+class Row(NamedTuple):
+    """A comparison: what is asked, where, with which attention and against what."""
+
+    task: str
+    record: str
+    network: str
+    other: str
+
+
+# In the order of the table; those of the ceiling follow, softmax first.
+PAPERS = [
+    Row("classes of CIFAR-10, KANet", "cifar10", "kanet_qkv", "zeroed.kanet_qkv"),
+    Row("classes of CIFAR-10, KANet", "cifar10", "kanet_kv", "zeroed.kanet_qkv"),
+    Row("classes of CIFAR-10, SANet as printed", "cifar10", "literal.sanet", "zeroed.sanet"),
+    Row("recall of 8 pairs on 8 × 8", "recall", "softmax", "convolution"),
+]
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    """Read the lines of a record."""
+    return [json.loads(line) for line in (RECORDS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def networks_of(name: str) -> Networks:
+    """Return the runs of a record of accuracies by network, of each the rate with most seeds."""
+    images = {"cifar10": 5000, "recall": 2048}[name]
+    lines = [line for line in read(name) if line.get("pairs", 8) == 8 and line.get("size", [8, 8]) == [8, 8]]
+    found: Networks = {}
+    for each in power.group(lines)[""]:
+        runs = [line | {"score": power.score(line), "images": images} for line in each]
+        found[runs[0].get("network") or runs[0]["operator"]] = runs
+    return found
+
+
+def rows_of_tasks(tasks: dict[str, Networks]) -> Iterator[Row]:
+    """Yield a row for softmax on each task, and for the best of the other operators where they were tried."""
+    for task, networks in tasks.items():
+        tried = [name for name in networks if name not in (*CONTROLS, "softmax") and len(networks[name]) > 1]
+        best = sorted(tried, key=lambda name: -mean_score(networks[name]))[:1]
+        for name in ("softmax", *best):
+            yield Row(TITLES[task], task, name, "none")
+
+
+def verdict(row: Row, networks: Networks) -> str:
+    """Say whether attention helps: above what could be by chance, below it, or neither."""
+    if compare(row.network, row.other, networks).above:
+        return "yes"
+    return "no, it costs" if compare(row.other, row.network, networks).above else "not seen"
+
+
+def format_row(row: Row, networks: Networks) -> str:
+    """Format a row of the table."""
+    found, unit = compare(row.network, row.other, networks), unit_of(row)
+    sides = [f"{mean_score(networks[each]):.1f}" for each in (row.other, row.network)]
+    each = ", ".join(f"{difference:+.2f}" for difference in differences(row, networks))
+    cells = [row.task, f"`{row.network}`", *sides, f"{found.mean:+.2f} {unit}", each, f"{found.seen:.2f}"]
+    return f"| {' | '.join([*cells, verdict(row, networks)])} |"
+
+
+def differences(row: Row, networks: Networks) -> list[float]:
+    """Return the difference of each seed."""
+    other = {line["seed"]: line["score"] for line in networks[row.other]}
+    return [line["score"] - other[line["seed"]] for line in networks[row.network] if line["seed"] in other]
+
+
+def unit_of(row: Row) -> str:
+    """Return the unit of a row's scores."""
+    return TASKS[row.record].unit if row.record in TASKS else "points"
+
+
+def draw(rows: Sequence[tuple[Row, Networks]], file: Path) -> None:
+    """Draw the differences of each seed, over what could be seen, in grey; points and dB side by side."""
+    import matplotlib.pyplot as plt
+
+    units = ("points", "dB")
+    parts = [[each for each in rows if unit_of(each[0]) == unit] for unit in units]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 0.36 * max(map(len, parts)) + 1.1), layout="constrained")
+    for place, unit, part in zip(axes, units, parts, strict=True):
+        for height, (row, networks) in enumerate(part):
+            seen, points = compare(row.network, row.other, networks).seen, differences(row, networks)
+            place.barh(height, 2 * seen, left=-seen, color="0.88")
+            place.plot(points, [height] * len(points), "o", color="C0", markersize=4.5)
+        place.axvline(0, color="0.4", lw=0.8)
+        if unit == "points":
+            # Recall is far above all others.
+            place.set_xscale("symlog", linthresh=10)
+            place.set_xticks([-10, -5, 0, 5, 10, 50], ["−10", "−5", "0", "+5", "+10", "+50"])
+        labels = [f"{row.task}: {row.network.removeprefix('literal.')}" for row, _ in part]
+        place.set(yticks=range(len(part)), yticklabels=labels, xlabel=f"with attention − without, {unit}")
+        place.invert_yaxis()
+    figure.savefig(file, dpi=150)
+
+
+def main() -> None:
+    """Print the table, and draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the differences, as .svg or .png")
+    options = parser.parse_args()
+    tasks = group_tasks(read("ceiling"), STEPS)
+    sources = {name: networks_of(name) for name in ("cifar10", "recall")} | tasks
+    rows = [(row, sources[row.record]) for row in (*PAPERS, *rows_of_tasks(tasks))]
+    heads = ["asked", "attention", "without, mean", "with, mean", "difference", "of each seed", "could see", "helps"]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", *(format_row(*each) for each in rows), sep="\n")
+    if options.picture:
+        draw(rows, options.picture)
+
+
+if __name__ == "__main__":
+    main()
