@@ -34,6 +34,7 @@ class Task(NamedTuple):
     batch: int
     tested: int  # samples
     unit: str
+    rate: float  # of AdamW
 
 
 # ---- restoration of repeated structure -------------------------------------------------------------------------------
@@ -202,11 +203,11 @@ def draw_hidden(root: Path, training: bool, count: int, generator: Generator) ->
 
 
 TASKS = {
-    "restoration": Task(functools.partial(draw_noisy, textures), (CROP, CROP), 2, 1, 4, 8, 250, "dB"),
-    "stacks": Task(functools.partial(draw_noisy, stacks), (CROP, CROP), 2, 1, 4, 8, 300, "dB"),
-    "mosaic": Task(draw_mosaic, (TILES * SIDE, TILES * SIDE), 4, 3, 2, 32, 500, "points"),
-    "colour": Task(draw_colour, (32, 32), 2, 4, 2, 64, 2000, "dB"),
-    "hidden": Task(draw_hidden, STREET, 4, 4, CLASSES, 16, 305, "points"),
+    "restoration": Task(functools.partial(draw_noisy, textures), (CROP, CROP), 2, 1, 4, 8, 250, "dB", 1e-2),
+    "stacks": Task(functools.partial(draw_noisy, stacks), (CROP, CROP), 2, 1, 4, 8, 300, "dB", 1e-2),
+    "mosaic": Task(draw_mosaic, (TILES * SIDE, TILES * SIDE), 4, 3, 2, 32, 500, "points", 3e-3),
+    "colour": Task(draw_colour, (32, 32), 2, 4, 2, 64, 2000, "dB", 1e-2),
+    "hidden": Task(draw_hidden, STREET, 4, 4, CLASSES, 16, 305, "points", 3e-3),
 }
 
 

@@ -108,6 +108,8 @@ def group(lines: Lines) -> dict[str, list[list[dict[str, Any]]]]:
     """Return the runs of each task and network, or of what else a record compares, where there are several seeds."""
     tasks: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for line in lines:
+        if line.get("task") in TASKS and line["rate"] != TASKS[line["task"]].rate:
+            continue  # tried, and not taken
         name = next(line[key] for key in ("network", "variant", "operator") if key in line)
         tasks.setdefault(line.get("task", ""), {}).setdefault((name, str(line.get("rate"))), []).append(line)
     found = {task: [each for each in networks.values() if len(each) > 1] for task, networks in tasks.items()}

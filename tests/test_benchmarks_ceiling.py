@@ -146,7 +146,7 @@ def test_networks_of_a_seed_start_as_one_function(tasks: ModuleType, ceiling: Mo
 
 
 def line(ceiling: ModuleType, network: str, seed: int, scores: Tensor) -> dict[str, Any]:
-    rate = ceiling.RATES["mosaic"]
+    rate = ceiling.TASKS["mosaic"].rate
     values = {"task": "mosaic", "network": network, "seed": seed, "rate": rate, "steps": 800, "seconds": 1.0}
     return values | {"score": float(scores.mean()), "samples": ceiling.encode(scores.numpy())}
 
@@ -199,18 +199,19 @@ def test_runs_are_recorded_once_and_tables_name_them(
     monkeypatch.setitem(tasks.TASKS, "mosaic", small)
     record, picture = tmp_path / "ceiling.jsonl", tmp_path / "ceiling.png"
     words = ["ceiling.py", "--root", str(tmp_path), "--out", str(record), "--tasks", "mosaic", "--steps", "10"]
-    words += ["--only", "none", "softmax", "--seeds", "1", "2", "--picture", str(picture)]
+    words += ["--only", "none", "deeper", "softmax", "--seeds", "1", "2", "--picture", str(picture)]
     monkeypatch.setattr(sys, "argv", words)
     ceiling.main()
     lines = [json.loads(each) for each in record.read_text().splitlines()]
     assert [(each["network"], each["seed"]) for each in lines] == [
-        (name, seed) for seed in (1, 2) for name in ("none", "softmax")
+        (name, seed) for seed in (1, 2) for name in ("none", "deeper", "softmax")
     ]
     for each in lines:
         assert len(ceiling.samples(each)) == 4
         assert ceiling.samples(each).mean() == pytest.approx(each["score"], abs=0.05)
     shown = capsys.readouterr().out
-    assert f"{lines[0]['score']:.2f}, {lines[2]['score']:.2f}" in shown
+    assert "| mosaic | 16 × 16 | " in shown
+    assert f"{lines[0]['score']:.2f}, {lines[3]['score']:.2f}" in shown
     before = record.read_bytes()
     ceiling.main()
     assert record.read_bytes() == before

@@ -73,7 +73,8 @@ def test_a_row_for_each_record_and_task(tmp_path: Path, power: ModuleType) -> No
     scores = {"colour": [20.0, 20.2], "mosaic": [50.0, 52.0]}
     each = [(task, value, np.full(4, value)) for task, values in scores.items() for value in values]
     lines = [
-        {"task": task, "network": "none", "score": value, "samples": power.encode(all_)} for task, value, all_ in each
+        {"task": task, "network": "none", "rate": power.TASKS[task].rate, "score": value, "samples": power.encode(all_)}
+        for task, value, all_ in each
     ]
     tasks.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     command = [sys.executable, str(BENCHMARKS / "power.py"), f"{record}:5000", str(tasks)]
