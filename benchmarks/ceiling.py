@@ -36,10 +36,10 @@ all have 0.01 there. Contestants are those of benchmarks/recall.py, and
 - "…, normed": the operator behind batch norm.
 
 A run is a line of JSON with the score of each test sample (half precision, base 64), so that networks are compared by
-sample: the difference of two networks has the variance 2 σ²/s of s seeds and that of its samples' mean. σ² is pooled
-over all networks of a task, each with s − 1 degrees of freedom; quantiles are Student's, and a level of 5 % is divided
-by the number of networks that are compared (Bonferroni). The smallest difference is the one that is found in four of
-five cases. Finished runs are not run again.
+sample: a difference of two networks has the variance of benchmarks/power.py, by its seeds and by its samples. σ² is
+pooled over all networks of a task, each with s − 1 degrees of freedom; quantiles are Student's, and a level of 5 % is
+divided by the number of networks that are compared with one control (Bonferroni). The smallest difference is the one
+that is found in four of five cases. Finished runs are not run again.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from ceiling_tasks import TASKS, Batch, Task, compute_loss, score_samples
-from power import LEVEL, POWER, encode, samples, score
+from power import LEVEL, POWER, bound, encode, read_lines, sample_variances, samples, score
 from recall_task import CHANNELS, batch_norm, block, convolution, make_mixer
 from scipy import stats
 from torch import Generator, Tensor, nn
@@ -182,15 +181,9 @@ def run(name: str, contestant: str, root: Path, rate: float, steps: int, seed: i
     return line | {"seconds": round(time.process_time() - started, 1), "versions": versions}
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """Read the lines of a record, if there is one; an incomplete last line is skipped."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
 def run_missing(options: argparse.Namespace) -> None:
     """Run what the options select and the record does not have; all networks with one seed before the next."""
-    done = {tuple(line[key] for key in IDENTITY) for line in read(options.out)}
+    done = {tuple(line[key] for key in IDENTITY) for line in read_lines(options.out)}
     for seed, name, contestant in itertools.product(options.seeds, options.tasks, options.only):
         for rate in options.rates or [TASKS[name].rate]:
             if (name, contestant, seed, rate, options.steps) in done:
@@ -218,26 +211,20 @@ def pool_variance(networks: Mapping[str, Lines]) -> tuple[float, int]:
     return total / freedom if freedom else math.nan, freedom
 
 
-def sample_variance(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float:
-    """Return the variance by the samples of a mean difference; without samples as if errors had nothing in common."""
-    scores = [(samples(a), samples(b)) for a, b in pairs]
-    differences = [a - b for a, b in scores if a is not None and b is not None]
-    if len(differences) < len(pairs):
-        mean = statistics.mean(score(line) for pair in pairs for line in pair)
-        return 2 * mean * (100 - mean) / pairs[0][0]["images"]
-    paired = np.mean(differences, 0)
-    return float(paired.var(ddof=1)) / len(paired)
-
-
 def compare(name: str, other: str, networks: Mapping[str, Lines]) -> Comparison:
-    """Compare two networks of a task over the same samples and seeds; a single seed shows nothing."""
-    pairs = [(a, b) for a, b in itertools.product(networks[name], networks[other]) if a["seed"] == b["seed"]]
-    differences = [score(a) - score(b) for a, b in pairs]
-    mean = statistics.mean(differences)
+    """Compare two networks of a task over the same samples and seeds, in their order; a single seed shows nothing."""
+    both = {line["seed"] for line in networks[name]} & {line["seed"] for line in networks[other]}
+    ours, theirs = ([line for line in networks[each] if line["seed"] in both] for each in (name, other))
+    differences = [score(a) - score(b) for a, b in zip(ours, theirs, strict=True)]
     variance, freedom = pool_variance(networks)
-    if len(pairs) == 1 or not freedom:
-        return Comparison(mean, math.nan, False)
-    deviation = math.sqrt(2 * variance / len(pairs) + sample_variance(pairs))
+    if len(differences) < 2 or not freedom:
+        return Comparison(differences[0] if differences else math.nan, math.nan, False)
+    mean, variances = statistics.mean(differences), sample_variances([ours, theirs])
+    if variances is None:
+        by_samples = bound([*ours, *theirs]) / ours[0]["images"]
+    else:
+        by_samples = max(0.0, variances[0] - variances[1]) / len(samples(ours[0]))
+    deviation = math.sqrt(2 * variance / len(differences) + by_samples)
     student = stats.t(freedom)
     limit = student.ppf(1 - LEVEL / 2 / max(1, len(networks) - 1))
     above = mean > limit * deviation and min(differences) > 0
@@ -255,40 +242,47 @@ def group(lines: Lines, steps: int) -> dict[str, dict[str, list[dict[str, Any]]]
 
 def spell(lines: Lines) -> str:
     """Format the score of each seed."""
-    return ", ".join(f"{score(line):.2f}" for line in lines)
+    return ", ".join(f"{score(line):.2f}" for line in lines) or "–"
 
 
 def format_ceiling(tasks: Mapping[str, Mapping[str, Lines]]) -> str:
     """Format softmax beside the controls, on each task, as a Markdown table."""
-    heads = [*CONTROLS, "softmax", *(f"softmax − {each} (could see)" for each in CONTROLS), "above"]
-    rows = [f"| task | positions | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
+    heads = ["task", "positions", *CONTROLS, "softmax"]
+    heads += [head for each in CONTROLS for head in (f"softmax − {each}", "could see", "above")]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, networks in tasks.items():
-        if not {*CONTROLS, "softmax"} <= networks.keys():
-            continue
-        task, found = TASKS[name], [compare("softmax", each, networks) for each in CONTROLS]
-        sides = " × ".join(str(side // task.patch) for side in task.size)
-        differences = [f"{signed(each.mean)} {task.unit} ({spell_seen(each)})" for each in found]
-        cells = [name, sides, *(spell(networks[each]) for each in (*CONTROLS, "softmax")), *differences]
-        above = [each for each, compared in zip(CONTROLS, found, strict=True) if compared.above]
-        rows.append(f"| {' | '.join([*cells, ' and '.join(above) or 'neither'])} |")
+        if "softmax" in networks:
+            task = TASKS[name]
+            cells = [f"{name}, {task.unit}", " × ".join(str(side // task.patch) for side in task.size)]
+            cells += [spell(networks.get(each, [])) for each in (*CONTROLS, "softmax")]
+            for each in CONTROLS:
+                cells += spell_comparison("softmax", each, networks)
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def spell_comparison(name: str, other: str, networks: Mapping[str, Lines]) -> list[str]:
+    """Format the difference of two networks, what could be seen and whether it is above; blank for one network."""
+    if name == other:
+        return ["", "", ""]
+    if other not in networks:
+        return ["–", "–", "–"]
+    found = compare(name, other, networks)
+    seen = ["–", "–"] if math.isnan(found.seen) else [f"{found.seen:.2f}", "yes" if found.above else "no"]
+    return ["–" if math.isnan(found.mean) else signed(found.mean), *seen]
 
 
 def format_contest(name: str, networks: Mapping[str, Lines]) -> str:
     """Format all networks of a task, the best first, beside the controls, as a Markdown table."""
     controls = [each for each in CONTROLS if each in networks]
-    above = [f"above {each}" for each in controls]
-    heads = [name, "each seed", "mean", "− none", "could see", *above, "MACs"]
+    heads = [name, "each seed", "mean", *(x for each in controls for x in (f"− {each}", "could see", "above")), "MACs"]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for network, lines in sorted(networks.items(), key=lambda each: -mean_score(each[1])):
-        found = compare(network, "none", networks)
-        difference = ["", ""] if network == "none" else [signed(found.mean), spell_seen(found)]
         # One seed is a draft.
-        cells = [f"`{network}`{' †' * (len(lines) == 1)}", spell(lines), f"{mean_score(lines):.2f}", *difference]
+        cells = [f"`{network}`{' †' * (len(lines) == 1)}", spell(lines), f"{mean_score(lines):.2f}"]
         for each in controls:
-            cells.append("" if each == network or len(lines) == 1 else yes(compare(network, each, networks).above))
-        cells += [f"{count_macs(network, TASKS[name]) / 1e6:.0f} m"]
-        rows.append(f"| {' | '.join(cells)} |")
+            cells += spell_comparison(network, each, networks)
+        rows.append(f"| {' | '.join(cells)} | {count_macs(network, TASKS[name]) / 1e6:.0f} m |")
     return "\n".join(rows)
 
 
@@ -305,23 +299,19 @@ def format_times(name: str, root: Path, contestants: Sequence[str]) -> str:
             times[each].append(time.perf_counter() - started)
     # The first turn allocates.
     medians = {each: 1e3 * statistics.median(taken[1:]) for each, taken in times.items()}
-    rows = [f"| `{each}` | {ms:.0f} | {ms / medians[contestants[0]]:.2f} |" for each, ms in medians.items()]
+    rows = [f"| `{each}` | {ms:.1f} | {ms / medians[contestants[0]]:.2f} |" for each, ms in medians.items()]
     return "\n".join([f"| {name} | ms a step | of {contestants[0]} |", "|---|---|---|", *rows])
 
 
-def spell_seen(found: Comparison) -> str:
-    """Format the smallest difference that could be seen; a single seed sees none."""
-    return "–" if math.isnan(found.seen) else f"{found.seen:.2f}"
+def subtract(ours: Lines, theirs: Lines) -> list[float]:
+    """Return the difference of each seed that both have."""
+    others = {line["seed"]: score(line) for line in theirs}
+    return [score(line) - others[line["seed"]] for line in ours if line["seed"] in others]
 
 
 def signed(difference: float) -> str:
     """Format a difference."""
     return f"{difference:+.2f}".replace("-", "−")
-
-
-def yes(answer: bool) -> str:
-    """Spell an answer."""
-    return "yes" if answer else "no"
 
 
 def mean_score(lines: Lines) -> float:
@@ -341,10 +331,8 @@ def draw(tasks: Mapping[str, Mapping[str, Lines]], file: Path) -> None:
     figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks) + 1, 3.6), layout="constrained", squeeze=False)
     for place, (name, networks) in zip(axes.flat, tasks.items(), strict=True):
         others = sorted(set(networks) - {"none"}, key=lambda each: mean_score(networks[each]))
-        none = {line["seed"]: line["score"] for line in networks["none"]}
         for row, network in enumerate(others):
-            seen = compare(network, "none", networks).seen
-            differences = [line["score"] - none[line["seed"]] for line in networks[network]]
+            seen, differences = compare(network, "none", networks).seen, subtract(networks[network], networks["none"])
             place.barh(row, 2 * seen, left=-seen, color="0.9")
             place.plot(differences, [row] * len(differences), "o", color="C0", markersize=4)
         place.axvline(0, color="0.5", lw=0.8)
@@ -371,10 +359,11 @@ def main() -> None:
         return
     if not options.collect:
         run_missing(options)
-    tasks = group(read(options.collect or options.out), options.steps)
+    tasks = group(read_lines(options.collect or options.out), options.steps)
     print(format_ceiling(tasks))
     for name, networks in tasks.items():
-        print("\n" + format_contest(name, networks))
+        if networks.keys() - {*CONTROLS, "softmax"}:
+            print("\n" + format_contest(name, networks))
     if options.picture:
         draw(tasks, options.picture)
 

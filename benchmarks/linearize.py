@@ -154,7 +154,8 @@ def run(options: argparse.Namespace, name: str, local: int | None, steps: int, s
     inputs = [{"input_ids": each} for each in passages[order].split(BATCH)[:-1]]
     held_out = read_passages(tokenizer, options.text, (MEASURED,))
     held_out = held_out[torch.linspace(0, len(held_out) - 1, HELD_OUT).long()]
-    wanted, line = embed(teacher, held_out), describe(name, local, steps, seed, tune, options.blocks)
+    wanted, identity = embed(teacher, held_out), describe(name, local, steps, seed, tune, options.blocks)
+    line = dict(identity)
     if name == RANDOM:
         return line | compare(embed(type(teacher)(teacher.config).eval(), held_out), wanted)
     student, operator = copy.deepcopy(teacher), "softmax" if name == DRAWN_AGAIN else name
@@ -176,7 +177,7 @@ def run(options: argparse.Namespace, name: str, local: int | None, steps: int, s
             steps=steps - options.blocks,
             local=local,
             tune=tune,
-            folder=options.checkpoints / "-".join(map(str, line.values())) if options.checkpoints else folder,
+            folder=options.checkpoints / "-".join(map(str, identity.values())) if options.checkpoints else folder,
             quiet=True,
         )
     line |= compare(embed(student, held_out), wanted)
@@ -241,7 +242,7 @@ def print_table(lines: list[dict[str, Any]]) -> None:
             spread = f" ({min(numbers):.3f}–{max(numbers):.3f})" if len(numbers) > 1 else ""
             shown.append(f"{statistics.fmean(numbers):.3f}{spread}")
         untrained = f"{runs[0]['untrained']:.3f}" if "untrained" in runs[0] else "–"
-        seconds = f"{statistics.fmean(each.get('seconds', 0) for each in runs):.0f}"
+        seconds = f"{statistics.fmean(each.get('seconds', 0) + each.get('block_seconds', 0) for each in runs):.0f}"
         columns = (name, local or "–", steps, blocks or "–", tune, len(runs), untrained, *shown, seconds)
         print(f"| {' | '.join(map(str, columns))} |")
         for part in ("summary only", "local only"):
@@ -268,6 +269,8 @@ def main() -> None:
     if options.costs:
         measure_costs(options)
         return
+    if options.blocks and ({"flare", "hedgehog"} & set(options.only) or options.blocks >= options.steps):
+        parser.error("--blocks: fewer than --steps, and of operators that learn nothing of their own")
     if not options.collect:
         done = [[line[key] for key in describe("", None, 0, 0, "", 0)] for line in read(options.out)]
         for seed, tune, name, local in itertools.product(options.seeds, options.tune, options.only, options.local):

@@ -13,9 +13,9 @@ with σ² the variance of a network over its seeds, pooled over all networks wit
 the difference of two networks, and e that for two seeds of one network, which σ² counts already. A two-sided test at
 5 % finds a difference of 1.96 + 0.84 of these deviations in four of five experiments, where σ is known that well.
 
-Where lines keep which images were right, or the score of each sample, d and e are counted. Without, the number of
-samples stands after a colon, and the second term lies between 0 and 2 p (1 − p) / n, as if the errors of networks of
-accuracy p had nothing in common.
+Where lines keep the score of each sample, or which images were right, d and e are counted. Without, the second term
+lies between 0 and 2 p (1 − p) / n, as if the errors of networks of accuracy p had nothing in common. The number of
+samples stands after a colon where lines do not keep their scores. Networks with one seed count for nothing.
 """
 
 from __future__ import annotations
@@ -106,35 +106,52 @@ def score(line: Mapping[str, Any]) -> float:
 
 def group(lines: Lines) -> dict[str, list[list[dict[str, Any]]]]:
     """Return the runs of each task and network, or of what else a record compares, where there are several seeds."""
-    tasks: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
+    tasks: dict[str, dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
     for line in lines:
         if line.get("task") in TASKS and line["rate"] != TASKS[line["task"]].rate:
             continue  # tried, and not taken
         name = next(line[key] for key in ("network", "variant", "operator") if key in line)
-        tasks.setdefault(line.get("task", ""), {}).setdefault((name, str(line.get("rate"))), []).append(line)
+        kind = name, line.get("rate"), line.get("steps")
+        tasks.setdefault(line.get("task", ""), {}).setdefault(kind, []).append(line)
     found = {task: [each for each in networks.values() if len(each) > 1] for task, networks in tasks.items()}
     return {task: networks for task, networks in found.items() if networks}
+
+
+def bound(lines: Lines) -> float:
+    """Return the largest d − e of points where samples are not kept: their errors have nothing in common."""
+    mean = statistics.mean(map(score, lines))
+    return 2 * mean * (100 - mean)
 
 
 def describe(name: str, networks: Sequence[Lines], number: int) -> Iterable[str]:
     """Return the cells of a row."""
     lines = [line for each in networks for line in each]
     unit = TASKS[name].unit if name in TASKS else "points"
-    mean = statistics.mean(map(score, lines))
-    variances, most = sample_variances(networks), 2 * mean * (100 - mean)
-    ranges = (0.0, most) if variances is None else (max(0.0, variances[0] - variances[1]),)
+    kept = any(samples(line) is not None for line in lines)
+    variances = sample_variances(networks)
+    yield from (f"{name}, {unit}", f"{number:,}", f"{len(networks)}, {len(lines)}")
+    yield f"{pooled_variance(networks) ** 0.5:.2f}"
+    if kept and variances is None:  # of one network alone
+        yield from ("–",) * 5
+        return
+    ranges = (0.0, bound(lines)) if variances is None else (max(0.0, variances[0] - variances[1]),)
+    yield f"at most {ranges[1] ** 0.5:.0f}" if variances is None else " and ".join(f"{x**0.5:.1f}" for x in variances)
     spreads = [Spread(pooled_variance(networks), each) for each in ranges]
-    yield from (f"{name}, {unit}", f"{number:,}", f"{len(networks)}, {len(lines)}", f"{spreads[0].seeds ** 0.5:.2f}")
-    yield f"at most {most**0.5:.0f}" if variances is None else " and ".join(f"{each**0.5:.1f}" for each in variances)
     for seeds in (1, 3, 10):
         yield " to ".join(f"{smallest_difference(each, number, seeds):.2f}" for each in spreads)
     needed = [seeds_needed(each, number, WANTED[unit]) for each in spreads]
     yield " to ".join("never" if each is None else f"{each:,}" for each in needed)
 
 
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Read the lines of a record, if there is one; an incomplete last line is skipped."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
 def read(file: Path, wanted: Sequence[str], images: str) -> list[dict[str, Any]]:
     """Read the lines of a record that have the wanted values."""
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(file)
     pairs = [each.partition("=") for each in wanted]
     lines = [line for line in lines if all(str(line.get(key)) == value for key, _, value in pairs)]
     return [line | {"images": int(images)} for line in lines] if images else lines
@@ -153,10 +170,15 @@ def main() -> None:
     )
     for record in options.records:
         file, images = re.fullmatch(r"(.*?)(?::(\d+))?", record).groups()
-        for task, networks in group(read(Path(file), options.only, images)).items():
-            if not images and "samples" not in networks[0][0]:
-                raise SystemExit(f"power: {file} keeps no samples; fix: {file}:NUMBER, with the number of samples.")
-            number = int(images) if images else len(samples(networks[0][0]))
+        tasks = group(read(Path(file), options.only, images))
+        if not tasks:
+            raise SystemExit(f"power: no network of {file} has two seeds; fix: run another seed.")
+        for task, networks in tasks.items():
+            kept = "samples" in networks[0][0]
+            if kept is bool(images):
+                fix = f"{file}, which keeps its samples" if kept else f"{file}:NUMBER, with the number of samples"
+                raise SystemExit(f"power: {record} does not say how many samples there are; fix: {fix}.")
+            number = len(samples(networks[0][0])) if kept else int(images)
             print(f"| {' | '.join(describe(task or Path(file).stem, networks, number))} |")
 
 

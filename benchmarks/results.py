@@ -6,19 +6,18 @@ Trains nothing: it reads benchmarks/records. Each row compares a network with at
 of benchmarks/ceiling.py that is the better of the two controls. The rule is that of the same script: the variance over
 seeds is pooled over all networks of the record and task; samples are paired where the record keeps them, and else the
 errors of two networks count as if they had nothing in common; levels are divided by the number of networks of that
-record and task.
+record and task but one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import power
-from ceiling import CONTROLS, STEPS, compare, mean_score, signed
+from ceiling import CONTROLS, STEPS, compare, mean_score, signed, subtract
 from ceiling import group as group_tasks
 from ceiling_tasks import TASKS
 
@@ -30,6 +29,7 @@ TITLES = {
     "restoration": "noise on textures",
     "stacks": "noise on stacks",
 }
+QUADRATIC = ("softmax", "softmax_pooled", "dot")
 Networks = dict[str, list[dict[str, Any]]]
 
 
@@ -51,30 +51,30 @@ PAPERS = [
 ]
 
 
-def read(name: str) -> list[dict[str, Any]]:
-    """Read the lines of a record."""
-    return [json.loads(line) for line in (RECORDS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def networks_of(name: str) -> Networks:
     """Return the runs of a record of accuracies by network, of each the rate with most seeds."""
     images = {"cifar10": 5000, "recall": 2048}[name]
-    lines = [line for line in read(name) if line.get("pairs", 8) == 8 and line.get("size", [8, 8]) == [8, 8]]
+    lines = [
+        line
+        for line in power.read_lines(RECORDS / f"{name}.jsonl")
+        if line.get("pairs", 8) == 8 and line.get("size", [8, 8]) == [8, 8]
+    ]
     found: Networks = {}
     for each in power.group(lines)[""]:
         runs = [line | {"score": power.score(line), "images": images} for line in each]
-        found[runs[0].get("network") or runs[0]["operator"]] = runs
+        network = runs[0].get("network") or runs[0]["operator"]
+        found[network] = max(found.get(network, []), runs, key=len)
     return found
 
 
 def rows_of_tasks(tasks: dict[str, Networks]) -> Iterator[Row]:
-    """Yield a row for softmax on each task, and for the best of the other operators where they were tried."""
+    """Yield a row for softmax on each task, and for the best operator of linear cost where some were tried."""
     for task, networks in tasks.items():
-        whole = [name for name, runs in networks.items() if len(runs) >= len(networks["none"])]
-        best = sorted(whole, key=lambda name: -mean_score(networks[name]))
+        best = sorted(networks, key=lambda name: -mean_score(networks[name]))
         control = next(name for name in best if name in CONTROLS)
-        others = [name for name in best if name not in (*CONTROLS, "softmax")]
-        for name in ("softmax", *others[:1]):
+        linear = [name for name in best if name not in CONTROLS and name.split(",")[0] not in QUADRATIC]
+        whole = [name for name in linear if len(networks[name]) >= len(networks[control])]
+        for name in (*(["softmax"] if "softmax" in networks else []), *whole[:1]):
             yield Row(TITLES[task], task, name, control)
 
 
@@ -89,15 +89,9 @@ def format_row(row: Row, networks: Networks) -> str:
     """Format a row of the table."""
     found, unit = compare(row.network, row.other, networks), unit_of(row)
     sides = [f"`{name}` {mean_score(networks[name]):.1f}" for name in (row.network, row.other)]
-    each = ", ".join(signed(difference) for difference in differences(row, networks))
+    each = ", ".join(signed(difference) for difference in subtract(networks[row.network], networks[row.other]))
     cells = [row.task, *sides, f"{signed(found.mean)} {unit}", each, f"{found.seen:.2f}"]
     return f"| {' | '.join([*cells, verdict(row, networks)])} |"
-
-
-def differences(row: Row, networks: Networks) -> list[float]:
-    """Return the difference of each seed."""
-    other = {line["seed"]: line["score"] for line in networks[row.other]}
-    return [line["score"] - other[line["seed"]] for line in networks[row.network] if line["seed"] in other]
 
 
 def unit_of(row: Row) -> str:
@@ -115,15 +109,18 @@ def draw(rows: Sequence[tuple[Row, Networks]], file: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 0.36 * max(map(len, parts)) + 1.1), layout="constrained")
     for place, unit, part in zip(axes, units, parts, strict=True):
         for height, (row, networks) in enumerate(part):
-            seen, points = compare(row.network, row.other, networks).seen, differences(row, networks)
+            seen, points = (
+                compare(row.network, row.other, networks).seen,
+                subtract(networks[row.network], networks[row.other]),
+            )
             place.barh(height, 2 * seen, left=-seen, color="0.88")
             place.plot(points, [height] * len(points), "o", color="C0", markersize=4.5)
         place.axvline(0, color="0.4", lw=0.8)
         if unit == "points":
             # Recall is far above all others.
             place.set_xscale("symlog", linthresh=10, linscale=2)
-            place.set(xlim=(-15, 80))
-            place.set_xticks([-10, -5, 0, 5, 10, 50], ["−10", "−5", "0", "+5", "+10", "+50"], minor=False)
+            place.set(xlim=(-50, 80))
+            place.set_xticks([-30, -10, -5, 0, 5, 10, 50], ["−30", "−10", "−5", "0", "+5", "+10", "+50"], minor=False)
             place.xaxis.set_minor_locator(NullLocator())
         labels = [f"{row.task}: {row.network.removeprefix('literal.')}" for row, _ in part]
         place.set(yticks=range(len(part)), yticklabels=labels, xlabel=f"with attention − without, {unit}")
@@ -136,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the differences, as .svg or .png")
     options = parser.parse_args()
-    tasks = group_tasks(read("ceiling"), STEPS)
+    tasks = group_tasks(power.read_lines(RECORDS / "ceiling.jsonl"), STEPS)
     sources = {name: networks_of(name) for name in ("cifar10", "recall")} | tasks
     rows = [(row, sources[row.record]) for row in (*PAPERS, *rows_of_tasks(tasks))]
     heads = ["asked", "with attention", "without", "difference", "of each seed", "could see", "helps"]

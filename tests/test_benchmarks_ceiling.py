@@ -210,7 +210,7 @@ def test_runs_are_recorded_once_and_tables_name_them(
         assert len(ceiling.samples(each)) == 4
         assert ceiling.samples(each).mean() == pytest.approx(each["score"], abs=0.05)
     shown = capsys.readouterr().out
-    assert "| mosaic | 16 × 16 | " in shown
+    assert "| mosaic, points | 16 × 16 | " in shown
     assert f"{lines[0]['score']:.2f}, {lines[3]['score']:.2f}" in shown
     before = record.read_bytes()
     ceiling.main()

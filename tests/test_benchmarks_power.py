@@ -1,4 +1,4 @@
-"""The power of runs: simulated experiments find the stated difference in four of five, and shares are counted."""
+"""The power of runs: simulated experiments find the stated difference in four of five, and variances are counted."""
 
 from __future__ import annotations
 
@@ -85,6 +85,13 @@ def test_a_row_for_each_record_and_task(tmp_path: Path, power: ModuleType) -> No
         ["colour, dB", "4", "1, 2", "0.14"],
         ["mosaic, points", "4", "1, 2", "1.41"],
     ]
+    # Of one network nothing is known of what samples add to a difference.
+    assert [each[4:] for each in cells[1:]] == [["–"] * 5] * 2
+    assert cells[0][4].startswith("at most ")
+    assert (
+        cells[0][5]
+        == f"{(1.96 + 0.8416) * (2 * 2) ** 0.5:.2f} to {(1.96 + 0.8416) * (4 + 2 * 71.5 * 28.5 / 5000) ** 0.5:.2f}"
+    )
     refused = subprocess.run([*command[:2], str(record)], capture_output=True, text=True)
     assert refused.returncode == 1
     assert "fix: " in refused.stderr

@@ -44,14 +44,6 @@ def test_the_page_has_the_rows_of_the_record(
     assert not missing
 
 
-def test_differences_are_of_the_seeds_that_both_have(benchmarks_on_path: None) -> None:
-    results = __import__("results")
-    runs = {"with": {1: 3.0, 2: 5.0, 4: 9.0}, "without": {2: 4.5, 1: 1.0}}
-    networks = {name: [{"seed": seed, "score": each} for seed, each in of.items()] for name, of in runs.items()}
-    row = results.Row("classes", "cifar10", "with", "without")
-    assert results.differences(row, networks) == [2.0, 0.5]
-
-
 def test_verdicts_name_what_helps_and_what_costs(benchmarks_on_path: None) -> None:
     results = __import__("results")
     scores = {"without": (70.0, 70.2, 69.9), "good": (80.0, 80.1, 80.2), "bad": (60.0, 60.1, 60.2)}
