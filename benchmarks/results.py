@@ -100,31 +100,31 @@ def unit_of(row: Row) -> str:
 
 
 def draw(rows: Sequence[tuple[Row, Networks]], file: Path) -> None:
-    """Draw the differences of each seed, over what could be seen, in grey; points and dB side by side."""
+    """Draw the differences of each seed, over what could be seen, in grey; recall has an axis of its own."""
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import NullLocator
 
-    units = ("points", "dB")
-    parts = [[each for each in rows if unit_of(each[0]) == unit] for unit in units]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 0.36 * max(map(len, parts)) + 1.1), layout="constrained")
-    for place, unit, part in zip(axes, units, parts, strict=True):
+    parts: dict[str, list[tuple[Row, Networks]]] = {"points": [], "recall": [], "dB": []}
+    for row, networks in rows:
+        parts["recall" if row.record == "recall" else unit_of(row)].append((row, networks))
+    figure, places = plt.subplot_mosaic(
+        [["points", "dB"], ["recall", "dB"]],
+        figsize=(11, 3.6),
+        height_ratios=[len(parts["points"]), 1],
+        layout="constrained",
+    )
+    for name, part in parts.items():
+        place = places[name]
         for height, (row, networks) in enumerate(part):
-            seen, points = (
-                compare(row.network, row.other, networks).seen,
-                subtract(networks[row.network], networks[row.other]),
-            )
+            seen = compare(row.network, row.other, networks).seen
             place.barh(height, 2 * seen, left=-seen, color="0.88")
+            points = subtract(networks[row.network], networks[row.other])
             place.plot(points, [height] * len(points), "o", color="C0", markersize=4.5)
         place.axvline(0, color="0.4", lw=0.8)
-        if unit == "points":
-            # Recall is far above all others.
-            place.set_xscale("symlog", linthresh=10, linscale=2)
-            place.set(xlim=(-50, 80))
-            place.set_xticks([-30, -10, -5, 0, 5, 10, 50], ["−30", "−10", "−5", "0", "+5", "+10", "+50"], minor=False)
-            place.xaxis.set_minor_locator(NullLocator())
         labels = [f"{row.task}: {row.network.removeprefix('literal.')}" for row, _ in part]
-        place.set(yticks=range(len(part)), yticklabels=labels, xlabel=f"with attention − without, {unit}")
+        place.set(yticks=range(len(part)), yticklabels=labels)
         place.invert_yaxis()
+    for name in ("recall", "dB"):
+        places[name].set(xlabel=f"with attention − without, {'dB' if name == 'dB' else 'points'}")
     figure.savefig(file, dpi=150)
 
 
