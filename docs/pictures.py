@@ -9,7 +9,7 @@ Those of trained networks and of measurements, in `images`, come from what they 
 * `windows.webp`: `docs/windows.py`
 * `results-cifar10.png`: `benchmarks/train_compact.py … --collect`
 * `results-camvid.png`: `benchmarks/segmentation.py --collect`
-* `results-front.png`: `benchmarks/results.py --picture FILE`.
+* `results-front.png`: `benchmarks/results.py --picture FILE`
 * `results-recall.png`: `benchmarks/recall.py --collect benchmarks/records/recall.jsonl --picture FILE`
 * `results-text.png`: `benchmarks/masked_lm.py table`
 * `detect-nuclei.png`: `benchmarks/detection.py … --collect`
