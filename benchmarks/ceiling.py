@@ -1,13 +1,13 @@
 """Does attention help at all, and then which? Small networks on five tasks, each network with several seeds.
 
     mkdir data && for pack in cifar10 camvid care3d; do tar -C data -xf $pack.tar.xz; done
-    python benchmarks/ceiling.py --root data --out benchmarks/records/ceiling.jsonl --only none softmax
+    python benchmarks/ceiling.py --root data --out benchmarks/records/ceiling.jsonl --only none deeper softmax
     python benchmarks/ceiling.py --root data --out benchmarks/records/ceiling.jsonl --tasks mosaic     # all contestants
     python benchmarks/ceiling.py --collect benchmarks/records/ceiling.jsonl --picture ceiling.png      # runs nothing
     python benchmarks/ceiling.py --root data --tasks mosaic --times           # the time of a step, trains nothing
 
 Nothing that approximates softmax attention can be shown to help where softmax itself does not, so that comes first:
-softmax against nothing, three seeds, on tasks where an answer lies far away:
+softmax against nothing and two more convolutions, three seeds, on tasks where an answer may lie far away:
 
 - restoration: crops of 64 × 64 pixels of photographs that repeat themselves (scikit-image's brick, gravel, grass, text,
   page, at half their size), with noise of standard deviation 0.5 where values are from 0 to 1. Trained on the left 60 %
@@ -32,8 +32,7 @@ steps (`--only none --steps 300 --rates …`). Of stacks that was 0.03, where so
 all have 0.01 there. Contestants are those of benchmarks/recall.py, and
 
 - "deeper": two more 3×3 convolutions in place of a mixer, added to their input: what the weights are worth elsewhere;
-- "…, attention_for": `nn.attention_for` of the operator before the comma, which README recommends;
-- "…, normed": the operator behind batch norm.
+- "…, attention_for": `nn.attention_for` of the operator before the comma, which README recommends.
 
 A run is a line of JSON with the score of each test sample (half precision, base 64), so that networks are compared by
 sample: a difference of two networks has the variance of benchmarks/power.py, by its seeds and by its samples. σ² is
@@ -58,8 +57,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from ceiling_tasks import TASKS, Batch, Task, compute_loss, score_samples
-from power import LEVEL, POWER, bound, encode, read_lines, sample_variances, samples, score
-from recall_task import CHANNELS, batch_norm, block, convolution, make_mixer
+from power import LEVEL, POWER, bound, encode, pooled_variance, read_lines, sample_variances, samples, score
+from recall_task import CHANNELS, block, convolution, make_mixer
 from scipy import stats
 from torch import Generator, Tensor, nn
 
@@ -68,7 +67,7 @@ from farfield.cost import count
 from farfield.nn import attention_for
 
 SEEDS, STEPS, TEST_SEED = (1, 2, 3), 800, 1_000_000
-DEEPER, NORMED, RECOMMENDED = "deeper", ", normed", ", attention_for"
+DEEPER, RECOMMENDED = "deeper", ", attention_for"
 CONTESTANTS = ["none", DEEPER, "softmax", "softmax_pooled", "kronecker_kv", "kronecker_qkv", "averaged"]
 CONTESTANTS += ["factorized_gaussian", "siamese", "flare", "linear_relu"]
 TURNS = 8
@@ -110,20 +109,6 @@ class Residual(nn.Module):
         return grid + self.module(grid)
 
 
-class Change(nn.Module):
-    """What a module with a residual adds, of a normed grid."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self.norm = module, batch_norm(2)
-
-    def forward(self, grid: Tensor) -> Tensor:
-        """Return the response."""
-        grid = self.norm(grid)
-        response: Tensor = self.module(grid) - grid
-        return response
-
-
 def make(contestant: str) -> nn.Module:
     """Build the module that mixes distant positions."""
     if contestant == DEEPER:
@@ -133,8 +118,6 @@ def make(contestant: str) -> nn.Module:
         return Residual(nn.Sequential(block(2), last))
     if contestant.endswith(RECOMMENDED):
         return attention_for(CHANNELS, contestant.removesuffix(RECOMMENDED))
-    if contestant.endswith(NORMED):
-        return Residual(Change(make_mixer(contestant.removesuffix(NORMED), 2)))
     return make_mixer(contestant, 2)
 
 
@@ -203,29 +186,27 @@ class Comparison(NamedTuple):
     above: bool  # the mean is larger than its deviation explains, and each seed's difference is positive
 
 
-def pool_variance(networks: Mapping[str, Lines]) -> tuple[float, int]:
-    """Return the variance over seeds, pooled over the networks, and its degrees of freedom."""
-    groups = [[score(line) for line in lines] for lines in networks.values() if len(lines) > 1]
-    freedom = sum(len(each) - 1 for each in groups)
-    total = sum(statistics.variance(each) * (len(each) - 1) for each in groups)
-    return total / freedom if freedom else math.nan, freedom
+def subtract(ours: Lines, theirs: Lines) -> list[float]:
+    """Return the difference of each seed that both have."""
+    others = {line["seed"]: score(line) for line in theirs}
+    return [score(line) - others[line["seed"]] for line in ours if line["seed"] in others]
 
 
 def compare(name: str, other: str, networks: Mapping[str, Lines]) -> Comparison:
     """Compare two networks of a task over the same samples and seeds, in their order; a single seed shows nothing."""
     both = {line["seed"] for line in networks[name]} & {line["seed"] for line in networks[other]}
     ours, theirs = ([line for line in networks[each] if line["seed"] in both] for each in (name, other))
-    differences = [score(a) - score(b) for a, b in zip(ours, theirs, strict=True)]
-    variance, freedom = pool_variance(networks)
-    if len(differences) < 2 or not freedom:
+    differences = subtract(ours, theirs)
+    several = [lines for lines in networks.values() if len(lines) > 1]
+    if len(differences) < 2:
         return Comparison(differences[0] if differences else math.nan, math.nan, False)
     mean, variances = statistics.mean(differences), sample_variances([ours, theirs])
     if variances is None:
         by_samples = bound([*ours, *theirs]) / ours[0]["images"]
     else:
         by_samples = max(0.0, variances[0] - variances[1]) / len(samples(ours[0]))
-    deviation = math.sqrt(2 * variance / len(differences) + by_samples)
-    student = stats.t(freedom)
+    deviation = math.sqrt(2 * pooled_variance(several) / len(differences) + by_samples)
+    student = stats.t(sum(len(lines) - 1 for lines in several))
     limit = student.ppf(1 - LEVEL / 2 / max(1, len(networks) - 1))
     above = mean > limit * deviation and min(differences) > 0
     return Comparison(mean, (limit + student.ppf(POWER)) * deviation, above)
@@ -301,12 +282,6 @@ def format_times(name: str, root: Path, contestants: Sequence[str]) -> str:
     medians = {each: 1e3 * statistics.median(taken[1:]) for each, taken in times.items()}
     rows = [f"| `{each}` | {ms:.1f} | {ms / medians[contestants[0]]:.2f} |" for each, ms in medians.items()]
     return "\n".join([f"| {name} | ms a step | of {contestants[0]} |", "|---|---|---|", *rows])
-
-
-def subtract(ours: Lines, theirs: Lines) -> list[float]:
-    """Return the difference of each seed that both have."""
-    others = {line["seed"]: score(line) for line in theirs}
-    return [score(line) - others[line["seed"]] for line in ours if line["seed"] in others]
 
 
 def signed(difference: float) -> str:

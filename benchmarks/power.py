@@ -129,16 +129,16 @@ def describe(name: str, networks: Sequence[Lines], number: int) -> Iterable[str]
     unit = TASKS[name].unit if name in TASKS else "points"
     kept = any(samples(line) is not None for line in lines)
     variances = sample_variances(networks)
-    yield from (f"{name}, {unit}", f"{number:,}", f"{len(networks)}, {len(lines)}")
-    yield f"{pooled_variance(networks) ** 0.5:.2f}"
+    seeds = pooled_variance(networks)
+    yield from (f"{name}, {unit}", f"{number:,}", f"{len(networks)}, {len(lines)}", f"{seeds**0.5:.2f}")
     if kept and variances is None:  # of one network alone
         yield from ("–",) * 5
         return
     ranges = (0.0, bound(lines)) if variances is None else (max(0.0, variances[0] - variances[1]),)
     yield f"at most {ranges[1] ** 0.5:.0f}" if variances is None else " and ".join(f"{x**0.5:.1f}" for x in variances)
-    spreads = [Spread(pooled_variance(networks), each) for each in ranges]
-    for seeds in (1, 3, 10):
-        yield " to ".join(f"{smallest_difference(each, number, seeds):.2f}" for each in spreads)
+    spreads = [Spread(seeds, each) for each in ranges]
+    for some in (1, 3, 10):
+        yield " to ".join(f"{smallest_difference(each, number, some):.2f}" for each in spreads)
     needed = [seeds_needed(each, number, WANTED[unit]) for each in spreads]
     yield " to ".join("never" if each is None else f"{each:,}" for each in needed)
 

@@ -135,7 +135,7 @@ def test_scores_are_percent_of_what_is_asked_and_decibels(tasks: ModuleType) -> 
     assert torch.allclose(zeros.grad[..., 1], torch.full((2,), -0.1))
 
 
-@pytest.mark.parametrize("contestant", ["softmax", "deeper", "flare, normed", "flare, attention_for", "kronecker_qkv"])
+@pytest.mark.parametrize("contestant", ["softmax", "deeper", "flare, attention_for", "kronecker_qkv"])
 def test_networks_of_a_seed_start_as_one_function(tasks: ModuleType, ceiling: ModuleType, contestant: str) -> None:
     nets = []
     for name in ("none", contestant):
