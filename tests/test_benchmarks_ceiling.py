@@ -184,6 +184,19 @@ def test_without_samples_their_errors_have_nothing_in_common(ceiling: ModuleType
     assert not found.above
 
 
+@pytest.mark.parametrize(("last", "above"), [(71.0, True), (69.9, False)])
+def test_each_seed_must_agree(ceiling: ModuleType, last: float, above: bool) -> None:
+    # The seeds of all other networks agree to the digit, so that the mean alone would be above in both cases.
+    scores = {"none": (70.0,) * 3, "softmax": (80.0, 80.0, last)} | {str(each): (60.0,) * 3 for each in range(20)}
+    networks = {
+        name: [{"seed": seed, "score": each, "images": 10**6} for seed, each in enumerate(values)]
+        for name, values in scores.items()
+    }
+    found = ceiling.compare("softmax", "none", networks)
+    assert found.mean > found.seen
+    assert found.above is above
+
+
 def test_runs_of_other_steps_are_another_table(ceiling: ModuleType) -> None:
     lines = [line(ceiling, name, seed, torch.full((4,), 60.0)) for name in ("none", "softmax") for seed in (1, 2)]
     short = line(ceiling, "softmax", 1, torch.full((4,), 50.0)) | {"steps": 10}

@@ -65,6 +65,12 @@ def test_variances_are_counted_of_the_scores_of_samples(power: ModuleType) -> No
     assert e == pytest.approx(0.5, rel=4 * (2 / 500) ** 0.5)
 
 
+def test_other_steps_and_rates_are_no_other_seeds(power: ModuleType) -> None:
+    line = {"network": "none", "rate": 0.1, "steps": 800, "score": 70.0}
+    changes = [{}, {}, {"steps": 300}, {"rate": 0.2}]
+    assert power.group([line | change for change in changes]) == {"": [[line, line]]}
+
+
 def test_a_row_for_each_record_and_task(tmp_path: Path, power: ModuleType) -> None:
     record, tasks = tmp_path / "runs.jsonl", tmp_path / "tasks.jsonl"
     runs = [("plain", 0.70), ("plain", 0.72), ("attention", 0.71), ("attention", 0.73), ("once", 0.1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -54,3 +55,14 @@ def test_verdicts_name_what_helps_and_what_costs(benchmarks_on_path: None) -> No
     }
     verdicts = [results.verdict(results.Row("", "cifar10", name, "without"), networks) for name in scores]
     assert verdicts[1:] == ["yes", "no, it costs", "not seen"]
+
+
+def test_of_several_rates_that_with_most_seeds_is_taken(
+    benchmarks_on_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = __import__("results")
+    lines = [{"operator": "dot", "rate": 0.1, "seed": seed, "accuracy": 0.5} for seed in range(3)]
+    lines += [{"operator": "dot", "rate": 0.2, "seed": seed, "accuracy": 0.9} for seed in range(2)]
+    (tmp_path / "recall.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    monkeypatch.setattr(results, "RECORDS", tmp_path)
+    assert [line["score"] for line in results.networks_of("recall")["dot"]] == [50.0] * 3
