@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import pkgutil
 import re
 import tomllib
 
 import pytest
 from packaging.requirements import Requirement
 
-from helpers.public import FILE, ROOT, lines
+from helpers.public import FILE, ROOT, SOURCES, definitions, lines
 
 
 @pytest.mark.unchecked("the hook that checks shapes wraps the functions")
@@ -36,3 +39,24 @@ def test_every_direct_dependency_is_on_the_page_of_licences_and_none_is_copyleft
     assert not [name for name in listed if re.search(r"GPL", licences[name])]
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     assert not re.search(r"^\s*(import|from) ultralytics", sources, re.MULTILINE)
+
+
+def named_in(lines: list[str]) -> list[str]:
+    """The paths of functions, classes and methods, without those that are read as text, and attributes."""
+    names = [line.split("(")[0] for line in lines if re.match(r"farfield(\.\w+)+\(", line)]
+    return [name for name in names if not name.startswith("farfield.integrations.")]
+
+
+@pytest.mark.parametrize("name", named_in(FILE.read_text(encoding="utf-8").splitlines()))
+def test_a_public_name_has_a_docstring(name: str) -> None:
+    text = inspect.getdoc(pkgutil.resolve_name(name)) or ""
+    assert text
+    assert not text.startswith(f"{name.rpartition('.')[2]}("), "a named tuple or a dataclass made it"
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in SOURCES.items() for name in names])
+def test_a_name_of_an_integration_has_a_docstring(path: str, name: str) -> None:
+    [node] = [each for each in definitions(path) if each.name == name]
+    functions = [each for each in node.body if isinstance(each, ast.FunctionDef) and not each.decorator_list]
+    methods = [each for each in functions if isinstance(node, ast.ClassDef) and not each.name.startswith("_")]
+    assert [each.name for each in (node, *methods) if not ast.get_docstring(each)] == []

@@ -98,7 +98,6 @@ class OwnedFolder:
         return lock
 
     def let_go(self) -> None:
-        """Unlock the folder."""
         if self.lock is not None:
             self.lock.release()
         self.lock = None

@@ -61,7 +61,6 @@ class door:  # noqa: N801  # read as a word: `with door("insert"):`
         self.name = name
 
     def __call__(self, function: _Function) -> _Function:
-        """Return the function as a door."""
         name = self.name
 
         @functools.wraps(function)

@@ -162,7 +162,6 @@ def all_gather_summary(
 
 
 def _name_tensors(summary: Summary, query_sums: Gathered | None) -> dict[str, Tensor]:
-    """Return the tensors that a process sends, by name."""
     sums = {} if query_sums is None else {"query_sums": query_sums.positions, "query_counts": query_sums.valid}
     return {name: part for name, part in (summary._asdict() | sums).items() if isinstance(part, Tensor)}
 

@@ -5,6 +5,7 @@ python tests/helpers/public.py      # writes tests/public.txt anew, after a chan
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -42,17 +43,31 @@ CLASSES = {
     "farfield.data.restore": ("StackPairs",),
     "farfield.data.segment": ("VOCFolders",),
     "farfield.data.stereo": ("StereoFrames",),
-    "farfield.tasks.classify": ("Classify",),
+    "farfield.tasks.classify": ("Classify", "MirroredScores"),
     "farfield.tasks.detect": ("Detect",),
     "farfield.tasks.generate": ("Generate",),
     "farfield.tasks.masked_lm": ("MaskedLM",),
     "farfield.tasks.restore": ("Restore",),
     "farfield.tasks.segment": ("Segment",),
     "farfield.tasks.stereo": ("Stereo",),
+    "farfield.tasks.metrics": ("CareMetrics", "care_metrics"),
+    "farfield.tasks.writers.detections": ("DetectionFolder",),
+    "farfield.tasks.writers.disparities": ("DisparityFolder",),
+    "farfield.tasks.writers.filled_blanks": ("FilledTable",),
+    "farfield.tasks.writers.predictions": ("PredictionTable",),
+    "farfield.tasks.writers.samples": ("SampleFolder",),
     "farfield.testing.predictions": ("Predictions", "check_predictions"),
 }
+# Read as text, as bioimageio.core is in no environment of the tests.
+SOURCES = {
+    "farfield.integrations.bioimageio.reading": ("Package", "open_package"),
+    "farfield.integrations.bioimageio.writing": ("export_package",),
+    "farfield.integrations.jobs": ("Job",),
+    "farfield.integrations.monai": ("WholeInferer",),
+    "farfield.integrations.trained_models": ("OpenedModel", "open_model"),
+}
 COMMANDS = ("operators", "models", "cost", "measure", "plan", "maps", "places", "info", "kernels", "recipes")
-COMMANDS += ("explore", "demo", "seams")
+COMMANDS += ("explore", "demo", "seams", "linearize")
 
 
 def lines() -> list[str]:
@@ -70,6 +85,31 @@ def api() -> Iterator[str]:
         module = importlib.import_module(path)
         for name in names:
             yield f"{path}.{name}{signature(getattr(module, name))}"
+    for path, names in SOURCES.items():
+        for node in definitions(path):
+            if node.name in names:
+                yield from read_definition(f"{path}.{node.name}", node)
+
+
+def definitions(path: str) -> list[ast.ClassDef | ast.FunctionDef]:
+    """The classes and functions of a module, as they are written."""
+    text = (ROOT / "src" / f"{path.replace('.', '/')}.py").read_text(encoding="utf-8")
+    return [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+
+
+def read_definition(name: str, node: ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
+    """The lines of a function, or of a class with its public methods, as it is written."""
+    if isinstance(node, ast.FunctionDef):
+        for each in ast.walk(node.args):
+            if isinstance(each, ast.arg):
+                each.annotation = None
+        yield f"{name}({ast.unparse(node.args)})"
+        return
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    yield f"{name}: {', '.join(ast.unparse(base) for base in node.bases)}" if node.bases else name
+    for each in methods:
+        if not each.name.startswith("_") or each.name in ("__init__", "__call__"):
+            yield from read_definition(f"{name}.{each.name}", each)
 
 
 def described(name: str, value: Any) -> Iterator[str]:

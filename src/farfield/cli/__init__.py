@@ -76,7 +76,6 @@ _FAULTS = (KeyError, IndexError, NotImplementedError, RecursionError)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     command, *arguments = [word for word in words if word != "--debug"] or [""]

@@ -66,7 +66,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(command: str, signature: Signature) -> Parser:
-    """Build the parser of a command."""
     parser = Parser(prog=command, description=signature.text)
     options = signature.parameters | (FORMATS if signature.returns == "Table" else {})
     formats = parser.add_mutually_exclusive_group() if options.keys() >= FORMATS.keys() else parser
@@ -92,7 +91,6 @@ def _add_option(group: Any, option: Parameter) -> None:
 
 
 def help_text(option: Parameter) -> str:
-    """Return the text of an option and its default, for a help of argparse."""
     if option.default in ("None", "False", "()", REQUIRED):
         return option.help.replace("%", "%%")
     try:

@@ -52,12 +52,10 @@ class EpochLines(TQDMProgressBar):
         )
 
     def on_train_epoch_start(self, trainer: Trainer, *arguments: Any) -> None:
-        """Start the clock of the epoch."""
         super().on_train_epoch_start(trainer, *arguments)
         self.started = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the metrics of the epoch."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._train_progress_bar is not None:
             self._train_progress_bar.leave = False
@@ -103,7 +101,6 @@ def _describe_device(trainer: Trainer) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -115,7 +115,6 @@ def find_extra(module: str, preferred: str = "") -> str | None:
 
 
 def packages(required: list[str], extra: str) -> list[str]:
-    """Return the packages of an extra, including those of the extras that it names."""
     names: list[str] = []
     for requirement in map(Requirement, required):
         marker = requirement.marker
@@ -129,7 +128,6 @@ def packages(required: list[str], extra: str) -> list[str]:
 
 
 def installed(name: str) -> bool:
-    """Return whether a package is installed."""
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

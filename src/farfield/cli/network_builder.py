@@ -29,7 +29,6 @@ def full_name(builder: str) -> str:
 
 
 def build_named(builder: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Build a network with the function of this name."""
     network = import_function(full_name(builder))(**arguments)
     if not isinstance(network, nn.Module):
         raise TypeError(f"--network {full_name(builder)} must return a torch.nn.Module, got {type(network).__name__}.")

@@ -14,8 +14,6 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table for people."""
-
     key: str
     heading: str
     text: Callable[[Any], str] = str

@@ -66,7 +66,6 @@ class Stop(Callback):
         raise SystemExit(128 + number)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Store the trainer."""
         self.trainer = trainer
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

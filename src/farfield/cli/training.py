@@ -30,7 +30,6 @@ from farfield.tasks.logs import RunLog, newest_run, next_run, number
 
 
 def run_training(command: str, words: Words) -> None:
-    """Run a training command, whose options are checked."""
     network, data = words.entries.get(NETWORK), words.entries.get(DATA)
     if isinstance(data, str) and data.startswith("farfield."):
         # In a file it may stand by its name alone, which Lightning's command line knows once it is imported.
@@ -222,7 +221,6 @@ class Training(LightningCLI):
     after_validate = after_test
 
     def after_predict(self) -> None:
-        """Print the paths of the predictions."""
         if TASKS[self.task].writer is not None:
             predictions = self._get(self.config_init, "predictions")
             rank_zero_info(f"farfield predict: {predictions.place(self.trainer)}")

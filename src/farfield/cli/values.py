@@ -64,7 +64,6 @@ def parse_whole(text: str, least: int = 0, most: int | None = None) -> int:
 
 
 def parse_number(text: str) -> float:
-    """Convert a word to a number."""
     try:
         return float(text)
     except ValueError:

@@ -57,8 +57,6 @@ class Sizes(NamedTuple):
 
 
 class OperatorSteps(NamedTuple):
-    """The steps of one operator."""
-
     printed: int  # MACs as the papers count them
     queries: int
     keys: int  # after pooling or averaging

@@ -163,7 +163,6 @@ def plan(
 
 # ---- the cost of a pass ----------------------------------------------------------------------------------------------
 def needs(settings: list[Setting], *, training: bool, device: str | torch.device | None) -> list[Needs]:
-    """Return the cost of one pass of each setting."""
     counted = [replayed(setting, training=training) for setting in settings]
     if device is None:
         return counted

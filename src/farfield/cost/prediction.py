@@ -141,7 +141,6 @@ def count_parameters(operator: str, s: Sizes) -> tuple[int, int]:
 
 
 def operator_cost(operator: str, s: Sizes, batch: int, convention: str, weights: int, parameters: int) -> Cost:
-    """Return the cost of an operator from its formula."""
     steps = FORMULAS[operator](s)
     if convention == "farfield":
         ordered = in_order(operator, s, steps)
@@ -163,7 +162,6 @@ def attention_cost(attention: GridAttention, size: tuple[int, ...], batch: int, 
 
 
 def sizes_of(attention: GridAttention, size: tuple[int, ...]) -> Sizes:
-    """Return the sizes of a module on a grid."""
     projections = {"q": attention.query, "k": attention.key, "v": attention.value, "o": attention.output}
     project = "".join(letter for letter, linear in projections.items() if linear is not None)
     inner, width = attention.inner_channels, attention.value_channels

@@ -256,7 +256,6 @@ def _insert(model: nn.Module, entry: Mapping[str, Any]) -> None:
 
 
 def _read_added(model: nn.Module, recipe: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a model's state dict that the recipe adds."""
     prefixes = [".".join(filter(None, (each["path"], CHILD, each["entry"], ""))) + "." for each in recipe["inserted"]]
     learned = set[str]()
     for each in recipe["replaced"]:

@@ -191,7 +191,6 @@ def parameters(part: nn.Module | Tensor | None) -> list[Tensor]:
 
 
 def norm(values: Iterable[Tensor | None]) -> float:
-    """Return the norm of all tensors together."""
     squares = [float(value.detach().double().square().sum()) for value in values if value is not None]
     return sum(squares) ** 0.5
 

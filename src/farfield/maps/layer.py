@@ -79,7 +79,6 @@ def layer_row(layer: Layer, position: Sequence[int] | int) -> Float[Tensor, "b h
 
 
 def token_of(layer: Layer, position: Sequence[int]) -> int:
-    """Return the index of the token of a patch."""
     size = layer.patches or ()
     with door("layer_row"):
         index = read_position(position, size, owner="patches", other="; or a number, the index of a token")
@@ -94,7 +93,6 @@ def place_on_image(layer: Layer, weights: Tensor) -> Tensor:
 
 
 def tokens_before(layer: Layer, tokens: int) -> int:
-    """Return the number of tokens before the patches."""
     size = layer.patches or ()
     before = tokens - math.prod(size)
     if before < 0:

@@ -33,7 +33,6 @@ _ADD = "other X W B padding stride dilation groups binary_attr alpha unary_attr 
 
 
 def is_on() -> bool:
-    """Whether the switch is on."""
     return os.environ.get(SWITCH) != "0"
 
 

@@ -68,12 +68,7 @@ def note_outputs(outputs: Any) -> None:
 def leftovers_cleared(caller: str, network: nn.Module) -> Iterator[list[Any]]:
     """Clear, after the context, what runs without numbers in it have left in caches outside of the network; warn then.
 
-    Args:
-        caller: The function that the warning names.
-        network: The network that runs.
-
-    Yields:
-        A list: what is put in it may keep tensors without numbers.
+    What is put in the list that it yields may keep tensors without numbers.
     """
     kept: list[Any] = []
     if WATCH.get() is not None:  # within another such context
@@ -208,7 +203,6 @@ def clear(chain: Chain, before: dict[int, dict[str, Any]]) -> str:
 
 
 def is_attributes(owner: Any, container: dict[Any, Any]) -> bool:
-    """Whether a dict is that of the attributes of what holds it."""
     return isinstance(owner, type) or attributes_of(owner) is container
 
 

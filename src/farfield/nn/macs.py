@@ -162,7 +162,6 @@ class Running(ModuleTracker):
             handle.remove()
 
     def begin(self, module: nn.Module, *_: object) -> None:
-        """Note a module that runs."""
         if module in self.names:
             self.parents.add(self.names[module])
 
@@ -228,6 +227,5 @@ class MacCounter:
 
 
 def count_macs(function: Any, args: Any, kwargs: Any, outputs: Any) -> int:
-    """Return the MACs of an operation of torch."""
     formula = flop_registry.get(function.overloadpacket) or FORMULAS.get(function.overloadpacket)
     return 0 if formula is None else formula(*args, **kwargs, out_val=outputs) // 2

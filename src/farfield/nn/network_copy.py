@@ -101,7 +101,6 @@ class Copier:
         return duplicate
 
     def discard(self) -> None:
-        """Empty all copies."""
         for value, duplicate in self.copies.values():
             if duplicate is value or isinstance(value, Tensor):
                 continue
@@ -111,7 +110,6 @@ class Copier:
         self.copies.clear()
 
     def share(self, value: Any) -> Any:
-        """Return the value."""
         return value
 
     def copy_tensor(self, tensor: Tensor) -> Tensor:
@@ -150,7 +148,6 @@ class Copier:
         return made if type(value) is base else self.copy_attributes(value, made)
 
     def copy_namespace(self, value: types.SimpleNamespace) -> types.SimpleNamespace:
-        """Copy a namespace."""
         return self.copy_attributes(value, self.note(value, types.SimpleNamespace.__new__(type(value))))
 
     def copy_tuple(self, value: Any) -> Any:
@@ -182,7 +179,6 @@ class Copier:
         return self.copy_attributes(function, made)
 
     def copy_variable(self, variable: types.CellType) -> types.CellType:
-        """Copy a variable that functions enclose."""
         made = self.note(variable, types.CellType())
         with suppress(ValueError):  # it is empty
             value = variable.cell_contents
@@ -198,7 +194,6 @@ class Copier:
         return self.note(function, functools.lru_cache(**function.cache_parameters())(wrapped))
 
     def copy_method(self, method: types.MethodType) -> types.MethodType:
-        """Bind a method to the copy of its object."""
         return types.MethodType(self.copy(method.__func__), self.copy(method.__self__))
 
     def copy_builtin(self, method: Any) -> Any:
@@ -207,19 +202,16 @@ class Copier:
         return method if owner is method.__self__ else getattr(owner, method.__name__)
 
     def copy_partial(self, function: functools.partial[Any]) -> Any:
-        """Copy a function with some of its arguments."""
         args, named = self.copy(function.args), self.copy(function.keywords)
         made = type(function).__new__(type(function), self.copy(function.func), *args, **named)
         return self.copy_attributes(function, made)
 
     def copy_reference(self, reference: weakref.ref[Any]) -> weakref.ref[Any]:
-        """Refer to the copy of what a weak reference refers to."""
         value = reference()
         duplicate = self.copy(value)
         return reference if duplicate is value else weakref.ref(duplicate)
 
     def copy_random(self, generator: Any) -> Any:
-        """Copy a generator of random numbers with its state."""
         own = generator.clone_state() if isinstance(generator, torch.Generator) else copy.deepcopy(generator)
         return self.note(generator, own)
 
@@ -259,7 +251,6 @@ METHODS: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
 
 
 def method_of(kind: type) -> Callable[[Copier, Any], Any]:
-    """Return how values of a kind are copied."""
     method = next(method for kinds, method in METHODS if issubclass(kind, kinds))
     if kind.__module__.startswith("numpy.random"):
         return Copier.copy_random
@@ -267,7 +258,6 @@ def method_of(kind: type) -> Callable[[Copier, Any], Any]:
 
 
 def container_of(value: Any) -> Any:
-    """Return the kind of container that a value is."""
     return next(base for base in CONTAINERS if isinstance(value, base))
 
 
@@ -291,7 +281,6 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def slots_of(kind: type) -> list[types.MemberDescriptorType]:
-    """Return the slots of a class."""
     slotted = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
     return [each for own in slotted for each in own.values() if isinstance(each, types.MemberDescriptorType)]
 

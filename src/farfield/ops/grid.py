@@ -252,7 +252,6 @@ POOLED = pooled()
 
 # ---- memory formats -------------------------------------------------------------------------------------------------
 def in_channels_last(grid: Tensor) -> bool:
-    """Whether a grid is in channels-last memory format."""
     return not grid.is_contiguous() and grid.stride(1) == 1
 
 

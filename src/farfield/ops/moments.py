@@ -14,13 +14,7 @@ from farfield.ops.grid import accumulation
 
 
 class Moments(NamedTuple):
-    """Moments of sets of numbers, one set per feature.
-
-    Attributes:
-        mean: `(features…)`.
-        variance: `(features…)`, over the whole set (biased).
-        count: `()`, the number of numbers in each set.
-    """
+    """Moments of sets of numbers, one set per feature: `(features…)`, biased variance, and `()`, how many numbers."""
 
     mean: Tensor
     variance: Tensor
@@ -53,15 +47,7 @@ def product_moments(
     samples; all pairs have the same weight, so a sample's share is n_q·n_k. With `columns`, the mean of each query's
     products, which the softmax does not depend on, is subtracted: mean = 0 and variance = q̄ᵀ C_k q̄ + tr(C_q C_k).
 
-    Args:
-        query: `(b, h, d, m)`.
-        query_valid: `(b, 1, 1, m)`, 1 where a query is valid.
-        key: `(b, h, d, r)`.
-        key_valid: `(b, 1, 1, r)`, 1 where a slot has a valid position.
-        columns: Whether the mean of each column (the products of one query) is subtracted.
-
-    Returns:
-        Moments of `h` features.
+    Queries are `(b, h, d, m)`, keys `(b, h, d, r)`, and `(b, 1, 1, m)` and `(b, 1, 1, r)` are 1 where they are valid.
 
     Cost:
         b·h·d²·(m + r) MACs, in place of b·h·d·m·r and a matrix of b·h·m·r numbers.
@@ -81,15 +67,9 @@ def product_moments(
 
 
 def response_moments(slots: Tensor, coefficients: Tensor, query_valid: Tensor) -> Moments:
-    """Compute the moments, per head and channel, of the responses slotsᵀ · coefficients of valid queries of a batch.
+    """Compute the moments `(h, c)` of the responses slotsᵀ · coefficients of valid queries of a batch.
 
-    Args:
-        slots: `(b, h, r, c)`.
-        coefficients: `(b, h, r, m)`.
-        query_valid: `(b, 1, 1, m)`, 1 where a query is valid.
-
-    Returns:
-        Moments of `(h, c)` features.
+    Slots are `(b, h, r, c)`, coefficients `(b, h, r, m)`; `(b, 1, 1, m)` is 1 where a query is valid.
 
     Cost:
         b·h·r²·(m + c) MACs.

@@ -209,7 +209,6 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
 
 
 def _identify(prediction: Prediction, path: Path | None) -> dict[str, str]:
-    """Return what identifies the plan of an unfinished prediction."""
     plan = prediction.plan
     halo = plan.graph_plan.labelled.halo
     settings = (plan.tile, halo, plan.patch_size, plan.stored, prediction.on_disk, str(path and path.absolute()))

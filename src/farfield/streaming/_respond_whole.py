@@ -176,12 +176,10 @@ class _Call:
 
     @property
     def tiles_of_keys(self) -> tuple[int, ...]:
-        """The size of the tiles of keys and values."""
         return _size_of(self.volumes[self.keys][1][0])
 
     @cached_property
     def spec(self) -> OutputSpec:
-        """The output."""
         layer, (source, tiles) = self.layer, self.volumes["grid"]
         channels = layer.value_channels if layer.output is None else layer.channels
         shape, positions = self.layout.shape(source.batch, channels, source.size), _size_of(tiles[0])
@@ -193,7 +191,6 @@ class _Call:
 
     @property
     def model(self) -> nn.Module:
-        """The layer."""
         return self.layer
 
     @property
@@ -207,7 +204,6 @@ class _Call:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def sent(self, convert: Callable[[str, Any], Any]) -> _Call:
-        """Return the call with each input as it is sent."""
         return replace(self, inputs={name: convert(name, each) for name, each in self.inputs.items()})
 
     def bind(self) -> _Call:
@@ -221,7 +217,6 @@ class _Call:
         return stream, _Response(self.layer, self.keys, stream)
 
     def surroundings(self) -> AbstractContextManager[None]:
-        """Return the context in which tasks run."""
         return nullcontext()
 
 

@@ -94,7 +94,6 @@ def _refuse_outputs(name: str, shape: Sequence[int], named: Mapping[str, Tensor]
 
 
 def label_dtype(classes: int) -> torch.dtype:
-    """Return the smallest dtype that holds the labels of this many classes."""
     return next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if torch.iinfo(dtype).max >= classes - 1)
 
 

@@ -136,7 +136,6 @@ def cut_axes(size: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the next multiple."""
     return -(-number // multiple) * multiple
 
 

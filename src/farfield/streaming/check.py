@@ -122,7 +122,6 @@ def without_fast_attention() -> Iterator[None]:
 
 
 def run_tiles(plan: GraphPlan, grids: Sequence[Tensor]) -> Tensor:
-    """Run all passes over the tiles of grids in memory."""
     graph, layouts = plan.labelled.graph, plan.labelled.layouts
     info = graph.info(graph.output)
     result = torch.empty(info.shape, dtype=info.dtype, device=grids[0].device)

@@ -170,7 +170,6 @@ class RunningMeans(dict[Key, list[Tensor]]):
         self.counts: Counter[Key] = Counter()
 
     def add(self, statistics: Mapping[Key, list[Tensor]]) -> None:
-        """Add the statistics of a run."""
         for key, own in statistics.items():
             self.counts[key] += 1
             before = self.get(key, [torch.zeros_like(each) for each in own])
@@ -221,13 +220,7 @@ def observe_patches(
 
 
 class FrozenNetwork(nn.Module):
-    """A network of which some calls of torch's functions have constant statistics.
-
-    Attributes:
-        network: The network, which is taken over and gets hooks.
-        frozen: The calls that have constants.
-        kept: The calls that need all positions and have none.
-    """
+    """A network, taken over, of which the calls in `frozen` have constant statistics; those in `kept` have none."""
 
     def __init__(
         self,

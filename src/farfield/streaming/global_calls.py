@@ -104,7 +104,6 @@ def _find_obstacle(
 
 
 def _find_value(labelled: LabelledGraph, call: FunctionCall, shape: tuple[int, ...]) -> Value | None:
-    """Return the last value of a shape that a call computes."""
     for index in reversed(range(*call.nodes)):
         for output, info in enumerate(labelled.graph.nodes[index].outputs):
             if info.shape == shape and Value(index, output) in labelled.layouts:

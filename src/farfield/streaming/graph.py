@@ -32,7 +32,6 @@ class Info(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -237,11 +236,9 @@ class Writer(NamedTuple):
         return self.append("constant", (name,), tensor.shape, tensor.dtype)
 
     def view(self, value: Value, shape: Sequence[int]) -> Value:
-        """View a value in another shape."""
         return value if self.shape(value) == tuple(shape) else self.append("view", (value,), shape)
 
     def permute(self, value: Value, order: Sequence[int]) -> Value:
-        """Reorder dimensions."""
         return self.append("permute", (value, tuple(order)), [self.shape(value)[dim] for dim in order])
 
     def part(self, value: Value, dim: int, start: int, stop: int) -> Value:
@@ -253,7 +250,6 @@ class Writer(NamedTuple):
         return self.append("slice", (value, dim, start, 1), shape)
 
     def take(self, value: Value, dim: int, positions: Sequence[int]) -> Value:
-        """Take positions along a dimension."""
         shape = list(self.shape(value))
         shape[dim] = len(positions)
         return self.append("take", (value, dim, tuple(positions)), shape)

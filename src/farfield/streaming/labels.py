@@ -75,7 +75,6 @@ class LabelledGraph:
         return constants
 
     def bytes_on(self, value: Value, region: Region) -> int:
-        """Return the bytes of a value on a region."""
         return count_positions(region) * self.graph.info(value).dtype.itemsize
 
     def owns(self, layout: Layout, tile: Sequence[Span]) -> bool:

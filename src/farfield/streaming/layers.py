@@ -39,7 +39,6 @@ def has_grid_summary(attention: GridAttention) -> bool:
 
 
 def summary_bytes(summary: Summary) -> int:
-    """Return the bytes of the tensors of a summary."""
     return sum(part.nbytes for part in summary if isinstance(part, Tensor))
 
 

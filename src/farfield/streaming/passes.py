@@ -63,7 +63,6 @@ class Run(ABC):
         return True
 
     def first_pass(self, number: int) -> int:
-        """Return the first pass that a pass depends on."""
         return 0
 
     def clean(self, number: int) -> None:  # noqa: B027  # nothing is stored
@@ -143,7 +142,6 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
             each.clean(is_read=stage <= self.plan.stored[value])
 
     def clear(self) -> None:
-        """Remove all."""
         for each in self.values():
             each.remove()
 
@@ -185,7 +183,6 @@ class TiledRun(Run):
 
     @property
     def passes(self) -> list[Pass]:
-        """The passes over all samples."""
         reductions, stages = self.plan.labelled.reductions, self.plan.passes * self.samples
         return [
             Pass(
@@ -223,7 +220,6 @@ class TiledRun(Run):
         return holds
 
     def first_pass(self, number: int) -> int:
-        """Return the first pass of the same sample."""
         return number - number % len(self.plan.stages)
 
     def clean(self, number: int) -> None:

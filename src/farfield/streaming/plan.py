@@ -48,8 +48,6 @@ def _halo_of(region: Region, tile: Sequence[Span]) -> Halo:
 
 
 class PlannedPass(NamedTuple):
-    """A pass over all tiles."""
-
     summarizes: tuple[str, ...]  # paths of the layers that need the whole grid and are summarized
     stores: tuple[str, ...]  # paths of the layers whose results are stored for later passes
     halo: Halo  # positions of the volume that a tile reads before and after its own
@@ -93,7 +91,6 @@ class GraphPlan:
 
     @cached_property
     def stages(self) -> list[_GraphPass]:
-        """The passes."""
         levels, last = self.labelled.levels, self.level_of(self.labelled.graph.output)
         return [
             _GraphPass(
@@ -106,7 +103,6 @@ class GraphPlan:
 
     @cached_property
     def passes(self) -> tuple[PlannedPass, ...]:
-        """The passes with their costs."""
         nodes = self.labelled.graph.nodes
         return tuple(
             PlannedPass(
@@ -131,7 +127,6 @@ class GraphPlan:
         return [*each.writes, *([self.labelled.graph.output] if each.last else [])]
 
     def summarized(self, stage: int) -> list[Value]:
-        """Return the values that a pass summarizes."""
         nodes, reductions = self.labelled.graph.nodes, self.labelled.reductions
         return [
             nodes[index].inputs[each] for index in self.stages[stage].reductions for each in reductions[index].operands

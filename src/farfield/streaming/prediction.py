@@ -67,7 +67,6 @@ class Prediction:
 
     @cached_property
     def opened_mask(self) -> Any:
-        """The mask as an array."""
         return open_mask(self.mask)
 
     @cached_property
@@ -102,7 +101,6 @@ class Prediction:
 
     @cached_property
     def spec(self) -> OutputSpec:
-        """The output."""
         plan, output, layout = self.plan, self.plan.output, self.plan.layout
         shape = layout.shape(output.shape[0], output.shape[1], [stop - start for start, stop in output.kept])
         box = [*shape[: len(shape) - len(output.written)], *output.written]
@@ -136,7 +134,6 @@ class Prediction:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def sent(self, convert: Callable[[str, Any], Any]) -> Prediction:
-        """Return the prediction with each volume as it is sent."""
         several = self.volume if isinstance(self.volume, tuple) else None
         sent = tuple(convert(f"volume-{each}", own) for each, own in enumerate(several or (self.volume,)))
         mask, found = (None, None) if self.mask is None else (convert("mask", self.mask), self.skipped)
@@ -147,7 +144,6 @@ class Prediction:
         return replace(self, plan=self.plan.bind("predict_whole", self.model))
 
     def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, TiledRun]:
-        """Return the tasks, and what runs them."""
         plan, graph = self.plan, self.graph
         if self.shared:
             _check_chunks(graph, plan, self.spec)
@@ -161,7 +157,6 @@ class Prediction:
         return stream, TiledRun(graph, on_patch, store, *connected, stream.parts_of, plan.samples, *skips)
 
     def surroundings(self) -> AbstractContextManager[None]:
-        """Return the context in which tasks run."""
         return _outside_inference(device_of(self.model))
 
     def check_region(self, stream: Stream, quiet: bool) -> None:

@@ -137,7 +137,6 @@ class Stream:
         return self.records[number].read()["parts"]
 
     def finish(self) -> Any:
-        """Return the finished output."""
         with self.explained():
             if isinstance(self.output, FileOutput) and not was_moved(self.output.path):
                 # Records are removed after the file is moved, and a process may be killed between.

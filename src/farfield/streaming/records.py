@@ -42,7 +42,6 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error)
 
 
 def empty_record() -> Record:
-    """Return the record of no tile."""
     return {field: kind() for field, kind in _FIELDS.items()}
 
 
@@ -111,13 +110,7 @@ class _Folder(MutableMapping[tuple[int, int], Record]):
 
 
 class Records:
-    """The records of the tiles of a pass.
-
-    Args:
-        count: The number of its tiles.
-        merge: Key of parts -> how these merge.
-        folder: Where the files of records are; None for memory.
-    """
+    """The records of the tiles of a pass, in files of a folder or in memory; `merge` tells how parts of a key merge."""
 
     def __init__(self, count: int, merge: Callable[[str], Merge], folder: Path | None = None) -> None:
         self.count, self.merge, self.group = count, merge, _IN_MEMORY if folder is None else _OF_FILES
@@ -138,7 +131,6 @@ class Records:
                 return
 
     def finished(self) -> set[int]:
-        """Return the tiles that are finished."""
         lengths = {level: self.group**level for level in range(len(self.sizes))}
         spans = (range(place * lengths[level], (place + 1) * lengths[level]) for level, place in self.known)
         return {tile for span in spans for tile in span if tile < self.count}
@@ -174,7 +166,6 @@ class Records:
         return records
 
     def clear(self) -> None:
-        """Remove all records."""
         for name in list(self.known):
             del self.known[name]
 

@@ -59,7 +59,6 @@ def _pixel_unshuffle(write: Writer, output: Info, value: Value, factor: int) -> 
 
 
 def _channel_shuffle(write: Writer, output: Info, value: Value, groups: int) -> Value:
-    """Groups of channels one within the other."""
     batch, channels, *size = write.shape(value)
     fine = [batch, groups, channels // groups, *size]
     return _shuffle(write, output, value, fine, (1, 0, *range(2, 2 + len(size))))

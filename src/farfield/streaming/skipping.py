@@ -35,7 +35,6 @@ def check_fill(fill: Any, has_mask: bool) -> None:
 
 
 def open_mask_file(mask: Any) -> Any:
-    """Open a mask that is given by its path."""
     if not isinstance(mask, str | Path):
         return mask
     try:

@@ -55,12 +55,10 @@ def constant_layout(shape: Sequence[int]) -> Layout:
 
 
 def length_of(dim: Dim) -> int:
-    """Return the length of a dimension."""
     return math.prod(piece.length for piece in dim)
 
 
 def shape_of(layout: Layout) -> tuple[int, ...]:
-    """Return the shape of a value of this layout."""
     return tuple(map(length_of, layout))
 
 
@@ -86,17 +84,14 @@ def axes_of(layout: Layout) -> list[int]:
 
 
 def whole_dim(dim: Dim) -> tuple[Span, ...]:
-    """Return the spans of all positions of a dimension."""
     return tuple((0, piece.length) for piece in dim)
 
 
 def whole_box(layout: Layout) -> Box:
-    """Return the box of all positions."""
     return tuple(map(whole_dim, layout))
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """Return the shape of a value on a box."""
     return tuple(math.prod(stop - start for start, stop in spans) for spans in box)
 
 
@@ -165,7 +160,6 @@ def clip(span: Span, length: int) -> Span:
 
 # ---- regions ---------------------------------------------------------------------------------------------------------
 def region_of(box: Box) -> Region:
-    """Return the region that is a box."""
     return tuple(tuple((span,) for span in spans) for spans in box)
 
 
@@ -204,7 +198,6 @@ def boxes_of(region: Region) -> Iterator[Box]:
 
 
 def count_positions(region: Region) -> int:
-    """Return the number of positions of a region."""
     return math.prod(sum(stop - start for start, stop in spans) for dim in region for spans in dim)
 
 
@@ -250,7 +243,6 @@ def join_boxes(tensors: Sequence[Tensor], region: Region) -> Tensor:
 
 
 def write_box(tensor: Tensor, layout: Layout, box: Box, value: Tensor) -> None:
-    """Write a box of a tensor."""
     view = tensor.view([piece.length for dim in layout for piece in dim])
     for axis, (start, stop) in enumerate(span for spans in box for span in spans):
         view = view.narrow(axis, start, stop - start)

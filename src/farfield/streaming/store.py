@@ -54,7 +54,6 @@ class StoredInMemory:
         write_box(self.whole, self.layout, box, block)
 
     def read(self, index: int, box: Box) -> Tensor:
-        """Read a box for a tile."""
         if self.whole is None:
             raise LookupError("no tile of the value has been stored")
         # As it is read from a file: the order in which a kernel adds, and so its rounding, follows from strides.
@@ -244,7 +243,6 @@ class StoredInBlocks(StoredInFile):
         self.blocks = path  # of one sample the path begins with its number
 
     def begin(self, sample: int) -> None:
-        """Go on with a sample."""
         self.sample = sample
 
     def write(self, index: int, box: Box, block: Tensor) -> None:

@@ -23,7 +23,6 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_configuration(file: Path) -> dict[str, Any]:
-    """Read a configuration."""
     text = read_text(file)
     try:
         _check_depth(text)

@@ -38,13 +38,7 @@ class UnknownNetworkError(ValueError):
 
 
 class LoadedRun(NamedTuple):
-    """A trained network, and what the configuration of its run says of it.
-
-    Attributes:
-        network: The network, in eval mode.
-        task: The task that it was trained for, such as "restore"; "" if no configuration says it.
-        data: The data that it was trained on.
-    """
+    """A trained network in eval mode, the task that it was trained for, "" if none is known, and the data."""
 
     network: nn.Module
     task: str
@@ -54,10 +48,8 @@ class LoadedRun(NamedTuple):
 def load_run(source: str, build: Callable[[ClassEntry], nn.Module] | None = None) -> LoadedRun:
     """Load a network from a folder, a folder of runs, a run, a checkpoint or a repository of the Hub.
 
-    Args:
-        source: Its path, or the name of the repository. Of several runs it is the newest, of several checkpoints the
-            best.
-        build: Builds the untrained network from its entry in the configuration; by default it must be one of farfield.
+    Of several runs it is the newest, of several checkpoints the best. `build` makes the untrained network of its
+    entry in the configuration; without it that must be one of farfield.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it is damaged or of another network.

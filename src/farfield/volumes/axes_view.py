@@ -51,7 +51,6 @@ def _take_positions(axis: int, length: int, index: Any) -> int | range:
 
 
 def as_slice(indices: range) -> slice:
-    """Return the slice that takes the indices of a range."""
     return slice(indices.start, indices.stop if indices.stop >= 0 else None, indices.step)
 
 
@@ -68,7 +67,6 @@ class SlicedArray:
         return part[tuple(0 if isinstance(each, int) else slice(None) for each in given)]
 
     def read(self, wanted: Sequence[range]) -> np.ndarray:
-        """Return the part of some ranges."""
         raise NotImplementedError
 
 

@@ -95,7 +95,6 @@ class BoundedCodec(BytesBytesCodec):
     is_fixed_size = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the description of the codec."""
         return self.inner.to_dict()
 
     def compute_encoded_size(self, _input_byte_length: int, _chunk_spec: Any) -> int:
@@ -119,7 +118,6 @@ class BoundedNumcodec(Numcodec):
         return self.inner.encode(buf)
 
     def decode(self, buf: Any, out: Any = None) -> bytes:
-        """Decompress a chunk."""
         return expand(self.inner, bytes(buf), self.chunk_bytes)
 
 

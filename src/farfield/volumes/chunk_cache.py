@@ -36,7 +36,6 @@ class ChunkCache(SlicedArray):
         self.largest = math.prod(max(map(operator.sub, each[1:], each)) for each in self.edges) * self.dtype.itemsize
 
     def read(self, wanted: Sequence[range]) -> np.ndarray:
-        """Return the part of some ranges."""
         if self.largest > self.most or any(part.step != 1 for part in wanted):
             return self._read_directly(wanted)
         axes = list(zip(wanted, self.edges, strict=True))

@@ -29,8 +29,6 @@ CHUNK = 2**24
 
 
 class OutputSpec(NamedTuple):
-    """Description of an output."""
-
     shape: tuple[int, ...]
     dtype: np.dtype
     box: tuple[int, ...]  # what a tile writes: one after the other from 0, in whole chunks of zarr
@@ -38,7 +36,6 @@ class OutputSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -142,7 +139,6 @@ def make_zarr(path: Path, spec: OutputSpec) -> Any:
 
 
 def open_zarr(path: Path, spec: OutputSpec, mode: Mode) -> Any:
-    """Open a zarr array."""
     import zarr
 
     return zarr.open_array(str(path), mode=mode)
@@ -196,7 +192,6 @@ def make_ome_zarr(path: Path, spec: OutputSpec) -> Any:
 
 
 def open_ome_zarr(path: Path, spec: OutputSpec, mode: Mode) -> Any:
-    """Open the finest level of an image of OME-Zarr."""
     import zarr
 
     return zarr.open_group(str(path), mode=mode)["0"]

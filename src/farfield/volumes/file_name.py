@@ -74,7 +74,6 @@ class FileArray(SlicedArray):
         self.read_part, self.chunks = read_part, chunks
 
     def read(self, wanted: Sequence[range]) -> np.ndarray:
-        """Return the part of some ranges."""
         part = np.asarray(self.read_part(tuple(map(as_slice, wanted))))
         if part.shape != tuple(map(len, wanted)):
             raise ValueError(f"only {part.shape} of {tuple(map(len, wanted))} positions were read")

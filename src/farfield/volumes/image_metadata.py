@@ -15,8 +15,6 @@ ORDER = "ITQCZYX"
 
 
 class Unit(NamedTuple):
-    """A unit of length or time."""
-
     symbol: str  # as OME-TIFF writes it
     amount: float  # in meters, or in seconds
     kind: str  # "length" or "time"
@@ -149,12 +147,10 @@ class ImageMetadata:
 
 
 def restrict(by_letter: Mapping[str, Any], axes: str) -> dict[str, Any]:
-    """Return the entries of a mapping from letters that are among some axes."""
     return {letter: value for letter, value in by_letter.items() if letter in axes}
 
 
 def is_length(unit: str) -> bool:
-    """Whether this is the name of a unit of length."""
     return unit in UNITS and UNITS[unit].kind == "length"
 
 

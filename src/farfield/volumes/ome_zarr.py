@@ -17,8 +17,6 @@ COLORS = ("00FF00", "FF00FF", "00FFFF", "FFFF00", "FF0000", "0000FF")
 
 
 class Level(NamedTuple):
-    """One level of an image on disk."""
-
     path: str  # name of its array in the group
     metadata: ImageMetadata  # its axes and voxel size
 
@@ -36,7 +34,6 @@ def read_images(attributes: Mapping[str, Any]) -> list[tuple[str, list[Level]]]:
 
 
 def read_levels(image: Mapping[str, Any], channels: Sequence[str]) -> list[Level]:
-    """Read the levels of an image from its entry, with the names of its channels."""
     # Versions 0.1 and 0.2 have no axes, which are always these; 0.3 has their names alone.
     given = [{"name": axis} if isinstance(axis, str) else axis for axis in image.get("axes", "tczyx")]
     axes = "".join(map(axis_letter, given))
@@ -151,7 +148,6 @@ def refuse_axes(metadata: ImageMetadata) -> str | None:
 def describe_image(
     name: str, metadata: ImageMetadata, factors: Sequence[Sequence[int]], average: bool
 ) -> dict[str, Any]:
-    """Return the attributes of the group of an image."""
     kinds = {"T": "time", "I": "time", "C": "channel"}
     axes = []
     for letter in metadata.axes:

@@ -87,14 +87,7 @@ def is_own_zarr(path: Path) -> bool:
 
 
 class FileOutput:
-    """A file that is written in a folder beside its path and moved to the path when it is complete.
-
-    Args:
-        caller: The function that warnings name.
-        path: Path of the finished file.
-        spec: Shape, dtype, tile, axes and voxel size of the array in the file.
-        overwrite: Whether what exists at the path when the file is complete is replaced; None is no.
-    """
+    """A file that is written in a folder beside its path, and moved to the path when it is complete."""
 
     def __init__(self, caller: str, path: Path, spec: OutputSpec, overwrite: bool | None) -> None:
         self.caller, self.path, self.spec, self.overwrite = caller, path, spec, overwrite
@@ -179,7 +172,6 @@ class FileOutput:
         return box_sum == checksum
 
     def write(self, index: tuple[slice, ...], box: Tensor) -> None:
-        """Write a box."""
         self.array[index] = to_numpy(box)
         if self.format.mapped:
             self.array.flush()
@@ -190,7 +182,6 @@ class FileOutput:
         return list(map(math.prod, self.format.levels(self.spec)))
 
     def write_level(self, level: int, place: int) -> None:
-        """Write a chunk of a coarser level."""
         write_level(self.growing, self.spec, level, place)
 
     def restore_replaced(self) -> None:
@@ -234,12 +225,7 @@ class FileOutput:
 
 
 class ArrayOutput:
-    """An output that is an array: one that the user gave, or a new one in memory.
-
-    Args:
-        caller: The function that warnings name.
-        array: Array of NumPy, torch, zarr, h5py, or another class with `shape` and slicing.
-    """
+    """An output that is an array, of NumPy, torch, zarr, h5py or another class with `shape` and slicing."""
 
     def __init__(self, caller: str, array: Any) -> None:
         self.caller, self.array, self.dtype = caller, array, dtype_of_array(array)
@@ -290,7 +276,6 @@ class ArrayOutput:
         return []
 
     def finish(self) -> Any:
-        """Return the array."""
         return self.array
 
 

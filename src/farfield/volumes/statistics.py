@@ -18,20 +18,10 @@ _BITS = 16
 
 
 def mean_and_deviation(array: Any, axes: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Compute mean and standard deviation over some axes of an array that is read once, part by part, in float64.
-
-    Args:
-        array: Anything with `shape`, `dtype` and slicing.
-        axes: The axes over which they are; others remain.
-
-    Returns:
-        Mean and deviation (of the population), with the array's axes, those of `axes` with length 1.
+    """Compute mean and deviation (of the population) over some axes, which get length 1, in float64 and in one pass.
 
     Raises:
         ValueError: If a number is not finite.
-
-    Cost:
-        One pass over the array, and some MiB.
 
     Example:
         >>> mean, deviation = mean_and_deviation(np.arange(12.0).reshape(3, 4), [1])
@@ -54,25 +44,14 @@ def mean_and_deviation(array: Any, axes: Collection[int]) -> tuple[np.ndarray, n
 
 
 def quantiles(array: Any, axes: Collection[int], shares: Sequence[float], method: str = "linear") -> list[np.ndarray]:
-    """Compute quantiles over some axes of an array that is read part by part: those of `numpy.quantile` in float64.
+    """Compute quantiles over some axes, which get length 1: those of `numpy.quantile` in float64.
 
-    Numbers are counted by their bits, the first 16 of them in a first pass, and the next of those that may be the ones
-    asked for in another; so the result is exact.
-
-    Args:
-        array: Anything with `shape`, `dtype` and slicing.
-        axes: The axes over which they are; others remain.
-        shares: From 0 to 1.
-        method: "linear" between the two nearest numbers, or "inverted_cdf", one of the numbers.
-
-    Returns:
-        For each share an array with the array's axes, those of `axes` with length 1.
+    The method is "linear" between the two nearest numbers, or "inverted_cdf", one of the numbers. Numbers are counted
+    by their bits, the first 16 of them in a first pass, and the next of those that may be the ones asked for in
+    another; so the result is exact, of 16 bits in one pass, of 32 in two, of 64 in four.
 
     Raises:
         ValueError: If a number is not finite.
-
-    Cost:
-        One pass over numbers of 16 bits or less, two over those of 32, four over those of 64, and some MiB.
 
     Example:
         >>> numbers = np.random.default_rng(0).normal(size=(50, 40)).astype("float32")

@@ -50,7 +50,6 @@ def check_codecs(series: Any) -> None:
 
 
 def describe_series(series: Any) -> str:
-    """Return the name and the shape of a series."""
     return f'"{series.name}" {series.axes} {tuple(series.shape)}'
 
 
@@ -99,7 +98,6 @@ def parts_of(series: Any) -> Iterator[Any]:
 
 
 def paths_of(series: Any) -> set[Path]:
-    """Return the paths of the files that hold a series."""
     return {Path(part.filehandle.path) for part in parts_of(series)}
 
 

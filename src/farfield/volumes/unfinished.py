@@ -29,7 +29,6 @@ REASONS = {
 
 
 def unfinished_folder(path: Path) -> Path:
-    """Return the folder beside a path for its unfinished file and the progress."""
     return path.parent / (path.name + ".unfinished")
 
 

@@ -30,7 +30,6 @@ def write(content: PageContent, path: Path) -> None:
 
 
 def render(content: PageContent) -> str:
-    """Return the page."""
     parts = {
         "style": _source("page.css"),
         "engine": _source("engine.js"),

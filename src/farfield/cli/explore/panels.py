@@ -34,8 +34,6 @@ _SOURCES = {ALL: "all", AXES: "axes", NORMALIZED_AXES: "axes", POOLED: "windows"
 
 
 class HeadPanel(NamedTuple):
-    """One head of one attention."""
-
     name: str
     text: str  # what it is, in a line
     arguments: str  # of the functions of `maps` that compute it, in Python
@@ -47,8 +45,6 @@ class HeadPanel(NamedTuple):
 
 
 class PageContent(NamedTuple):
-    """What a page shows."""
-
     photograph: NDArray[np.uint8]  # `(height, width, 3)`, 8-bit
     credit: str  # whose it is
     intro: str  # what the panels have in common

@@ -26,8 +26,6 @@ PANELS = 6
 
 
 class Photograph(NamedTuple):
-    """A photograph."""
-
     path: Path
     height: int
     width: int

@@ -88,7 +88,6 @@ def select_layer(layers: dict[str, Layer], name: str | None) -> str:
 
 
 def list_layers(layers: dict[str, Layer], photograph: Photograph, side: int, source: str) -> View:
-    """List the attention layers of a network."""
     rows: list[Row] = [
         {
             "layer": name,
@@ -175,7 +174,6 @@ def _describe_query(
 
 
 def _position_of(pixel: tuple[int, int], photograph: Photograph, layer: Layer) -> tuple[int, int]:
-    """Return the position of a layer's grid that contains a pixel of the photograph."""
     (row, column), (height, width) = pixel, _size_of(layer)
     if row >= photograph.height or column >= photograph.width:
         fix = f"from 0,0 to {photograph.height - 1},{photograph.width - 1}."

@@ -156,7 +156,6 @@ def list_images(folder: Path) -> list[Path]:
 
 
 def read_image(path: str | Path) -> Image.Image:
-    """Read an image file as RGB."""
     with name_file(path):
         return pil_loader(path)
 

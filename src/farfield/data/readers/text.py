@@ -70,7 +70,6 @@ def _read_texts(folder: Path) -> list[Text]:
 
 
 def read_text_file(path: Path) -> Text:
-    """Read a text file."""
     return Text(path, read_utf8(path).splitlines())
 
 

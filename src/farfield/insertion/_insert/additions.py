@@ -96,7 +96,6 @@ def _name_of_addition(host: nn.Module) -> str | None:
 
 
 def places_of(path: str, host: nn.Module) -> list[Place]:
-    """Return the places of a host that have additions."""
     name = _name_of_addition(host)
     child = host._modules[name] if name is not None else Entries()
     return [Place(path, entry) for entry in child] if isinstance(child, Entries) else [Place(path)]
@@ -129,7 +128,6 @@ def attach_addition(host: nn.Module, entry: str | None, module: nn.Module) -> No
 
 
 def detach_addition(host: nn.Module, entry: str | None) -> None:
-    """Remove the addition, or that of one entry, from its host."""
     name = _name_of_addition(host) or CHILD
     addition = host.get_submodule(name)
     module = cast(Entries, addition).pop(entry) if entry is not None else addition
@@ -193,7 +191,6 @@ def _module_at(module: nn.Module | None, path: str) -> nn.Module | None:
 
 
 def _has_child(module: nn.Module, path: str) -> bool:
-    """Whether there is a module at a path in another that has an addition."""
     now = _module_at(module, path)
     return now is not None and CHILD in now._modules
 

@@ -107,7 +107,6 @@ def _related(path: str, place: str) -> bool:
 
 
 def _disturb_all(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the outputs of a module with all floating-point tensors disturbed."""
     if isinstance(outputs, Mapping | tuple | list):
         for key in outputs if isinstance(outputs, Mapping) else range(len(outputs)):
             outputs = with_entry(outputs, key, _disturb_all(outputs[key], change))

@@ -70,7 +70,6 @@ def cycle_inputs(inputs: Iterable[Any], start: int) -> Iterator[Any]:
 
 
 def move(given: Any, device: torch.device) -> Any:
-    """Return an input on a device."""
     if isinstance(given, Tensor):
         return given.to(device)
     if isinstance(given, Mapping):

@@ -126,8 +126,6 @@ class CallingAttention(Replaced):
 
 
 class _Answer(TorchFunctionMode):
-    """Answers torch's function by an attention."""
-
     def __init__(self, attention: CallingAttention) -> None:
         super().__init__()
         self.attention, self.calls = attention, 0
@@ -172,7 +170,6 @@ class DiffusersAttention(CallingAttention):
 
     @classmethod
     def find_original(cls, module: Any) -> str:
-        """That of the processor."""
         return "linear_relu" if type(module.processor).__name__ == _SANA else "softmax"
 
     @classmethod

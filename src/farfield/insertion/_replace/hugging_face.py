@@ -192,7 +192,6 @@ def configured_models(model: nn.Module) -> Iterator[Any]:
 
 
 def _configs_of(model: nn.Module) -> set[int]:
-    """Return the ids of the configs of all models of transformers in a model, and of the configs in them."""
     known, waiting = set[int](), [module.config for module in configured_models(model)]
     while waiting:
         config = waiting.pop()
@@ -203,7 +202,6 @@ def _configs_of(model: nn.Module) -> set[int]:
 
 
 def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> list[object]:
-    """Set the implementation in the configs of the chosen attention modules of a model."""
     sharing: dict[int, list[nn.Module]] = {}  # by the id of a config
     for module in filter(uses_interface, model.modules()):
         sharing.setdefault(id(module.config), []).append(module)

@@ -43,7 +43,6 @@ class _StackedAttention(Replaced, nn.Module):
 
     @property
     def head_dim(self) -> int:
-        """The number of channels of a head."""
         return self.qkv.in_features // self.num_heads
 
     def attend_stacked(self, tokens: Tensor, dropout: nn.Dropout, weights: bool) -> tuple[Tensor, Tensor | None]:

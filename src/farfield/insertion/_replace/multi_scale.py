@@ -59,12 +59,10 @@ class LiteMlaAttention(_MultiScaleAttention):
 
     @property
     def num_heads(self) -> int:
-        """The number of heads of all scales."""
         return cast(nn.Conv2d, self.proj.conv).in_channels // self.dim
 
     @property
     def head_dim(self) -> int:
-        """The number of channels of a head."""
         return self.dim
 
     @classmethod
@@ -94,12 +92,10 @@ class SanaMultiscaleAttention(_MultiScaleAttention):
 
     @property
     def num_heads(self) -> int:
-        """The number of heads of all scales."""
         return self.to_out.in_features // self.attention_head_dim
 
     @property
     def head_dim(self) -> int:
-        """The number of channels of a head."""
         return self.attention_head_dim
 
     @classmethod

@@ -192,7 +192,6 @@ def _axes_of(tensor: Any) -> tuple[str, ...]:
 
 
 def _arrange(network: nn.Module, description: Any, steps: Sequence[Any]) -> nn.Module:
-    """Return a network of grids."""
     inputs, outputs = ([_axes_of(each) for each in tensors] for tensors in (description.inputs, description.outputs))
     space = set(inputs[0]) - {"batch", "channel"}
     if any(set(each) - {"batch", "channel"} != space for each in (*inputs, *outputs)):
@@ -304,7 +303,6 @@ class _Preprocessed(SlicedArray):
         self.dtype = self.read([range(1)] * len(self.shape)).dtype
 
     def read(self, wanted: Sequence[range]) -> np.ndarray:
-        """Return the part of some ranges."""
         named, index = self.named, tuple(map(as_slice, wanted))
         part = np.asarray(named.volume[index])
         # Operators see the axes that the package has.
@@ -320,7 +318,6 @@ class _Preprocessed(SlicedArray):
 
 
 def _measure(named: _Named, measures: Sequence[Any]) -> _Statistics:
-    """Compute the statistics of a volume."""
     found: _Statistics = {}
     for axes in {measure.axes for measure in measures}:
         own = [measure for measure in measures if measure.axes == axes]

@@ -182,7 +182,6 @@ def _check_output(output: Path, overwrite: bool) -> None:
 
 
 def _find_inputs(inputs: str | Path | Sequence[str | Path], model: NnunetModel) -> list[Path]:
-    """Return the file of each channel."""
     paths = [Path(each) for each in ([inputs] if isinstance(inputs, str | Path) else inputs)]
     channels = _channels(model)
     if len(paths) == 1 and len(channels) > 1 and (match := re.fullmatch(r"(.*_)0000(\.[^_]*)", paths[0].name)):

@@ -48,7 +48,6 @@ def _plain_sums(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: T
 
 
 def _pair_projections(parts: Sequence[Tensor | None]) -> tuple[Projection, Projection]:
-    """Return the projections of keys and of queries."""
     matrix, bias, other_matrix, other_bias = parts
     return Projection(matrix, bias), Projection(other_matrix, other_bias)
 

@@ -52,7 +52,6 @@ class Kernel(NamedTuple):
     needs: str = "nothing else"  # in words
 
     def is_for(self, operator: object) -> bool:
-        """Whether the line is for an operator."""
         return any(
             all(with_any_epsilon(getattr(operator, field)) in entries for field, entries in kind.items())
             for kind in self.operators
@@ -106,7 +105,6 @@ def _count_summary_backward(positions: Sequence[int], matrix: Sequence[int] | No
 
 
 def _count_combination(queries: Sequence[int], slots: Sequence[int], sums: Sequence[int] | None, *_: Any) -> int:
-    """Count the products of coefficients with slots."""
     batch, rows, count = queries
     return 2 * batch * count * (sums[1] if sums else rows) * slots[3]
 

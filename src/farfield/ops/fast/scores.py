@@ -108,5 +108,4 @@ def gradients_of_scores(
 
 
 def expand_batch(matrix: Tensor, batch: int) -> Tensor:
-    """Return the matrix once for each sample."""
     return matrix.expand(batch, -1, -1).contiguous()

@@ -212,7 +212,6 @@ _RESPONSES = _lines_by("responses", "coefficients")
 
 
 def operators_of(line: Kernel) -> list[str]:
-    """Return the names of the operators that a line is for."""
     return [name for name, operator in OPERATORS.items() if line.is_for(operator)]
 
 

@@ -47,7 +47,6 @@ def why_not_bare_means(call: Call, grid: Tensor) -> str | None:
 
 
 def attend_means(call: Call, grid: Tensor, target: Target | None) -> Tensor:
-    """Attend in one call, in inference."""
     return cast(Tensor, kernels.call("axis_attention", grid, call.heads, call.scale, _counts_once(call.operator)))
 
 
@@ -124,7 +123,6 @@ def _kernel_means(grid: Tensor, wide: bool) -> Tensor:
 
 
 def _spread_means(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
-    """Return the gradient of the means."""
     (grid, wide), (grad,) = arguments, grad_outputs
     grad = grad.to(grid.dtype)
     grad_means = grad.mT.contiguous().mT if wide else grad.contiguous()
@@ -180,7 +178,6 @@ def _why_not_one_score_a_head(call: Call, grid: Tensor) -> str | None:
 
 
 def attend_scores(call: Call, grid: Tensor, target: Target | None) -> Tensor:
-    """Attend in one call, in inference."""
     matrix = cast(Tensor, call.query.matrix).float()
     return cast(Tensor, kernels.call("score_attention", grid, matrix, _weighs_keys(call.operator))[0])
 
@@ -196,7 +193,6 @@ def why_not_scores_in_training(call: Call, grid: Tensor) -> str | None:
 
 
 def learn_scores(call: Call, grid: Tensor, target: Target | None) -> Tensor:
-    """Attend in one call with a gradient."""
     return cast(Tensor, _attend_scores(call.operator, grid, call.query.matrix)[0])
 
 
@@ -254,7 +250,6 @@ def _score_kernel(operator: Operator, grid: Tensor, matrix: Tensor) -> tuple[Ten
 def _gradients_of_scores(
     arguments: Sequence[Any], kept: Sequence[Tensor], grad_outputs: Sequence[Tensor], *_: Any
 ) -> tuple[None, Tensor, Tensor]:
-    """Return the gradients of the grid and of the score matrix."""
     (operator, grid, matrix), (grad,) = arguments, grad_outputs
     grad = grad.contiguous() if kernels.why_not(grad) else grad
     grad_grid, grad_matrix = kernels.call(

@@ -246,7 +246,6 @@ class _Mapped:
 
     @classmethod
     def of(cls, array: np.memmap, file: Path) -> _Mapped:
-        """Return the array that a file has alone."""
         return cls(str(file.absolute()), array.offset, array.dtype, array.shape, array.strides)
 
     def __reduce__(self) -> Any:

@@ -105,7 +105,6 @@ def _find_windows(call: OperationCall) -> Windows:
 
 
 def repeat(number: Any, count: int) -> list[int]:
-    """Return one number for each spatial dimension."""
     numbers = [number] if isinstance(number, int) else list(number)
     return [int(each) for each in (numbers * count if len(numbers) == 1 else numbers)]
 
