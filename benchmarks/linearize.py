@@ -15,8 +15,9 @@ query and key weights, trained alike: what any attention gains that learns from 
 (that network untrained: how much of an agreement is in the embedding and the norms). A run is a line of JSON; finished
 ones are not run again.
 
-`--blocks 60` trains each attention alone in the first 60 of the steps, to the teacher's response to the teacher's own
-hidden states, and the whole network in the rest; of operators that learn nothing of their own.
+`--blocks 60` matches each attention alone in the first 60 of the steps, on the teacher's hidden states, and the whole
+network in the rest; without it all steps are of the whole network. `--keep 2` leaves the two attentions softmax that
+matter most.
 """
 
 from __future__ import annotations
@@ -29,11 +30,9 @@ import math
 import platform
 import statistics
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +40,6 @@ from torch import Tensor, nn
 import farfield
 from farfield import cost
 from farfield.insertion import linearize, replace_attention
-from farfield.insertion._linearize.features import compare as compare_features
-from farfield.insertion._linearize.training import RATES
 
 OPERATORS = ("factorized_gaussian", "linear_elu", "hedgehog", "flare", "mala")
 BATCH, TOKENS, HELD_OUT, NEAREST, LOCAL = 16, 64, 500, 10, 7
@@ -99,52 +96,6 @@ def draw_again(encoder: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def train_blocks(student: nn.Module, operator: str, teacher: nn.Module, inputs: list[Any], steps: int) -> None:
-    """Train each attention of the student to the teacher's response to the teacher's own hidden states."""
-    replaced = copy.deepcopy(student)
-    attentions = replace_attention(replaced, operator)
-    parameters = [each for module in attentions.values() for each in module.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=RATES["attention"], weight_decay=0.01)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATES["attention"], total_steps=steps, pct_start=0.1)
-    for _, given in zip(range(steps), itertools.cycle(inputs), strict=False):
-        calls = record_calls(teacher, attentions, given)
-        losses = [
-            compare_features(attentions[path](*call.args, **call.keywords)[0], call.response, torch.ones(()))
-            for path, call in calls.items()
-        ]
-        optimizer.zero_grad()
-        torch.stack(losses).sum().backward()
-        optimizer.step()
-        cycle.step()
-    student.load_state_dict(replaced.state_dict())
-
-
-class Call(NamedTuple):
-    """A call of an attention, and its response."""
-
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-    response: Tensor
-
-
-def record_calls(teacher: nn.Module, paths: Iterable[str], given: dict[str, Tensor]) -> dict[str, Call]:
-    """Run the teacher, and return the call of each attention."""
-    calls: dict[str, Call] = {}
-
-    def keep(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-            calls[path] = Call(args, keywords, output[0])
-
-        return hook
-
-    hooks = [teacher.get_submodule(path).register_forward_hook(keep(path), with_kwargs=True) for path in paths]
-    with torch.no_grad():
-        teacher(**given)
-    for each in hooks:
-        each.remove()
-    return calls
-
-
 def run(options: argparse.Namespace, name: str, local: int | None, steps: int, seed: int, tune: str) -> dict[str, Any]:
     """Train one network, and compare it with the teacher on the held-out book."""
     torch.manual_seed(seed)
@@ -154,7 +105,8 @@ def run(options: argparse.Namespace, name: str, local: int | None, steps: int, s
     inputs = [{"input_ids": each} for each in passages[order].split(BATCH)[:-1]]
     held_out = read_passages(tokenizer, options.text, (MEASURED,))
     held_out = held_out[torch.linspace(0, len(held_out) - 1, HELD_OUT).long()]
-    wanted, identity = embed(teacher, held_out), describe(name, local, steps, seed, tune, options.blocks)
+    wanted = embed(teacher, held_out)
+    identity = describe(name, local, steps, seed, tune, options.blocks, options.keep)
     line = dict(identity)
     if name == RANDOM:
         return line | compare(embed(type(teacher)(teacher.config).eval(), held_out), wanted)
@@ -164,17 +116,14 @@ def run(options: argparse.Namespace, name: str, local: int | None, steps: int, s
     untrained = copy.deepcopy(student)
     replace_attention(untrained, operator)
     line["untrained"] = compare(embed(untrained, held_out), wanted)["cosine"]
-    if options.blocks:
-        started = time.monotonic()
-        train_blocks(student, operator, teacher, inputs[:0:-1], options.blocks)
-        line["block_seconds"] = round(time.monotonic() - started, 1)
     with tempfile.TemporaryDirectory() as folder:
         report = linearize(
             student,
             operator,
             inputs,
             teacher=teacher,
-            steps=steps - options.blocks,
+            keep=options.keep,
+            steps=(options.blocks, steps - options.blocks),
             local=local,
             tune=tune,
             folder=options.checkpoints / "-".join(map(str, identity.values())) if options.checkpoints else folder,
@@ -183,19 +132,21 @@ def run(options: argparse.Namespace, name: str, local: int | None, steps: int, s
     line |= compare(embed(student, held_out), wanted)
     line |= {"seconds": round(report.seconds, 1), "layers": [round(each, 4) for each in report.layers.values()]}
     line |= {part: round(cosine, 4) for part, cosine in report.parts.items()}
+    line |= {"kept": list(report.kept)} if report.kept else {}
     versions = {"farfield": farfield.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return line | {"versions": versions}
 
 
-def describe(name: str, local: int | None, steps: int, seed: int, tune: str, blocks: int) -> dict[str, Any]:
+def describe(name: str, local: int | None, steps: int, seed: int, tune: str, blocks: int, keep: int) -> dict[str, Any]:
     """Return what identifies a run."""
-    return {"operator": name, "local": local, "steps": steps, "seed": seed, "tune": tune, "blocks": blocks}
+    identity = {"operator": name, "local": local, "steps": steps, "seed": seed, "tune": tune}
+    return identity | {"blocks": blocks, "keep": keep}
 
 
 def read(file: Path) -> list[dict[str, Any]]:
     """Read the lines of a file, if there is one."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return [{"blocks": 0} | json.loads(line) for line in lines if line.endswith("}")]
+    return [{"blocks": 0, "keep": 0} | json.loads(line) for line in lines if line.endswith("}")]
 
 
 def measure_costs(options: argparse.Namespace) -> None:
@@ -227,14 +178,14 @@ def measure_costs(options: argparse.Namespace) -> None:
 
 def print_table(lines: list[dict[str, Any]]) -> None:
     """Print the mean over the seeds, and the range, of each kind of run."""
-    heads = ["operator", "local branch", "steps", "of blocks", "trained", "seeds", "untrained"]
+    heads = ["operator", "kept", "local branch", "steps", "of blocks", "trained", "seeds", "untrained"]
     heads += ["cosine", "Spearman", "nearest ten", "s"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
-        groups[line["operator"], line["local"], line["steps"], line["blocks"], line["tune"]].append(line)
-    for (name, local, steps, blocks, tune), runs in sorted(
-        groups.items(), key=lambda each: (each[0][2], -each[1][0]["cosine"])
+        groups[line["operator"], line["keep"], line["local"], line["steps"], line["blocks"], line["tune"]].append(line)
+    for (name, keep, local, steps, blocks, tune), runs in sorted(
+        groups.items(), key=lambda each: (each[0][3], -each[1][0]["cosine"])
     ):
         shown = []
         for key in ("cosine", "spearman", "nearest"):
@@ -242,12 +193,12 @@ def print_table(lines: list[dict[str, Any]]) -> None:
             spread = f" ({min(numbers):.3f}–{max(numbers):.3f})" if len(numbers) > 1 else ""
             shown.append(f"{statistics.fmean(numbers):.3f}{spread}")
         untrained = f"{runs[0]['untrained']:.3f}" if "untrained" in runs[0] else "–"
-        seconds = f"{statistics.fmean(each.get('seconds', 0) + each.get('block_seconds', 0) for each in runs):.0f}"
-        columns = (name, local or "–", steps, blocks or "–", tune, len(runs), untrained, *shown, seconds)
+        seconds = f"{statistics.fmean(each.get('seconds', 0) for each in runs):.0f}"
+        columns = (name, keep or "–", local or "–", steps, blocks or "–", tune, len(runs), untrained, *shown, seconds)
         print(f"| {' | '.join(map(str, columns))} |")
         for part in ("summary only", "local only"):
             if part in runs[0]:
-                print(f"| – {part}, cosine of tokens | | | | | | | {runs[0][part]:.3f} | | | |")
+                print(f"| – {part}, cosine of tokens | | | | | | | | {runs[0][part]:.3f} | | | |")
 
 
 def main() -> None:
@@ -261,6 +212,7 @@ def main() -> None:
     parser.add_argument("--local", nargs="+", type=int, default=[0, LOCAL], help="lengths of the branch, 0 for none")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--blocks", type=int, default=0, help="of these, steps of each attention alone")
+    parser.add_argument("--keep", type=int, default=0, help="attentions that stay softmax")
     parser.add_argument("--tune", nargs="+", default=["attention"], help="attention, lora, all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--costs", action="store_true", help="measure seconds and memory, and train nothing")
@@ -269,12 +221,10 @@ def main() -> None:
     if options.costs:
         measure_costs(options)
         return
-    if options.blocks and ({"flare", "hedgehog"} & set(options.only) or options.blocks >= options.steps):
-        parser.error("--blocks: fewer than --steps, and of operators that learn nothing of their own")
     if not options.collect:
-        done = [[line[key] for key in describe("", None, 0, 0, "", 0)] for line in read(options.out)]
+        done = [[line[key] for key in describe("", None, 0, 0, "", 0, 0)] for line in read(options.out)]
         for seed, tune, name, local in itertools.product(options.seeds, options.tune, options.only, options.local):
-            identity = describe(name, local or None, options.steps, seed, tune, options.blocks)
+            identity = describe(name, local or None, options.steps, seed, tune, options.blocks, options.keep)
             if (name in (DRAWN_AGAIN, RANDOM) and local) or list(identity.values()) in done:
                 continue
             line = json.dumps(run(options, name, local or None, options.steps, seed, tune))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from pathlib import Path
@@ -21,11 +20,6 @@ def cct(benchmarks_on_path: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType
     for name, value in {"CHANNELS": 16, "HEADS": 2, "LAYERS": 2, "BATCH": 4, "EPOCHS": 4}.items():
         monkeypatch.setattr(module, name, value)
     return module
-
-
-@pytest.fixture
-def sentences(benchmarks_on_path: None) -> ModuleType:
-    return __import__("linearize")
 
 
 @pytest.fixture
@@ -112,35 +106,3 @@ def test_runs_are_recorded_once_and_the_table_has_the_teachers_share(
     cct.main()
     assert record.read_bytes() == before
     assert "factorized_gaussian" in capsys.readouterr().out
-
-
-def test_blocks_are_trained_to_the_teachers_responses_and_nothing_else_is(sentences: ModuleType) -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    teacher = transformers.BertModel(transformers.BertConfig(vocab_size=20, **sizes)).eval()
-    # Far from uniform weights, so that an operator differs from softmax.
-    for layer in teacher.encoder.layer:
-        for linear in (layer.attention.self.query, layer.attention.self.key):
-            nn.init.normal_(linear.weight, std=1.0)
-    student = copy.deepcopy(teacher)
-    inputs = [{"input_ids": torch.randint(20, (4, 9))} for _ in range(3)]
-
-    def distances(network: nn.Module) -> list[float]:
-        network = copy.deepcopy(network)
-        attentions = sentences.replace_attention(network, "linear_elu")
-        calls = sentences.record_calls(teacher, attentions, inputs[0])
-        assert len(calls) == 2
-        found = [(attentions[path](*call.args, **call.keywords)[0], call.response) for path, call in calls.items()]
-        return [float((one - other).detach().norm()) for one, other in found]
-
-    before = distances(student)
-    sentences.train_blocks(student, "linear_elu", teacher, inputs, 200)
-    assert all(later < 0.9 * first for later, first in zip(distances(student), before, strict=True))
-    changed = {
-        name
-        for (name, one), other in zip(student.state_dict().items(), teacher.state_dict().values(), strict=True)
-        if not torch.equal(one, other)
-    }
-    assert changed
-    assert all(".attention.self." in name for name in changed)

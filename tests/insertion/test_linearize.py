@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from farfield import ops, replace_attention
 from farfield.insertion import linearize, save_recipe
-from farfield.insertion._linearize import api, features, training
+from farfield.insertion._linearize import api, blocks, features, training
 
 QUIET = {"quiet": True}
 
@@ -75,8 +75,9 @@ def test_training_comes_nearer_to_the_teacher(
 ) -> None:
     model = build()
     teacher = copy.deepcopy(model)
-    report = linearize(model, operator, inputs, steps=80, **QUIET)
+    report = linearize(model, operator, inputs, steps=(0, 80), **QUIET)
     assert len(report.losses) == report.steps == 80
+    assert report.blocks == 0
     # Each input is gone through twice.
     assert sum(report.losses[40:]) < sum(report.losses[:40])
     # The numbers of the report, computed in another way, on the input that is not trained on.
@@ -103,6 +104,169 @@ def test_padding_is_not_compared() -> None:
         assert torch.equal(one, two)
 
 
+# ---- each attention alone --------------------------------------------------------------------------------------------
+def padded(count: int) -> list[dict[str, Tensor]]:
+    """Inputs of nn.TransformerEncoder with padding, for which torch leaves tokens out where it can."""
+    padding = torch.zeros(4, 12, dtype=torch.bool)
+    padding[1:, 7:] = True
+    return [{"src": each, "src_key_padding_mask": padding} for each in grids(count, 12, 16)]
+
+
+def valid_of(given: Any, response: Tensor) -> Tensor:
+    """1 where a token is none of padding, as `response` without channels."""
+    if not isinstance(given, dict):
+        return torch.ones(response.shape[:2])
+    return given["attention_mask"].float() if "attention_mask" in given else (~given["src_key_padding_mask"]).float()
+
+
+def alone(student: nn.Module, teacher: nn.Module, paths: list[str], given: Any) -> dict[str, Tensor]:
+    """The squared distance of each attention's response by the squares, each called on what the teacher's gets."""
+    calls: dict[str, Any] = {}
+
+    def keep(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, keywords: Any, output: Any) -> None:
+            calls[path] = args, keywords, output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [teacher.get_submodule(each).register_forward_hook(keep(each), with_kwargs=True) for each in paths]
+    # With gradients torch computes padding too.
+    with torch.enable_grad():
+        features.read_features(teacher, given)
+    for handle in handles:
+        handle.remove()
+    distances = {}
+    for path, (args, keywords, wanted) in calls.items():
+        found = student.get_submodule(path)(*args, **keywords)
+        found = found[0] if isinstance(found, tuple) else found
+        places = valid_of(given, wanted).bool()
+        squares = ((found - wanted)[places] ** 2).sum() / (wanted[places] ** 2).sum()
+        distances[path] = squares
+    return distances
+
+
+@pytest.mark.parametrize("operator", ["linear_elu", ops.flare(6)])
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [(encoder, grids(2, 12, 16)), (encoder, padded(2)), (vit, grids(2, 3, 16, 16)), (bert, texts(2))],
+)
+def test_each_attention_alone_gets_the_teachers_hidden_states(
+    build: Callable[[], nn.Module], inputs: list[Any], operator: str | ops.Operator
+) -> None:
+    teacher, student = build(), build()
+    chosen = replace_attention(student, operator)
+    reference = copy.deepcopy(student)
+    teacher.requires_grad_(False)
+    if isinstance(teacher, nn.TransformerEncoder):
+        teacher.use_nested_tensor = False
+    with torch.no_grad(), blocks.record_responses(teacher, list(chosen)) as responses:
+        wanted = features.read_features(teacher, inputs[1])
+    with blocks.compare_alone(chosen, responses, inputs[1]) as losses:
+        found = features.read_features(student, inputs[1])
+    places = valid_of(inputs[1], wanted).bool()
+    torch.testing.assert_close(found[places], wanted[places])
+    expected = alone(reference, teacher, list(chosen), inputs[1])
+    assert len(losses) == len(expected) >= 2
+    # Padding is among the keys of nobody, so hidden states of valid tokens do not depend on it.
+    torch.testing.assert_close(torch.stack(losses), torch.stack(list(expected.values())))
+    torch.stack(losses).sum().backward()
+    torch.stack(list(expected.values())).sum().backward()
+    for path in chosen:
+        for (name, one), two in zip(
+            student.get_submodule(path).named_parameters(), reference.get_submodule(path).parameters(), strict=True
+        ):
+            assert (one.grad is None) == (two.grad is None), name
+            if one.grad is not None:
+                torch.testing.assert_close(one.grad, two.grad, msg=f"{path}.{name}")
+    own = {id(each) for path in chosen for each in student.get_submodule(path).parameters()}
+    assert [name for name, each in student.named_parameters() if each.grad is not None and id(each) not in own] == []
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in (*teacher.modules(), *student.modules()))
+
+
+@pytest.mark.parametrize("tune", ["attention", "all"])
+def test_steps_of_each_alone_bring_each_nearer_and_train_nothing_else(tune: Any) -> None:
+    model, inputs = encoder(), grids(41, 12, 16)
+    teacher = copy.deepcopy(model)
+    before = copy.deepcopy(model)
+    paths = list(replace_attention(before, "linear_elu"))
+    report = linearize(model, "linear_elu", inputs, steps=(60, 0), tune=tune, **QUIET)
+    assert (report.steps, report.blocks, len(report.losses)) == (60, 60, 60)
+    first, last = (alone(each, teacher, paths, inputs[0]) for each in (before, model))
+    assert sum(last.values()) < sum(first.values())
+    changed = {name for name, each in teacher.state_dict().items() if not torch.equal(model.state_dict()[name], each)}
+    assert changed == {name for name in teacher.state_dict() if ".self_attn." in name}
+
+
+def test_of_one_number_half_are_of_each_alone() -> None:
+    report = linearize(encoder(), "linear_elu", grids(3, 12, 16), steps=7, **QUIET)
+    assert (report.steps, report.blocks) == (7, 3)
+
+
+class Renamed(nn.Module):
+    """A network of the same features at other paths."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_a_teacher_with_other_paths_has_no_steps_of_each_alone() -> None:
+    inputs = grids(3, 12, 16)
+    report = linearize(encoder(), "linear_elu", inputs, teacher=Renamed(encoder()), steps=4, **QUIET)
+    assert report.blocks == 0
+    model = encoder()
+    with pytest.raises(ValueError, match=r"linearize: .*no modules at the paths.*fix: steps=\(0, 4\)"):
+        linearize(model, "linear_elu", inputs, teacher=Renamed(encoder()), steps=(2, 2), **QUIET)
+    linearize(model, "linear_elu", inputs, teacher=Renamed(encoder()), steps=(0, 4), **QUIET)
+
+
+def test_attentions_that_respond_with_zero_have_no_distance() -> None:
+    silent = encoder()
+    for each in list(silent.layers)[:-1]:
+        nn.init.zeros_(each.self_attn.out_proj.weight)
+        nn.init.zeros_(each.self_attn.out_proj.bias)
+    inputs = grids(3, 12, 16)
+    assert np.isfinite(linearize(copy.deepcopy(silent), "linear_elu", inputs, steps=4, **QUIET).losses).all()
+    nn.init.zeros_(silent.layers[-1].self_attn.out_proj.weight)
+    nn.init.zeros_(silent.layers[-1].self_attn.out_proj.bias)
+    with pytest.raises(ValueError, match=r"linearize: all attentions of the teacher respond with 0.*fix: steps=\(0, "):
+        linearize(silent, "linear_elu", inputs, steps=4, **QUIET)
+    linearize(silent, "linear_elu", inputs, steps=(0, 4), **QUIET)
+
+
+def test_the_padding_of_torchs_encoder_is_not_compared() -> None:
+    model, (first, other) = encoder(), padded(2)
+    changed = other | {"src": torch.where(other["src_key_padding_mask"][..., None], 9.0, other["src"])}
+    students = [copy.deepcopy(model), copy.deepcopy(model)]
+    for student, given in zip(students, (other, changed), strict=True):
+        linearize(student, "linear_elu", [first, given], steps=4, **QUIET)
+    for one, two in zip(*(each.state_dict().values() for each in students), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_a_teacher_without_features_is_refused() -> None:
+    model = encoder()
+    nn.init.zeros_(model.layers[-1].norm2.weight)
+    nn.init.zeros_(model.layers[-1].norm2.bias)
+    with pytest.raises(ValueError, match=r"linearize: the teacher's features are all 0.*fix: a trained network"):
+        linearize(model, "linear_elu", grids(3, 12, 16), **QUIET)
+
+
+def test_a_transformer_of_diffusers() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 8, "norm_num_groups": 4}
+    model = sharpened(lambda: diffusers.Transformer2DModel(num_layers=2, cross_attention_dim=12, **sizes))
+    inputs = [{"hidden_states": each, "encoder_hidden_states": torch.randn(4, 5, 12)} for each in grids(3, 8, 4, 6)]
+    teacher = copy.deepcopy(model)
+    report = linearize(model, "linear_elu", inputs, steps=(2, 2), **QUIET)
+    with torch.no_grad():
+        found, wanted = (each(**inputs[0]).sample for each in (model, teacher))
+    assert report.agreement == pytest.approx(float(torch.cosine_similarity(found, wanted, 1).mean()), rel=1e-5)
+
+
 def test_what_is_not_tuned_stays_and_flags_and_mode_are_kept() -> None:
     model = encoder().train()
     model.layers[0].linear1.requires_grad_(False)
@@ -126,7 +290,7 @@ def test_all_weights_are_tuned() -> None:
 def test_lora_is_merged() -> None:
     model, inputs = bert(), texts(41)
     before = copy.deepcopy(model.state_dict())
-    report = linearize(model, "hedgehog", inputs, steps=80, tune="lora", **QUIET)
+    report = linearize(model, "hedgehog", inputs, steps=(0, 80), tune="lora", **QUIET)
     assert sum(report.losses[40:]) < sum(report.losses[:40])
     added = {f"encoder.layer.{layer}.attention.self.{side}_map" for layer in (0, 1) for side in ("query", "key")}
     assert model.state_dict().keys() == before.keys() | added
@@ -282,6 +446,9 @@ def test_a_checkpoint_of_another_call_or_a_damaged_one_is_refused(tmp_path: Path
         (grids(2, 12, 16), {"local": 4}, "local=4 has no middle; fix: local=5"),
         (grids(2, 12, 16), {"keep": 3}, "keep=3 keeps all 3; fix: "),
         (grids(2, 12, 16), {"steps": 0}, "steps"),
+        (grids(2, 12, 16), {"steps": (0, 0)}, "steps"),
+        (grids(2, 12, 16), {"steps": (-1, 3)}, "steps must be a whole number from 0, got -1"),
+        (grids(2, 12, 16), {"steps": (1, 2, 3)}, r"steps=\(1, 2, 3\) must be one number.*fix: \(60, 60\)"),
     ],
 )
 def test_mistakes_name_the_fix(inputs: Any, options: dict[str, Any], text: str) -> None:

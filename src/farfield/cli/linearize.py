@@ -52,7 +52,7 @@ def linearize_network(
         images: A folder of images, for a network of timm.
         operator: An operator that farfield operators lists.
         keep: How many attentions stay softmax, those that matter most.
-        steps: Training steps.
+        steps: Training steps, half of each attention alone and half of the whole network.
         local: Length of a local branch, a convolution along the tokens; odd.
         tune: What is trained: attention, lora or all.
         tokens: Tokens of a passage.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from farfield._checks import check_whole
 from farfield._fingerprint import fingerprint
 from farfield._refusals import door, refusal
+from farfield.insertion._linearize.blocks import has_all
 from farfield.insertion._linearize.features import agree, compare, find_valid, move, read_features
 from farfield.insertion._linearize.report import AttentionCost, LinearizeReport
 from farfield.insertion._linearize.training import RATES, choose_parameters, leave_out, train
@@ -40,7 +41,7 @@ def linearize(
     teacher: nn.Module | None = None,
     where: str | Sequence[str] | None = None,
     keep: int = 0,
-    steps: int = 120,
+    steps: int | Sequence[int] = 120,
     local: int | None = None,
     tune: Literal["attention", "lora", "all"] = "attention",
     folder: str | Path | None = None,
@@ -51,8 +52,8 @@ def linearize(
     `minimize ‖features(student, x) − features(teacher, x)‖² / ‖features(teacher, x)‖²` over the inputs x. No labels are
     needed: the teacher is a copy of the model as it was.
 
-    The whole network is matched at once, and not layer by layer. Dropout is off. The agreement is measured on the first
-    input, which is not trained on.
+    Before that, half of the steps match each attention alone: its response to the teacher's hidden states with the
+    teacher's response. Dropout is off. The agreement is measured on the first input, which is not trained on.
 
     Args:
         model: The transformer, of a kind that `replace_attention` takes. It keeps its mode, and is changed at the end
@@ -64,7 +65,8 @@ def linearize(
         teacher: The network whose final features are matched; by default a copy of the model as it is.
         where: As in `replace_attention`: which attention; all by default.
         keep: How many stay softmax: those whose replacement alone changes the final features most.
-        steps: Training steps, an input each.
+        steps: Training steps, an input each: of each attention alone, and of the whole network. One number is both, and
+            half of it of each attention alone, if the teacher has modules at the paths of these, else none.
         local: Length of a local branch, odd: a depthwise convolution of the values along the tokens, added to the
             response of each attention. It starts at 0, and half of the steps are done without it. None for none.
         tune: What is trained: the "attention" that is replaced, "lora" of rank 8 on its linear layers (with what the
@@ -102,8 +104,14 @@ def linearize(
         raise refusal(ValueError, "there are no inputs; fix: a list of two or more.")
     first = move(first, next(model.parameters()).device)
     teacher = copy.deepcopy(model if teacher is None else teacher).eval().requires_grad_(False)
+    for module in teacher.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # else it leaves padding out where the student does not
     with torch.no_grad():
         wanted = read_features(teacher, first)
+    if not bool(wanted.isfinite().all()) or not bool(wanted.any()):
+        problem = "the teacher's features are all 0, or not finite, so there is nothing to match"
+        raise refusal(ValueError, f"{problem}; fix: a trained network, and inputs that it knows.")
     replaced = list(replace_attention(copy.deepcopy(model), operator, where))
     valid = find_valid(first, wanted)
     layers = dict(_replace_one_by_one(model, operator, replaced, first, wanted, valid))
@@ -111,12 +119,12 @@ def linearize(
     if keep and len(kept) == len(layers):
         raise refusal(ValueError, f"{keep=} keeps all {len(layers)}; fix: fewer.")
     paths = [path for path in replaced if path not in kept]
-    options = [paths, steps, local, tune, model.state_dict(), teacher.state_dict(), first]
+    alone, whole = _split(steps, has_all(teacher, paths))
+    options = [paths, alone, whole, local, tune, model.state_dict(), teacher.state_dict(), first]
     identity = fingerprint([operator, *options])
     # A copy too, so that an error leaves the model as it was.
     student = copy.deepcopy(model).eval()
     chosen = _replace(student, operator, paths, local)
-    with_local = list(chosen.values()) if local else []
 
     def measure() -> Tensor:
         with torch.no_grad():
@@ -129,16 +137,17 @@ def linearize(
             teacher,
             inputs,
             parameters,
-            steps=steps,
+            attentions=chosen,
+            steps=(alone, whole),
             tune=tune,
-            local=with_local,
+            local=local is not None,
             folder=None if folder is None else Path(folder),
             identity=identity,
             quiet=quiet,
         )
     features, parts = measure(), dict[str, float]()
-    for label, part in (("summary only", "local"), ("local only", "summary")) if with_local else ():
-        with leave_out(with_local, part):
+    for label, part in (("summary only", "local"), ("local only", "summary")) if local else ():
+        with leave_out(chosen.values(), part):
             parts[label] = agree(measure(), wanted, valid)
     costs = tuple(_measure_cost(next(iter(chosen.values())), operator, tokens) for tokens in _LENGTHS)
     _replace(model, operator, paths, local)
@@ -150,24 +159,43 @@ def linearize(
         float(compare(features, wanted, valid)) ** 0.5,
         layers,
         kept,
-        steps,
+        alone + whole,
         tuple(trained.losses),
         trained.seconds,
         parts,
         costs,
+        alone,
     )
 
 
-def _check_options(keep: int, steps: int, local: int | None, tune: str) -> None:
+def _check_options(keep: int, steps: int | Sequence[int], local: int | None, tune: str) -> None:
     """Refuse options that are no numbers of the right kind, or no way to tune."""
     check_whole("keep", keep, 0)
-    check_whole("steps", steps, 1)
+    if isinstance(steps, Sequence):
+        if len(steps) != 2:
+            text = f"{steps=} must be one number, or of each attention alone and of the whole network; fix: (60, 60)."
+            raise refusal(ValueError, text)
+        for each in steps:
+            check_whole("steps", each, 0)
+    check_whole("steps", sum(steps) if isinstance(steps, Sequence) else steps, 1)
     if local is not None:
         check_whole("local", local, 1)
         if local % 2 == 0:
             raise refusal(ValueError, f"{local=} has no middle; fix: local={local + 1}.")
     if tune not in RATES:
         raise refusal(ValueError, f'{tune=} is none of {", ".join(RATES)}; fix: tune="attention".')
+
+
+def _split(steps: int | Sequence[int], has_modules: bool) -> tuple[int, int]:
+    """Return the steps of each attention alone, and of the whole network."""
+    if isinstance(steps, int):
+        alone = steps // 2 if has_modules else 0
+        return alone, steps - alone
+    alone, whole = steps
+    if alone and not has_modules:
+        problem = f"{steps=}, and the teacher has no modules at the paths of the attentions"
+        raise refusal(ValueError, f"{problem}; fix: steps=(0, {alone + whole}).")
+    return alone, whole
 
 
 def _replace_one_by_one(

@@ -22,6 +22,9 @@ def read_features(network: nn.Module, given: Any) -> Tensor:
         before_head = getattr(network, "forward_features", network)
         output = before_head(given)
     features = getattr(output, "last_hidden_state", output)
+    sample = getattr(output, "sample", None)
+    if isinstance(sample, Tensor):  # as models of diffusers return it: channels come first
+        features = sample.movedim(1, -1)
     features = features[0] if isinstance(features, tuple | list) else features
     if not isinstance(features, Tensor) or not features.is_floating_point():
         kind = type(features).__name__
@@ -32,7 +35,10 @@ def read_features(network: nn.Module, given: Any) -> Tensor:
 
 def find_valid(given: Any, features: Tensor) -> Tensor:
     """Return which tokens of features `(b, n, …)` are valid, with one dim for each of theirs."""
-    mask = given.get("attention_mask") if isinstance(given, Mapping) else None
+    named = given if isinstance(given, Mapping) else {}
+    mask, padding = named.get("attention_mask"), named.get("src_key_padding_mask")
+    if padding is not None:  # as nn.TransformerEncoder takes it: True, or -inf, where a token is padding
+        mask = ~padding if padding.dtype == torch.bool else padding == 0
     if mask is None or mask.shape != features.shape[:2]:
         return features.new_ones((1,) * features.dim())
     return mask.to(features.dtype)[(..., *(None,) * (features.dim() - 2))]

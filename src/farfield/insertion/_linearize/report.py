@@ -35,9 +35,11 @@ class LinearizeReport:
             that attention alone is replaced, before training.
         kept: The paths of those that stayed softmax.
         steps: Training steps.
-        losses: The training loss of each step, the squared distance by the squares.
+        losses: The training loss of each step, the squared distance by the squares; in steps of each attention alone
+            the mean of theirs.
         seconds: Seconds of training.
         costs: Of one layer, at three lengths.
+        blocks: How many of the steps matched each attention alone, the first ones.
     """
 
     operator: str
@@ -51,6 +53,7 @@ class LinearizeReport:
     seconds: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     costs: tuple[AttentionCost, ...] = ()
+    blocks: int = 0
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from farfield._checks import install_command
 from farfield._files import open_replacement
 from farfield._refusals import refusal
+from farfield.insertion._linearize.blocks import compare_alone, record_responses
 from farfield.insertion._linearize.features import compare, cycle_inputs, find_valid, move, read_features
 from farfield.insertion._replace.learned import WITHOUT
 
@@ -113,27 +114,33 @@ def train(
     inputs: Iterable[Any],
     parameters: Mapping[str, Tensor],
     *,
-    steps: int,
+    attentions: Mapping[str, nn.Module],
+    steps: tuple[int, int],  # of each attention alone, and of the whole
     tune: str,
-    local: Iterable[nn.Module],  # the attentions that have a local branch
+    local: bool,  # whether the attentions have a local branch
     folder: Path | None,
     identity: str,
     quiet: bool,
 ) -> Trained:
     """Train the parameters, from the checkpoint in the folder if there is one of the same call."""
-    device = next(student.parameters()).device
+    device, (blocks, whole) = next(student.parameters()).device, steps
     optimizer = torch.optim.AdamW(parameters.values(), lr=RATES[tune], weight_decay=0.01)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, steps))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, blocks, whole))
     losses, before = _load(folder, identity, parameters, optimizer, rate) if folder else ([], 0.0)
-    given, started, saved, local = cycle_inputs(inputs, len(losses)), time.monotonic(), time.monotonic(), list(local)
-    bar = tqdm(total=steps, initial=len(losses), disable=quiet, file=sys.stderr, desc="linearize")
-    for step in range(len(losses), steps):
+    given, started, saved = cycle_inputs(inputs, len(losses)), time.monotonic(), time.monotonic()
+    bar = tqdm(total=blocks + whole, initial=len(losses), disable=quiet, file=sys.stderr, desc="linearize")
+    for step in range(len(losses), blocks + whole):
         batch = move(next(given), device)
-        with torch.no_grad():
+        alone = attentions if step < blocks else {}
+        with torch.no_grad(), record_responses(teacher, list(alone)) as responses:
             wanted = read_features(teacher, batch)
-        without = bool(local) and random.Random(step).random() < _WITHOUT_LOCAL
-        with leave_out(local if without else (), "local"):
-            loss = compare(read_features(student, batch), wanted, find_valid(batch, wanted))
+        without = local and random.Random(step).random() < _WITHOUT_LOCAL
+        with (
+            leave_out(attentions.values() if without else (), "local"),
+            compare_alone(alone, responses, batch) as distances,
+        ):
+            found = read_features(student, batch)
+        loss = torch.stack(distances).mean() if alone else compare(found, wanted, find_valid(batch, wanted))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
@@ -142,15 +149,16 @@ def train(
         losses.append(float(loss.detach()))
         bar.update()
         bar.set_postfix_str(f"loss {losses[-1]:.3f}")
-        if folder and (time.monotonic() - saved > _SECONDS or step + 1 == steps):
+        if folder and (time.monotonic() - saved > _SECONDS or step + 1 == blocks + whole):
             saved = time.monotonic()
             _save(folder, identity, parameters, optimizer, rate, losses, before + saved - started)
     bar.close()
     return Trained(losses, before + time.monotonic() - started)
 
 
-def _schedule(step: int, steps: int) -> float:
-    """Return the factor of the rate: linearly up, and linearly down to 0."""
+def _schedule(step: int, blocks: int, whole: int) -> float:
+    """Return the factor of the rate: linearly up and linearly down to 0, in the steps of blocks and of the whole."""
+    step, steps = (step, blocks) if step < blocks else (step - blocks, max(whole, 1))
     done = (step + 1) / steps
     return min(done / _WARM_UP, (1 - step / steps) / (1 - _WARM_UP))
 
