@@ -12,8 +12,9 @@ without labels. Measured on 5,000 images that neither has seen: the share that i
 teacher's, and how often both say the same.
 
 Controls: the operator in place, untrained; softmax whose query and key weights are drawn again, trained alike (what any
-attention gains that learns from this teacher); and the same network whose attentions respond with zero, trained alike
-(what the layers can do without attention). A run is a line of JSON; finished ones are not run again.
+attention gains that learns from this teacher); and the same network whose attentions respond with zero, its other
+weights trained to the same features at three rates (what the layers can do without attention). A run is a line of JSON;
+finished ones are not run again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from farfield._files import open_replacement
 from farfield.insertion import linearize, replace_attention
 
 OPERATORS = ("flare", "hedgehog", "factorized_gaussian")
-DRAWN_AGAIN, NO_ATTENTION, TEACHER = "softmax, drawn again", "responses of zero", "teacher"
+DRAWN_AGAIN, TEACHER = "softmax, drawn again", "teacher"
+NO_ATTENTION = {f"responses of zero, rate {rate:g}": rate for rate in (3e-4, 1e-3, 3e-3)}
 CHANNELS, LAYERS, HEADS, BATCH, EPOCHS, RATE = 128, 4, 4, 64, 10, 1e-3
 MEAN, DEVIATION = 0.47, 0.25
 TRAINED_ON, TESTED_ON = 2000, 500  # images of each class
@@ -153,10 +155,10 @@ def run(options: argparse.Namespace, data: Data, name: str, seed: int) -> dict[s
     if name == DRAWN_AGAIN:
         for layer in student.encoder.layers:
             nn.init.xavier_uniform_(layer.self_attn.in_proj_weight[: 2 * CHANNELS])
-    if name == NO_ATTENTION:
+    if name in NO_ATTENTION:
         for layer in student.encoder.layers:
             nn.init.zeros_(layer.self_attn.out_proj.weight)  # its bias stays
-        fit_without(student, teacher, inputs, options.steps)
+        fit_without(student, teacher, inputs, options.steps, NO_ATTENTION[name])
     else:
         operator = "softmax" if name == DRAWN_AGAIN else name
         untrained = copy.deepcopy(student)
@@ -171,11 +173,13 @@ def run(options: argparse.Namespace, data: Data, name: str, seed: int) -> dict[s
     return line | {"accuracy": share(found == truth), "same": share(found == wanted), "versions": versions}
 
 
-def fit_without(student: CompactTransformer, teacher: CompactTransformer, inputs: list[Tensor], steps: int) -> None:
+def fit_without(
+    student: CompactTransformer, teacher: CompactTransformer, inputs: list[Tensor], steps: int, rate: float
+) -> None:
     """Train the layers to the teacher's features, all their weights but those of attention, which stay 0."""
     parameters = [each for name, each in student.encoder.named_parameters() if "self_attn" not in name]
-    optimizer = torch.optim.AdamW(parameters, 3e-4, weight_decay=0.01)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-4, total_steps=steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.01)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
     for batch in itertools.islice(itertools.cycle(inputs[1:]), steps):
         with torch.no_grad():
             wanted = teacher.encode(batch)
@@ -225,7 +229,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="folder with train/ and val/ of CIFAR-10")
     parser.add_argument("--runs", type=Path, help="folder of the teachers")
     parser.add_argument("--out", type=Path, help="lines of JSON; the runs in it are not run again")
-    parser.add_argument("--only", nargs="+", default=[TEACHER, *OPERATORS, DRAWN_AGAIN, NO_ATTENTION])
+    parser.add_argument("--only", nargs="+", default=[TEACHER, *OPERATORS, DRAWN_AGAIN, *NO_ATTENTION])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--collect", type=Path, metavar="FILE", help="run nothing, print the table")

@@ -78,7 +78,7 @@ def test_without_attention_positions_meet_only_at_the_end(cct: ModuleType) -> No
     student.load_state_dict(teacher.state_dict())
     for layer in student.encoder.layers:
         nn.init.zeros_(layer.self_attn.out_proj.weight)
-    cct.fit_without(student, teacher, [torch.rand(4, 3, 32, 32) for _ in range(3)], 20)
+    cct.fit_without(student, teacher, [torch.rand(4, 3, 32, 32) for _ in range(3)], 20, 3e-4)
     image = torch.rand(1, 3, 32, 32)
     moved = image.clone()
     moved[..., :8, :8] += 1
@@ -94,11 +94,11 @@ def test_runs_are_recorded_once_and_the_table_has_the_teachers_share(
 ) -> None:
     record = tmp_path / "cct.jsonl"
     words = ["linearize_cct.py", "--root", str(images), "--runs", str(tmp_path / "runs"), "--out", str(record)]
-    words += ["--steps", "4", "--only", "teacher", "factorized_gaussian", "responses of zero"]
+    words += ["--steps", "4", "--only", "teacher", "factorized_gaussian", "responses of zero, rate 0.001"]
     monkeypatch.setattr(sys, "argv", words)
     cct.main()
     lines = [json.loads(each) for each in record.read_text().splitlines()]
-    assert [each["operator"] for each in lines] == ["teacher", "factorized_gaussian", "responses of zero"]
+    assert [each["operator"] for each in lines] == ["teacher", "factorized_gaussian", "responses of zero, rate 0.001"]
     # Of twenty images.
     assert all(round(20 * each["accuracy"], 6).is_integer() for each in lines)
     assert "untrained" in lines[1]

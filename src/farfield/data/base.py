@@ -148,9 +148,11 @@ class Loading(LightningDataModule):
         return self._loader(samples, sampler=order, drop_last=len(order) > self.batch_size)
 
     def val_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of the validation samples."""
         return self._evaluation_loader("val")
 
     def test_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of the test samples."""
         return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> DataLoader[Any]:

@@ -254,6 +254,7 @@ def draw_subset(labels: Sequence[int], number: int, seed: int) -> np.ndarray:
 
 @door("list_labelled_images")
 def list_labelled_images(folder: Path) -> list[tuple[str, int]]:
+    """List the images of class folders, each with its label."""
     return [
         (str(path), label)
         for label, name in enumerate(list_classes(folder))

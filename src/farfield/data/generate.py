@@ -58,6 +58,7 @@ class RealImages(ImageFolders):
             super()._list_root(stage)
 
     def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of the numbers of the samples."""
         numbers: Any = range(self.samples)
         return self._loader(numbers, num_workers=0, persistent_workers=False)
 

@@ -170,6 +170,7 @@ class TextFolder(Loading):
 
     @name_module("TextFolder")
     def samples(self, part: str) -> Dataset[Any]:
+        """Tokenise a part of the text, and return its samples."""
         if part == "predict" and self.predict is not None:
             blanks: Any = read_blanks(list(self.texts[part][0].pieces("lines")), self.tokenizer, self.length)
             return blanks

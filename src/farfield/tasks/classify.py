@@ -113,6 +113,7 @@ class Classify(TrainingTask):
         self._log_rate()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
         scores, labels = self._scores(batch, self)
         loss = functional.cross_entropy(scores, labels, label_smoothing=self.hparams["label_smoothing"])
         self._log_loss(loss, len(labels))

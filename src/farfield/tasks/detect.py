@@ -111,6 +111,7 @@ class Detect(TrainingTask):
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def training_step(self, batch: _Batch, batch_idx: int) -> Tensor:
+        """Return the sum of the losses of a batch."""
         images, targets = batch
         heads = (getattr(module, "mask_head", None) for module in self.network.modules())
         if batch_idx == 0 and "masks" not in targets[0] and any(head is not None for head in heads):

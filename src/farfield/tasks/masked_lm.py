@@ -95,6 +95,7 @@ class MaskedLM(TrainingTask):
         return self.network(words, mask=mask, chosen=chosen)
 
     def training_step(self, batch: _Batch, batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
         if batch_idx == 0:
             self._check_vocabulary(batch[0])
         logits, labels = self._hidden(batch)

@@ -90,6 +90,7 @@ class Restore(TrainingTask):
         return self.network(self._as_weights(grid))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
         loss = self._loss(*batch)[0]
         self._log_loss(loss, len(batch[0]))
         return loss

@@ -106,6 +106,7 @@ class Segment(TrainingTask):
         return self
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
         images, labels = batch
         logits = self._logits(images)
         if self.hparams["upsample_logits"]:

@@ -89,6 +89,7 @@ class Stereo(TrainingTask):
         return disparities[..., -height:, :width]
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
         left, right, disparity = batch
         loss = compute_disparity_loss(self(left, right).float(), disparity, self.max_disparity)
         self._log_loss(loss, len(left))
@@ -101,6 +102,7 @@ class Stereo(TrainingTask):
         return Matched(list(paths), list(names), list(self(left, right)[:, -1].float().cpu()))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return Adam."""
         settings = self.hparams
         return torch.optim.Adam(self.network.parameters(), lr=settings["learning_rate"], betas=tuple(settings["betas"]))
 
@@ -151,6 +153,7 @@ class DisparityErrors(Metric):
         self.add_state("sums", [], dist_reduce_fx="cat")
 
     def update(self, disparity: Float[Tensor, "b h w"], truth: Float[Tensor, "b h w"]) -> None:
+        """Add frames."""
         known = truth < self.max_disparity  # unknown disparities are infinite
         error = torch.where(known, (disparity.double() - truth.double()).abs(), 0.0)
         wrong = error > 3

@@ -39,9 +39,11 @@ class TrainingTask(LightningModule):
         return getattr(getattr(self._trainer, "datamodule", None), "classes", None) or []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Evaluate a validation batch."""
         self._evaluate("val", batch, batch_idx)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Evaluate a test batch."""
         self._evaluate("test", batch, batch_idx)
 
     def on_validation_epoch_start(self) -> None:
@@ -119,6 +121,7 @@ class Replay(Callback):
             torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the seed, for the checkpoint."""
         return {"seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

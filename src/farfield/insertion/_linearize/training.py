@@ -131,6 +131,8 @@ def train(
     bar = tqdm(total=blocks + whole, initial=len(losses), disable=quiet, file=sys.stderr, desc="linearize")
     for step in range(len(losses), blocks + whole):
         batch = move(next(given), device)
+        if step == blocks:
+            optimizer.state.clear()  # the gradients that follow have another size
         alone = attentions if step < blocks else {}
         with torch.no_grad(), record_responses(teacher, list(alone)) as responses:
             wanted = read_features(teacher, batch)

@@ -37,6 +37,7 @@ class PredictionFile(BasePredictionWriter):
             check_not_input(self.place(trainer), list_inputs(trainer))
 
     def place(self, trainer: Trainer) -> Path:
+        """Return the path of the file."""
         return Path(self.path or Path(trainer.default_root_dir) / self.default)
 
 
@@ -72,7 +73,11 @@ def _list_rows(predicted: Predicted, classes: Sequence[str]) -> list[tuple[str, 
 
 
 class PredictionFolder(BasePredictionWriter):
-    """Write predictions to a folder, by default `predictions`, which appears when all are written, batch by batch."""
+    """Write predictions to a folder, which appears when all are written, batch by batch.
+
+    Args:
+        path: The folder; None writes `predictions` into the trainer's `default_root_dir`.
+    """
 
     def __init__(self, path: str | None = None) -> None:
         super().__init__(write_interval="batch")
@@ -118,6 +123,7 @@ class PredictionFolder(BasePredictionWriter):
         self.growing = None
 
     def place(self, trainer: Trainer) -> Path:
+        """Return the path of the folder."""
         return Path(self.path or Path(trainer.default_root_dir) / "predictions")
 
     def output(

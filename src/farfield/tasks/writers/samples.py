@@ -28,6 +28,7 @@ class SampleFolder(PredictionFolder):
         super().on_predict_start(trainer, pl_module)
 
     def write_on_batch_end(self, trainer: Trainer, pl_module: LightningModule, prediction: Drawn, *rest: Any) -> None:
+        """Write each sample."""
         for place, image in zip(*prediction, strict=True):
             self.drawn[place] = image
             with written(hide_path(self.place(trainer)) / f"{place:05}.png") as file:
