@@ -19,11 +19,13 @@ from farfield.models.encoder import POOLS, Encoder, check_pool, dilate_blocks, l
 from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
-from farfield.nn.blocks import SAMPLE_WISE, AttentionBlock, BaseBlock, SqueezeExcite, check_response_start
+from farfield.nn.block_checks import check_response_start
+from farfield.nn.blocks import SAMPLE_WISE, AttentionBlock, BaseBlock
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.conv_norm_act import convolved
 from farfield.nn.initialization import DrawnByItself, draw
 from farfield.nn.slices import in_slices
+from farfield.nn.squeeze_excite import SqueezeExcite
 from farfield.ops.table import OPERATORS, Operator
 
 

@@ -1,4 +1,4 @@
-"""The blocks of the papers' compact networks: KAN Figure 4, SAN Figure 2, and squeeze-excite as SAN's baseline.
+"""The blocks of the papers' compact networks: KAN Figure 4, SAN Figure 2.
 
 Letters as in the papers: c input channels, d output channels, r expansion, s stride. Every convolution is followed by
 batch norm and ReLU6, the last 1x1 by batch norm alone.
@@ -21,10 +21,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from farfield._checks import ShapeError, shape_error
-from farfield._refusals import door, refusal
+from farfield._refusals import door
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
+from farfield.nn.block_checks import check_block, check_channels, check_response_start
 from farfield.nn.bn_folding import Fusable
 from farfield.nn.conv_norm_act import (
     add_convolved,
@@ -36,7 +36,7 @@ from farfield.nn.conv_norm_act import (
 )
 from farfield.nn.norm import CoefficientNorm
 from farfield.nn.slices import in_slices
-from farfield.nn.spatial_dims import layers
+from farfield.nn.squeeze_excite import SqueezeExcite
 from farfield.ops.engine import attend
 from farfield.ops.grid import in_layout_of, windows
 from farfield.ops.projection import Projection
@@ -44,8 +44,6 @@ from farfield.ops.table import Operator, look_up_operator
 
 # Least bound of a block's output: in float16 the fourth root of the largest number would be 16.
 LEAST_BOUND = 1000.0
-# The names of the axes in error texts, by the number of spatial dims.
-SIZES = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 
 class BaseBlock(Fusable):
@@ -321,49 +319,6 @@ class AttentionBlock(Fusable):
         return windows(grid, strides, 0).sum(-1) / positions
 
 
-class SqueezeExcite(nn.Module):
-    """Scale each channel by a gate computed from the means of all channels: sigmoid(W₂ relu(W₁ mean(x))) · x.
-
-    The baseline of SAN Table 4: global like attention, but the same at every position. The defaults, ρ = 2 without
-    biases, give the c² weights of a value projection, and only they match the numbers of parameters in the table.
-
-    Args:
-        channels: c, channels of the grid.
-        reduction: ρ; there are c/ρ channels between the two layers.
-        bias: Whether the two layers have biases.
-
-    Raises:
-        ShapeError: If `reduction` is below 1 or does not divide the channels.
-
-    Reference: SAN Table 4 (SENet).
-
-    Example:
-        >>> import torch
-        >>> from farfield.nn import SqueezeExcite
-        >>> SqueezeExcite(32)(torch.randn(2, 32, 7, 7)).shape
-        torch.Size([2, 32, 7, 7])
-    """
-
-    def __init__(self, channels: int, *, reduction: int = 2, bias: bool = False) -> None:
-        super().__init__()
-        if reduction < 1 or channels % reduction:
-            divisors = [divisor for divisor in range(1, channels + 1) if channels % divisor == 0]
-            nearest = min(divisors, key=lambda divisor: abs(divisor - reduction))
-            problem = f"{reduction=} does not divide the {channels} channels"
-            raise ShapeError(f"SqueezeExcite: {problem}; try reduction={nearest}.")
-        self.channels = channels
-        self.squeeze = nn.Linear(channels, channels // reduction, bias=bias)
-        self.excite = nn.Linear(channels // reduction, channels, bias=bias)
-
-    def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b c *n"]:
-        """Return the grid with its channels scaled; raise a ShapeError for other channels."""
-        with door("SqueezeExcite"):
-            check_channels(grid, self.channels)
-        means = grid.mean(tuple(range(2, grid.dim())))
-        gate = torch.sigmoid(self.excite(torch.relu(self.squeeze(means))))
-        return grid * gate.view(*gate.shape, *[1] * (grid.dim() - 2))
-
-
 def _drop_samples(block: BaseBlock | AttentionBlock, out: Tensor) -> Tensor:
     """In training, set the block's output to 0 for some samples and scale it up for the others (stochastic depth)."""
     if not block.training or block.drop_path == 0:
@@ -383,34 +338,3 @@ def _enters_by_summary(attention: nn.Module) -> TypeGuard[GridAttention]:
 
 # In eval mode these compute each sample by itself, if the modules inside them do.
 SAMPLE_WISE = (BaseBlock, AttentionBlock, SqueezeExcite, GridAttention, CoefficientNorm, nn.Linear, nn.Sequential)
-
-
-def check_block(*, expansion: int, stride: int, spatial_dims: int, smallest: int) -> None:
-    """Raise ValueError for an expansion or stride that is too small, or spatial dims that are not 1 to 3."""
-    layers(spatial_dims)
-    if expansion < smallest:
-        why = "" if smallest == 1 else ": the local path has (expansion - 1) times the channels"
-        raise refusal(ValueError, f"expansion must be {smallest} at least{why}, got {expansion=}.")
-    if stride < 1:
-        raise refusal(ValueError, f"stride must be 1 at least, got {stride=}.")
-
-
-def check_response_start(response_start: object) -> None:
-    """Raise ValueError for a start of the responses' norm that is neither "zero" nor "one"."""
-    if response_start not in ("zero", "one"):
-        raise refusal(ValueError, f'response_start must be "zero" or "one", got {response_start!r:.60}; fix: "zero".')
-
-
-def check_channels(grid: Tensor, channels: int, spatial_dims: int | None = None) -> None:
-    """Raise ShapeError for a grid of other channels, or another number of spatial dims, than a block was built for."""
-    if grid.dim() < 3 or grid.shape[1] != channels or (spatial_dims is not None and grid.dim() != spatial_dims + 2):
-        size = "*size" if spatial_dims is None else SIZES[spatial_dims]
-        expected = f"(batch, {channels}, {size})"
-        if spatial_dims is not None and grid.dim() == spatial_dims + 1 and grid.shape[0] == channels:
-            fix = "add the batch, grid[None]."
-        elif grid.dim() < 3 or (spatial_dims is not None and grid.dim() - 2 not in SIZES):
-            fix = f"reshape the grid to {expected}."
-        else:
-            fix = f"a block for this grid: channels={grid.shape[1]}"
-            fix += "." if spatial_dims is None else f", spatial_dims={grid.dim() - 2}."
-        raise shape_error(f"the grid must be {expected}.", fix, grid=grid)
