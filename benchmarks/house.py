@@ -43,10 +43,20 @@ def read_modules(checkout: Path) -> list[Module]:
     return [Module(path, text, ast.parse(text)) for path, text in zip(paths, texts, strict=True)]
 
 
-def read_public(checkout: Path) -> set[str]:
-    """Return the names that users rely on, of classes their methods too: `insert`, `GridAttention.forward`."""
+def read_public(checkout: Path) -> set[tuple[str, str]]:
+    """Return the names that users rely on, each with its package, and the methods of classes: `farfield.nn`, `fuse`."""
     lines = (checkout / "tests" / "public.txt").read_text(encoding="utf-8").splitlines()
-    return {part for line in lines for part in re.split(r"\W+", re.split(r"[(:]", line)[0])}
+    found = set()
+    for line in lines:
+        if path := re.match(r"(farfield(?:\.[a-z_0-9]+)*)\.(\w+(?:\.\w+)?)(?=[(:.]|$)", line):
+            found |= {(path[1], name) for name in path[2].split(".")}
+    return found
+
+
+def is_public(module: Module, node: Definition, public: set[tuple[str, str]]) -> bool:
+    """Whether a function or class is one of those names, in a file of their package."""
+    place = ".".join(("farfield", *module.path.with_suffix("").parts[module.path.parts.index("farfield") + 1 :]))
+    return any(node.name == name and f"{place}.".startswith(f"{package}.") for package, name in public)
 
 
 def is_command(module: Module, node: Definition) -> bool:
@@ -132,7 +142,7 @@ def count(checkout: Path) -> dict[str, float]:
         node
         for module in modules
         for node in each_definition(module.tree)
-        if node.name not in public and not is_command(module, node)
+        if not is_public(module, node, public) and not is_command(module, node)
     ]
     texts = [find_docstring(node) for module in modules for node in (module.tree, *each_definition(module.tree))]
     bodies = sorted(count_lines(node) - count_lines(find_docstring(node)) for node in functions)

@@ -113,9 +113,10 @@ def run(options: argparse.Namespace, name: str, local: int | None, steps: int, s
     student, operator = copy.deepcopy(teacher), "softmax" if name == DRAWN_AGAIN else name
     if name == DRAWN_AGAIN:
         draw_again(student)
-    untrained = copy.deepcopy(student)
-    replace_attention(untrained, operator)
-    line["untrained"] = compare(embed(untrained, held_out), wanted)["cosine"]
+    if not options.keep:
+        untrained = copy.deepcopy(student)
+        replace_attention(untrained, operator)
+        line["untrained"] = compare(embed(untrained, held_out), wanted)["cosine"]
     with tempfile.TemporaryDirectory() as folder:
         report = linearize(
             student,
@@ -225,7 +226,7 @@ def main() -> None:
         done = [[line[key] for key in describe("", None, 0, 0, "", 0, 0)] for line in read(options.out)]
         for seed, tune, name, local in itertools.product(options.seeds, options.tune, options.only, options.local):
             identity = describe(name, local or None, options.steps, seed, tune, options.blocks, options.keep)
-            if (name in (DRAWN_AGAIN, RANDOM) and local) or list(identity.values()) in done:
+            if (name in (DRAWN_AGAIN, RANDOM) and (local or options.keep)) or list(identity.values()) in done:
                 continue
             line = json.dumps(run(options, name, local or None, options.steps, seed, tune))
             with options.out.open("a", encoding="utf-8") as file:

@@ -144,7 +144,7 @@ def run(options: argparse.Namespace, data: Data, name: str, seed: int) -> dict[s
     images, classes, held_out, truth = data
     teacher = train_teacher(images, classes, options.runs, seed)
     wanted = classify(teacher, held_out)
-    line: dict[str, Any] = {"operator": name, "seed": seed, "steps": options.steps}
+    line: dict[str, Any] = {"operator": name, "seed": seed, "steps": options.steps, "alone": options.steps // 2}
     if name == TEACHER:
         return line | {"accuracy": share(wanted == truth)}
     torch.manual_seed(seed)
@@ -164,9 +164,8 @@ def run(options: argparse.Namespace, data: Data, name: str, seed: int) -> dict[s
         untrained = copy.deepcopy(student)
         replace_attention(untrained, operator)
         line["untrained"] = share(classify(untrained, held_out) == truth)
-        report = linearize(
-            Encoder(student), operator, inputs, teacher=Encoder(teacher), steps=options.steps, quiet=True
-        )
+        steps = line["alone"], options.steps - line["alone"]
+        report = linearize(Encoder(student), operator, inputs, teacher=Encoder(teacher), steps=steps, quiet=True)
         line |= {"seconds": round(report.seconds, 1), "features": round(report.agreement, 4)}
     found = classify(student, held_out)
     versions = {"farfield": farfield.__version__, "torch": torch.__version__, "python": platform.python_version()}

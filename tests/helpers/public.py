@@ -49,21 +49,25 @@ CLASSES = {
     "farfield.tasks.masked_lm": ("MaskedLM",),
     "farfield.tasks.restore": ("Restore",),
     "farfield.tasks.segment": ("Segment",),
-    "farfield.tasks.stereo": ("Stereo",),
+    "farfield.tasks.restore_stack": ("restore",),
+    "farfield.tasks.stereo": ("DisparityErrors", "Stereo"),
     "farfield.tasks.metrics": ("CareMetrics", "care_metrics"),
     "farfield.tasks.writers.detections": ("DetectionFolder",),
     "farfield.tasks.writers.disparities": ("DisparityFolder",),
     "farfield.tasks.writers.filled_blanks": ("FilledTable",),
     "farfield.tasks.writers.predictions": ("PredictionTable",),
     "farfield.tasks.writers.samples": ("SampleFolder",),
-    "farfield.testing.predictions": ("Predictions", "check_predictions"),
+    "farfield.testing.faults": ("Call", "Outcome", "run"),
+    "farfield.testing.predictions": ("Ending", "Key", "Predictions", "check_predictions"),
 }
-# Read as text, as bioimageio.core is in no environment of the tests.
+# Read as text, as bioimageio.core, napari and nnunetv2 are in no environment of the tests.
 SOURCES = {
     "farfield.integrations.bioimageio.reading": ("Package", "open_package"),
     "farfield.integrations.bioimageio.writing": ("export_package",),
     "farfield.integrations.jobs": ("Job",),
     "farfield.integrations.monai": ("WholeInferer",),
+    "farfield.integrations.napari.widget": ("PredictVolume",),
+    "farfield.integrations.nnunet.trainers.farfield_trainer": ("nnUNetTrainer_farfield",),
     "farfield.integrations.trained_models": ("OpenedModel", "open_model"),
 }
 COMMANDS = ("operators", "models", "cost", "measure", "plan", "maps", "places", "info", "kernels", "recipes")
@@ -76,7 +80,7 @@ def lines() -> list[str]:
 
 
 def api() -> Iterator[str]:
-    """Each public name with its signature; of a class also its own public methods."""
+    """Each public name with its signature; of a class also its public methods, those of its bases here included."""
     for package in PACKAGES:
         module = importlib.import_module(package)
         for name in sorted(module.__all__):
@@ -120,7 +124,8 @@ def described(name: str, value: Any) -> Iterator[str]:
         yield f"{name}({value.__base__.__name__})"
     elif inspect.isclass(value):
         yield f"{name}{signature(value)}"
-        own = {key: member for key, member in vars(value).items() if not key.startswith("_")}
+        classes = [each for each in reversed(value.__mro__) if each.__module__.startswith("farfield.")]
+        own = {key: member for each in classes for key, member in vars(each).items() if not key.startswith("_")}
         for key, member in sorted(own.items()):
             if callable(member) or isinstance(member, classmethod | staticmethod):
                 yield f"{name}.{key}{signature(getattr(value, key))}"

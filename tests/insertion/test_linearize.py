@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from farfield import ops, replace_attention
 from farfield.insertion import linearize, save_recipe
-from farfield.insertion._linearize import api, blocks, features, training
+from farfield.insertion._linearize import api, features, training
+from farfield.insertion._linearize.alone import compare_alone, record_calls
 
 QUIET = {"quiet": True}
 
@@ -66,6 +67,13 @@ def grids(count: int, *shape: int) -> list[Tensor]:
     return [torch.randn(4, *shape, generator=generator) for _ in range(count)]
 
 
+def padded(count: int) -> list[dict[str, Tensor]]:
+    """Inputs of nn.TransformerEncoder with padding, for which torch leaves tokens out where it can."""
+    padding = torch.zeros(4, 12, dtype=torch.bool)
+    padding[1:, 7:] = True
+    return [{"src": each, "src_key_padding_mask": padding} for each in grids(count, 12, 16)]
+
+
 @pytest.mark.parametrize("operator", ["linear_elu", "hedgehog", ops.flare(6)])
 @pytest.mark.parametrize(
     ("build", "inputs"), [(encoder, grids(41, 12, 16)), (vit, grids(41, 3, 16, 16)), (bert, texts(41))]
@@ -77,7 +85,7 @@ def test_training_comes_nearer_to_the_teacher(
     teacher = copy.deepcopy(model)
     report = linearize(model, operator, inputs, steps=(0, 80), **QUIET)
     assert len(report.losses) == report.steps == 80
-    assert report.blocks == 0
+    assert report.steps_alone == 0
     # Each input is gone through twice.
     assert sum(report.losses[40:]) < sum(report.losses[:40])
     # The numbers of the report, computed in another way, on the input that is not trained on.
@@ -94,6 +102,15 @@ def test_training_comes_nearer_to_the_teacher(
     assert [cost.tokens for cost in report.costs] == [16, 32]
 
 
+@pytest.mark.parametrize(("build", "inputs"), [(encoder, padded(41)), (vit, grids(41, 3, 16, 16)), (bert, texts(41))])
+def test_by_default_each_alone_comes_first(build: Callable[[], nn.Module], inputs: list[Any]) -> None:
+    model = build()
+    report = linearize(model, "hedgehog", inputs, steps=80, **QUIET)
+    assert report.steps_alone == 40
+    assert report.agreement > report.before
+    assert ", 40 of each attention alone, " in str(report)
+
+
 def test_padding_is_not_compared() -> None:
     model, (first, other) = bert(), texts(2)
     changed = other | {"input_ids": torch.where(other["attention_mask"] > 0, other["input_ids"], 7)}
@@ -105,27 +122,36 @@ def test_padding_is_not_compared() -> None:
 
 
 # ---- each attention alone --------------------------------------------------------------------------------------------
-def padded(count: int) -> list[dict[str, Tensor]]:
-    """Inputs of nn.TransformerEncoder with padding, for which torch leaves tokens out where it can."""
-    padding = torch.zeros(4, 12, dtype=torch.bool)
-    padding[1:, 7:] = True
-    return [{"src": each, "src_key_padding_mask": padding} for each in grids(count, 12, 16)]
-
-
 def valid_of(given: Any, response: Tensor) -> Tensor:
-    """1 where a token is none of padding, as `response` without channels."""
+    """True where a token is none of padding, as `response` without channels."""
     if not isinstance(given, dict):
-        return torch.ones(response.shape[:2])
-    return given["attention_mask"].float() if "attention_mask" in given else (~given["src_key_padding_mask"]).float()
+        return torch.ones(response.shape[:2], dtype=torch.bool)
+    return given["attention_mask"].bool() if "attention_mask" in given else ~given["src_key_padding_mask"]
+
+
+class AddingInPlace(nn.Module):
+    """Two attentions, to whose responses and hidden states the rest adds in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleList(vit().blocks[0].attn for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for attention in self.attentions:
+            response = attention(x)
+            response += x
+            x += response
+        return x
 
 
 def alone(student: nn.Module, teacher: nn.Module, paths: list[str], given: Any) -> dict[str, Tensor]:
     """The squared distance of each attention's response by the squares, each called on what the teacher's gets."""
-    calls: dict[str, Any] = {}
+    hidden: dict[str, Any] = {}
 
     def keep(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, keywords: Any, output: Any) -> None:
-            calls[path] = args, keywords, output[0] if isinstance(output, tuple) else output
+            hidden[path] = (args[0] if args else keywords["hidden_states"]).clone()
 
         return hook
 
@@ -136,21 +162,34 @@ def alone(student: nn.Module, teacher: nn.Module, paths: list[str], given: Any) 
     for handle in handles:
         handle.remove()
     distances = {}
-    for path, (args, keywords, wanted) in calls.items():
-        found = student.get_submodule(path)(*args, **keywords)
-        found = found[0] if isinstance(found, tuple) else found
-        places = valid_of(given, wanted).bool()
-        squares = ((found - wanted)[places] ** 2).sum() / (wanted[places] ** 2).sum()
-        distances[path] = squares
+    for path, x in hidden.items():
+        places = valid_of(given, x)
+        found, wanted = (respond(each.get_submodule(path), x, places) for each in (student, teacher))
+        distances[path] = ((found - wanted)[places] ** 2).sum() / (wanted[places] ** 2).sum()
     return distances
+
+
+def respond(attention: nn.Module, x: Tensor, valid: Tensor) -> Tensor:
+    """Call an attention of torch, timm or transformers, each with a mask of its own form."""
+    if isinstance(attention, nn.MultiheadAttention):
+        return attention(x, x, x, key_padding_mask=~valid, need_weights=False)[0]
+    if hasattr(attention, "qkv"):
+        return attention(x)
+    return attention(x, attention_mask=valid[:, None, None].expand(-1, -1, x.shape[1], -1))[0]
 
 
 @pytest.mark.parametrize("operator", ["linear_elu", ops.flare(6)])
 @pytest.mark.parametrize(
     ("build", "inputs"),
-    [(encoder, grids(2, 12, 16)), (encoder, padded(2)), (vit, grids(2, 3, 16, 16)), (bert, texts(2))],
+    [
+        (encoder, grids(2, 12, 16)),
+        (encoder, padded(2)),
+        (vit, grids(2, 3, 16, 16)),
+        (bert, texts(2)),
+        (lambda: sharpened(AddingInPlace), grids(2, 12, 16)),
+    ],
 )
-def test_each_attention_alone_gets_the_teachers_hidden_states(
+def test_each_attention_alone_is_called_as_the_teachers_was(
     build: Callable[[], nn.Module], inputs: list[Any], operator: str | ops.Operator
 ) -> None:
     teacher, student = build(), build()
@@ -159,28 +198,51 @@ def test_each_attention_alone_gets_the_teachers_hidden_states(
     teacher.requires_grad_(False)
     if isinstance(teacher, nn.TransformerEncoder):
         teacher.use_nested_tensor = False
-    with torch.no_grad(), blocks.record_responses(teacher, list(chosen)) as responses:
-        wanted = features.read_features(teacher, inputs[1])
-    with blocks.compare_alone(chosen, responses, inputs[1]) as losses:
-        found = features.read_features(student, inputs[1])
-    places = valid_of(inputs[1], wanted).bool()
-    torch.testing.assert_close(found[places], wanted[places])
-    expected = alone(reference, teacher, list(chosen), inputs[1])
-    assert len(losses) == len(expected) >= 2
-    # Padding is among the keys of nobody, so hidden states of valid tokens do not depend on it.
-    torch.testing.assert_close(torch.stack(losses), torch.stack(list(expected.values())))
-    torch.stack(losses).sum().backward()
-    torch.stack(list(expected.values())).sum().backward()
-    for path in chosen:
-        for (name, one), two in zip(
-            student.get_submodule(path).named_parameters(), reference.get_submodule(path).parameters(), strict=True
-        ):
-            assert (one.grad is None) == (two.grad is None), name
-            if one.grad is not None:
-                torch.testing.assert_close(one.grad, two.grad, msg=f"{path}.{name}")
+    with torch.no_grad(), record_calls(teacher, list(chosen)) as calls:
+        features.read_features(teacher, inputs[1])
+    loss = compare_alone(chosen, calls, features.find_mask(teacher, inputs[1]))
+    expected = torch.stack(list(alone(reference, teacher, list(chosen), inputs[1]).values()))
+    assert len(expected) == len(chosen) >= 2
+    torch.testing.assert_close(loss, expected.mean())
+    loss.backward()
+    expected.mean().backward()
     own = {id(each) for path in chosen for each in student.get_submodule(path).parameters()}
-    assert [name for name, each in student.named_parameters() if each.grad is not None and id(each) not in own] == []
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in (*teacher.modules(), *student.modules()))
+    for (name, one), two in zip(student.named_parameters(), reference.parameters(), strict=True):
+        assert (one.grad is None) == (two.grad is None), name
+        assert one.grad is None or id(one) in own
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, two.grad, msg=name)
+    assert not any(each._forward_hooks for each in (*teacher.modules(), *student.modules()))
+
+
+def test_both_responses_of_joint_attention_are_compared() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8}
+    sizes |= {"num_attention_heads": 2, "joint_attention_dim": 12, "caption_projection_dim": 16}
+    options = {"pooled_projection_dim": 10, "out_channels": 4, "pos_embed_max_size": 8}
+    model = sharpened(lambda: diffusers.SD3Transformer2DModel(**sizes, **options))
+    paths = list(replace_attention(copy.deepcopy(model), "linear_elu"))
+    given = {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 5, 12)}
+    given |= {"pooled_projections": torch.randn(2, 10), "timestep": torch.tensor([1, 7])}
+    with torch.no_grad(), record_calls(model, paths) as calls:
+        model(**given)
+    assert [[len(call.response) for call in calls[path]] for path in paths] == [[2], [2]]
+    report = linearize(model, "linear_elu", [given, given], steps=(2, 0), **QUIET)
+    assert np.isfinite(report.losses).all()
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_the_steps_of_the_whole_follow_those_of_each_alone_as_another_call_would(steps: int) -> None:
+    inputs, model, parts = grids(9, 12, 16), encoder(), encoder()
+    teacher = copy.deepcopy(model)
+    report = linearize(model, "linear_elu", inputs, steps=(3, steps), **QUIET)
+    first = linearize(parts, "linear_elu", inputs, steps=(3, 0), **QUIET)
+    others = [inputs[0], *inputs[4:], *inputs[1:4]]
+    second = linearize(parts, "linear_elu", others, teacher=teacher, steps=(0, steps), **QUIET)
+    assert report.losses == (*first.losses, *second.losses)
+    assert report.agreement == second.agreement
+    for name, each in model.state_dict().items():
+        assert torch.equal(parts.state_dict()[name], each), name
 
 
 @pytest.mark.parametrize("tune", ["attention", "all"])
@@ -190,7 +252,7 @@ def test_steps_of_each_alone_bring_each_nearer_and_train_nothing_else(tune: Any)
     before = copy.deepcopy(model)
     paths = list(replace_attention(before, "linear_elu"))
     report = linearize(model, "linear_elu", inputs, steps=(60, 0), tune=tune, **QUIET)
-    assert (report.steps, report.blocks, len(report.losses)) == (60, 60, 60)
+    assert (report.steps, report.steps_alone, len(report.losses)) == (60, 60, 60)
     first, last = (alone(each, teacher, paths, inputs[0]) for each in (before, model))
     assert sum(last.values()) < sum(first.values())
     changed = {name for name, each in teacher.state_dict().items() if not torch.equal(model.state_dict()[name], each)}
@@ -199,7 +261,7 @@ def test_steps_of_each_alone_bring_each_nearer_and_train_nothing_else(tune: Any)
 
 def test_of_one_number_half_are_of_each_alone() -> None:
     report = linearize(encoder(), "linear_elu", grids(3, 12, 16), steps=7, **QUIET)
-    assert (report.steps, report.blocks) == (7, 3)
+    assert (report.steps, report.steps_alone) == (7, 3)
 
 
 class Renamed(nn.Module):
@@ -216,9 +278,9 @@ class Renamed(nn.Module):
 def test_a_teacher_with_other_paths_has_no_steps_of_each_alone() -> None:
     inputs = grids(3, 12, 16)
     report = linearize(encoder(), "linear_elu", inputs, teacher=Renamed(encoder()), steps=4, **QUIET)
-    assert report.blocks == 0
+    assert report.steps_alone == 0
     model = encoder()
-    with pytest.raises(ValueError, match=r"linearize: .*no modules at the paths.*fix: steps=\(0, 4\)"):
+    with pytest.raises(ValueError, match=r"linearize: .*self_attn is not called in the teacher; fix: steps=\(0, 4\)"):
         linearize(model, "linear_elu", inputs, teacher=Renamed(encoder()), steps=(2, 2), **QUIET)
     linearize(model, "linear_elu", inputs, teacher=Renamed(encoder()), steps=(0, 4), **QUIET)
 
@@ -232,19 +294,61 @@ def test_attentions_that_respond_with_zero_have_no_distance() -> None:
     assert np.isfinite(linearize(copy.deepcopy(silent), "linear_elu", inputs, steps=4, **QUIET).losses).all()
     nn.init.zeros_(silent.layers[-1].self_attn.out_proj.weight)
     nn.init.zeros_(silent.layers[-1].self_attn.out_proj.bias)
-    with pytest.raises(ValueError, match=r"linearize: all attentions of the teacher respond with 0.*fix: steps=\(0, "):
-        linearize(silent, "linear_elu", inputs, steps=4, **QUIET)
-    linearize(silent, "linear_elu", inputs, steps=(0, 4), **QUIET)
+    with pytest.raises(
+        ValueError, match=r"linearize: .*all attentions of the teacher respond with 0; fix: steps=\(0, 4"
+    ):
+        linearize(silent, "linear_elu", inputs, steps=(2, 2), **QUIET)
+    assert linearize(silent, "linear_elu", inputs, steps=4, **QUIET).steps_alone == 0
 
 
-def test_the_padding_of_torchs_encoder_is_not_compared() -> None:
+@pytest.mark.parametrize("form", ["by name", "in order", "added", "sequence first"])
+def test_the_padding_of_torchs_encoder_is_not_compared(form: str) -> None:
     model, (first, other) = encoder(), padded(2)
+    if form == "sequence first":
+        layer = nn.TransformerEncoderLayer(16, 2, 24, 0.1)
+        model = sharpened(lambda: nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
     changed = other | {"src": torch.where(other["src_key_padding_mask"][..., None], 9.0, other["src"])}
+
+    def formed(given: dict[str, Tensor]) -> Any:
+        src, padding = given["src"], given["src_key_padding_mask"]
+        if form == "added":
+            padding = torch.zeros(padding.shape).masked_fill(padding, -torch.inf)
+        if form == "sequence first":
+            src = src.transpose(0, 1)
+        return (src, None, padding) if form == "in order" else {"src": src, "src_key_padding_mask": padding}
+
     students = [copy.deepcopy(model), copy.deepcopy(model)]
-    for student, given in zip(students, (other, changed), strict=True):
-        linearize(student, "linear_elu", [first, given], steps=4, **QUIET)
+    reports = [
+        linearize(student, "linear_elu", [formed(first), formed(given)], steps=4, **QUIET)
+        for student, given in zip(students, (other, changed), strict=True)
+    ]
+    assert reports[0].losses == pytest.approx(reports[1].losses, rel=1e-5)
     for one, two in zip(*(each.state_dict().values() for each in students), strict=True):
         torch.testing.assert_close(one, two)
+
+
+def test_a_sample_of_padding_alone_changes_nothing() -> None:
+    inputs = padded(3)
+    for each in inputs:
+        each["src_key_padding_mask"] = each["src_key_padding_mask"].clone()
+        each["src_key_padding_mask"][0] = True
+    without = [{name: value[1:] for name, value in each.items()} for each in inputs]
+    reports = [linearize(encoder(), "linear_elu", each, steps=4, **QUIET) for each in (inputs, without)]
+    assert reports[0].losses == pytest.approx(reports[1].losses, rel=1e-5)
+    assert reports[0].agreement == pytest.approx(reports[1].agreement, rel=1e-5)
+
+
+def test_a_student_of_another_dtype() -> None:
+    report = linearize(bert().bfloat16(), "linear_elu", texts(3), teacher=bert(), steps=4, **QUIET)
+    assert report.steps_alone == 2
+    assert np.isfinite(report.losses).all()
+
+
+def test_with_checkpoints_of_activations() -> None:
+    model, inputs = vit(), grids(3, 3, 16, 16)
+    model.set_grad_checkpointing()
+    reports = [linearize(each, "linear_elu", inputs, steps=4, **QUIET) for each in (vit(), model)]
+    assert reports[0].losses == pytest.approx(reports[1].losses, rel=1e-5)
 
 
 def test_a_teacher_without_features_is_refused() -> None:
@@ -381,7 +485,8 @@ class Interrupting:
             yield each
 
 
-@pytest.mark.parametrize("options", [{}, {"tune": "all"}, {"local": 3}])
+# After three steps the first process ends: within those of each alone, and between these and the others.
+@pytest.mark.parametrize("options", [{}, {"tune": "all"}, {"local": 3}, {"steps": (3, 6)}])
 def test_a_repeated_call_goes_on_to_the_bit(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def _build_own(builder: str, entry: ClassEntry) -> nn.Module:
 
 
 def build_untrained(builder: str) -> LoadedNetwork:
+    """Build an untrained network, in training mode."""
     nothing = ClassEntry(Path(), None, {})
     return LoadedNetwork(build_named(builder, {}).train(), *_preparation(nothing))
 

@@ -115,6 +115,7 @@ def find_extra(module: str, preferred: str = "") -> str | None:
 
 
 def packages(required: list[str], extra: str) -> list[str]:
+    """Return the packages of an extra, including those of the extras that it names."""
     names: list[str] = []
     for requirement in map(Requirement, required):
         marker = requirement.marker

@@ -208,6 +208,8 @@ POINTWISE = (ReLU6, nn.ReLU6, nn.ReLU, nn.SiLU, nn.Hardswish, nn.GELU)
 
 
 class _Clamp(torch.autograd.Function):
+    """The clamp in place, with the gradient of torch's clamp."""
+
     @staticmethod
     def forward(ctx: Any, grid: Tensor, low: float, high: float) -> Tensor:
         """Clamp."""

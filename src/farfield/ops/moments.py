@@ -41,7 +41,7 @@ def pooled_moments(mean: Tensor, variance: Tensor, count: Tensor) -> Moments:
 def product_moments(
     query: Tensor, query_valid: Tensor, key: Tensor, key_valid: Tensor, *, columns: bool = False
 ) -> Moments:
-    """Compute the moments, per head, of all products kᵀq of valid positions of a batch, without forming the products.
+    """Compute the moments `(h,)` of all products kᵀq of valid positions of a batch, per head, without forming them.
 
     mean = q̄ᵀk̄ and variance = q̄ᵀ C_k q̄ + k̄ᵀ C_q k̄ + tr(C_q C_k) within a sample, plus the variance of the means between
     samples; all pairs have the same weight, so a sample's share is n_q·n_k. With `columns`, the mean of each query's

@@ -220,7 +220,7 @@ def observe_patches(
 
 
 class FrozenNetwork(nn.Module):
-    """A network, taken over, of which the calls in `frozen` have constant statistics; those in `kept` have none."""
+    """A network, which gets hooks, whose calls in `frozen` have constant statistics, and those in `kept` none."""
 
     def __init__(
         self,

@@ -235,6 +235,7 @@ class Planner:
         return self.recordings[key]
 
     def _record_first(self, batch: int, sizes: Sequence[tuple[int, ...]]) -> Recording | None:
+        """Record the network on the first of these sizes that it takes."""
         for size in sizes:
             with suppress(ValueError):
                 return self._record(batch, size)

@@ -110,7 +110,13 @@ class _Folder(MutableMapping[tuple[int, int], Record]):
 
 
 class Records:
-    """The records of the tiles of a pass, in files of a folder or in memory; `merge` tells how parts of a key merge."""
+    """The records of the tiles of a pass.
+
+    Args:
+        count: The number of its tiles.
+        merge: Key of parts -> how these merge.
+        folder: Where the files of records are; None for memory.
+    """
 
     def __init__(self, count: int, merge: Callable[[str], Merge], folder: Path | None = None) -> None:
         self.count, self.merge, self.group = count, merge, _IN_MEMORY if folder is None else _OF_FILES

@@ -48,8 +48,8 @@ class LoadedRun(NamedTuple):
 def load_run(source: str, build: Callable[[ClassEntry], nn.Module] | None = None) -> LoadedRun:
     """Load a network from a folder, a folder of runs, a run, a checkpoint or a repository of the Hub.
 
-    Of several runs it is the newest, of several checkpoints the best. `build` makes the untrained network of its
-    entry in the configuration; without it that must be one of farfield.
+    `source` is its path, or the name of the repository. Of several runs it is the newest, of several checkpoints the
+    best. `build` makes the untrained network of its entry in the configuration; without it that is one of farfield.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it is damaged or of another network.

@@ -107,6 +107,7 @@ Decide = Callable[[int, Call], Action]
 
 
 def at(index: int, action: Action) -> Decide:
+    """Do this at one call."""
     return lambda position, call: action if position == index else None
 
 
@@ -180,7 +181,12 @@ def problem() -> str | None:
 def run(function: Callable[[], Any], folder: Path, decide: Decide, *, seconds: float = 60, threads: int = 1) -> Outcome:
     """Call a function in a forked process, and decide at each call by which it changes files in a folder.
 
-    What it returns is pickled. After so many seconds the process is ended, and a `TimeoutError` raised.
+    Args:
+        function: What is called; what it returns is pickled.
+        folder: Calls that name a path inside it are counted, and those alone fail.
+        decide: What is done at the call with an index.
+        seconds: Time after which the process is ended and a `TimeoutError` raised.
+        threads: Threads of torch in the process.
     """
     ours, theirs = socket.socketpair()
     with warnings.catch_warnings():

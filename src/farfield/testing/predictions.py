@@ -199,19 +199,23 @@ class Predictions(RuleBasedStateMachine):
 
     @initialize(suffix=st.runner().flatmap(lambda machine: st.sampled_from(machine.suffixes)))
     def choose_a_format(self, suffix: str) -> None:
+        """Choose the path."""
         self.out = self.folder / f"out{suffix}"
 
     @property
     def unfinished(self) -> Path:
+        """The folder of the unfinished prediction."""
         return self.out.with_name(f"{self.out.name}.unfinished")
 
     # ---- calls -------------------------------------------------------------------------------------------------------
     @rule(key=_KEYS, overwrite=st.booleans())
     def call(self, key: Key, overwrite: bool) -> None:
+        """Predict."""
         self.check(key, overwrite, _attempt(key, self.out, overwrite))
 
     @rule(key=_KEYS, overwrite=st.booleans())
     def call_while_the_clock_goes_back(self, key: Key, overwrite: bool) -> None:
+        """Predict with a clock that goes back."""
         with clock_going_back():
             ending = _attempt(key, self.out, overwrite)
         self.check(key, overwrite, ending)

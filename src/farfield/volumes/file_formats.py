@@ -192,6 +192,7 @@ def make_ome_zarr(path: Path, spec: OutputSpec) -> Any:
 
 
 def open_ome_zarr(path: Path, spec: OutputSpec, mode: Mode) -> Any:
+    """Open the finest level of an image of OME-Zarr."""
     import zarr
 
     return zarr.open_group(str(path), mode=mode)["0"]

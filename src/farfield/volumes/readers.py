@@ -42,6 +42,7 @@ def open_file(path: Any, level: int, series: int | None) -> Opened:
 
 
 def _find_reader(text: str, level: int, series: int | None) -> tuple[FileName, Callable[[FileName], Opened]]:
+    """Return a file, with its dataset, and the reader of its format."""
     if "://" in text:
         load_library("fsspec", "remote", "an address")
         return FileName(text, "", level, series), _open_zarr
@@ -70,6 +71,7 @@ def _find_reader(text: str, level: int, series: int | None) -> tuple[FileName, C
 
 
 def is_zarr(path: Path) -> bool:
+    """Whether a path is a folder of zarr."""
     return path.is_dir() and any((path / name).is_file() for name in _ZARR)
 
 

@@ -87,7 +87,14 @@ def is_own_zarr(path: Path) -> bool:
 
 
 class FileOutput:
-    """A file that is written in a folder beside its path, and moved to the path when it is complete."""
+    """A file that is written in a folder beside its path and moved to the path when it is complete.
+
+    Args:
+        caller: The function that warnings name.
+        path: Path of the finished file.
+        spec: Shape, dtype, tile, axes and voxel size of the array in the file.
+        overwrite: Whether what exists at the path when the file is complete is replaced; None is no.
+    """
 
     def __init__(self, caller: str, path: Path, spec: OutputSpec, overwrite: bool | None) -> None:
         self.caller, self.path, self.spec, self.overwrite = caller, path, spec, overwrite

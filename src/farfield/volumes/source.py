@@ -75,7 +75,17 @@ def parse_layout(shape: Sequence[int], spatial_dims: int) -> AxisLayout:
 
 
 class VolumeSource:
-    """A volume that is read region by region, as grids on a device; `padding` positions before and after each axis."""
+    """A volume that is read region by region.
+
+    Args:
+        array: Anything with `shape` and slicing.
+        layout: Its axes.
+        device: Device of the grids that are read.
+        dtype: Their dtype; bool for a mask.
+        padding: How many positions are padded before and after each spatial axis; None pads none.
+        mode: How they are padded, one of `MODES`.
+        caller: The function that a warning names.
+    """
 
     def __init__(
         self,

@@ -18,7 +18,9 @@ _BITS = 16
 
 
 def mean_and_deviation(array: Any, axes: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Compute mean and deviation (of the population) over some axes, which get length 1, in float64 and in one pass.
+    """Compute mean and deviation (of the population) over some axes, which get length 1, in float64.
+
+    The array is read once, part by part.
 
     Raises:
         ValueError: If a number is not finite.
@@ -44,11 +46,11 @@ def mean_and_deviation(array: Any, axes: Collection[int]) -> tuple[np.ndarray, n
 
 
 def quantiles(array: Any, axes: Collection[int], shares: Sequence[float], method: str = "linear") -> list[np.ndarray]:
-    """Compute quantiles over some axes, which get length 1: those of `numpy.quantile` in float64.
+    """Compute quantiles, of shares from 0 to 1, over some axes, which get length 1: `numpy.quantile`'s in float64.
 
-    The method is "linear" between the two nearest numbers, or "inverted_cdf", one of the numbers. Numbers are counted
-    by their bits, the first 16 of them in a first pass, and the next of those that may be the ones asked for in
-    another; so the result is exact, of 16 bits in one pass, of 32 in two, of 64 in four.
+    The method is "linear" between the two nearest numbers, or "inverted_cdf", one of the numbers. The array is read
+    part by part: numbers are counted by their bits, the first 16 of them in a first pass, and the next of those that
+    may be the ones asked for in another; so the result is exact, of 16 bits in one pass, of 32 in two, of 64 in four.
 
     Raises:
         ValueError: If a number is not finite.

@@ -67,6 +67,8 @@ LAYOUTS = {
 
 
 class Frame(NamedTuple):
+    """The files of one pair."""
+
     left: Path
     right: Path
     disparity: Path | None  # of the left image's pixels

@@ -181,6 +181,7 @@ def _find_additions(model: nn.Module, pattern: str, present: Mapping[Place, nn.M
 def _make_all(
     make: Callable[[int], nn.Module], grids: Mapping[Place, Tensor], layout: Layout | None
 ) -> dict[Place, nn.Module]:
+    """Make a new module for each place, on the device and in the dtype of its grid."""
     made: dict[Place, nn.Module] = {}
     for place, grid in grids.items():
         channels = grid.shape[channel_axis(grid.dim(), layout or "channels_first")]

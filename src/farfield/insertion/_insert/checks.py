@@ -145,6 +145,7 @@ def record_places(model: nn.Module, places: Iterable[Place], example: Any) -> Se
 
 
 def _list_children(model: nn.Module, path: str) -> list[str]:
+    """Return the paths of a module's children, and of the children of those that are lists or dicts of modules."""
     paths = []
     for name, child in model.get_submodule(path).named_children():
         paths.append(join(path, name))

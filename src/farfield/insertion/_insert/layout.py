@@ -54,6 +54,7 @@ def _change_size(tensor: Tensor, start: int, length: int, shorter: bool, channel
 
 
 def is_floating(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a floating-point tensor with one shape."""
     return isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from farfield._checks import check_whole
 from farfield._fingerprint import fingerprint
 from farfield._refusals import door, refusal
-from farfield.insertion._linearize.blocks import has_all
-from farfield.insertion._linearize.features import agree, compare, find_valid, move, read_features
+from farfield.insertion._linearize.alone import find_obstacle, record_calls
+from farfield.insertion._linearize.features import agree, compare, find_mask, find_valid, move, read_features
 from farfield.insertion._linearize.report import AttentionCost, LinearizeReport
 from farfield.insertion._linearize.training import RATES, choose_parameters, leave_out, train
 from farfield.insertion._replace.api import replace_attention
@@ -52,21 +52,24 @@ def linearize(
     `minimize ‖features(student, x) − features(teacher, x)‖² / ‖features(teacher, x)‖²` over the inputs x. No labels are
     needed: the teacher is a copy of the model as it was.
 
-    Before that, half of the steps match each attention alone: its response to the teacher's hidden states with the
-    teacher's response. Dropout is off. The agreement is measured on the first input, which is not trained on.
+    Before that, half of the steps match each attention alone: it is called as the teacher's was, on the teacher's
+    hidden states, and its response is compared with the teacher's. Dropout is off. The agreement is measured on the
+    first input, which is not trained on.
 
     Args:
         model: The transformer, of a kind that `replace_attention` takes. It keeps its mode, and is changed at the end
             alone: an error leaves it as it was.
         operator: A name of `ops.OPERATORS`, or your own `ops.Operator`.
         inputs: At least two: each a tensor, a tuple of arguments, or a dictionary of arguments by name, such as a
-            tokenizer returns. They are read again and again and the first is not trained on, so a list, or a DataLoader
-            that does not shuffle, and no iterator that ends.
+            tokenizer returns. Tokens that are no padding by `attention_mask`, or of `nn.TransformerEncoder` by
+            `src_key_padding_mask`, are compared; without one all are. They are read again and again and the first is
+            not trained on, so a list, or a DataLoader that does not shuffle, and no iterator that ends.
         teacher: The network whose final features are matched; by default a copy of the model as it is.
         where: As in `replace_attention`: which attention; all by default.
         keep: How many stay softmax: those whose replacement alone changes the final features most.
-        steps: Training steps, an input each: of each attention alone, and of the whole network. One number is both, and
-            half of it of each attention alone, if the teacher has modules at the paths of these, else none.
+        steps: Training steps, an input each. A pair has those of each attention alone, then those of the whole network.
+            One number n is `(n // 2, n - n // 2)`, or `(0, n)` if the attentions cannot be called as the teacher's are,
+            as those of a teacher with other paths.
         local: Length of a local branch, odd: a depthwise convolution of the values along the tokens, added to the
             response of each attention. It starts at 0, and half of the steps are done without it. None for none.
         tune: What is trained: the "attention" that is replaced, "lora" of rank 8 on its linear layers (with what the
@@ -94,7 +97,7 @@ def linearize(
         >>> encoder = torch.nn.TransformerEncoder(layer, 2).eval()
         >>> inputs = [torch.randn(4, 12, 16) for _ in range(8)]
         >>> report = linearize(encoder, "linear_elu", inputs, steps=28, quiet=True)
-        >>> sum(report.losses[-7:]) < sum(report.losses[:7])
+        >>> report.agreement > report.before
         True
     """
     name, operator = look_up_operator(operator)
@@ -107,24 +110,26 @@ def linearize(
     for module in teacher.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # else it leaves padding out where the student does not
-    with torch.no_grad():
+    replaced = list(replace_attention(copy.deepcopy(model), operator, where))
+    mask = find_mask(teacher, first)
+    with torch.no_grad(), record_calls(teacher, replaced) as calls:
         wanted = read_features(teacher, first)
-    if not bool(wanted.isfinite().all()) or not bool(wanted.any()):
+    valid = find_valid(mask, wanted)
+    matched = wanted[valid.expand_as(wanted)]
+    if not bool(matched.isfinite().all()) or not bool(matched.any()):
         problem = "the teacher's features are all 0, or not finite, so there is nothing to match"
         raise refusal(ValueError, f"{problem}; fix: a trained network, and inputs that it knows.")
-    replaced = list(replace_attention(copy.deepcopy(model), operator, where))
-    valid = find_valid(first, wanted)
     layers = dict(_replace_one_by_one(model, operator, replaced, first, wanted, valid))
     kept = tuple(sorted(layers, key=lambda path: -layers[path])[:keep])
     if keep and len(kept) == len(layers):
         raise refusal(ValueError, f"{keep=} keeps all {len(layers)}; fix: fewer.")
     paths = [path for path in replaced if path not in kept]
-    alone, whole = _split(steps, has_all(teacher, paths))
-    options = [paths, alone, whole, local, tune, model.state_dict(), teacher.state_dict(), first]
-    identity = fingerprint([operator, *options])
     # A copy too, so that an error leaves the model as it was.
     student = copy.deepcopy(model).eval()
     chosen = _replace(student, operator, paths, local)
+    alone, whole = _split(steps, find_obstacle(chosen, calls, mask))
+    options = [paths, alone, whole, local, tune, model.state_dict(), teacher.state_dict(), first]
+    identity = fingerprint([operator, *options])
 
     def measure() -> Tensor:
         with torch.no_grad():
@@ -186,14 +191,14 @@ def _check_options(keep: int, steps: int | Sequence[int], local: int | None, tun
         raise refusal(ValueError, f'{tune=} is none of {", ".join(RATES)}; fix: tune="attention".')
 
 
-def _split(steps: int | Sequence[int], has_modules: bool) -> tuple[int, int]:
+def _split(steps: int | Sequence[int], obstacle: str | None) -> tuple[int, int]:
     """Return the steps of each attention alone, and of the whole network."""
     if isinstance(steps, int):
-        alone = steps // 2 if has_modules else 0
+        alone = steps // 2 if obstacle is None else 0
         return alone, steps - alone
     alone, whole = steps
-    if alone and not has_modules:
-        problem = f"{steps=}, and the teacher has no modules at the paths of the attentions"
+    if alone and obstacle is not None:
+        problem = f"an attention cannot be matched alone: {obstacle.rstrip('.')}"
         raise refusal(ValueError, f"{problem}; fix: steps=(0, {alone + whole}).")
     return alone, whole
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ def read_features(network: nn.Module, given: Any) -> Tensor:
         output = before_head(given)
     features = getattr(output, "last_hidden_state", output)
     sample = getattr(output, "sample", None)
-    if isinstance(sample, Tensor):  # as models of diffusers return it: channels come first
-        features = sample.movedim(1, -1)
+    if isinstance(sample, Tensor):  # as models of diffusers return it: tokens, or a grid with its channels first
+        features = sample if sample.dim() < 4 else sample.movedim(1, -1)
     features = features[0] if isinstance(features, tuple | list) else features
     if not isinstance(features, Tensor) or not features.is_floating_point():
         kind = type(features).__name__
@@ -33,29 +33,38 @@ def read_features(network: nn.Module, given: Any) -> Tensor:
     return features
 
 
-def find_valid(given: Any, features: Tensor) -> Tensor:
+def find_mask(network: nn.Module, given: Any) -> Tensor | None:
+    """Return which tokens of an input are valid, as the first two dims of the features: a mask that it has by name."""
+    if isinstance(network, nn.TransformerEncoder):
+        names = ("src", "mask", "src_key_padding_mask")
+        named = dict(zip(names, given, strict=False)) if isinstance(given, tuple | list) else given
+        padding = named.get("src_key_padding_mask") if isinstance(named, Mapping) else None
+        if padding is None:
+            return None
+        valid: Tensor = ~padding if padding.dtype == torch.bool else padding == 0  # else it is added to products
+        return valid if cast(Any, network.layers[0]).self_attn.batch_first else valid.mT
+    mask = given.get("attention_mask") if isinstance(given, Mapping) else None
+    return None if mask is None else mask > 0
+
+
+def find_valid(mask: Tensor | None, features: Tensor) -> Tensor:
     """Return which tokens of features `(b, n, …)` are valid, with one dim for each of theirs."""
-    named = given if isinstance(given, Mapping) else {}
-    mask, padding = named.get("attention_mask"), named.get("src_key_padding_mask")
-    if padding is not None:  # as nn.TransformerEncoder takes it: True, or -inf, where a token is padding
-        mask = ~padding if padding.dtype == torch.bool else padding == 0
     if mask is None or mask.shape != features.shape[:2]:
-        return features.new_ones((1,) * features.dim())
-    return mask.to(features.dtype)[(..., *(None,) * (features.dim() - 2))]
+        return features.new_ones((1,) * features.dim(), dtype=torch.bool)
+    return mask[(..., *(None,) * (features.dim() - 2))]
 
 
 def compare(found: Tensor, wanted: Tensor, valid: Tensor) -> Tensor:
     """Return the squared distance of features from those wanted, over valid tokens, by the squares of these."""
     wide = torch.promote_types(wanted.dtype, torch.float32)
-    squares = ((found.to(wide) - wanted.to(wide)).square() * valid).sum()
-    return squares / (wanted.to(wide).square() * valid).sum()
+    wanted = torch.where(valid, wanted, 0).to(wide)
+    return (torch.where(valid, found, 0).to(wide) - wanted).square().sum() / wanted.square().sum()
 
 
 def agree(found: Tensor, wanted: Tensor, valid: Tensor) -> float:
     """Return the mean cosine of the features of valid tokens with those wanted; channels are the last dim."""
     cosine = torch.cosine_similarity(found.double(), wanted.double(), -1)
-    weights = valid[..., 0].double().expand_as(cosine)
-    return float((cosine * weights).sum() / weights.sum())
+    return float(cosine[valid[..., 0].expand_as(cosine)].mean())
 
 
 def cycle_inputs(inputs: Iterable[Any], start: int) -> Iterator[Any]:

@@ -39,7 +39,7 @@ class LinearizeReport:
             the mean of theirs.
         seconds: Seconds of training.
         costs: Of one layer, at three lengths.
-        blocks: How many of the steps matched each attention alone, the first ones.
+        steps_alone: How many of the steps matched each attention alone, the first ones.
     """
 
     operator: str
@@ -53,7 +53,7 @@ class LinearizeReport:
     seconds: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     costs: tuple[AttentionCost, ...] = ()
-    blocks: int = 0
+    steps_alone: int = 0
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -61,7 +61,8 @@ class LinearizeReport:
     def _lines(self) -> Iterator[str]:
         yield (
             f"{self.operator}: cosine of final features with the teacher's {self.agreement:.3f} "
-            f"({self.before:.3f} before {self.steps} steps of {self.seconds:.0f} s), distance {self.error:.2f}"
+            f"({self.before:.3f} before {self.steps} steps, {self.steps_alone} of each attention alone, "
+            f"of {self.seconds:.0f} s), distance {self.error:.2f}"
         )
         yield from (f"{name}: {cosine:.3f}" for name, cosine in self.parts.items())
         width = max(map(len, self.layers))
@@ -93,7 +94,9 @@ class LinearizeReport:
             raise refusal(ImportError, f"it needs matplotlib, which is not installed; fix: {fix}") from error
         figure = Figure(figsize=(13, 3.6), layout="constrained")
         curve, bars, times = figure.subplots(1, 3)
-        curve.plot(range(1, len(self.losses) + 1), self.losses, linewidth=1)
+        curve.plot(range(1, self.steps_alone + 1), self.losses[: self.steps_alone], label="each attention alone")
+        curve.plot(range(self.steps_alone + 1, self.steps + 1), self.losses[self.steps_alone :], label="final features")
+        curve.legend()
         curve.set(xlabel="step", ylabel="squared distance / squares", yscale="log", title="training")
         names = list(self.layers)
         colors = ["tab:grey" if name in self.kept else "tab:blue" for name in names]

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from farfield._checks import install_command
 from farfield._files import open_replacement
 from farfield._refusals import refusal
-from farfield.insertion._linearize.blocks import compare_alone, record_responses
-from farfield.insertion._linearize.features import compare, cycle_inputs, find_valid, move, read_features
+from farfield.insertion._linearize.alone import compare_alone, record_calls
+from farfield.insertion._linearize.features import compare, cycle_inputs, find_mask, find_valid, move, read_features
 from farfield.insertion._replace.learned import WITHOUT
 
 CHECKPOINT = "linearize.pt"
@@ -123,26 +123,25 @@ def train(
     quiet: bool,
 ) -> Trained:
     """Train the parameters, from the checkpoint in the folder if there is one of the same call."""
-    device, (blocks, whole) = next(student.parameters()).device, steps
+    device, (alone, whole) = next(student.parameters()).device, steps
     optimizer = torch.optim.AdamW(parameters.values(), lr=RATES[tune], weight_decay=0.01)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, blocks, whole))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, alone, whole))
     losses, before = _load(folder, identity, parameters, optimizer, rate) if folder else ([], 0.0)
     given, started, saved = cycle_inputs(inputs, len(losses)), time.monotonic(), time.monotonic()
-    bar = tqdm(total=blocks + whole, initial=len(losses), disable=quiet, file=sys.stderr, desc="linearize")
-    for step in range(len(losses), blocks + whole):
+    bar = tqdm(total=alone + whole, initial=len(losses), disable=quiet, file=sys.stderr, desc="linearize")
+    for step in range(len(losses), alone + whole):
         batch = move(next(given), device)
-        if step == blocks:
+        if step == alone:
             optimizer.state.clear()  # the gradients that follow have another size
-        alone = attentions if step < blocks else {}
-        with torch.no_grad(), record_responses(teacher, list(alone)) as responses:
+        mask = find_mask(teacher, batch)
+        with torch.no_grad(), record_calls(teacher, list(attentions) if step < alone else []) as calls:
             wanted = read_features(teacher, batch)
         without = local and random.Random(step).random() < _WITHOUT_LOCAL
-        with (
-            leave_out(attentions.values() if without else (), "local"),
-            compare_alone(alone, responses, batch) as distances,
-        ):
-            found = read_features(student, batch)
-        loss = torch.stack(distances).mean() if alone else compare(found, wanted, find_valid(batch, wanted))
+        with leave_out(attentions.values() if without else (), "local"):
+            if step < alone:
+                loss = compare_alone(attentions, calls, mask)
+            else:
+                loss = compare(read_features(student, batch), wanted, find_valid(mask, wanted))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
@@ -151,16 +150,16 @@ def train(
         losses.append(float(loss.detach()))
         bar.update()
         bar.set_postfix_str(f"loss {losses[-1]:.3f}")
-        if folder and (time.monotonic() - saved > _SECONDS or step + 1 == blocks + whole):
+        if folder and (time.monotonic() - saved > _SECONDS or step + 1 == alone + whole):
             saved = time.monotonic()
             _save(folder, identity, parameters, optimizer, rate, losses, before + saved - started)
     bar.close()
     return Trained(losses, before + time.monotonic() - started)
 
 
-def _schedule(step: int, blocks: int, whole: int) -> float:
-    """Return the factor of the rate: linearly up and linearly down to 0, in the steps of blocks and of the whole."""
-    step, steps = (step, blocks) if step < blocks else (step - blocks, max(whole, 1))
+def _schedule(step: int, alone: int, whole: int) -> float:
+    """Return the factor of the rate: linearly up and down to 0, in the steps of each alone and in the others."""
+    step, steps = (step, alone) if step < alone else (step - alone, max(whole, 1))
     done = (step + 1) / steps
     return min(done / _WARM_UP, (1 - step / steps) / (1 - _WARM_UP))
 

@@ -59,6 +59,7 @@ class LiteMlaAttention(_MultiScaleAttention):
 
     @property
     def num_heads(self) -> int:
+        """The number of heads of all scales."""
         return cast(nn.Conv2d, self.proj.conv).in_channels // self.dim
 
     @property
@@ -92,6 +93,7 @@ class SanaMultiscaleAttention(_MultiScaleAttention):
 
     @property
     def num_heads(self) -> int:
+        """The number of heads of all scales."""
         return self.to_out.in_features // self.attention_head_dim
 
     @property

@@ -268,6 +268,7 @@ class PredictVolume(Container):
 
 
 def _capture(function: Callable[[], Any]) -> tuple[Any, str]:
+    """Return the result of a function, or why there is none."""
     try:
         return function(), ""
     except _Cancelled:

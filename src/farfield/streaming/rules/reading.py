@@ -75,6 +75,7 @@ def _take_atoms(atoms: Iterator[Piece], length: int) -> Iterator[Piece]:
 
 
 def _split_spans(layout: Layout, box: Box, atoms: Sequence[Piece]) -> list[Span]:
+    """Return the spans of atoms that contain a box of the pieces which consist of them."""
     result: list[Span] = []
     rest = iter(atoms)
     for piece, (start, stop) in zip(itertools.chain(*layout), itertools.chain(*box), strict=True):
@@ -88,6 +89,7 @@ def _split_spans(layout: Layout, box: Box, atoms: Sequence[Piece]) -> list[Span]
 
 
 def _join_atoms(layout: Layout, spans: Sequence[Span], atoms: Sequence[Piece]) -> tuple[Box, list[Span]]:
+    """Return the box of pieces that contains spans of their atoms, and the spans of atoms that it is."""
     box, result = [], list[Span]()
     rest, own = iter(atoms), iter(spans)
     for dim in layout:

@@ -155,6 +155,7 @@ def reduce_arrays(
     places: Sequence[int | None] | None = None,
     reads: Callable[[OperationCall, Box], list[Box]] | None = None,
 ) -> Reduction:
+    """Return a reduction whose parts are arrays of one layout that merge number by number."""
     whole = region_of(whole_box(layout))
 
     def place(core: Core, tensors: Sequence[Tensor]) -> Parts:
@@ -215,6 +216,7 @@ def all_but(call: OperationCall, reduced: Collection[int]) -> list[int | None]:
 
 
 def single(spans: Sequence[Span]) -> Span:
+    """Return the span of a dimension of one piece."""
     if len(spans) > 1:
         raise RuleError(_SEVERAL_AXES)
     return spans[0]

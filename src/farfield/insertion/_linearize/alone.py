@@ -1,0 +1,94 @@
+"""Each attention alone: it is called as the teacher's was, and its response is compared with the teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from farfield._refusals import refusal
+from farfield.insertion._linearize.features import compare, find_valid
+
+
+class Call(NamedTuple):
+    """The arguments of an attention of the teacher, and its response: `(b, n, c)`, or several such tensors."""
+
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    response: list[Tensor]
+
+
+Calls = Mapping[str, list[Call]]
+
+
+@contextmanager
+def record_calls(teacher: nn.Module, paths: Sequence[str]) -> Iterator[Calls]:
+    """Record the calls of the modules at some paths; those that there are not have none."""
+    calls: Calls = {path: [] for path in paths}
+    modules = dict(teacher.named_modules(remove_duplicate=False))
+
+    def keep(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, keywords: Any, output: Any) -> None:
+            # Copies, as a network may add to its hidden states in place.
+            args, keywords = tree_map_only(Tensor, Tensor.clone, (args, keywords))
+            calls[path].append(Call(args, keywords, [each.clone() for each in _responses(module, output)]))
+
+        return hook
+
+    with ExitStack() as hooks:
+        for path in paths:
+            if path in modules:
+                handle = modules[path].register_forward_hook(keep(path), with_kwargs=True)
+                hooks.callback(handle.remove)
+        yield calls
+
+
+def compare_alone(modules: Mapping[str, nn.Module], calls: Calls, mask: Tensor | None) -> Tensor:
+    """Call each module as the teacher's was: the mean distance of the responses, over those that are not 0."""
+    distances: list[Tensor] = []
+    for path, module in modules.items():
+        for call in calls[path]:
+            args, keywords = tree_map_only(Tensor, partial(_cast, like=next(module.parameters())), call[:2])
+            for found, wanted in zip(_responses(module, module(*args, **keywords)), call.response, strict=True):
+                if found.shape != wanted.shape:
+                    shapes = f"{tuple(wanted.shape)}, and {tuple(found.shape)} here"
+                    raise refusal(ValueError, f"{path} of the teacher responds with {shapes}")
+                valid = find_valid(mask, wanted)
+                if bool(torch.where(valid, wanted, 0).any()):  # else its distance has no unit
+                    distances.append(compare(found, wanted, valid))
+    if not distances:
+        raise refusal(ValueError, "all attentions of the teacher respond with 0; fix: steps=(0, 120).")
+    return torch.stack(distances).mean()
+
+
+def find_obstacle(modules: Mapping[str, nn.Module], calls: Calls, mask: Tensor | None) -> str | None:
+    """Return why the modules cannot be called as the teacher's were; None if they can."""
+    for path in modules:
+        if not calls[path]:
+            return f"{path} is not called in the teacher"
+    try:
+        with torch.no_grad():
+            compare_alone(modules, calls, mask)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        return str(error).splitlines()[0].partition("; fix: ")[0]
+    return None
+
+
+def _responses(module: nn.Module, output: Any) -> list[Tensor]:
+    """Return the responses among the outputs of an attention: several `(b, n, c)` of joint attention, no weights."""
+    first, *others = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    if isinstance(module, nn.MultiheadAttention):
+        return [first]
+    return [first, *(each for each in others if each.dim() == first.dim() == 3 and each.shape[2] == first.shape[2])]
+
+
+def _cast(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor in the dtype of another, unless it holds whole numbers."""
+    return tensor.to(like.dtype) if tensor.is_floating_point() else tensor
