@@ -178,28 +178,32 @@ def measure_costs(options: argparse.Namespace) -> None:
 
 
 def print_table(lines: list[dict[str, Any]]) -> None:
-    """Print the mean over the seeds, and the range, of each kind of run."""
-    heads = ["operator", "kept", "local branch", "steps", "of blocks", "trained", "seeds", "untrained"]
-    heads += ["cosine", "Spearman", "nearest ten", "s"]
+    """Print a row for each kind of run, those of most steps first, with the numbers of each seed."""
+    heads = ["attention", "steps", "of each alone", "local branch", "cosine, untrained", "cosine"]
+    heads += ["Spearman", "nearest ten", "s"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         groups[line["operator"], line["keep"], line["local"], line["steps"], line["blocks"], line["tune"]].append(line)
-    for (name, keep, local, steps, blocks, tune), runs in sorted(
-        groups.items(), key=lambda each: (each[0][3], -each[1][0]["cosine"])
-    ):
-        shown = []
-        for key in ("cosine", "spearman", "nearest"):
-            numbers = [each[key] for each in runs]
-            spread = f" ({min(numbers):.3f}–{max(numbers):.3f})" if len(numbers) > 1 else ""
-            shown.append(f"{statistics.fmean(numbers):.3f}{spread}")
-        untrained = f"{runs[0]['untrained']:.3f}" if "untrained" in runs[0] else "–"
-        seconds = f"{statistics.fmean(each.get('seconds', 0) for each in runs):.0f}"
-        columns = (name, keep or "–", local or "–", steps, blocks or "–", tune, len(runs), untrained, *shown, seconds)
-        print(f"| {' | '.join(map(str, columns))} |")
-        for part in ("summary only", "local only"):
-            if part in runs[0]:
-                print(f"| – {part}, cosine of tokens | | | | | | | | {runs[0][part]:.3f} | | | |")
+    ordered = sorted(groups.items(), key=lambda each: (-each[0][3], -statistics.fmean(list_values(each[1], "cosine"))))
+    for (name, keep, local, steps, alone, tune), runs in ordered:
+        attention = f"`{name}`" if name in OPERATORS else f"*control:* {name}"
+        attention += f", {keep} kept" * bool(keep) + f", tune={tune}" * (tune != "attention")
+        untrained = "–" if name == RANDOM else f"{runs[0]['untrained']:.3f}" if "untrained" in runs[0] else ""
+        columns = [attention, f"{steps:,}", str(alone or "–"), f"{local} tokens" if local else "–", untrained]
+        columns += [
+            ", ".join(f"{value:.{digits}f}" for value in list_values(runs, key))
+            for key, digits in (("cosine", 4), ("spearman", 3), ("nearest", 3))
+        ]
+        columns.append(", ".join(f"{value:.0f}" for value in list_values(runs, "seconds")) or "–")
+        if name == RANDOM:
+            columns[1] = "–"
+        print(f"| {' | '.join(columns)} |")
+
+
+def list_values(runs: list[dict[str, Any]], key: str) -> list[float]:
+    """Return the numbers of the runs that have one, in the order of the seeds."""
+    return [run[key] for run in sorted(runs, key=lambda each: each["seed"]) if key in run]
 
 
 def main() -> None:

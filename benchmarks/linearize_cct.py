@@ -198,23 +198,27 @@ def share(right: Tensor) -> float:
 def read(file: Path) -> list[dict[str, Any]]:
     """Read the lines of a record, if there is one."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    return [{"alone": 0} | json.loads(line) for line in lines if line.endswith("}")]
 
 
 def print_table(lines: list[dict[str, Any]]) -> None:
     """Print each kind of run: the accuracy of each seed, beside the teacher's."""
-    print("| attention | steps | untrained, % | accuracy of each seed, % | of the teacher's, % | same class, % | s |")
-    print("|---|---|---|---|---|---|---|")
+    heads = ["attention", "steps", "of each alone", "untrained, %", "accuracy of each seed, %"]
+    heads += ["of the teacher's, %", "same class, %", "s"]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     teachers = {line["seed"]: line["accuracy"] for line in lines if line["operator"] == TEACHER}
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, int, int], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
-        groups[line["operator"], 0 if line["operator"] == TEACHER else line["steps"]].append(line)
-    for (name, steps), runs in sorted(groups.items(), key=lambda each: -each[1][0]["accuracy"]):
-        cells = [name, str(steps or "–"), percent(runs, "untrained"), percent(runs, "accuracy")]
-        cells.append(", ".join(f"{100 * each['accuracy'] / teachers[each['seed']]:.1f}" for each in runs))
+        groups[line["operator"], line["steps"], line["alone"]].append(line)
+    for (name, steps, alone), runs in sorted(groups.items(), key=lambda each: -each[1][0]["accuracy"]):
+        is_teacher, is_alone = name == TEACHER, alone and name not in NO_ATTENTION
+        attention = "the teacher" if is_teacher else f"`{name}`" if name in OPERATORS else f"*control:* {name}"
+        columns = [attention, "–" if is_teacher else str(steps), str(alone) if is_alone and not is_teacher else "–"]
+        columns += [percent(runs, "untrained"), percent(runs, "accuracy")]
+        columns.append(", ".join(f"{100 * each['accuracy'] / teachers[each['seed']]:.1f}" for each in runs))
         seconds = [each["seconds"] for each in runs if "seconds" in each]
-        cells += [percent(runs, "same"), f"{statistics.mean(seconds):.0f}" if seconds else "–"]
-        print(f"| {' | '.join(cells)} |")
+        columns += [percent(runs, "same"), f"{statistics.mean(seconds):.0f}" if seconds else "–"]
+        print(f"| {' | '.join(columns)} |")
 
 
 def percent(runs: list[dict[str, Any]], key: str) -> str:
@@ -234,8 +238,9 @@ def main() -> None:
     parser.add_argument("--collect", type=Path, metavar="FILE", help="run nothing, print the table")
     options = parser.parse_args()
     if not options.collect:
-        done = [(line["operator"], line["seed"], line["steps"]) for line in read(options.out)]
-        todo = [each for each in itertools.product(options.only, options.seeds) if (*each, options.steps) not in done]
+        done = [(line["operator"], line["seed"], line["steps"], line["alone"]) for line in read(options.out)]
+        steps = options.steps, options.steps // 2
+        todo = [each for each in itertools.product(options.only, options.seeds) if (*each, *steps) not in done]
         images, classes = read_folders(options.root / "train", TRAINED_ON)
         held_out, truth = read_folders(options.root / "val", TESTED_ON)
         data = Data((images - MEAN) / DEVIATION, classes, (held_out - MEAN) / DEVIATION, truth)

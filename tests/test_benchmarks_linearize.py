@@ -106,3 +106,17 @@ def test_runs_are_recorded_once_and_the_table_has_the_teachers_share(
     cct.main()
     assert record.read_bytes() == before
     assert "factorized_gaussian" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("script", "record"), [("linearize", "minilm"), ("linearize_cct", "cct")])
+def test_the_page_has_the_rows_of_the_record(
+    script: str, record: str, benchmarks_on_path: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    root = Path(__file__).parents[1]
+    file = root / "benchmarks" / "records" / f"{record}.jsonl"
+    monkeypatch.setattr(sys, "argv", [script, "--collect", str(file)])
+    __import__(script).main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(rows) > 5
+    page = (root / "docs" / "guide" / "linearize.md").read_text(encoding="utf-8").splitlines()
+    assert [row for row in rows if row not in page] == []

@@ -141,6 +141,9 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
             tokens = layer(tokens, mask=mask)
         return tokens
 
+    # timm's name for what is before the head, which `linearize` matches.
+    forward_features = encode
+
     def forward(
         self,
         words: Int[Tensor, "b n"],

@@ -24,6 +24,7 @@ from farfield._refusals import door, refusal
 from farfield.models.card import is_edited, list_operators, write_card
 from farfield.models.choices import check_choice
 from farfield.models.description import FORMAT, check_arguments, read_config, translate
+from farfield.nn.attention import GridAttention
 
 _WEIGHTS, _CONFIG, _CARD = "model.safetensors", "config.json", "README.md"
 # Config entries that are also in the metadata of the weights; both must agree. The shapes of the weights are compared
@@ -135,6 +136,15 @@ class Stored(PyTorchModelHubMixin):
             changed = "the model was changed after it was built, so that its configuration would not bring it back"
             fix = f"save it before the change, undo the change, or {fix}"
             raise ValueError(f"{caller}: {changed}: {problems}; fix: {fix}")
+        built = dict(net.named_modules())
+        for path, module in self.named_modules():  # type: ignore[attr-defined]
+            own = built.get(path)
+            if isinstance(module, GridAttention) and isinstance(own, GridAttention) and module.operator != own.operator:
+                problem = (
+                    f"{path} has {module.operator_name} in place of {own.operator_name}, which is in no configuration"
+                )
+                fix = "torch.save(model.state_dict(), path) beside farfield.insertion.save_recipe(model, folder)"
+                raise ValueError(f"{caller}: {problem}; fix: {fix}.")
         return net.eval()
 
     @classmethod

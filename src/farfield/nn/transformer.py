@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -15,6 +17,10 @@ from farfield.nn.token_attention import attend_tokens
 from farfield.ops.grid import ALL, hide
 from farfield.ops.modes import autocast_dtype, is_recorded
 from farfield.ops.table import Operator, look_up_operator
+
+
+class TokenAttention(GridAttention):
+    """The attention of a `TransformerLayer`: a class of its own, by which `replace_attention` knows it."""
 
 
 class TransformerLayer(nn.Module):
@@ -72,7 +78,7 @@ class TransformerLayer(nn.Module):
         with door("TransformerLayer"):
             _, entry = look_up_operator(operator)
             check_heads(heads, channels, "tokens")
-        self.attention = GridAttention(
+        self.attention: GridAttention = TokenAttention(
             channels,
             operator,
             heads=heads,
@@ -140,8 +146,9 @@ class TransformerLayer(nn.Module):
             for part in projections
         )
         valid = None if mask is None else mask[:, None, None]
-        scale = attention.scale
-        response, _ = attend_tokens(attention.operator, query, key, value, valid, scale=scale, dropout=dropout)
+        learned = {name: getattr(attention, name) for name in attention.operator.parameter_shapes(1, 1)}
+        options: Any = {"scale": attention.scale, "dropout": dropout, "learned": learned}
+        response, _ = attend_tokens(attention.operator, query, key, value, valid, **options)
         response = response.flatten(2)
         return response if attention.output is None else attention.output(response)
 
@@ -156,7 +163,8 @@ class TransformerLayer(nn.Module):
         if tokens >= attention.channels or is_recorded():
             return False
         # The attention module itself is not called then; its projections are.
-        if not is_bare(attention, GridAttention) or attention.residual or attention.coefficient_norm is not None:
+        bare = is_bare(attention, TokenAttention) or is_bare(attention, GridAttention)
+        if not bare or attention.residual or attention.coefficient_norm is not None:
             return False
         if operator.basis is None or operator.score is not None:
             return False

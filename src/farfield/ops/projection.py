@@ -36,8 +36,8 @@ def map_heads(
     if operator.score is None:
         return query, key
     of_queries, of_keys = operator.head_matrices(learned or {"weight": ones}, heads)
-    if operator.score == "latents":  # queries are made as keys are
-        query = key
+    if operator.score == "latents" and query.matrix is None and query.run is None:
+        query = key  # queries are made as keys are, unless they have a projection of their own
     same = query is key and of_queries is of_keys
     mapped = _compose_by_head(query, of_queries)
     return mapped, mapped if same else _compose_by_head(key, of_keys)

@@ -23,6 +23,7 @@ from farfield.insertion._linearize.training import RATES, choose_parameters, lea
 from farfield.insertion._replace.api import replace_attention
 from farfield.insertion._replace.learned import add_local, attend_in_host, find_heads
 from farfield.insertion._replace.saving import note_operators
+from farfield.nn.attention import GridAttention
 from farfield.nn.tracing import LiveBytes
 from farfield.ops.table import Operator, look_up_operator
 
@@ -218,8 +219,8 @@ def _replace(model: nn.Module, operator: Operator, paths: Sequence[str], local: 
     """Replace the attention at some paths, and give each a local branch if that is wanted."""
     chosen = replace_attention(model, operator, paths)
     for path, module in chosen.items() if local else ():
-        if find_heads(module) is None:
-            text = f"{path} does not say how many heads it has, for a local branch; fix: local=None."
+        if find_heads(module) is None or isinstance(module, GridAttention):
+            text = f"{path} ({type(module).__name__}) cannot have a local branch; fix: local=None."
             raise refusal(ValueError, text)
         add_local(module, local or 0)
     note_operators(model)

@@ -13,14 +13,12 @@ from farfield._refusals import refusal
 
 def read_features(network: nn.Module, given: Any) -> Tensor:
     """Run a network on an input, and return its final features: of a model with a head, those before the head."""
+    # timm's name for everything before the pooling and the head.
+    run = getattr(network, "forward_features", network)
     if isinstance(given, Mapping):
-        output = network(**given)
-    elif isinstance(given, tuple | list):
-        output = network(*given)
+        output = run(**given)
     else:
-        # timm's name for everything before the pooling and the head.
-        before_head = getattr(network, "forward_features", network)
-        output = before_head(given)
+        output = run(*given) if isinstance(given, tuple | list) else run(given)
     features = getattr(output, "last_hidden_state", output)
     sample = getattr(output, "sample", None)
     if isinstance(sample, Tensor):  # as models of diffusers return it: tokens, or a grid with its channels first

@@ -40,8 +40,9 @@ def replace_attention(
     falls until it is trained again. `docs/guide/replace.md` has a recipe and its measurements.
 
     Supported attention: `torch.nn.MultiheadAttention`, so torch's transformer layers, whose fast path in eval no longer
-    applies; attention of timm, MONAI and diffusers; whatever calls torch's `scaled_dot_product_attention`; and models
-    of transformers, as `attn_implementation="farfield_<operator>"`. The linear attention of EfficientViT and Sana is
+    applies; attention of timm, MONAI and diffusers; that of `farfield.nn.TransformerLayer`, such as of `models.Bert`;
+    whatever calls torch's `scaled_dot_product_attention`; and models of transformers, as
+    `attn_implementation="farfield_<operator>"`. The linear attention of EfficientViT and Sana is
     `linear_relu`, which leaves their output as it is.
     Supported operators: those that attend to every token. What an operator learns of its own (the vector of `siamese`,
     the latents of `flare`, the maps of `hedgehog`) becomes a parameter of each attention, at its start. `softmax`

@@ -62,7 +62,8 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
             raise LookupError(
                 f"{CALLER}: {type(model).__name__} has no supported attention{f' at {pattern}' if pattern else ''}"
                 f"{f', but {others}' if others else ''}; supported are torch.nn.MultiheadAttention, "
-                f"attention of timm, diffusers and MONAI, and models of transformers with attn_implementation; "
+                f"attention of timm, diffusers and MONAI, models of transformers with attn_implementation, and "
+                f"nn.TransformerLayer with softmax; "
                 f"fix: insert(…) adds attention to any model."
             )
         chosen |= known

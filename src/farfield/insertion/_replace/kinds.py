@@ -18,9 +18,12 @@ from farfield.insertion._replace.hugging_face_modules import (
 from farfield.insertion._replace.modules import Replaced, TimmAttention, TorchAttention
 from farfield.insertion._replace.monai_modules import MonaiCrossAttention, MonaiSelfAttention
 from farfield.insertion._replace.multi_scale import LiteMlaAttention, SanaMultiscaleAttention
+from farfield.insertion._replace.own_modules import OwnAttention
+from farfield.nn.transformer import TokenAttention
 
 KINDS: dict[tuple[str, str], type[Replaced]] = {
     (nn.MultiheadAttention.__module__, "MultiheadAttention"): TorchAttention,
+    (TokenAttention.__module__, "TokenAttention"): OwnAttention,
     # The class that timm's vision transformers share; the second in older versions.
     ("timm.layers.attention", "Attention"): TimmAttention,
     ("timm.models.vision_transformer", "Attention"): TimmAttention,
@@ -40,5 +43,7 @@ def find_kind(module: nn.Module) -> type[Replaced] | None:
     kind = type(module)
     if issubclass(kind, Replaced):
         return kind
+    if isinstance(module, TokenAttention) and module.operator_name != "softmax":
+        return None  # linear from the start
     # Attention of transformers is chosen by name, whatever its code calls.
     return None if uses_interface(module) else KINDS.get((kind.__module__, kind.__qualname__)) or find_caller(module)

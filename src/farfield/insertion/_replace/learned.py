@@ -15,7 +15,7 @@ from farfield.ops.table import OPERATORS, Operator
 # Names of the number of heads and of their channels, in an attention or its configuration.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")
 _WIDTHS = ("head_dim", "attention_head_size", "dim_head")
-_CHANNELS = ("embed_dim", "hidden_size", "all_head_size", "inner_dim", "dim")
+_CHANNELS = ("embed_dim", "hidden_size", "all_head_size", "inner_dim", "inner_channels", "dim")
 # The kernel of a local branch; and which of the two parts of a response an attention leaves out, "local" or "summary".
 LOCAL, WITHOUT = "local_kernel", "_farfield_without"
 _NAMES = sorted({name for operator in OPERATORS.values() for name in operator.parameter_shapes(1, 1)})
