@@ -280,7 +280,9 @@ def test_a_teacher_with_other_paths_has_no_steps_of_each_alone() -> None:
     report = linearize(encoder(), "linear_elu", inputs, teacher=Renamed(encoder()), steps=4, **QUIET)
     assert report.steps_alone == 0
     model = encoder()
-    with pytest.raises(ValueError, match=r"linearize: .*self_attn is not called in the teacher; fix: steps=\(0, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"linearize: .*self_attn is not called in the teacher, .*; fix: steps=\(0, 4\)"
+    ):
         linearize(model, "linear_elu", inputs, teacher=Renamed(encoder()), steps=(2, 2), **QUIET)
     linearize(model, "linear_elu", inputs, teacher=Renamed(encoder()), steps=(0, 4), **QUIET)
 
@@ -295,7 +297,7 @@ def test_attentions_that_respond_with_zero_have_no_distance() -> None:
     nn.init.zeros_(silent.layers[-1].self_attn.out_proj.weight)
     nn.init.zeros_(silent.layers[-1].self_attn.out_proj.bias)
     with pytest.raises(
-        ValueError, match=r"linearize: .*all attentions of the teacher respond with 0; fix: steps=\(0, 4"
+        ValueError, match=r"linearize: .*all attentions of the teacher respond with 0 .*; fix: steps=\(0, 4"
     ):
         linearize(silent, "linear_elu", inputs, steps=(2, 2), **QUIET)
     assert linearize(silent, "linear_elu", inputs, steps=4, **QUIET).steps_alone == 0
@@ -336,6 +338,46 @@ def test_a_sample_of_padding_alone_changes_nothing() -> None:
     reports = [linearize(encoder(), "linear_elu", each, steps=4, **QUIET) for each in (inputs, without)]
     assert reports[0].losses == pytest.approx(reports[1].losses, rel=1e-5)
     assert reports[0].agreement == pytest.approx(reports[1].agreement, rel=1e-5)
+
+
+class Named(nn.Module):
+    """A network whose attention is called with a dictionary, and returns another."""
+
+    def __init__(self, inner: nn.Module, key: str = "x") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Layer(inner)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0].self_attn({"x": x})["x"]
+
+
+class _Layer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.self_attn = _Called(inner)
+
+
+class _Called(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"x": self.inner(given["x"])}
+
+
+def test_a_teacher_that_calls_its_attention_otherwise() -> None:
+    model = nn.TransformerEncoder(encoder().layers[0], 1)
+    report = linearize(model.eval(), "linear_elu", grids(3, 12, 16), teacher=Named(encoder()), steps=4, **QUIET)
+    assert report.steps_alone == 0
+
+
+def test_a_hook_of_the_attention_is_applied_once() -> None:
+    model = encoder()
+    for layer in model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda module, args: tuple(3 * each for each in args))
+    report = linearize(model, "softmax", grids(3, 12, 16), steps=(1, 0), **QUIET)
+    assert report.losses[0] < 1e-9
 
 
 def test_a_student_of_another_dtype() -> None:

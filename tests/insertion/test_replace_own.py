@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farfield import models, ops, replace_attention
+from farfield import cost, models, ops, replace_attention
 from farfield.insertion import apply_recipe, linearize, save_recipe
 from farfield.nn import GridAttention, TransformerLayer
 
@@ -66,6 +66,8 @@ def test_a_replaced_layer_is_torchs_replaced_layer(operator: str, length: int) -
     mask[1, length // 2 :] = False
     for layer, attention in ((own, own.attention), (host, host.self_attn)):
         replaced(layer, attention, operator)
+    row = ops.OPERATORS[operator]
+    assert own.projects_first(length) == (length < CHANNELS and row.basis is not None and row.score is None)
 
     def run(double: bool) -> list[list[Tensor]]:
         """The responses, and the gradients of the weights, of both."""
@@ -152,14 +154,23 @@ def test_bert_is_linearized_saved_and_loaded(operator: str, tmp_path: Path) -> N
 def test_a_replaced_bert_is_not_saved_as_softmax(operator: str, tmp_path: Path) -> None:
     net = bert()
     replace_attention(net, operator)
-    with pytest.raises(ValueError, match=r"save_pretrained: .*attention"):
+    with pytest.raises(
+        ValueError, match=rf"save_pretrained: .*attention has {operator} in place of softmax.*save_recipe"
+    ):
         net.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
+    # The fix, followed.
+    torch.save(net.state_dict(), tmp_path / "bert.pt")
+    save_recipe(net, tmp_path)
+    loaded = bert()
+    apply_recipe(loaded, tmp_path)
+    loaded.load_state_dict(torch.load(tmp_path / "bert.pt", weights_only=True))
+    assert torch.equal(loaded(words(1)[0]), net(words(1)[0]))
     replace_attention(net, "softmax")
     net.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("operator", ["linear_elu", "flare"])
+@pytest.mark.parametrize("operator", ["hedgehog", "flare"])
 def test_dropout_of_attention_in_training_leaves_nothing_learned_out(operator: str) -> None:
     layer = TransformerLayer(CHANNELS, "softmax", heads=HEADS, attention_dropout=0.5)
     replace_attention(layer, operator)
@@ -171,6 +182,38 @@ def test_dropout_of_attention_in_training_leaves_nothing_learned_out(operator: s
     want = layer(tokens)
     layer.attention_dropout = 1e-9
     torch.testing.assert_close(layer(tokens), want)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_cost_of_a_replaced_attention_is_predicted(operator: str) -> None:
+    layer = own_layer()
+    replace_attention(layer, operator)
+    grid = torch.zeros(1, CHANNELS, 60)
+    predicted, counted = cost.predict(layer.attention, size=(60,)), cost.count(layer.attention, tuple(grid.shape))
+    assert predicted.macs == counted.macs
+
+
+def test_padding_of_bert_is_not_compared() -> None:
+    mask = torch.ones(4, 9, dtype=torch.bool)
+    mask[1:, 5:] = False
+    inputs = [{"words": each, "mask": mask} for each in words(3)]
+    net = bert()
+    teacher = copy.deepcopy(net)
+    report = linearize(net, "linear_elu", inputs, steps=4, quiet=True)
+    with torch.no_grad():
+        found, wanted = (each.encode(**inputs[0])[mask] for each in (net, teacher))
+    assert report.agreement == pytest.approx(float(torch.cosine_similarity(found, wanted, -1).mean()), rel=1e-5)
+
+
+def test_a_replaced_attention_has_the_attributes_of_its_class() -> None:
+    layer = own_layer()
+    replace_attention(layer, "hedgehog")
+    assert layer.attention.latents is None
+    assert layer.attention.query_map is not None
+    layer.attention.scale = 0.5
+    replace_attention(layer, "softmax")
+    assert layer.attention.scale == 0.5
+    assert layer.attention.query_map is None
 
 
 def test_a_local_branch_is_refused() -> None:

@@ -135,7 +135,8 @@ def flare(s: Sizes) -> OperatorSteps:
     """FLARE 7-10: N·s·(d + 2·p) for the scores Lᵀk, which serve keys and queries, and FA 4 on them."""
     n = s.positions
     printed = s.projections(n, n) + n * s.latents * (s.inner + 2 * s.width)
-    return OperatorSteps(printed, n, n, s.latents, 2 * s.heads * n * s.latents, rows=s.latents, keys_apart=False)
+    apart = "q" in s.project  # as in a replaced attention
+    return OperatorSteps(printed, n, n, s.latents, 2 * s.heads * n * s.latents, rows=s.latents, keys_apart=apart)
 
 
 def linear(s: Sizes) -> OperatorSteps:

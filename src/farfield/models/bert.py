@@ -141,8 +141,11 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
             tokens = layer(tokens, mask=mask)
         return tokens
 
-    # timm's name for what is before the head, which `linearize` matches.
-    forward_features = encode
+    def forward_features(
+        self, words: Int[Tensor, "b n"], *, mask: Bool[Tensor, "b n"] | None = None, types: Tensor | None = None
+    ) -> Float[Tensor, "b n c"]:
+        """Return what `encode` does, by timm's name for what is before the head, which `linearize` matches."""
+        return self.encode(words, mask=mask, types=types)
 
     def forward(
         self,

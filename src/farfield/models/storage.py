@@ -131,20 +131,21 @@ class Stored(PyTorchModelHubMixin):
             raise ValueError(f"{caller}: from_pretrained would not read it: {error} {fix}") from error
         with torch.device("meta"):
             net: nn.Module = type(self)(**self.config)  # type: ignore[assignment]
+        built = dict(net.named_modules())
+        for path, module in self.named_modules():  # type: ignore[attr-defined]
+            own = built.get(path)
+            if isinstance(module, GridAttention) and isinstance(own, GridAttention) and module.operator != own.operator:
+                problem = f"{path} has {module.operator_name} in place of {own.operator_name}"
+                fix = (
+                    "farfield.insertion.save_recipe(model, folder) and torch.save(model.state_dict(), path); to load, "
+                )
+                fix += "build it, apply_recipe(model, folder), then load_state_dict"
+                raise ValueError(f"{caller}: {problem}, which its configuration does not say; fix: {fix}.")
         problems = describe_differences(net.state_dict(), self.state_dict())  # type: ignore[attr-defined]
         if problems:
             changed = "the model was changed after it was built, so that its configuration would not bring it back"
             fix = f"save it before the change, undo the change, or {fix}"
             raise ValueError(f"{caller}: {changed}: {problems}; fix: {fix}")
-        built = dict(net.named_modules())
-        for path, module in self.named_modules():  # type: ignore[attr-defined]
-            own = built.get(path)
-            if isinstance(module, GridAttention) and isinstance(own, GridAttention) and module.operator != own.operator:
-                problem = (
-                    f"{path} has {module.operator_name} in place of {own.operator_name}, which is in no configuration"
-                )
-                fix = "torch.save(model.state_dict(), path) beside farfield.insertion.save_recipe(model, folder)"
-                raise ValueError(f"{caller}: {problem}; fix: {fix}.")
         return net.eval()
 
     @classmethod

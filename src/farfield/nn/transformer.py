@@ -12,7 +12,7 @@ from torch.nn import functional
 from farfield._checks import check_heads, check_mask, shape_error
 from farfield._refusals import door, refusal
 from farfield.nn.attention import GridAttention
-from farfield.nn.bare import is_bare
+from farfield.nn.bare import is_unchanged
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.grid import ALL, hide
 from farfield.ops.modes import autocast_dtype, is_recorded
@@ -163,8 +163,8 @@ class TransformerLayer(nn.Module):
         if tokens >= attention.channels or is_recorded():
             return False
         # The attention module itself is not called then; its projections are.
-        bare = is_bare(attention, TokenAttention) or is_bare(attention, GridAttention)
-        if not bare or attention.residual or attention.coefficient_norm is not None:
+        own = isinstance(attention, GridAttention) and type(attention).forward is GridAttention.forward
+        if not (own and is_unchanged(attention)) or attention.residual or attention.coefficient_norm is not None:
             return False
         if operator.basis is None or operator.score is not None:
             return False

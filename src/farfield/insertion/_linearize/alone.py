@@ -32,19 +32,27 @@ def record_calls(teacher: nn.Module, paths: Sequence[str]) -> Iterator[Calls]:
     calls: Calls = {path: [] for path in paths}
     modules = dict(teacher.named_modules(remove_duplicate=False))
 
-    def keep(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, keywords: Any, output: Any) -> None:
-            # Copies, as a network may add to its hidden states in place.
-            args, keywords = tree_map_only(Tensor, Tensor.clone, (args, keywords))
-            calls[path].append(Call(args, keywords, [each.clone() for each in _responses(module, output)]))
+    def begin(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, keywords: Any) -> None:
+            args, keywords = tree_map_only(Tensor, _copy, (args, keywords))
+            calls[path].append(Call(args, keywords, []))
+
+        return hook
+
+    def end(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            calls[path][-1].response.extend(each.clone() for each in _responses(module, output))
 
         return hook
 
     with ExitStack() as hooks:
         for path in paths:
             if path in modules:
-                handle = modules[path].register_forward_hook(keep(path), with_kwargs=True)
-                hooks.callback(handle.remove)
+                # Before hooks of the module's own, which the student's has too.
+                first = modules[path].register_forward_pre_hook(begin(path), prepend=True, with_kwargs=True)
+                last = modules[path].register_forward_hook(end(path))
+                hooks.callback(first.remove)
+                hooks.callback(last.remove)
         yield calls
 
 
@@ -52,8 +60,9 @@ def compare_alone(modules: Mapping[str, nn.Module], calls: Calls, mask: Tensor |
     """Call each module as the teacher's was: the mean distance of the responses, over those that are not 0."""
     distances: list[Tensor] = []
     for path, module in modules.items():
+        like = next((each for each in module.parameters() if each.is_floating_point()), torch.ones(()))
         for call in calls[path]:
-            args, keywords = tree_map_only(Tensor, partial(_cast, like=next(module.parameters())), call[:2])
+            args, keywords = tree_map_only(Tensor, partial(_cast, like=like), call[:2])
             for found, wanted in zip(_responses(module, module(*args, **keywords)), call.response, strict=True):
                 if found.shape != wanted.shape:
                     shapes = f"{tuple(wanted.shape)}, and {tuple(found.shape)} here"
@@ -62,31 +71,40 @@ def compare_alone(modules: Mapping[str, nn.Module], calls: Calls, mask: Tensor |
                 if bool(torch.where(valid, wanted, 0).any()):  # else its distance has no unit
                     distances.append(compare(found, wanted, valid))
     if not distances:
-        raise refusal(ValueError, "all attentions of the teacher respond with 0; fix: steps=(0, 120).")
+        problem = "all attentions of the teacher respond with 0 to an input, or are not called"
+        raise refusal(ValueError, f"{problem}; fix: steps=(0, 120), of the whole network alone.")
     return torch.stack(distances).mean()
 
 
 def find_obstacle(modules: Mapping[str, nn.Module], calls: Calls, mask: Tensor | None) -> str | None:
     """Return why the modules cannot be called as the teacher's were; None if they can."""
     for path in modules:
-        if not calls[path]:
-            return f"{path} is not called in the teacher"
+        if not calls[path] or not all(call.response for call in calls[path]):
+            return f"{path} is not called in the teacher, or returns no tensor"
     try:
         with torch.no_grad():
             compare_alone(modules, calls, mask)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, ValueError) as error:
-        return str(error).splitlines()[0].partition("; fix: ")[0]
+    except Exception as error:  # noqa: BLE001  # whatever an attention of others raises
+        return (str(error) or type(error).__name__).splitlines()[0].partition("; fix: ")[0]
     return None
 
 
 def _responses(module: nn.Module, output: Any) -> list[Tensor]:
     """Return the responses among the outputs of an attention: several `(b, n, c)` of joint attention, no weights."""
-    first, *others = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
-    if isinstance(module, nn.MultiheadAttention):
-        return [first]
-    return [first, *(each for each in others if each.dim() == first.dim() == 3 and each.shape[2] == first.shape[2])]
+    tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    first = tensors[0] if tensors else None
+    if first is None or first.dim() != 3 or isinstance(module, nn.MultiheadAttention):
+        return tensors[:1]
+    length, channels = first.shape[1:]
+    others = [each for each in tensors[1:] if each.dim() == 3 and each.shape[2] == channels]
+    return [first, *(each for each in others if each.shape[1:] != (length, length))]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor, as a network may add to its hidden states in place, but not to a mask that is expanded."""
+    return tensor if 0 in tensor.stride() else tensor.clone()
 
 
 def _cast(tensor: Tensor, like: Tensor) -> Tensor:

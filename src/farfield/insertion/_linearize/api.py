@@ -62,9 +62,10 @@ def linearize(
             alone: an error leaves it as it was.
         operator: A name of `ops.OPERATORS`, or your own `ops.Operator`.
         inputs: At least two: each a tensor, a tuple of arguments, or a dictionary of arguments by name, such as a
-            tokenizer returns. Tokens that are no padding by `attention_mask`, or of `nn.TransformerEncoder` by
-            `src_key_padding_mask`, are compared; without one all are. They are read again and again and the first is
-            not trained on, so a list, or a DataLoader that does not shuffle, and no iterator that ends.
+            tokenizer returns. Tokens that are no padding by `attention_mask`, `mask` of `models.Bert` or
+            `src_key_padding_mask` of `nn.TransformerEncoder` are compared; without one all are. They are read again and
+            again and the first is not trained on, so a list, or a DataLoader that does not shuffle, and no iterator
+            that ends.
         teacher: The network whose final features are matched; by default a copy of the model as it is.
         where: As in `replace_attention`: which attention; all by default.
         keep: How many stay softmax: those whose replacement alone changes the final features most.
@@ -113,7 +114,8 @@ def linearize(
             module.use_nested_tensor = False  # else it leaves padding out where the student does not
     replaced = list(replace_attention(copy.deepcopy(model), operator, where))
     mask = find_mask(teacher, first)
-    with torch.no_grad(), record_calls(teacher, replaced) as calls:
+    only_whole = isinstance(steps, Sequence) and steps[0] == 0
+    with torch.no_grad(), record_calls(teacher, [] if only_whole else replaced) as calls:
         wanted = read_features(teacher, first)
     valid = find_valid(mask, wanted)
     matched = wanted[valid.expand_as(wanted)]
@@ -128,7 +130,8 @@ def linearize(
     # A copy too, so that an error leaves the model as it was.
     student = copy.deepcopy(model).eval()
     chosen = _replace(student, operator, paths, local)
-    alone, whole = _split(steps, find_obstacle(chosen, calls, mask))
+    alone, whole = _split(steps, None if only_whole else find_obstacle(chosen, calls, mask))
+    del calls
     options = [paths, alone, whole, local, tune, model.state_dict(), teacher.state_dict(), first]
     identity = fingerprint([operator, *options])
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import draw_learned
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops.table import OPERATORS, Operator
@@ -42,6 +43,8 @@ def add_learned(module: nn.Module, operator: Operator) -> None:
     like = next(module.parameters())
     for name in (*_NAMES, LOCAL):
         module._parameters.pop(name, None)
+        if isinstance(module, GridAttention) and name != LOCAL:
+            module.register_parameter(name, None)
     heads, width = find_heads(module) or (1, 1)
     for name, shape in operator.parameter_shapes(heads * width, heads).items():
         module.register_parameter(name, nn.Parameter(like.new_empty(shape)))

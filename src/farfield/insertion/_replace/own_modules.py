@@ -10,6 +10,10 @@ class OwnAttention(Replaced, TokenAttention):
     """The attention of `nn.TransformerLayer` with another operator; created by `replace_attention`."""
 
     @property
-    def scale(self) -> float:  # type: ignore[override]
+    def scale(self) -> float:
         """The factor of products, which the softmax had, of operators with such products."""
         return float(self.__dict__["scale"]) if self.operator.has_scale else 1.0
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        self.__dict__["scale"] = scale
