@@ -99,6 +99,20 @@ CASES = [
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("row", OPERATORS)
+def test_a_batch_of_as_many_samples_as_heads(row: str, tmp_path: Path) -> None:
+    """onnxscript (0.7.2) takes the shapes away between products of joined heads where the batch is as large."""
+    net, grid = attention(row), torch.randn(2, 16, 3, 4)
+    with torch.no_grad():
+        for each in net.parameters():
+            each.normal_(std=0.5)
+    torch.onnx.export(net, (grid,), tmp_path / "net.onnx", dynamo=True, external_data=False, verbose=False)
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: grid.numpy()})
+    assert_close(torch.from_numpy(found), net(grid), 12)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("row", "rank"), CASES)
 def test_every_row_at_any_batch_and_size(tmp_path: Path, row: str, rank: int) -> None:
     module = attention(row)

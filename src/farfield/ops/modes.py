@@ -19,6 +19,15 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_recorded_for_tiles()
 
 
+def is_recorded_for_onnx() -> bool:
+    """Whether torch exports to ONNX, whose optimizer takes the shapes away between products of joined dimensions.
+
+    `Reshape(MatMul(Reshape(a), b))` becomes `MatMul(a, b)` in onnxscript (0.7.2) if its shape is the same, as it is of
+    joined heads in a batch of as many samples; so nothing is joined there. ONNX multiplies without copies.
+    """
+    return torch.onnx.is_in_onnx_export()
+
+
 def is_recorded_for_tiles() -> bool:
     """Whether a graph is recorded that runs in tiles: numbers that depend on the positions must be sums over them."""
     return _FOR_TILES.get()

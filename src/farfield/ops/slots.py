@@ -9,7 +9,7 @@ from torch import Tensor
 
 from farfield._checks import shape_error
 from farfield._refusals import put_name
-from farfield.ops.modes import full_precision
+from farfield.ops.modes import full_precision, is_recorded_for_onnx
 
 
 def _check_mergeable(summary: Summary, other: Summary) -> None:
@@ -113,6 +113,8 @@ def _project_heads(values: Tensor, matrix: Tensor) -> Tensor:
     """Project `(b, h or 1, r, c)` by `(h, p, c)`: `(b, h, r, p)`."""
     # matmul would copy the matrix for every sample and keep the copies for the backward pass.
     batch, heads, slots, _ = values.shape
+    if heads > 1 and is_recorded_for_onnx():
+        return values @ matrix.transpose(-2, -1)
     if heads == 1:
         joined = values[:, 0] @ matrix.flatten(0, 1).transpose(-2, -1).expand(batch, -1, -1)
         return joined.unflatten(2, (matrix.shape[0], -1)).transpose(1, 2)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from farfield.ops.fused import fused_attention
 from farfield.ops.grid import accumulation
-from farfield.ops.modes import autocast_dtype, full_precision, is_recorded, is_recorded_for_tiles
+from farfield.ops.modes import autocast_dtype, full_precision, is_recorded, is_recorded_for_onnx, is_recorded_for_tiles
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, softmax_of_products, weight
 
@@ -87,7 +87,8 @@ def _sum_positions(
     """Summarize positions, `weigh` being the operator's basis."""
     basis, peak = weigh(key, valid)  # (b, h, r, n)
     weights = (basis if complete else basis * valid).sum(-1, keepdim=True)
-    if value.shape[1] < basis.shape[1]:  # values that heads share are read once for all heads
+    # Values that heads share are read once for all heads.
+    if value.shape[1] < basis.shape[1] and not is_recorded_for_onnx():
         values = sum_over_positions(basis.flatten(1, 2), value[:, 0]).unflatten(1, basis.shape[1:3])
     else:
         values = sum_over_positions(basis, value)
