@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from farfield import ops, replace_attention
 from farfield.insertion import linearize, save_recipe
 from farfield.insertion._linearize import api, features, training
-from farfield.insertion._linearize.alone import compare_alone, record_calls
+from farfield.insertion._linearize.alone import compare_alone, record_attentions
 
 QUIET = {"quiet": True}
 
@@ -198,7 +198,7 @@ def test_each_attention_alone_is_called_as_the_teachers_was(
     teacher.requires_grad_(False)
     if isinstance(teacher, nn.TransformerEncoder):
         teacher.use_nested_tensor = False
-    with torch.no_grad(), record_calls(teacher, list(chosen)) as calls:
+    with torch.no_grad(), record_attentions(teacher, list(chosen)) as calls:
         features.read_features(teacher, inputs[1])
     loss = compare_alone(chosen, calls, features.find_mask(teacher, inputs[1]))
     expected = torch.stack(list(alone(reference, teacher, list(chosen), inputs[1]).values()))
@@ -224,7 +224,7 @@ def test_both_responses_of_joint_attention_are_compared() -> None:
     paths = list(replace_attention(copy.deepcopy(model), "linear_elu"))
     given = {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 5, 12)}
     given |= {"pooled_projections": torch.randn(2, 10), "timestep": torch.tensor([1, 7])}
-    with torch.no_grad(), record_calls(model, paths) as calls:
+    with torch.no_grad(), record_attentions(model, paths) as calls:
         model(**given)
     assert [[len(call.response) for call in calls[path]] for path in paths] == [[2], [2]]
     report = linearize(model, "linear_elu", [given, given], steps=(2, 0), **QUIET)
@@ -343,7 +343,7 @@ def test_a_sample_of_padding_alone_changes_nothing() -> None:
 class Named(nn.Module):
     """A network whose attention is called with a dictionary, and returns another."""
 
-    def __init__(self, inner: nn.Module, key: str = "x") -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList([_Layer(inner)])
 

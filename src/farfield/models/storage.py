@@ -136,10 +136,8 @@ class Stored(PyTorchModelHubMixin):
             own = built.get(path)
             if isinstance(module, GridAttention) and isinstance(own, GridAttention) and module.operator != own.operator:
                 problem = f"{path} has {module.operator_name} in place of {own.operator_name}"
-                fix = (
-                    "farfield.insertion.save_recipe(model, folder) and torch.save(model.state_dict(), path); to load, "
-                )
-                fix += "build it, apply_recipe(model, folder), then load_state_dict"
+                fix = "farfield.insertion.save_recipe(model, folder) and torch.save(model.state_dict(), path); "
+                fix += "to load, build it, apply_recipe(model, folder), then load_state_dict"
                 raise ValueError(f"{caller}: {problem}, which its configuration does not say; fix: {fix}.")
         problems = describe_differences(net.state_dict(), self.state_dict())  # type: ignore[attr-defined]
         if problems:

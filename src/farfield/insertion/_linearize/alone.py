@@ -15,7 +15,7 @@ from farfield._refusals import refusal
 from farfield.insertion._linearize.features import compare, find_valid
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """The arguments of an attention of the teacher, and its response: `(b, n, c)`, or several such tensors."""
 
     args: tuple[Any, ...]
@@ -23,11 +23,11 @@ class Call(NamedTuple):
     response: list[Tensor]
 
 
-Calls = Mapping[str, list[Call]]
+Calls = Mapping[str, list[RecordedCall]]
 
 
 @contextmanager
-def record_calls(teacher: nn.Module, paths: Sequence[str]) -> Iterator[Calls]:
+def record_attentions(teacher: nn.Module, paths: Sequence[str]) -> Iterator[Calls]:
     """Record the calls of the modules at some paths; those that there are not have none."""
     calls: Calls = {path: [] for path in paths}
     modules = dict(teacher.named_modules(remove_duplicate=False))
@@ -35,7 +35,7 @@ def record_calls(teacher: nn.Module, paths: Sequence[str]) -> Iterator[Calls]:
     def begin(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, keywords: Any) -> None:
             args, keywords = tree_map_only(Tensor, _copy, (args, keywords))
-            calls[path].append(Call(args, keywords, []))
+            calls[path].append(RecordedCall(args, keywords, []))
 
         return hook
 
@@ -76,7 +76,7 @@ def compare_alone(modules: Mapping[str, nn.Module], calls: Calls, mask: Tensor |
     return torch.stack(distances).mean()
 
 
-def find_obstacle(modules: Mapping[str, nn.Module], calls: Calls, mask: Tensor | None) -> str | None:
+def why_not_alone(modules: Mapping[str, nn.Module], calls: Calls, mask: Tensor | None) -> str | None:
     """Return why the modules cannot be called as the teacher's were; None if they can."""
     for path in modules:
         if not calls[path] or not all(call.response for call in calls[path]):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from farfield._checks import check_whole
 from farfield._fingerprint import fingerprint
 from farfield._refusals import door, refusal
-from farfield.insertion._linearize.alone import find_obstacle, record_calls
+from farfield.insertion._linearize.alone import record_attentions, why_not_alone
 from farfield.insertion._linearize.features import agree, compare, find_mask, find_valid, move, read_features
 from farfield.insertion._linearize.report import AttentionCost, LinearizeReport
 from farfield.insertion._linearize.training import RATES, choose_parameters, leave_out, train
@@ -115,7 +115,7 @@ def linearize(
     replaced = list(replace_attention(copy.deepcopy(model), operator, where))
     mask = find_mask(teacher, first)
     only_whole = isinstance(steps, Sequence) and steps[0] == 0
-    with torch.no_grad(), record_calls(teacher, [] if only_whole else replaced) as calls:
+    with torch.no_grad(), record_attentions(teacher, [] if only_whole else replaced) as calls:
         wanted = read_features(teacher, first)
     valid = find_valid(mask, wanted)
     matched = wanted[valid.expand_as(wanted)]
@@ -130,7 +130,7 @@ def linearize(
     # A copy too, so that an error leaves the model as it was.
     student = copy.deepcopy(model).eval()
     chosen = _replace(student, operator, paths, local)
-    alone, whole = _split(steps, None if only_whole else find_obstacle(chosen, calls, mask))
+    alone, whole = _split(steps, None if only_whole else why_not_alone(chosen, calls, mask))
     del calls
     options = [paths, alone, whole, local, tune, model.state_dict(), teacher.state_dict(), first]
     identity = fingerprint([operator, *options])

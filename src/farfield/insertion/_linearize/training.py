@@ -20,7 +20,7 @@ from tqdm import tqdm
 from farfield._checks import install_command
 from farfield._files import open_replacement
 from farfield._refusals import refusal
-from farfield.insertion._linearize.alone import compare_alone, record_calls
+from farfield.insertion._linearize.alone import compare_alone, record_attentions
 from farfield.insertion._linearize.features import compare, cycle_inputs, find_mask, find_valid, move, read_features
 from farfield.insertion._replace.learned import WITHOUT
 
@@ -134,7 +134,7 @@ def train(
         if step == alone:
             optimizer.state.clear()  # the gradients that follow have another size
         mask = find_mask(teacher, batch)
-        with torch.no_grad(), record_calls(teacher, list(attentions) if step < alone else []) as calls:
+        with torch.no_grad(), record_attentions(teacher, list(attentions) if step < alone else []) as calls:
             wanted = read_features(teacher, batch)
         without = local and random.Random(step).random() < _WITHOUT_LOCAL
         with leave_out(attentions.values() if without else (), "local"):
