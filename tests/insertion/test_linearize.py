@@ -340,36 +340,49 @@ def test_a_sample_of_padding_alone_changes_nothing() -> None:
     assert reports[0].agreement == pytest.approx(reports[1].agreement, rel=1e-5)
 
 
-class Named(nn.Module):
-    """A network whose attention is called with a dictionary, and returns another."""
+class Block(nn.Module):
+    """A network of one attention, which may be called with a dictionary."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, *, by_name: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([_Layer(inner)])
+        attention = bert().encoder.layer[0].attention.self
+        self.attn, self.by_name = ByName(attention) if by_name else attention, by_name
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0].self_attn({"x": x})["x"]
+        return self.attn({"x": x})["x"] if self.by_name else self.attn(x)[0]
 
 
-class _Layer(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.self_attn = _Called(inner)
-
-
-class _Called(nn.Module):
+class ByName(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"x": self.inner(given["x"])}
+        return {"x": self.inner(given["x"])[0]}
 
 
 def test_a_teacher_that_calls_its_attention_otherwise() -> None:
-    model = nn.TransformerEncoder(encoder().layers[0], 1)
-    report = linearize(model.eval(), "linear_elu", grids(3, 12, 16), teacher=Named(encoder()), steps=4, **QUIET)
-    assert report.steps_alone == 0
+    inputs, teacher = grids(3, 12, 16), Block(by_name=True)
+    assert linearize(Block(by_name=False), "linear_elu", inputs, teacher=teacher, steps=4, **QUIET).steps_alone == 0
+    model = Block(by_name=False)
+    with pytest.raises(ValueError, match=r"linearize: an attention cannot be matched alone: .*; fix: steps=\(0, 4\)"):
+        linearize(model, "linear_elu", inputs, teacher=teacher, steps=(2, 2), **QUIET)
+    linearize(model, "linear_elu", inputs, teacher=teacher, steps=(0, 4), **QUIET)
+
+
+class Weighing(nn.Module):
+    """Returns its input, and weights of its tokens."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x @ x.mT
+
+
+@pytest.mark.parametrize("length", [12, 16])  # other than the channels, or as many
+def test_weights_are_no_response(length: int) -> None:
+    network = nn.Sequential(Weighing())
+    with record_attentions(network, ["0"]) as calls:
+        network(torch.randn(2, length, 16))
+    assert [len(call.response) for call in calls["0"]] == [1]
 
 
 def test_a_hook_of_the_attention_is_applied_once() -> None:

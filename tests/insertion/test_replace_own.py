@@ -95,6 +95,14 @@ def test_a_replaced_layer_is_torchs_replaced_layer(operator: str, length: int) -
         assert error <= 8 * allowed + 1e-6 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_products_alone_have_a_scale(operator: str) -> None:
+    own = own_layer()
+    replace_attention(own, operator)
+    built = GridAttention(CHANNELS, operator, heads=HEADS, project=ops.OPERATORS[operator].projections("qkvo"))
+    assert own.attention.scale == built.scale
+
+
 def test_softmax_undoes_a_replacement() -> None:
     own, tokens = own_layer(), torch.randn(2, 9, CHANNELS)
     before, scale = own(tokens), own.attention.scale
