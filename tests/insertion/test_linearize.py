@@ -371,15 +371,20 @@ def test_a_teacher_that_calls_its_attention_otherwise() -> None:
 
 
 class Weighing(nn.Module):
-    """Returns its input, and weights of its tokens."""
+    """Returns its input, and weights of its first tokens for each token."""
+
+    def __init__(self, keys: int) -> None:
+        super().__init__()
+        self.keys = keys
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x @ x.mT
+        return x, x @ x[:, : self.keys].mT
 
 
-@pytest.mark.parametrize("length", [12, 16])  # other than the channels, or as many
-def test_weights_are_no_response(length: int) -> None:
-    network = nn.Sequential(Weighing())
+# As many tokens as channels or not; fewer keys than tokens, as cross-attention has.
+@pytest.mark.parametrize(("length", "keys"), [(12, 12), (16, 16), (12, 7)])
+def test_weights_are_no_response(length: int, keys: int) -> None:
+    network = nn.Sequential(Weighing(keys))
     with record_attentions(network, ["0"]) as calls:
         network(torch.randn(2, length, 16))
     assert [len(call.response) for call in calls["0"]] == [1]
