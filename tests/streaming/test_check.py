@@ -6,16 +6,19 @@ import math
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from farfield.streaming import MeanOverFlips, Tiles, check, plan_whole, predict_whole, prediction, recording
+from farfield.streaming import MeanOverFlips, Tiles, check, plan_whole, planning, predict_whole, prediction, recording
 from farfield.streaming.labels import label_graph
 from farfield.streaming.plan import GraphPlan, find_stored, make_graph_plan
 from farfield.streaming.rules import RULES
+from farfield.streaming.spans import Box
+from helpers.drawn_networks import Layer
 from helpers.recorded import record_network
 
 
@@ -29,7 +32,16 @@ def run(net: nn.Module, size: tuple[int, ...], tile: tuple[int, ...]) -> str:
     checked = check.RegionCheck(plan_of(net, size, tile), 0.0, 0)
     volume = torch.randn(1, 1, *size)
     with torch.no_grad():
-        return check.run_check(checked, net, lambda grid: grid, size, lambda number, region: volume)
+        return check.run_check(checked, net, lambda grid: grid, size, reader(volume))
+
+
+def reader(volume: torch.Tensor):
+    """Return how a check reads a volume whose first dimension is the samples."""
+
+    def read(sample: int, number: int, box: Box) -> torch.Tensor:
+        return volume[sample : sample + 1][(..., *(slice(*spans[0]) for spans in box[1:]))]
+
+    return read
 
 
 def network() -> nn.Module:
@@ -88,9 +100,9 @@ def test_rounding_that_a_condition_makes_large_is_no_fault() -> None:
 def test_a_difference_that_is_of_no_operation_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = check.run_tiles
 
-    def flipped(plan: GraphPlan, grids: list[torch.Tensor]) -> torch.Tensor:
+    def flipped(*given: Any) -> torch.Tensor:
         # As where rounding takes one position to the other side of a condition.
-        result = tiles(plan, grids)
+        result = tiles(*given)
         result[..., 3, 3] += 1
         return result
 
@@ -117,7 +129,7 @@ def test_what_the_recording_does_not_see_is_found() -> None:
     net[1].calls[0] = 1.0
     volume = torch.randn(1, 1, 24, 24)
     with torch.no_grad(), pytest.raises(check.TilesDifferError, match="recorded"):
-        check.run_check(check.RegionCheck(planned, 0.0, 0), net, lambda grid: grid, (24, 24), lambda *_: volume)
+        check.run_check(check.RegionCheck(planned, 0.0, 0), net, lambda grid: grid, (24, 24), reader(volume))
     assert net[1].calls == [1.0]
 
 
@@ -152,40 +164,91 @@ def test_a_constant_part_of_the_volume_is_passed_over() -> None:
     volume[..., :8] = torch.rand(64, 8)
     seen = []
 
-    def read(number, region):
+    def read(region):
         seen.append(region)
         return volume[(..., *(slice(*span) for span in region))]
 
-    grids = check.read_varied((8, 8), 1, (64, 64), read)
+    assert check.find_varied((8, 8), (64, 64), read) == seen[-1]
     assert len(seen) == 4
-    assert grids[0].unique().numel() > 1
+    assert read(seen[-1]).unique().numel() > 1
 
 
 # ---- in predict_whole ------------------------------------------------------------------------------------------------
 def test_a_plan_has_its_check_and_pickles_it() -> None:
     net, volume = network(), torch.randn(1, 200, 180)
-    plan = plan_whole(net, volume.shape, tile=50)
+    plan = plan_whole(net, (1, 20000, 18000), tile=5000)
     assert isinstance(plan.check, check.RegionCheck)
     assert 0 < plan.check.macs <= recording._SHARE * sum(each.macs for each in plan.passes)
     assert len(plan.check.plan.tiles) >= 2
     assert any("region of " + " × ".join(map(str, plan.check.size)) in line for line in plan.lines())
-    restored = pickle.loads(pickle.dumps(plan))
+    restored = pickle.loads(pickle.dumps(plan_whole(net, volume.shape, tile=50)))
     assert not any(name in restored.check.plan.labelled.graph.constants for name, _ in net.named_parameters())
     got = predict_whole(net, volume, plan=restored, quiet=True)
     assert torch.allclose(got, net(volume[None])[0], atol=1e-5)
 
 
+def wide() -> nn.Module:
+    """Return a network of which the smallest region takes much of the work, and more than a moment."""
+    layers = [nn.Conv2d(1, 64, 3, padding=1), nn.Conv2d(64, 512, 32, 32), nn.Upsample(None, 32)]
+    return nn.Sequential(*layers, nn.Conv2d(512, 512, 5, padding=2)).eval()
+
+
 @pytest.mark.parametrize(
-    ("net", "tile", "reason"),
+    ("net", "size", "tile", "reason"),
     [
-        (network(), (200, 180), "one tile"),
-        (network(), 8, "2%"),
-        (network(), Tiles(50, statistics="tile"), "norms and pooling"),
+        (nn.Conv2d(1, 512, 99, padding=49).eval(), (200, 180), (200, 180), "one tile"),
+        (wide(), (128, 96), 64, "two strides"),
+        (network(), (200, 180), Tiles(50, statistics="tile"), "norms and pooling"),
     ],
 )
-def test_a_plan_tells_why_it_is_not_checked(net: nn.Module, tile: object, reason: str) -> None:
-    size = (16, 16) if tile == 8 else (200, 180)
+def test_a_plan_tells_why_it_is_not_checked(net: nn.Module, size: tuple[int, int], tile: object, reason: str) -> None:
     assert any("not checked" in line and reason in line for line in plan_whole(net, size, tile=tile).lines())
+
+
+@pytest.mark.parametrize("tile", [8, 16, (16, None)])
+def test_the_whole_of_a_small_volume_is_compared(tile: object) -> None:
+    net = network()
+    plan = plan_whole(net, (1, 16, 20), tile=tile)
+    assert isinstance(plan.check, check.RegionCheck)
+    assert plan.check.size == (16, 20)
+    assert len(plan.check.plan.tiles) == (2 if tile != (16, None) else 1)
+
+
+@pytest.mark.parametrize("size", [(16, 18), (200, 180)])
+def test_samples_that_are_mixed_are_seen(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), Layer(lambda grid: grid - grid[-1:])).eval()
+    volumes = torch.randn(3, 1, *size)
+    predict_whole(net, volumes, tile=50 if size[0] > 50 else 8, quiet=True)
+    monkeypatch.setattr(planning.Planner, "_mixes_samples", lambda *_: False)
+    with pytest.raises(check.TilesDifferError):
+        predict_whole(net, volumes, tile=50 if size[0] > 50 else 8, quiet=True)
+
+
+@pytest.mark.parametrize("size", [(16, 18), (200, 180)])
+def test_a_reader_of_other_channels_is_seen(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
+    net = Layer(lambda grid, own: own(grid[:, 1:2]) - grid[:, 2:3], nn.Conv2d(1, 1, 3, padding=1)).eval()
+    volume, read_box = torch.randn(4, *size), prediction.Prediction.read_box
+    tile = 50 if size[0] > 50 else 8
+    predict_whole(net, volume, tile=tile, quiet=True)
+
+    def read_first(self: Any, read: Any, sample: int, number: int, box: Box) -> torch.Tensor:
+        ((first, last),) = box[1]
+        moved = ((first - 1, last - 1),) if first else ((first, last),)
+        return read_box(self, read, sample, number, (box[0], moved, *box[2:]))
+
+    monkeypatch.setattr(prediction.Prediction, "read_box", read_first)
+    with pytest.raises(check.TilesDifferError):
+        predict_whole(net, volume, tile=tile, quiet=True)
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_what_is_not_checked_is_a_warning(quiet: bool) -> None:
+    net, volume = network(), torch.zeros(1, 200, 180)
+    with pytest.warns(UserWarning, match="not checked: .* constant") as seen:
+        predict_whole(net, volume, tile=50, quiet=quiet)
+    assert seen[0].filename == __file__
+    with pytest.warns(UserWarning, match="not checked"):
+        predict_whole(wide(), torch.randn(1, 128, 96), tile=64, quiet=quiet)
 
 
 def test_predict_whole_finds_a_wrong_rule_before_the_first_pass(

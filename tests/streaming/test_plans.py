@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,6 +28,7 @@ from farfield.streaming import (
     prediction,
 )
 from farfield.testing.predictions import SoftmaxBetween
+from helpers.drawn_networks import Layer
 from helpers.partly import in_turn, pairwise
 from helpers.streamed_nets import Blocks, Hourglass, NormUNet, attention, relative, settled
 
@@ -339,6 +341,49 @@ def test_a_layer_that_mixes_samples_runs_on_all_of_them(tile: int, disk: int | N
     assert relative(predict_whole(net, volumes, plan=plan, quiet=True), whole(net, volumes)) < 1e-5
     # The test can fail: a sample by itself gives another result.
     assert relative(whole(net, volumes[:1]), whole(net, volumes)[:1]) > 0.1
+
+
+# Of four samples: what mixes them, counts them, or depends on the place of a sample.
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "reversed": lambda grid: grid + grid.flip(0),
+    "the first": lambda grid: grid - grid[:1],
+    "differences": lambda grid: torch.diff(grid, dim=0, append=grid[-1:]),
+    "halves": lambda grid: torch.cat([grid[2:], grid[:2]]),
+    "rolled": lambda grid: grid.roll(1, 0),
+    "shifted channels": lambda grid: torch.cat([F.pad(grid[1:, :1], (0, 0) * 3 + (0, 1)), grid[:, 1:]], 1),
+    "the middle exchanged": lambda grid: grid[[0, 2, 1, 3]],
+    "the middle joined": lambda grid: torch.cat([grid[:1], grid[2:3], grid[1:2], grid[3:]]),
+    "their number": lambda grid: grid * len(grid),
+    "more than two": lambda grid: grid * (3 if len(grid) > 2 else 1),
+    "several": lambda grid: grid.exp() if len(grid) > 1 else grid,
+    "operands by number": lambda grid: grid - grid.abs() if len(grid) > 1 else grid.abs() - grid,
+    "their place": lambda grid: grid * torch.arange(len(grid)).to(grid)[:, None, None, None],
+    "a sum of ones": lambda grid: grid * torch.ones(len(grid)).to(grid).sum(),
+    "ones cumulated": lambda grid: grid * torch.ones(len(grid)).to(grid).cumsum(0)[:, None, None, None],
+    "a list": lambda grid: grid * torch.tensor([1.0, 2.0, 3.0, 4.0][: len(grid)]).to(grid)[:, None, None, None],
+}
+# What repeats for each sample.
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "ones": lambda grid: grid * (torch.ones(len(grid), 1, 1, 1).to(grid) * 2 + 1),
+    "copies of a table": lambda grid: (
+        grid + torch.arange(4.0).to(grid)[None, :, None, None].expand(len(grid), -1, 1, 1)
+    ),
+    "vectors": lambda grid: grid.flatten(2).mT.reshape(-1, 4).mul(2).reshape(len(grid), -1, 4).mT.reshape(grid.shape),
+    "groups": lambda grid: F.group_norm(grid, 2),
+    "channels of all": lambda grid: F.instance_norm(grid, weight=torch.arange(4.0).to(grid)),
+    "a product": lambda grid: torch.einsum("bchw,bdhw->bcd", grid, grid)[..., None] @ grid.mean((2, 3))[:, None, None],
+}
+
+
+@pytest.mark.parametrize("name", [*MIXED, *APART])
+def test_samples_run_one_by_one_where_each_is_the_result_of_itself(name: str) -> None:
+    run = (MIXED | APART)[name]
+    net = settled(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), Layer(run), nn.Conv2d(4, 2, 1))).double()
+    volumes = torch.from_numpy(volume_of(4, 1, *SIZE)).double()
+    plan = plan_whole(net, volumes.shape, tile=16)
+    assert plan.samples == (4 if name in APART else 1)
+    with torch.no_grad():
+        torch.testing.assert_close(predict_whole(net, volumes, plan=plan, quiet=True), net(volumes))
 
 
 def test_samples_in_a_file_resume(tmp_path: Path) -> None:

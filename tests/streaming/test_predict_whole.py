@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from farfield import ops
 from farfield.nn import GridAttention
 from farfield.streaming import Tiles, plan_whole, predict_whole, prediction
-from farfield.streaming.labels import GraphError
+from farfield.streaming.labels import GraphError, label_graph
 from farfield.streaming.layers import has_grid_summary, make_streamable, summary_bytes
 from farfield.streaming.rules import windows
+from farfield.streaming.run import compute
+from helpers.drawn_networks import Layer
 from helpers.partly import UNLIKE, partly
+from helpers.recorded import record_network
 from helpers.streamed_nets import Blocks, Branches, Hourglass, attention, relative, settled
 
 ROWS = tuple(ops.OPERATORS)
@@ -54,6 +58,40 @@ def test_attentions_that_do_not_depend_on_each_other_share_a_pass(row: str) -> N
     assert [each.summarizes for each in plan.passes] == [("left", "right"), ("both",), ("both",), ()]
     assert plan.tile == (15, 14)
     assert relative(predict_whole(net, grid, tile=13, quiet=True), whole(net, grid)) < TOLERANCE
+
+
+# What reads some channels of the volume here, and others there.
+CHANNELS: dict[str, tuple[Callable[[Tensor, nn.Module], Tensor], int]] = {
+    "two of four": (lambda grid, own: own(grid[:, 2:4]) * grid[:, 1:2].sigmoid(), 2),
+    "in another order": (lambda grid, own: own(grid[:, [3, 0]]) + grid[:, 2:3], 2),
+    "chunks": (lambda grid, own: own(grid.chunk(2, 1)[1]) * grid.chunk(2, 1)[0].sum(1, keepdim=True), 2),
+    "the last alone": (lambda grid, own: own(grid[:, 3:]), 1),
+    "each by itself": (lambda grid, own: sum(own(each[:, None]) for each in grid.unbind(1)), 1),
+    "with a norm of one": (lambda grid, own: F.instance_norm(own(grid[:, 1:3])) + grid[:, :1], 2),
+}
+
+
+@pytest.mark.parametrize("statistics", ["whole", "tile"])
+@pytest.mark.parametrize("name", CHANNELS)
+def test_channels_of_the_volume_that_are_read_apart(name: str, statistics: str) -> None:
+    run, channels = CHANNELS[name]
+    net = settled(Layer(run, nn.Conv2d(channels, 3, 3, padding=1))).double()
+    grid, masked = torch.randn(2, 4, 40, 44, dtype=torch.float64), torch.rand(40, 44) > 0.1
+    got = predict_whole(net, grid, tile=Tiles(16, statistics=statistics), quiet=True)
+    if statistics == "whole" or "norm" not in name:
+        torch.testing.assert_close(got, whole(net, grid))
+    if statistics == "whole" and "norm" not in name:
+        got = predict_whole(net, grid, tile=16, mask=masked, fill=2.0, quiet=True)
+        torch.testing.assert_close(got[..., masked], whole(net, grid.where(masked, 2.0))[..., masked])
+
+
+def test_a_reader_of_another_shape_is_refused() -> None:
+    net, volume = settled(nn.Conv2d(2, 3, 3, padding=1)), torch.randn(1, 2, 20, 22)
+    graph = record_network(net, volume.shape)
+    labelled = label_graph(graph, volume.shape[2:], (0, 1))
+    box = labelled.core(labelled.layouts[graph.output], ((4, 12), (4, 12)))
+    with pytest.raises(LookupError, match="1, 2, 20, 22"):
+        compute(labelled, {graph.output: box}, graph.inputs, lambda *_: volume, {})
 
 
 def test_a_plain_sliding_window_differs() -> None:

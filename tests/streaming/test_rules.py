@@ -320,6 +320,11 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
         AREA,
     ),
     "quantized": (lambda g: torch.fake_quantize_per_tensor_affine(g, 0.1, 0, -128, 127), AREA),
+    "decibels": (lambda grid: 10 ** (grid / 20), AREA),
+    "frequencies": (lambda g: g * (1 / (10000 ** (torch.arange(0, 8, 2) / 8))).to(g)[:, None, None], AREA),
+    "powers": (lambda grid: grid * (2 ** torch.arange(4)).to(grid)[:, None, None], AREA),
+    "remainders": (lambda grid: 5 % (grid.abs() + 1) + torch.remainder(grid, 3) + 7 % torch.arange(1, 18), AREA),
+    "polygamma": (lambda grid: torch.polygamma(1, grid.abs() + 1), AREA),
     "polar": (lambda g: torch.polar(g.abs(), g).real + torch.complex(g, g).abs() + F.rrelu(g), AREA),
 }
 MODULES = {

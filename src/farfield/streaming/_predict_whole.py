@@ -200,7 +200,7 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         if part is not None:
             return run_part(part, stream, quiet)
         if not stream.open(run):
-            prediction.check_region(stream, quiet)
+            prediction.check_region(stream)
         result = run_local(stream, quiet) if client is None else run_on_cluster(client, prediction, stream, quiet)
     if out is not None:
         return result

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, 
 _ALLOWED = 4
 # Where the volume is looked at for a region that is not constant: shares of the free room, the middle first.
 _PLACES = (0.5, 0.25, 0.75, 0.0, 1.0)
-# Reads a region of a volume, by the number of the volume.
-_ReadRegion = Callable[[int, tuple[Span, ...]], Tensor]
+# (sample, volume, box of the volume) -> its numbers
+_ReadBox = Callable[[int, int, Box], Tensor]
 
 
 class TilesDifferError(ValueError):
@@ -43,20 +44,33 @@ def run_check(
     network: nn.Module,
     finish: Callable[[Any], Tensor],
     size: Sequence[int],
-    read: _ReadRegion,
+    read: _ReadBox,
+    samples: int = 1,
 ) -> str:
-    """Compare tiles with a copy of the network on a region; return why it was not checked; refuse a difference."""
-    grids = read_varied(check.size, len(check.plan.labelled.graph.inputs), size, read)
+    """Compare tiles with a copy of the network on a region; return why it was not checked; refuse a difference.
+
+    Of several samples that run one by one, the first and the last are those of one batch for the network.
+    """
+    plan, apart = check.plan, sorted({0, samples - 1})
+    graph, layouts = plan.labelled.graph, plan.labelled.layouts
+    whole = [whole_box(layouts[value]) for value in graph.inputs]
+
+    def read_part(sample: int, volume: int, box: Box, region: Sequence[Span]) -> Tensor:
+        spans = zip(region, box[2:], strict=True)
+        return read(sample, volume, (*box[:2], *(((first + a, first + b),) for (first, _), ((a, b),) in spans)))
+
+    region = find_varied(check.size, size, partial(read_part, 0, 0, whole[0]))
+    each = [[read_part(sample, volume, box, region) for volume, box in enumerate(whole)] for sample in apart]
+    grids = [torch.cat(own) for own in zip(*each, strict=True)]
     if not all(bool(grid.isfinite().all()) for grid in grids):
         return "the region that was read has numbers that are not finite"
     # Norms of what does not vary make rounding as large as the result.
     if not any(map(_varies, grids)):
         return "the region that was read is constant"
-    graph = check.plan.labelled.graph
     want = _run_copy(network, finish, grids, None)
     if not want.isfinite().all():
         return "the result on a region has numbers that are not finite"
-    got = run_tiles(check.plan, grids)
+    got = torch.cat([run_tiles(plan, partial(read_part, sample, region=region), want.device) for sample in apart])
     # Each operation in series rounds at least once: nearer, no run in float64 is needed, which is slow.
     if distance(got, want) <= _eps(want) * _count_in_series(graph):
         return ""
@@ -68,29 +82,48 @@ def run_check(
     allowed = _ALLOWED * (distance(want, wide) + _eps(want))
     if distance(got, want) <= allowed:
         return ""
-    problem = _find_difference(check.plan, grids)
+    problem = _find_problem(plan, each, got, want, allowed)
     if not problem:
-        # Rounding that a condition made large, such as `x > x.mean()` near the mean, is no fault of tiles.
-        if distance(run_whole(graph, grids), want) <= allowed:
-            return ""
-        problem = "it computes something else than was recorded"
+        return ""
+    name, axes = type(network).__name__, (None,) * len(size)
+    fix = f"tile={axes} without plan, which runs the volume in" if plan.cut else f"{name}(volume), as the volume is"
     raise refusal(
         TilesDifferError,
-        f"{type(network).__name__} has another result in tiles than untiled, on a region of size "
-        f"{check.size}: the largest difference is {float((got.double() - want.double()).abs().max()):.3g}; {problem}; "
-        f"fix: tile=({'None, ' * len(size)}), which runs the volume in one piece.",
+        f"{name} has another result in tiles than untiled, on a region of size {check.size}: the largest difference "
+        f"is {float((got.double() - want.double()).abs().max()):.3g}; {problem}; fix: {fix} one piece.",
     )
 
 
-def read_varied(own: Sequence[int], count: int, size: Sequence[int], read: _ReadRegion) -> list[Tensor]:
-    """Read a region of its own size of all volumes; where the first is finite and not constant if that is found."""
+def _find_problem(plan: GraphPlan, each: Sequence[Sequence[Tensor]], got: Tensor, want: Tensor, allowed: float) -> str:
+    """Return why tiles differ on the grids of each sample; nothing if rounding that a condition made large is why."""
+    layouts, inputs = plan.labelled.layouts, plan.labelled.graph.inputs
+    for own in each:
+        if problem := _find_difference(plan, own):
+            return problem
+
+    def read_of(own: Sequence[Tensor], volume: int, box: Box) -> Tensor:
+        return read_box(own[volume], region_of(whole_box(layouts[inputs[volume]])), box)
+
+    # The same numbers through the same operations.
+    if not torch.equal(got, torch.cat([run_tiles(plan, partial(read_of, own), want.device) for own in each])):
+        return "a part of a volume is read as other numbers than the whole"
+    # Such a condition is `x > x.mean()` near the mean.
+    if distance(torch.cat([run_whole(plan.labelled.graph, own) for own in each]), want) <= allowed:
+        return ""
+    return "it computes something else than was recorded"
+
+
+def find_varied(
+    own: Sequence[int], size: Sequence[int], read: Callable[[tuple[Span, ...]], Tensor]
+) -> tuple[Span, ...]:
+    """Return a region of its own size, where what is read is finite and not constant if that is found."""
     for place in _PLACES:
         starts = [int(place * (length - each)) for length, each in zip(size, own, strict=True)]
         region = tuple((start, start + each) for start, each in zip(starts, own, strict=True))
-        first = read(0, region)
-        if _varies(first) and bool(first.isfinite().all()):
+        grid = read(region)
+        if _varies(grid) and bool(grid.isfinite().all()):
             break
-    return [first, *(read(number, region) for number in range(1, count))]
+    return region
 
 
 def _varies(grid: Tensor) -> bool:
@@ -121,19 +154,19 @@ def without_fast_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def run_tiles(plan: GraphPlan, grids: Sequence[Tensor]) -> Tensor:
+def run_tiles(plan: GraphPlan, read_volume: Callable[[int, Box], Tensor], device: torch.device) -> Tensor:
     graph, layouts = plan.labelled.graph, plan.labelled.layouts
     info = graph.info(graph.output)
-    result = torch.empty(info.shape, dtype=info.dtype, device=grids[0].device)
+    result = torch.empty(info.shape, dtype=info.dtype, device=device)
 
     def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-        return read_box(grids[volume], region_of(whole_box(layouts[graph.inputs[volume]])), box)
+        return read_volume(volume, box)
 
     def write(sample: int, box: Box, numbers: Tensor | None) -> None:
         if numbers is not None:
             write_box(result, layouts[graph.output], box, numbers)
 
-    run_in_memory(plan, Store(plan, False, None, grids[0].device), read, write)
+    run_in_memory(plan, Store(plan, False, None, device), read, write)
     return result
 
 

@@ -134,10 +134,16 @@ def map_values(part: Any, kind: type, function: Callable[[Any], Any]) -> Any:
         return function(part)
     if isinstance(part, dict):
         return {name: map_values(each, kind, function) for name, each in part.items()}
-    # Numbers come in long lists, and stand with nothing else.
-    if type(part) in (tuple, list) and not (part and type(part[0]) is int):
+    # Long lists of numbers are kept as they are.
+    if type(part) in (tuple, list) and not set(map(type, part)) <= {int}:
         return type(part)(map_values(each, kind, function) for each in part)
     return part
+
+
+def holds(part: Any, kind: type) -> bool:
+    """Whether an object is of a type, or holds one, however deep."""
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, tuple | list) else ()
+    return isinstance(part, kind) or any(holds(each, kind) for each in inner)
 
 
 @functools.cache

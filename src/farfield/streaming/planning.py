@@ -138,16 +138,15 @@ class Planner:
 
     def _plan(self) -> StreamingPlan:
         self._check()
-        few = min(self.batch, 2)
-        # One of two samples on a size that the strides divide states the padding, and whether layers mix samples.
-        sizes = [(_DIVISIBLE,) * len(self.size), self.size] if self.pad else [self.size] * (few > 1)
-        probe = self._record_first(few, sizes)
+        # One on a size that the strides divide states the padding.
+        sizes = [(_DIVISIBLE,) * len(self.size), self.size] if self.pad else []
+        probe = self._record_first(self.batch, sizes)
         strides = probe.strides if probe and self.pad else (1,) * len(self.size)
         # Half on each end, as in CARE.
         missing = [-length % stride for length, stride in zip(self.size, strides, strict=True)]
         padding = tuple((each // 2, each - each // 2) for each in missing)
         size = tuple(length + each for length, each in zip(self.size, missing, strict=True))
-        mixed = few > 1 and (probe is None or probe.mixes_samples)
+        mixed = self.batch > 1 and self._mixes_samples(size)
         if mixed and "Z" in dict(self.layouts[0].samples):
             raise refusal(
                 ValueError,
@@ -240,6 +239,11 @@ class Planner:
             with suppress(ValueError):
                 return self._record(batch, size)
         return None
+
+    def _mixes_samples(self, size: tuple[int, ...]) -> bool:
+        """Whether the result of a sample depends on others, on their number, or on its place among them."""
+        several, one = (self._record_first(batch, [size]) for batch in (self.batch, 1))
+        return several is None or one is None or not several.runs_as(one)
 
     def record_calls(self) -> Recording:
         """Record two samples on a size that strides divide, or on the volume's if the network does not take that.

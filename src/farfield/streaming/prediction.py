@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -24,12 +23,12 @@ from farfield.streaming.plan import GraphPlan, PatchPlan
 from farfield.streaming.progress import Saved, Stream
 from farfield.streaming.recording import run_patch
 from farfield.streaming.skipping import find_skipped, layout_of_mask, open_mask
-from farfield.streaming.spans import Box, Span, box_shape
+from farfield.streaming.spans import Box, box_shape
 from farfield.streaming.streaming_plan import StreamingPlan
 from farfield.volumes.file_formats import OutputSpec, chunk_lengths
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import ArrayOutput, FileOutput, numpy_dtype
-from farfield.volumes.source import AxisLayout, VolumeSource, parse_layout
+from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
 from farfield.volumes.volume import describe_output
 
 
@@ -153,31 +152,39 @@ class Prediction:
         store = Store(graph, self.on_disk, folder, device_of(self.model), shared=self.shared)
         on_patch = partial(run_patch, graph) if isinstance(graph, PatchPlan) else None
         skips: list[Skips] = [] if self.mask is None else [self.skipped.item]
-        connected = _connect(stream, plan, self.fill)
+        connected = _connect(stream, self)
         return stream, TiledRun(graph, on_patch, store, *connected, stream.parts_of, plan.samples, *skips)
 
     def surroundings(self) -> AbstractContextManager[None]:
         return _outside_inference(device_of(self.model))
 
-    def check_region(self, stream: Stream, quiet: bool) -> None:
-        """Compare tiles with the network itself on a region of the volume."""
+    def check_region(self, stream: Stream) -> None:
+        """Compare tiles with the network itself on a region of the volume; warn if that is not possible."""
         plan, model = self.plan, self.model
         if not isinstance(plan.check, RegionCheck):
+            if plan.graph_plan.cut:
+                stream.warn(f"predict_whole: tiles are not checked: {plan.check}.")
             return
-        sources, sample = [source for source, _ in stream.volumes.values()], 0 if plan.samples > 1 else None
 
         def finish(output: Any) -> Tensor:
             return one_grid(model, plan.size, output)[0]
 
-        def read(volume: int, region: tuple[Span, ...]) -> Tensor:
-            grid = sources[volume].read(region, sample)
-            return grid if self.mask is None else grid.where(self.sources["mask"].read(region, sample), self.fill)
-
         # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
+        read = partial(self.read_box, lambda name, region, sample: self.sources[name].read(region, sample))
         with torch.no_grad():
-            problem = run_check(plan.check, model, finish, plan.size, read)
-        if problem and not quiet:
-            print(f"not checked: {problem}", file=sys.stderr)
+            problem = run_check(plan.check, model, finish, plan.size, read, plan.samples)
+        if problem:
+            stream.warn(f"predict_whole: tiles are not checked: {problem}.")
+
+    def read_box(self, read: Callable[[str, Region, int | None], Tensor], sample: int, volume: int, box: Box) -> Tensor:
+        """Read a box of a volume, of a sample that runs by itself, filled where the mask is False."""
+        names = list(self.sources)
+        place = tuple(spans[0] for spans in box[2:]), sample if self.plan.samples > 1 else None
+        grid = read(names[volume], *place)
+        if self.mask is not None and names[volume] != "mask":
+            grid = grid.where(read("mask", *place), self.fill)
+        # All channels are read, as a checksum is of all.
+        return grid[tuple(slice(*spans[0]) for spans in box[:2])]
 
 
 def _check_chunks(graph: GraphPlan, plan: StreamingPlan, spec: OutputSpec) -> None:
@@ -205,15 +212,13 @@ def _outside_inference(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _connect(stream: Stream, plan: StreamingPlan, fill: float) -> tuple[ReadVolume, WriteOutput]:
+def _connect(stream: Stream, prediction: Prediction) -> tuple[ReadVolume, WriteOutput]:
     """Return how passes read boxes of the volumes, and write those of the output, without what stands for padding."""
-    names, kept, apart = list(stream.volumes), plan.output.kept, plan.samples > 1
+    plan = prediction.plan
+    kept, apart = plan.output.kept, plan.samples > 1
 
     def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-        place = index, tuple(spans[0] for spans in box[2:]), sample if apart else None
-        grid = stream.read(names[volume], *place)
-        is_filled = "mask" in names and names[volume] != "mask"
-        return grid.where(stream.read("mask", *place), fill) if is_filled else grid
+        return prediction.read_box(lambda name, *place: stream.read(name, index, *place), sample, volume, box)
 
     def write(sample: int, box: Box, numbers: Tensor | None) -> None:
         if numbers is None:

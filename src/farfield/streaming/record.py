@@ -39,6 +39,7 @@ from farfield.streaming.graph import (
     RecordingError,
     Value,
     Writer,
+    holds,
     map_values,
     name_function,
     run_whole,
@@ -255,6 +256,9 @@ def record_network(
     # Outside of the context, in which the results of operations have no numbers.
     graph.constants = {name: tensor.detach() for name, tensor in graph.constants.items()}
     sweep(graph)
+    for node in graph.nodes:
+        if holds((node.args, node.kwargs), Tensor):  # it would be that of the whole, in every tile
+            raise RecordingError(f"{node.path} runs {node.op} on a tensor that is not recorded")
     return graph
 
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from farfield.streaming.arguments import round_up
-from farfield.streaming.graph import Graph, Value
+from farfield.streaming.graph import Graph, RecordedLayer, Value, map_values
 from farfield.streaming.labels import (
     GraphError,
     LabelledGraph,
@@ -28,20 +29,28 @@ from farfield.streaming.labels import (
     label_graph,
 )
 from farfield.streaming.plan import GraphPlan, Halo, PatchPlan, RegionCheck, find_stored, join_halos, make_graph_plan
+from farfield.streaming.rules import POINTWISE, find_rule
 from farfield.streaming.rules.rule import OperationCall, Parts, Reduction
 from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.spans import Box, Layout, Span, read_box, region_of, whole_box
+from farfield.streaming.spans import Box, Layout, Piece, Span, read_box, region_of, whole_box
 
 # Positions whose distance is a multiple of this have the same phase of interpolation.
 _PHASES = (5040, 240, 24, 4, 2, 1)
 # Steps finer than one in so many of the volume's are no even ones.
 _FINEST = 64
-# The share of the planned MACs that a check may take.
-_SHARE = 0.02
+# The share of the planned MACs that a check may take, and what it may take of any volume: a tenth of a second.
+_SHARE, _FEW_MACS, _FEW_BYTES = 0.02, 2 * 10**9, 2**26
 # Positions along an axis of a region that are enough where halos are smaller.
 _ENOUGH = 32
 # Tiles of a volume above which a region is cut along all axes, and not along the last alone.
 _MANY = 64
+
+# Samples that are looked at for whether they are mixed, evenly from the first to the last.
+_LOOKED_AT = 31
+# The place of the number of samples among the arguments.
+_TOLD = ("aten.native_group_norm.default", 3)
+# Operations that move numbers and compute none.
+_MOVES = ("view", "expand", "permute", "aten.clone.default")
 
 # Axis of the volume -> positions of the volume from one position of a value to the next.
 Scales = dict[int, Fraction]
@@ -102,15 +111,60 @@ class Recording:
         layout = labelled.layouts[self.graph.output] if labelled else ()
         return {dim[0].axis: place for place, dim in enumerate(layout) if len(dim) == 1 and dim[0].axis is not None}
 
-    @property
-    def mixes_samples(self) -> bool:
-        """Whether the output of a sample depends on others; of a network that was recorded on several."""
+    def runs_as(self, one: Recording) -> bool:
+        """Whether each sample of several is what a network that was recorded on `one` gives for it alone."""
+        count, graph = self.graph.info(self.graph.inputs[0]).shape[0], self.graph
         try:
-            labelled = label_graph(self.graph, self.graph.info(self.graph.inputs[0]).shape, [0], first=0)
+            labelled = label_graph(graph, (count,), [0], first=0)
         except GraphError:
-            return True
-        kept = labelled.layouts[self.graph.output][0]
-        return bool(labelled.reductions or labelled.gathered) or [piece.axis for piece in kept] != [0]
+            return False
+        if labelled.reductions or labelled.gathered or labelled.layouts[graph.output][0] != (Piece(count, 0),):
+            return False
+        # Few places move samples in the middle alone, and each of very many takes its time.
+        looked_at = sorted({round(place * (count - 1) / _LOOKED_AT) for place in range(_LOOKED_AT + 1)})
+        return _compute_the_same(graph, one.graph) and all(_needs_itself(labelled, sample) for sample in looked_at)
+
+
+def _needs_itself(labelled: LabelledGraph, sample: int) -> bool:
+    """Whether the output of a sample is computed of that sample of each volume."""
+    output, inputs = labelled.graph.output, labelled.graph.inputs
+    regions = find_regions(labelled, {output: box_at(labelled.layouts[output], 0, sample)}, inputs)
+    return all(regions[value][0] == (((sample, sample + 1),),) for value in inputs if value in regions)
+
+
+def _compute_the_same(several: Graph, one: Graph) -> bool:
+    """Whether graphs of several samples and of one have the same operations, whose constants repeat for each sample."""
+    pairs = list(itertools.zip_longest(_list_steps(several), _list_steps(one)))
+    if any(first is None or other is None or first[1] != other[1] for first, other in pairs):
+        return False
+    for (index, _), (place, _) in pairs:
+        node, alone = several.nodes[index], one.nodes[place]
+        if node.op == "constant" and not torch.equal(several.constants[node.args[0]], one.constants[node.args[0]]):
+            return False
+        # What is pointwise repeats what its operands do.
+        if node.known and node.op != "full" and find_rule(node.op) is not POINTWISE:
+            lengths = [
+                [math.prod(graph.info(value).shape) for value in own]
+                for graph, own in ((several, (*node.inputs, Value(index))), (one, (*alone.inputs, Value(place))))
+            ]
+            if lengths[0] != lengths[1]:
+                return False
+    return True
+
+
+def _list_steps(graph: Graph) -> Iterator[tuple[int, str]]:
+    """Iterate over operations that compute, and not only move numbers, as torch does for several samples alone."""
+    steps, numbers = dict[Value, str](), itertools.count()
+    for index in graph.needed():
+        node = graph.nodes[index]
+        if node.op in _MOVES:
+            steps[Value(index)] = steps[node.inputs[0]]
+            continue
+        number = next(numbers)
+        steps |= {Value(index, output): f"{number} {output}" for output in range(len(node.outputs))}
+        args = tuple(each for place, each in enumerate(node.args) if (node.op, place) != _TOLD)
+        args = map_values(map_values((args, node.kwargs), RecordedLayer, lambda layer: layer.path), Value, steps.get)
+        yield index, f"{node.op} {node.path} {args}"
 
 
 def _find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
@@ -234,24 +288,27 @@ def run_patch(
 def plan_check(
     record: Callable[[tuple[int, ...]], Recording], plan: GraphPlan, strides: Sequence[int], samples: int
 ) -> RegionCheck | str:
-    """Plan the largest check that takes at most `_SHARE` of the planned MACs, and a tile's bytes; or tell why none."""
+    """Plan the largest check that takes at most `_SHARE` of the planned MACs, and a tile's bytes; or tell why none.
+
+    What takes few of both is no matter of a share, such as the whole of a small volume.
+    """
     if isinstance(plan, PatchPlan):
         return "norms and pooling see what a tile reads"
-    if not plan.cut:
-        return "the volume is one tile"
     labelled, size = plan.labelled, None
-    macs, room = samples * sum(each.macs for each in plan.passes), max(each.bytes for each in plan.passes)
+    most = max(_SHARE * samples * sum(each.macs for each in plan.passes), _FEW_MACS)
+    room = max(_FEW_BYTES, *(each.bytes for each in plan.passes))
     reach = tuple(map(max, *join_halos(each.halo for each in plan.passes)))
     untiled, output = sum(labelled.graph.nodes[index].macs for index in labelled.order), labelled.graph.output
     regions = find_regions(labelled, {output: whole_box(labelled.layouts[output])}, labelled.graph.inputs)
     peak = count_bytes(labelled, regions, labelled.graph.inputs, [output])
-    for each in region_sizes(labelled.size, plan.cut, strides, reach):
+    batch = min(samples, 2)
+    for each in [*region_sizes(labelled.size, plan.cut, strides, reach), labelled.size]:
         # By positions, and tiles with their halos as twice the network; in float64 that takes twice the bytes.
-        share = math.prod(each) / math.prod(labelled.size)
-        if 4 * share * untiled <= _SHARE * macs and 2 * share * peak <= room:
+        share = batch * math.prod(each) / math.prod(labelled.size)
+        if 4 * share * untiled <= most and 2 * share * peak <= room:
             size = each
     if size is None:
-        return f"a region of two strides takes more than {_SHARE:.0%} of the work, or more memory than a tile"
+        return "the volume is one tile" if not plan.cut else "a region of two strides takes too much work, or memory"
     try:
         recorded = record(size).label(plan.cut)
     except (GraphError, ValueError, TypeError) as error:
@@ -267,9 +324,9 @@ def plan_check(
     ]
     own = make_graph_plan(recorded, tile, stored)
     cost = 2.0 * sum(recorded.graph.nodes[index].macs for index in recorded.order)
-    cost += sum(each.macs for each in own.passes)
-    if cost > _SHARE * macs:
-        return f"it takes more than {_SHARE:.0%} of the work"
+    cost = batch * (cost + sum(each.macs for each in own.passes))
+    if cost > most:
+        return "it takes too much of the work"
     # In float64, convolutions of torch on a CPU unfold: as many numbers as they take products for an output channel.
     nodes = recorded.graph.nodes
     unfolded = max((node.macs // node.outputs[0].shape[1] for node in nodes if "convolution" in node.op), default=0)

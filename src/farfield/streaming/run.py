@@ -13,7 +13,7 @@ from farfield.streaming.graph import Value, find_operation, map_values
 from farfield.streaming.labels import LabelledGraph, is_read, last_uses, trace
 from farfield.streaming.rules import POINTWISE
 from farfield.streaming.rules.rule import OperationCall, Parts
-from farfield.streaming.spans import Box, Span, boxes_of, join_boxes, read_box, region_of, whole_box
+from farfield.streaming.spans import Box, Span, box_shape, boxes_of, join_boxes, read_box, region_of, whole_box
 
 # (value, box) -> the numbers of a volume or of a stored value
 Read = Callable[[Value, Box], Tensor]
@@ -65,8 +65,14 @@ def compute(
             owned.add(value)
         return result
 
+    def look_up(value: Value, box: Box) -> Tensor:
+        numbers = read(value, box)
+        if numbers.shape != box_shape(box):
+            raise LookupError(f"the box {box} of {value} was read as numbers of shape {tuple(numbers.shape)}")
+        return numbers
+
     for value in sorted(regions):
-        make = read if value in given else run
+        make = look_up if value in given else run
         known[value] = join_boxes([make(value, box) for box in boxes_of(regions[value])], regions[value])
         for source in freed.get(value, ()):
             known.pop(source, None)

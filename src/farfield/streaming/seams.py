@@ -30,7 +30,7 @@ from farfield.streaming.arguments import (
     round_up_tile,
     spatial_dims_of,
 )
-from farfield.streaming.check import read_varied
+from farfield.streaming.check import find_varied
 from farfield.streaming.frozen import ObservedNetwork, RunningMeans, observe_patches, read_patches
 from farfield.streaming.global_calls import NORMS, GlobalCall, Key, find_global_calls
 from farfield.streaming.plan import GraphPlan, Halo, PatchPlan, join_halos
@@ -243,9 +243,8 @@ class _Part:
         self.planner.shapes = [(*shape[:2], *self.size) for shape in shapes]
         self.missing: tuple[int, ...] = ()
         self.halo = self._find_halo(strides)
-        self.grids = read_varied(
-            self.size, len(sources), self.volume_size, lambda index, region: sources[index].read(region, 0)[:1]
-        )
+        region = find_varied(self.size, self.volume_size, lambda region: sources[0].read(region, 0)[:1])
+        self.grids = [source.read(region, 0)[:1] for source in sources]
         self.observed = ObservedNetwork(network, self.calls)
         self.ratios: list[Fraction] = []
 
