@@ -197,6 +197,17 @@ def of_flipped(grid: Tensor, mask: Tensor | None) -> Tensor:
     )
 
 
+def of_waves(grid: Tensor, mask: Tensor | None) -> Tensor:
+    """Of complex numbers."""
+    wave = torch.complex(grid, grid.roll(1, 1))
+    variance, mean = torch.var_mean(wave, (2, 3), keepdim=True)
+    if mask is not None:
+        mean = wave.where(mask, 0).sum((2, 3), keepdim=True) / count_of(grid, mask)
+        variance = (wave - mean).where(mask, 0).abs().square().sum((2, 3), keepdim=True) / (count_of(grid, mask) - 1)
+    total = wave.sum((2, 3), keepdim=True) if mask is None else wave.where(mask, 0).sum((2, 3), keepdim=True)
+    return ((wave - mean) / (variance + 1).sqrt() * (1 + total / 99)).imag
+
+
 def as_tokens(grid: Tensor, mask: Tensor | None) -> Tensor:
     """Of positions that are channels: 2 × 2 of them are one."""
     coarser = F.pixel_unshuffle(grid[:, :, :16, :22], 2)
@@ -216,6 +227,7 @@ FUNCTIONS = (
     averaged_regions,
     extremes,
     of_flipped,
+    of_waves,
     as_tokens,
 )
 
