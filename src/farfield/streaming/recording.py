@@ -313,6 +313,8 @@ def plan_check(
         recorded = record(size).label(plan.cut)
     except (GraphError, ValueError, TypeError) as error:
         return f"the network does not run on a region of size {size} ({str(error).splitlines()[0]:.80})"
+    if any(0 in info.shape for index in recorded.order for info in recorded.graph.nodes[index].outputs):
+        return f"the network crops all of a region of size {size}"
     stored = find_stored(recorded)
     if set(plan.stored) <= stored:
         stored = {*recorded.gathered, *plan.stored}
