@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
@@ -124,6 +125,8 @@ class Planner:
     saved: Saved | None = None
     # Of volumes with letters.
     known_layouts: Sequence[AxisLayout | None] = ()
+    # That of the volumes as the network takes them; None if these are not known.
+    dtype: torch.dtype | None = None
     # Known once the network is recorded.
     outputs: Outputs = field(default_factory=Outputs, init=False)
     # Number of samples, size, and whether it is reduced -> the network on volumes of these.
@@ -210,7 +213,7 @@ class Planner:
         key = batch, size, reduced
         if key in self.recordings:
             return self.recordings[key]
-        dtype = dtype_of(self.model)
+        dtype = self.dtype or dtype_of(self.model)
         volumes = [Info((batch, own, *size), dtype) for own in self.channels]
 
         def finish(output: Any) -> Tensor:
