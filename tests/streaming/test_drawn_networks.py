@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from farfield.streaming import StreamingPlan, plan_whole, predict_whole
+from helpers.drawn_networks import Layer
 from helpers.streamed_nets import CONVOLUTIONS, POOLS, attention, relative, settled
 
 UP = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d}
@@ -137,6 +141,44 @@ def test_a_padded_volume_has_the_positions_of_one_that_needs_no_padding(size: tu
 def test_a_stride_of_nine_pads_to_a_multiple_of_nine() -> None:
     net = sequence(nn.Conv1d(1, 1, 1, stride=3), nn.Conv1d(1, 1, 3, stride=3))
     assert plan_whole(net, (40,), tile=(9,), pad="reflect").size == (45,)
+
+
+# A function of a grid and a convolution -> its stride.
+RESIZED: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "to one size": (lambda grid, own: own(grid) + F.interpolate(grid, size=(40, 40)).mean(), 1),
+    "to one size and back": (
+        lambda grid, own: own(grid) + F.interpolate(F.interpolate(grid, size=40, mode="bilinear"), grid.shape[2:]),
+        1,
+    ),
+    "strides of one size": (
+        lambda grid, own: own(grid) + F.avg_pool2d(F.interpolate(grid, size=(64, 64)), 4).amax((2, 3), True),
+        1,
+    ),
+    "regions": (lambda grid, own: own(grid) + F.interpolate(F.adaptive_avg_pool2d(grid, 20), grid.shape[2:]), 1),
+    "to half of the size": (
+        lambda grid, own: own(grid) + F.interpolate(F.interpolate(grid, [n // 2 for n in grid.shape[2:]]), None, 2),
+        2,
+    ),
+    "to the size before pooling": (
+        lambda grid, own: own(grid) + F.interpolate(F.max_pool2d(F.max_pool2d(grid, 2), 2), grid.shape[2:]),
+        4,
+    ),
+    "by a factor": (lambda grid, own: F.interpolate(own(grid), scale_factor=0.6, mode="bilinear"), 5),
+}
+
+
+@pytest.mark.parametrize(("name", "pad"), [(name, pad) for name in RESIZED for pad in (None, "reflect")])
+def test_what_is_resized_to_one_size_has_no_stride(name: str, pad: str | None) -> None:
+    function, stride = RESIZED[name]
+    net, grid, tile = settled(Layer(function, nn.Conv2d(1, 2, 3, padding=1))), torch.randn(1, 1, 53, 59), 4 * stride
+    if pad is None and name == "to half of the size":
+        grid = grid[..., :-1, :-1]
+    plan = plan_whole(net, grid.shape, tile=tile, pad=pad)
+    if pad:
+        assert plan.size == (-(-53 // stride) * stride, -(-59 // stride) * stride)
+    if name != "by a factor":
+        assert plan.tile == (tile, tile)
+    assert relative(predict_whole(net, grid, plan=plan, quiet=True), whole_of(net, grid, plan, pad)) < TOLERANCE
 
 
 def test_a_volume_of_which_nothing_is_left() -> None:

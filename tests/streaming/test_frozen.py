@@ -19,7 +19,7 @@ from farfield import ops
 from farfield.nn import SqueezeExcite
 from farfield.streaming import MeanOverFlips, freeze_statistics, plan_whole, predict_whole
 from farfield.volumes import ImageMetadata, Volume
-from helpers.drawn_networks import draw_network, draw_tile, draw_values
+from helpers.drawn_networks import Layer, draw_network, draw_tile, draw_values
 from helpers.streamed_nets import CONVOLUTIONS, attention, relative, settled
 
 INSTANCE = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
@@ -195,6 +195,10 @@ OTHERS = {
     "a sum": (Summed, "sum"),
     "pooling by the whole window": (WholeWindow, "avg_pool2d"),
     "adaptive maxima": (lambda: Gate(nn.AdaptiveMaxPool2d(1)), "F.adaptive_max_pool2d"),
+    "a maximum of everything": (lambda: Layer(lambda grid: grid / grid.amax()), "amax"),
+    "the largest number": (lambda: Layer(lambda grid: grid / grid.max()), "max"),
+    "a deviation of everything": (lambda: Layer(lambda grid: grid / grid.std()), "std"),
+    "extremes of everything": (lambda: Layer(lambda grid: grid - torch.aminmax(grid)[0]), "aminmax"),
 }
 
 
@@ -225,7 +229,7 @@ def test_on_one_patch_it_is_the_network() -> None:
     net = settled(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *layers))
     patch = torch.rand(1, 1, 20, 20) + 1
     frozen = freeze_statistics(net, patch)
-    assert len(frozen.frozen) == 6
+    assert len(frozen.frozen) == len(layers)
     with torch.no_grad():
         assert relative(frozen(patch), net(patch)) < TOLERANCE
 

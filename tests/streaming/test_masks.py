@@ -18,6 +18,7 @@ from farfield.streaming import MeanOverFlips, Tiles, freeze_statistics, plan_who
 from farfield.streaming.engines.parts import Part
 from farfield.streaming.labels import GraphError
 from farfield.volumes import ImageMetadata, Volume, open_volume
+from helpers.drawn_networks import Layer
 from helpers.grids import draw_learned
 from helpers.masked_nets import coarse, run_masked
 from helpers.stopping import stopping
@@ -197,6 +198,22 @@ def of_flipped(grid: Tensor, mask: Tensor | None) -> Tensor:
     )
 
 
+def of_waves(grid: Tensor, mask: Tensor | None) -> Tensor:
+    """Of complex numbers."""
+    wave = torch.complex(grid, grid.roll(1, 1))
+    variance, mean = torch.var_mean(wave, (2, 3), keepdim=True)
+    if mask is not None:
+        mean = wave.where(mask, 0).sum((2, 3), keepdim=True) / count_of(grid, mask)
+        variance = (wave - mean).where(mask, 0).abs().square().sum((2, 3), keepdim=True) / (count_of(grid, mask) - 1)
+    total = wave.sum((2, 3), keepdim=True) if mask is None else wave.where(mask, 0).sum((2, 3), keepdim=True)
+    return ((wave - mean) / (variance + 1).sqrt() * (1 + total / 99)).imag
+
+
+def cropped(grid: Tensor, mask: Tensor | None) -> Tensor:
+    part = standardized(grid[:, :, 4:], None if mask is None else mask[:, :, 4:])
+    return F.pad(part, (0, 0, 4, 0))
+
+
 def as_tokens(grid: Tensor, mask: Tensor | None) -> Tensor:
     """Of positions that are channels: 2 × 2 of them are one."""
     coarser = F.pixel_unshuffle(grid[:, :, :16, :22], 2)
@@ -216,6 +233,8 @@ FUNCTIONS = (
     averaged_regions,
     extremes,
     of_flipped,
+    of_waves,
+    cropped,
     as_tokens,
 )
 
@@ -236,6 +255,15 @@ def test_functions_of_torch(function: Any) -> None:
     net.mask = None
     for tile in (None, 8, (None, 16), (16, None)):
         assert relative(predict_whole(net, grid, tile=tile, mask=mask, quiet=True), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("mask", [None, np.ones((48, 50), bool)], ids=["no mask", "mask"])
+def test_a_crop_of_more_than_the_region_that_is_checked(mask: np.ndarray | None) -> None:
+    torch.manual_seed(0)
+    convolution, grid = nn.Conv2d(1, 3, 3, padding=1), torch.rand(1, 1, 48, 50, dtype=torch.float64)
+    net = Layer(lambda grid, own: F.pad(F.instance_norm(own(grid)[..., 5:]), (5, 0)), convolution).double().eval()
+    with torch.no_grad():
+        assert relative(predict_whole(net, grid, tile=16, mask=mask, quiet=True), net(grid)) < TOLERANCE
 
 
 # The operators that are sums over positions also where a graph is recorded.

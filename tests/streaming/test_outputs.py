@@ -10,12 +10,14 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import zarr
 from torch import Tensor, nn
 
 from farfield.streaming import predict_whole, respond_whole
 from farfield.tasks.restore_stack import restore
 from farfield.volumes import ImageMetadata, Volume
+from helpers.drawn_networks import Layer
 from helpers.streamed_nets import attention, settled
 
 SIZE = (12, 14)
@@ -202,3 +204,53 @@ def test_labels_as_a_volume_are_not_rounded_without_a_word(dtype: str) -> None:
     with pytest.warns(UserWarning, match=r"float32 rounds those beyond 16,777,216: .*; fix: model.double\(\)") as told:
         predict_whole(Numbers(0, torch.float32), volume, tile=7, quiet=True)
     assert len(told) == 1
+
+
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
+def centred(grid: Tensor, *own: nn.Module) -> Tensor:
+    for each in own:
+        grid = each(grid)
+    return grid * 2 + grid.mean((2, 3), keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("layers", [0, 1])
+def test_a_result_has_the_dtype_of_the_networks_own(layers: int, dtype: torch.dtype) -> None:
+    net = settled(Layer(centred, *[nn.Conv2d(1, 2, 3, padding=1) for _ in range(layers)])).to(dtype)
+    volume = torch.rand(1, 1, *SIZE, dtype=torch.float64).to(dtype)
+    with torch.no_grad():
+        want = net(volume)
+    got = predict_whole(net, volume, tile=(5, 6), quiet=True)
+    # One rounding of the mean, and one of the sum.
+    torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+    if dtype != torch.bfloat16:  # which NumPy has not
+        assert torch.equal(torch.from_numpy(predict_whole(net, volume.numpy(), tile=(5, 6), quiet=True)), got)
+
+
+def test_a_layer_of_bfloat16_responds_in_it() -> None:
+    layer, grid = settled(attention("siamese")).bfloat16(), torch.randn(6, 8, 5).bfloat16()
+    assert respond_whole(layer, grid, tile=4, quiet=True).dtype == torch.bfloat16
+
+
+def correlate(grid: Tensor, own: nn.Module, wide: nn.Module) -> Tensor:
+    """Products in half precision, and outside of it."""
+    rows = own(grid).flatten(2)
+    rows = (rows @ rows.mT / rows.shape[2]) @ rows
+    with torch.autocast("cpu", enabled=False):
+        rows = rows.float()
+        result = wide((rows @ rows.mT / rows.shape[2] @ rows).unflatten(2, grid.shape[2:]))
+    return F.instance_norm(result)
+
+
+@pytest.mark.parametrize("tile", [5, SIZE])
+def test_under_autocast_it_is_what_the_network_is(tile: Any) -> None:
+    net = settled(Layer(correlate, nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 3, 1)))
+    volume, half = torch.rand(1, 1, *SIZE), Layer(lambda grid, own: own(grid), net.parts[0]).eval()
+    with torch.no_grad(), torch.autocast("cpu"):
+        want = net(volume)
+        got = predict_whole(net, volume, tile=tile, quiet=True)
+        # What is computed in single precision is not rounded to half of it.
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert torch.equal(predict_whole(half, volume, tile=tile, quiet=True), half(volume))
+    with torch.no_grad():
+        assert torch.equal(predict_whole(half, volume, tile=tile, quiet=True), half(volume))

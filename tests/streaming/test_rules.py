@@ -372,6 +372,70 @@ def test_tiles_give_what_the_whole_gives(name: str, values: str) -> None:
         assert float((output - wide).abs().max()) <= allowed, f"{tile}"
 
 
+# ---- sums of other numbers -------------------------------------------------------------------------------------------
+def add(grid: Tensor, *vectors: Tensor) -> Tensor:
+    """Add vectors `(batch, channels)`, or numbers, to a grid."""
+    return sum((each[(..., *[None] * (grid.dim() - each.dim()))] for each in vectors), grid)
+
+
+# Sums of complex numbers `(1, 4, 23, 17)`.
+COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {
+    "sums": lambda z: add(z, z.sum((2, 3)), z.sum(), z.sum(dtype=torch.complex64)),
+    "means": lambda z: add(z, z.mean((2, 3)), z.mean()),
+    "product": lambda z: add(z, (z / z.abs()).prod(2).prod(2), (z / z.abs()).prod()),
+    "variance": lambda z: add(z, z.var((2, 3)), z.std((2, 3), correction=0)),
+    "variance and mean": lambda z: add(z, *torch.var_mean(z, (2, 3)), *torch.std_mean(z, (2, 3))),
+    "norms": lambda z: add(z, *(torch.linalg.vector_norm(z / 9, p, (2, 3)) for p in (0, 1, 2, 3, math.inf))),
+    "exponentials": lambda z: add(z, torch.logsumexp(z, (2, 3))),
+    "conditions": lambda z: add(z * z.ne(0), z.any(), (z - z).any(), z.all(), z.count_nonzero((2, 3))),
+    "sums of rows": lambda z: z - z.mean(2, keepdim=True) + z.sum(3, keepdim=True),
+    "product of positions": lambda z: (z.flatten(2) @ z.flatten(2).mH @ z.flatten(2)).unflatten(2, z.shape[2:]),
+    "product with rows": lambda z: torch.einsum("bchw,hk->bckw", z, torch.ones(23, 23).to(z) * 1j),
+    "added product": lambda z: add(z, torch.addmm(z[0, :, 0, :4], z[0, :, 1], z[0, :, 1].mT, beta=2j).sum(1)[None]),
+}
+# Sums of integers, which torch rounds at 2 ** 64.
+LONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "sums": lambda n: add(n, n.sum((2, 3)), n.sum(), n.nansum(2).sum(2)),
+    "product": lambda n: add(n, n.prod(2).prod(2), (n | 1).prod()),
+    "extremes": lambda n: add(n, n.amax((2, 3)), n.amin(), *torch.aminmax(n), n.max() - n.min()),
+    "places": lambda n: add(n, *n.flatten(2).max(2), *n.flatten(2).min(2), n.argmax(), n.argmin()),
+    "rows": lambda n: n - n.max(2, keepdim=True)[0] + n.min(3, keepdim=True)[1],
+    "product of positions": lambda n: (n.flatten(2) @ n.flatten(2).mT @ n.flatten(2)).unflatten(2, n.shape[2:]),
+    "added product": lambda n: add(n, torch.addmm(n[0, :, 0, :4], n[0, :, 1], n[0, :, 1].mT, alpha=3).sum(1)[None]),
+    "pooled": lambda n: n + F.avg_pool2d(n // 1024, n.shape[2:]) + F.max_pool2d(n, n.shape[2:]),
+    "average of windows": lambda n: F.avg_pool2d(n // 16, 2),
+    "few bytes": lambda n: add(n, n.to(torch.uint8).amax(), -n.to(torch.int8).amin(), n.to(torch.int16).sum((2, 3))),
+}
+
+
+@pytest.mark.parametrize("tile", CUTS[AREA], ids=str)
+@pytest.mark.parametrize("name", COMPLEX)
+def test_sums_of_complex_numbers_keep_both_parts(name: str, tile: tuple[int, ...]) -> None:
+    net, volume = Layer(lambda grid: COMPLEX[name](torch.complex(grid, grid.roll(1, 1)))), values_of("normal", AREA)
+    want, got = net(volume.double()), run_in_tiles(net, volume.double(), tile).output
+    # One sum above is made in single precision.
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-4 if name == "sums" else 1e-11)
+
+
+@pytest.mark.parametrize("tile", CUTS[AREA], ids=str)
+@pytest.mark.parametrize("name", LONG)
+def test_sums_of_integers_are_exact(name: str, tile: tuple[int, ...]) -> None:
+    net, volume = Layer(lambda grid: LONG[name]((grid * 2**60).long() // 3)), values_of("normal", AREA)
+    assert torch.equal(run_in_tiles(net, volume.double(), tile).output, net(volume.double()))
+
+
+def test_numbers_are_converted_before_they_are_summed() -> None:
+    net = Layer(lambda grid: add(grid.long(), (grid * 3).sum((2, 3), dtype=torch.int64), grid.prod(dtype=torch.int64)))
+    volume = values_of("normal", AREA).double() + 3
+    assert torch.equal(run_in_tiles(net, volume, (7, 17)).output, net(volume))
+
+
+def test_numbers_of_which_no_sum_is_written_are_refused() -> None:
+    net = Layer(lambda grid: grid + grid.to(torch.uint64).sum())
+    with pytest.raises(GraphError, match=r"aten\.sum\.\w+ in Layer: .*uint64"):
+        run_in_tiles(net, torch.ones(1, 1, 20), (7,))
+
+
 def test_each_rule_is_reached() -> None:
     reached: set[str] = set()
     for name, (_, shape) in CASES.items():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from farfield.streaming import GlobalLayer, SeamReport, find_seams, freeze_statistics
 from farfield.volumes import ImageMetadata, Volume
+from helpers.drawn_networks import Layer
 from helpers.streamed_nets import attention, relative, settled
 
 
@@ -65,6 +66,13 @@ def test_a_halo_mends_what_is_local(name: str) -> None:
     assert seams.without_halo.largest > 0.01
     assert (seams.choice, seams.layers) == ("halo", ())
     assert "A halo alone" in str(seams)
+
+
+def test_numbers_of_everything_are_statistics() -> None:
+    # Two tiles of the tilings, both with one number in place of their own maximum, agree.
+    seams = find_seams(with_layers(Layer(lambda grid: grid / grid.max())), ramp(64, 96), 32)
+    assert [layer.name for layer in seams.layers] == ["1: max"]
+    assert seams.layers[0].removed > 0.99
 
 
 def test_nothing_to_do() -> None:

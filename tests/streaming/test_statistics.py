@@ -197,7 +197,19 @@ class CentredByMethod(Centred):
         return super().respond(tile, *sums)
 
 
-@pytest.mark.parametrize("layer", [Centred, CentredByMethod])
+class CentredWaves(Centred):
+    """The same, by sums of complex numbers and a count in integers."""
+
+    def summarize(self, tile: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().summarize(tile)
+        return torch.complex(-total, total), count.long() + 2**60
+
+    def respond(self, tile: Tensor, total: Tensor, count: Tensor) -> Tensor:
+        assert count.dtype == torch.long
+        return super().respond(tile, total.imag, count % 2**60)
+
+
+@pytest.mark.parametrize("layer", [Centred, CentredByMethod, CentredWaves])
 def test_a_layer_of_the_user(layer: type[nn.Module]) -> None:
     net, grid = net_with(layer()), volume(2)
     assert relative(predict_whole(net, grid, tile=16, quiet=True), whole(net, grid)) < TOLERANCE

@@ -12,6 +12,8 @@ from torch import nn
 
 from farfield.nn.tracing import tensors
 
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
 
 def device_of(*parts: Any) -> torch.device:
     """Return the device of the first tensor in modules and inputs, which may be nested; else torch's default."""
@@ -21,10 +23,13 @@ def device_of(*parts: Any) -> torch.device:
     return torch.get_default_device()
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of a model's input: that of its first floating-point parameter or buffer; else torch's."""
-    state = [*model.parameters(), *model.buffers()]
-    return next((tensor.dtype for tensor in state if tensor.is_floating_point()), torch.get_default_dtype())
+def dtype_of(model: nn.Module, *inputs: Any) -> torch.dtype:
+    """Return the dtype of a model's input: that of its first floats, of its inputs if it has none, or else torch's."""
+    dtypes = [each.dtype for each in (*model.parameters(), *model.buffers(), *inputs) if hasattr(each, "dtype")]
+    # An array's dtype has a name, and a tensor's is one.
+    names = (getattr(dtype, "name", str(dtype).removeprefix("torch.")) for dtype in dtypes)
+    found: torch.dtype = getattr(torch, next(filter(_FLOATS.__contains__, names), ""), torch.get_default_dtype())
+    return found
 
 
 def free_bytes(device: torch.device) -> int:

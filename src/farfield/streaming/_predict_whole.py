@@ -14,7 +14,7 @@ from torch import nn
 
 from farfield._fingerprint import fingerprint
 from farfield._refusals import door
-from farfield.nn.devices import device_of
+from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce
 from farfield.streaming.arguments import Tiles, arrange_volumes, check_network, parse_tiles, refuse_meta
@@ -181,7 +181,8 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         shared = refuse_shared(path, saved, several=client is not None or part is not None)
         if plan is None:
             shapes = [each.shape for each in volumes.values()]
-            planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts).plan()
+            dtype = dtype_of(model, *volumes.values())
+            planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts, dtype).plan()
         else:
             planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
         prediction = Prediction(model, planned, tiles, volume, identity, shared, mask, fill)
@@ -192,7 +193,8 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
             prediction.identity["mask or fill"] = f"{float(fill)} {fingerprint(prediction.skipped)}"
         if not quiet:
             print(prediction, file=sys.stderr)
-        output = output_for("predict_whole", out, prediction.spec, next(iter(volumes.values())), overwrite)
+        like = next(iter(volumes.values()))
+        output = output_for("predict_whole", out, prediction.spec, like, overwrite, planned.output.dtype)
         stream, run = prediction.connect(output)
         if part is not None and isinstance(output, FileOutput):
             stream.join(output, run)

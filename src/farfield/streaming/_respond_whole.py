@@ -121,7 +121,7 @@ def respond_whole(
     call.shared = refuse_shared(path, saved, several=client is not None)
     if tile is None and saved is not None:
         call.tile = saved.tile
-    output = output_for("respond_whole", out, call.spec, given["grid"], None)
+    output = output_for("respond_whole", out, call.spec, given["grid"], None, dtype_of(layer))
     call.identity["tile or halo"] = repr((call.spec.box, call.tiles_of_keys, str(path and path.absolute())))
     stream, run = call.connect(output)
     with closing(stream):

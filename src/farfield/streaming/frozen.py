@@ -151,7 +151,7 @@ def read_patches(caller: str, network: nn.Module, patches: Any) -> Iterator[tupl
             dims = len(shapes[0]) - 2
         inputs = []
         for array, layout in zip(arrays.values(), parse_layouts(shapes, dims, known), strict=True):
-            source = VolumeSource(array, layout, device_of(network), dtype_of(network), caller=caller)
+            source = VolumeSource(array, layout, device_of(network), dtype_of(network, array), caller=caller)
             inputs.append(source.read(tuple((0, length) for length in source.size)))
             if not inputs[-1].isfinite().all():
                 raise refusal(ValueError, f"{name} is not finite; fix: patches without NaN and infinite numbers.")

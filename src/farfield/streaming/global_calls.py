@@ -254,7 +254,7 @@ def _normalize(name: str, named: dict[str, Any], mean: Tensor, variance: Tensor)
 def _fit(constant: Tensor, shape: Sequence[int]) -> Tensor:
     """Expand a constant of one sample to a shape; samples that stand with channels in a dimension come first in it."""
     times = [1 if own == 1 else length // own for own, length in zip(constant.shape, shape, strict=True)]
-    return constant.repeat(times).expand(*shape)
+    return constant.repeat(times).expand(shape)
 
 
 def _count_summed(args: Any, kwargs: Any, result: Tensor) -> float:

@@ -12,7 +12,7 @@ from farfield.streaming.graph import Graph, Node, Value, map_values, run_node
 from farfield.streaming.layers import LAYER
 from farfield.streaming.rules import Rule, find_rule
 from farfield.streaming.rules.reading import local
-from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError
+from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError, widen
 from farfield.streaming.spans import (
     Box,
     Layout,
@@ -167,6 +167,8 @@ def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
     labelled.layouts.update((Value(index, output), layout) for output, layout in enumerate(call.layouts))
     reduction = rule.reduce(call) if rule.reduce is not None else None
     if reduction is not None:
+        for each in reduction.operands:
+            widen(operands[each].dtype)
         labelled.reductions[index] = reduction
         labelled.levels[index] += 1
         return

@@ -15,7 +15,7 @@ from torch import Tensor
 from farfield.nn import GridAttention
 from farfield.ops.grid import Gathered, Pool
 from farfield.ops.slots import Summary
-from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError, take_dims
+from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError, take_dims, widen
 from farfield.streaming.spans import Box, Layout, Piece, is_cut, whole_dim
 
 # The share of the free memory that a summary which is its grid may take.
@@ -156,7 +156,7 @@ def _reduce_module(call: OperationCall, module: Any) -> Reduction:
     """Return the reduction of a module of the user: its sums merge by adding."""
 
     def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
-        return tuple(each.double() for each in _sum_valid(module, tensors))
+        return tuple(each.to(widen(each.dtype)) for each in _sum_valid(module, tensors))
 
     def merge(first: Parts, second: Parts) -> Parts:
         return tuple(one + other for one, other in zip(first, second, strict=True))

@@ -19,7 +19,7 @@ from farfield.streaming.labels import GraphError, LabelledGraph, box_at, find_ga
 from farfield.streaming.plan import GraphPlan, PatchPlan, make_graph_plan
 from farfield.streaming.recording import find_distance, spans_along, whole_of
 from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
-from farfield.streaming.rules.rule import OperationCall, given_dims, spatial_dims
+from farfield.streaming.rules.rule import OperationCall, convert_number, given_dims, spatial_dims, widen
 from farfield.streaming.rules.sums import find_norm
 from farfield.streaming.spans import Piece, axes_of, length_of
 
@@ -303,9 +303,7 @@ def _apply(write: Writer, name: str, *args: Any) -> Value:
 def _fill(write: Writer, mask: Value, value: Value, number: float) -> Value:
     """Append a value with a number, or that which its dtype has for an infinite one, where the mask is False."""
     shape, dtype = write.graph.info(value)
-    if math.isinf(number) and not dtype.is_floating_point:
-        number = number > 0 if dtype == torch.bool else getattr(torch.iinfo(dtype), "max" if number > 0 else "min")
-    other = write.append("full", (number,), (), dtype)
+    other = write.append("full", (convert_number(number, dtype),), (), dtype)
     return write.append("aten.where.self", (mask, value, other), shape, dtype)
 
 
@@ -319,7 +317,7 @@ def _cast(write: Writer, value: Value, dtype: torch.dtype) -> Value:
 def _find_moments(write: Writer, value: Value, mask: Value, dims: Sequence[int]) -> tuple[Value, Value, Value]:
     """Append count, mean and sum of squared deviations over the valid positions of dimensions, in float64."""
     shape = tuple(1 if dim in dims else length for dim, length in enumerate(write.shape(value)))
-    infos = [Info(shape, torch.float64)] * 3
+    infos = [Info(shape, dtype) for dtype in (torch.float64, widen(write.graph.info(value).dtype), torch.float64)]
     count = write.graph.add("moments", (value, mask, tuple(dims)), {}, infos, path=write.path)
     return count, Value(count.node, 1), Value(count.node, 2)
 

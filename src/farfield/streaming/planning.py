@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError, unknown
@@ -124,6 +125,8 @@ class Planner:
     saved: Saved | None = None
     # Of volumes with letters.
     known_layouts: Sequence[AxisLayout | None] = ()
+    # That of the volumes as the network takes them; None if these are not known.
+    dtype: torch.dtype | None = None
     # Known once the network is recorded.
     outputs: Outputs = field(default_factory=Outputs, init=False)
     # Number of samples, size, and whether it is reduced -> the network on volumes of these.
@@ -210,7 +213,7 @@ class Planner:
         key = batch, size, reduced
         if key in self.recordings:
             return self.recordings[key]
-        dtype = dtype_of(self.model)
+        dtype = self.dtype or dtype_of(self.model)
         volumes = [Info((batch, own, *size), dtype) for own in self.channels]
 
         def finish(output: Any) -> Tensor:
@@ -237,13 +240,22 @@ class Planner:
         """Record the network on the first of these sizes that it takes."""
         for size in sizes:
             with suppress(ValueError):
-                return self._record(batch, size)
+                return self._compare(self._record(batch, size), batch)
         return None
 
     def _mixes_samples(self, size: tuple[int, ...]) -> bool:
         """Whether the result of a sample depends on others, on their number, or on its place among them."""
         several, one = (self._record_first(batch, [size]) for batch in (self.batch, 1))
         return several is None or one is None or not several.runs_as(one)
+
+    def _compare(self, recording: Recording, batch: int) -> Recording:
+        """Record a network that resizes on another size too: what is resized to one size has no stride."""
+        if recording.is_resized:
+            with suppress(ValueError):
+                other = self._record(batch, (2 * _DIVISIBLE,) * len(self.size))
+                if [node.op for node in other.graph.nodes] == [node.op for node in recording.graph.nodes]:
+                    return replace(recording, other=other)
+        return recording
 
     def record_calls(self) -> Recording:
         """Record two samples on a size that strides divide, or on the volume's if the network does not take that.
@@ -257,7 +269,7 @@ class Planner:
     def _record_whole(self, batch: int, size: tuple[int, ...], probe: Recording | None) -> Recording:
         """Record the network on the whole volume; an error has sizes that it takes if the strides are why."""
         try:
-            return self._record(batch, size)
+            return self._compare(self._record(batch, size), batch)
         except (GraphError, ReductionError):
             raise
         except ValueError as error:

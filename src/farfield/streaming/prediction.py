@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._refusals import refusal
-from farfield.nn.devices import device_of, dtype_of
+from farfield.nn.devices import device_of
 from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import Tiles, arrange_volumes, axis_spans
 from farfield.streaming.check import RegionCheck, run_check
@@ -73,7 +73,8 @@ class Prediction:
         """The volumes, as they are read, and the mask."""
         _, volumes, layouts = self.arranged
         spatial_dims, padding, mode = self.plan.layout.spatial_dims, self.plan.padding, self.plan.pad or "reflect"
-        device, dtype = device_of(self.model), dtype_of(self.model)
+        graph = self.plan.graph_plan.labelled.graph
+        device, dtype = device_of(self.model), graph.info(graph.inputs[0]).dtype
         sources = {
             name: VolumeSource(
                 array, known or parse_layout(array.shape, spatial_dims), device, dtype, padding=padding, mode=mode

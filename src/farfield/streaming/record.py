@@ -26,11 +26,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farfield.nn import GridAttention
+from farfield.nn.devices import device_of
 from farfield.nn.leftovers import note_outputs, sweep
 from farfield.nn.macs import MacCounter, count_macs
 from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import tensors, without_numbers
-from farfield.ops.modes import Attending, attending, recorded_for_tiles
+from farfield.ops.modes import Attending, attending, autocast_dtype, recorded_for_tiles
 from farfield.streaming.graph import (
     FunctionCall,
     Graph,
@@ -272,7 +273,9 @@ def _record(
     recorder.note(inputs, graph.inputs)
     try:
         # Within a mode of functions, attention of torch runs by its operations, not as one whose parts cannot be told.
-        with torch.no_grad(), recorder, _NetworkFunctions(recorder), recorded_for_tiles():
+        dtype = autocast_dtype(torch.empty(0, device=device_of(network)))
+        autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
+        with torch.no_grad(), autocast, recorder, _NetworkFunctions(recorder), recorded_for_tiles():
             graph.output = recorder.value_of(functionalize(lambda *given: finish(fake(*given)))(*inputs))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise RecordingError(f"{recorder.write.path} computes a shape from numbers, {error.func}") from error

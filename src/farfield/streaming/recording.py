@@ -65,6 +65,8 @@ class Recording:
     graph: Graph
     size: tuple[int, ...]
     halo: Sequence[int] | None
+    # The same network on another size, of one that resizes.
+    other: Recording | None = None
     _labelled: dict[tuple[int, ...], LabelledGraph] = field(default_factory=dict)
 
     def label(self, axes: Sequence[int]) -> LabelledGraph:
@@ -92,15 +94,24 @@ class Recording:
         return _find_scales(labelled) if labelled else {}
 
     @property
+    def is_resized(self) -> bool:
+        """Whether it resizes to sizes, of which it is not told whether they follow from the volume's."""
+        nodes = (self.graph.nodes[index] for index in self.graph.needed())
+        return any("adaptive" in node.op or ("upsample" in node.op and node.args[-1] is None) for node in nodes)
+
+    @property
     def strides(self) -> tuple[int, ...]:
-        """For each axis, the least common multiple of all strides to the volume."""
+        """For each axis, the least common multiple of all strides to the volume, which are those of any size."""
         strides: list[set[int]] = [{1} for _ in self.size]
         for value, own in self.scales.items():
             node = self.graph.nodes[value.node]
             if node.op == "view":  # which takes windows apart: it computes nothing, and has no stride
                 continue
+            there = own if self.other is None else self.other.scales.get(value, {})
             for axis, scale in own.items():
-                if any(self.scales.get(source, {}).get(axis, scale) != scale for source in node.inputs):
+                if scale == there.get(axis) and any(
+                    self.scales.get(source, {}).get(axis, scale) != scale for source in node.inputs
+                ):
                     strides[axis].add(scale.numerator)
         return tuple(math.lcm(*own) for own in strides)
 
@@ -313,6 +324,8 @@ def plan_check(
         recorded = record(size).label(plan.cut)
     except (GraphError, ValueError, TypeError) as error:
         return f"the network does not run on a region of size {size} ({str(error).splitlines()[0]:.80})"
+    if any(0 in info.shape for index in recorded.order for info in recorded.graph.nodes[index].outputs):
+        return f"the network crops all of a region of size {size}"
     stored = find_stored(recorded)
     if set(plan.stored) <= stored:
         stored = {*recorded.gathered, *plan.stored}

@@ -33,10 +33,10 @@ Record = dict[str, Any]
 _FIELDS = {"parts": dict, "read": dict, "stored": dict, "written": list}
 # So many records become one, in files and in memory: powers of 2, so that all merge in one binary tree.
 _OF_FILES, _IN_MEMORY = 64, 2
-_KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
+_KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.int64, torch.bool)
 _DTYPES = {str(dtype): dtype for dtype in _KINDS}
 # Of the content of a file; one of another version is refused.
-_VERSION = 7
+_VERSION = 8
 # What reading a damaged zip file raises beside errors of Python.
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error)
 

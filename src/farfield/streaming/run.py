@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from farfield.ops.modes import full_precision
 from farfield.streaming.graph import Value, find_operation, map_values
 from farfield.streaming.labels import LabelledGraph, is_read, last_uses, trace
 from farfield.streaming.rules import POINTWISE
@@ -52,14 +54,15 @@ def compute(
             else:
                 tensors.append(read_box(known[source], regions[source], own))
         held = tensors
-        if reduction is not None:
-            held = [*tensors, *_tensors_in(parts[value.node])]
-            result = reduction.finish(call, value.output, box, tensors, parts[value.node])
-        else:
-            rule = labelled.rules[value.node]
-            if rule is POINTWISE and (name := _find_in_place(call.op)) and may_overwrite(value, call, tensors):
-                call, held = call._replace(op=name), []
-            result = rule.run(call, value.output, box, tensors)
+        with _precision_of(call.op):
+            if reduction is not None:
+                held = [*tensors, *_tensors_in(parts[value.node])]
+                result = reduction.finish(call, value.output, box, tensors, parts[value.node])
+            else:
+                rule = labelled.rules[value.node]
+                if rule is POINTWISE and (name := _find_in_place(call.op)) and may_overwrite(value, call, tensors):
+                    call, held = call._replace(op=name), []
+                result = rule.run(call, value.output, box, tensors)
         # A module of the user may return what it keeps.
         if call.op != "layer" and not _shares_memory(result, held):
             owned.add(value)
@@ -77,6 +80,11 @@ def compute(
         for source in freed.get(value, ()):
             known.pop(source, None)
     return {value: read_box(known[value], regions[value], box) for value, box in wanted.items()}
+
+
+def _precision_of(op: str) -> AbstractContextManager[None]:
+    """Return a context without autocast, which the graph has as conversions; a layer runs as in the network."""
+    return nullcontext() if op == "layer" else full_precision(torch.empty(0))
 
 
 @functools.cache
@@ -119,4 +127,5 @@ def summarize_tile(
         value = inputs[each]
         box = boxes[value]
         tensors[each] = _read_constant(labelled, value, box) if value in labelled.known else read(value, box)
-    return reduction.summarize(lambda layout: reduction.whole_windows(layout, labelled.core(layout, tile)), tensors)
+    with _precision_of(labelled.graph.nodes[index].op):
+        return reduction.summarize(lambda layout: reduction.whole_windows(layout, labelled.core(layout, tile)), tensors)

@@ -220,7 +220,7 @@ class _Part:
         dims = spatial_dims_of(network, tiles.size)
         layouts = parse_layouts([each.shape for each in volumes.values()], dims, known)
         sources = [
-            VolumeSource(array, layout, device_of(network), dtype_of(network), caller="find_seams")
+            VolumeSource(array, layout, device_of(network), dtype_of(network, array), caller="find_seams")
             for array, layout in zip(volumes.values(), layouts, strict=True)
         ]
         self.volume_size = sources[0].size

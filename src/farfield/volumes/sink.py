@@ -286,8 +286,10 @@ class ArrayOutput:
         return self.array
 
 
-def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bool | None) -> FileOutput | ArrayOutput:
-    """Make the output for `out`: a path, an array, or None for a new array of the kind of `like`."""
+def output_for(
+    caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bool | None, dtype: torch.dtype
+) -> FileOutput | ArrayOutput:
+    """Make the output for `out`: a path, an array, or None for a new one of the kind of `like`, a tensor of `dtype`."""
     if isinstance(out, str | Path):
         refused = known_format(Path(out)).refuse(Path(out), spec)
         if refused is not None:
@@ -296,8 +298,11 @@ def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bo
             )
         return FileOutput(caller, Path(out), spec, overwrite)
     if out is None:
-        empty = np.empty(spec.shape, spec.dtype)
-        return ArrayOutput(caller, torch.from_numpy(empty).to(like.device) if isinstance(like, Tensor) else empty)
+        is_tensor = isinstance(like, Tensor)
+        empty = (
+            torch.empty(spec.shape, dtype=dtype, device=like.device) if is_tensor else np.empty(spec.shape, spec.dtype)
+        )
+        return ArrayOutput(caller, empty)
     if not hasattr(out, "__setitem__") or not hasattr(out, "shape"):
         raise refusal(
             TypeError,
@@ -313,13 +318,13 @@ def output_for(caller: str, out: Any, spec: OutputSpec, like: Any, overwrite: bo
             ShapeError,
             f"out must have shape {spec.shape}, got {tuple(out.shape)}; fix: an array of that shape, or out=None.",
         )
-    dtype = dtype_of_array(out)
+    held = dtype_of_array(out)
     # Integers of fewer bits are allowed, for example 8 bits for labels: `write` checks their range.
-    labels = dtype is not None and dtype.kind in "iu" and spec.dtype.kind in "iu"
-    if dtype is not None and not labels and not np.can_cast(spec.dtype, dtype, "same_kind"):
+    labels = held is not None and held.kind in "iu" and spec.dtype.kind in "iu"
+    if held is not None and not labels and not np.can_cast(spec.dtype, held, "same_kind"):
         raise refusal(
             TypeError,
-            f"out is of {dtype}, and the result of {spec.dtype} would be cut to that; fix: an array of "
+            f"out is of {held}, and the result of {spec.dtype} would be cut to that; fix: an array of "
             f"{spec.dtype}, or, in predict_whole, a network that returns an integer dtype of torch.",
         )
     return ArrayOutput(caller, out)

@@ -26,6 +26,7 @@ from farfield.streaming.rules.rule import (
     reduce_arrays,
     take_along,
     take_dims,
+    widen,
 )
 from farfield.streaming.spans import Box, Dim, Layout, axes_of, box_shape, is_cut, length_of, positions_of, whole_dim
 
@@ -173,15 +174,13 @@ def _reduce_product(call: OperationCall) -> Reduction | None:
 
     def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
         pairs = ((place, call.operands[place].layout, wanted[place]) for place in (left, right))
-        one, other = (_take_tile(tensors[place], own, each, core(each)) for place, own, each in pairs)
-        wide = torch.promote_types(one.dtype, torch.float32)
-        return (_sum_of_products(one.to(wide), other.to(wide)),)
+        return (_sum_of_products(*(_take_tile(tensors[place], own, each, core(each)) for place, own, each in pairs)),)
 
     def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
         if added is None:
             return parts[0].to(own.dtype)
         bias = take_along(own, read, 0, box, tensors)[added]
-        return (own.kwargs["alpha"] * parts[0] + own.kwargs["beta"] * bias.double()).to(own.dtype)
+        return (own.kwargs["alpha"] * parts[0] + own.kwargs["beta"] * bias.to(parts[0].dtype)).to(own.dtype)
 
     reads = None if added is None else lambda own, box: boxes_along(own, read, 0, box)
     return reduce_arrays(operands, layout, ADDED, summarize, finish, reads=reads)
@@ -199,8 +198,10 @@ BLOCK = 4096
 
 
 def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
-    blocks = zip(one.split(BLOCK, -1), other.split(BLOCK, -2), strict=True)
-    return functools.reduce(torch.add, ((left @ right).double() for left, right in blocks))
+    wide = widen(one.dtype)
+    narrow = torch.promote_types(one.dtype, torch.float32) if wide != torch.int64 else wide
+    blocks = zip(one.to(narrow).split(BLOCK, -1), other.to(narrow).split(BLOCK, -2), strict=True)
+    return functools.reduce(torch.add, ((left @ right).to(wide) for left, right in blocks))
 
 
 # Pointwise operations that torch does not tag as such.

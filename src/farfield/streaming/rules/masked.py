@@ -20,6 +20,7 @@ from farfield.streaming.rules.rule import (
     reading,
     reduce_arrays,
     single,
+    widen,
 )
 from farfield.streaming.rules.sums import MOMENTS, find_moments
 from farfield.streaming.spans import Box, Piece, is_cut
@@ -33,10 +34,10 @@ def _find_valid_moments(tensors: Sequence[Tensor], dims: Sequence[int]) -> Parts
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     repeated = math.prod(tensor.shape[dim] for dim in dims if mask.shape[dim] == 1)
     count = mask.sum(dims, True, dtype=torch.float64) * repeated
-    mean = wide.where(mask, 0).sum(dims, True, dtype=torch.float64) / count.clamp(min=1)
+    mean = wide.where(mask, 0).sum(dims, True, dtype=widen(wide.dtype)) / count.clamp(min=1)
     near = mean.to(wide)
-    squares = (wide - near).where(mask, 0).square().sum(dims, True, dtype=torch.float64)
-    return count.expand_as(mean).contiguous(), mean, squares - count * (mean - near) ** 2
+    squares = (wide - near).where(mask, 0).abs().square().sum(dims, True, dtype=torch.float64)
+    return count.expand_as(mean).contiguous(), mean, squares - count * (mean - near).abs() ** 2
 
 
 def _dims_of_moments(call: OperationCall) -> Dims:

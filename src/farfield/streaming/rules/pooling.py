@@ -20,11 +20,13 @@ from farfield.streaming.rules.rule import (
     Reduction,
     Rule,
     at_last,
+    convert_number,
     named,
     reading,
     reduce_arrays,
     single,
     spatial_dims,
+    widen,
 )
 from farfield.streaming.rules.windows import Windows, find_padding, pad_constant, repeat
 from farfield.streaming.spans import (
@@ -100,6 +102,10 @@ def _divisors(call: OperationCall, box: Box) -> Tensor:
     return total
 
 
+def _divide(total: Tensor, divisors: Tensor) -> Tensor:
+    return torch.div(total, divisors.to(total), rounding_mode=None if total.is_floating_point() else "trunc")
+
+
 def _part_of(tensor: Tensor, dim: int, span: Span, first: int) -> Tensor:
     """Return the part of a span that is there, perhaps empty; `first` is the first position that is."""
     start, stop = (min(max(index - first, 0), tensor.shape[dim]) for index in span)
@@ -124,7 +130,8 @@ def _pool_bins(call: OperationCall, tensor: Tensor, bins: Sequence[Sequence[Span
             if not values.shape[dim]:
                 # One position more, -inf at a place behind all, stands for those that are not there.
                 values, own = (part.narrow(dim, 0, 1) for part in (tensor, index))
-                values, own = torch.full_like(values, -math.inf), torch.full_like(own, math.prod(lengths))
+                least = convert_number(-math.inf, values.dtype)
+                values, own = torch.full_like(values, least), torch.full_like(own, math.prod(lengths))
             largest, at = values.max(dim, keepdim=True)
             best.append((largest, own.gather(dim, at)))
         tensor, index = (torch.cat(parts, dim) for parts in zip(*best, strict=True))
@@ -132,14 +139,14 @@ def _pool_bins(call: OperationCall, tensor: Tensor, bins: Sequence[Sequence[Span
 
 
 def _finish_bins(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-    result = parts[output] if "max" in call.op else parts[0] / _divisors(call, box).to(parts[0])
+    result = parts[output] if "max" in call.op else _divide(parts[0], _divisors(call, box))
     return result.to(call.infos[output].dtype)
 
 
 def _run_max_pool(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     """Take maxima; indices are those in the whole."""
     windows, shape = _pool_windows(call), call.operands[0].shape
-    least = -math.inf if tensors[0].is_floating_point() else torch.iinfo(tensors[0].dtype).min
+    least = convert_number(-math.inf, tensors[0].dtype)
     grid = pad_constant(tensors[0], find_padding(call, windows, box), least)
     kernel, stride, _, dilation, *_ = (list(each) for each in zip(*windows.values(), strict=True))
     values, index = find_operation(call.op)(grid, kernel, stride, [0] * len(kernel), dilation)
@@ -161,7 +168,7 @@ def _run_average_pool(call: OperationCall, output: int, box: Box, tensors: Seque
     kernel, stride, *_ = (list(each) for each in zip(*windows.values(), strict=True))
     grid = pad_constant(tensors[0], find_padding(call, windows, box), 0.0)
     total = find_operation(call.op)(grid, kernel, stride, [0] * len(kernel), False, True, 1)
-    return total / _divisors(call, box).to(total)
+    return _divide(total, _divisors(call, box))
 
 
 def _run_adaptive(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
@@ -190,8 +197,7 @@ def _reduce_pool(call: OperationCall) -> Reduction | None:
 
     def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
         spans = [single(each) for each in core(layout)[-len(bins) :]]
-        grid = tensors[0] if maxima else tensors[0].double()
-        return tuple(part.double() for part in _pool_bins(call, grid, bins, spans))
+        return _pool_bins(call, tensors[0] if maxima else tensors[0].to(widen(call.dtype)), bins, spans)
 
     return reduce_arrays((0,), call.layouts[0], PEAKS if maxima else ADDED, summarize, _finish_bins)
 

@@ -117,8 +117,31 @@ class Reduction(NamedTuple):
         return (*box[:first], *moved)
 
 
+# The dtypes in which the numbers of tiles merge, with those that they hold without rounding.
+_WIDE = {
+    torch.int64: "bool uint8 int8 uint16 int16 uint32 int32 int64",
+    torch.float64: "float16 bfloat16 float32 float64",
+    torch.complex128: "complex32 complex64 complex128",
+}
+
+
+def widen(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of a dtype merge; refuse one for which no sum is written."""
+    for wide, names in _WIDE.items():
+        if str(dtype).removeprefix("torch.") in names.split():
+            return wide
+    raise RuleError(f"it sums numbers of {dtype}")
+
+
+def convert_number(number: float, dtype: torch.dtype) -> float:
+    """Return a number, or the first or last one of a dtype that has no infinite ones."""
+    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex or not math.isinf(number):
+        return number > 0 if dtype == torch.bool else number
+    return torch.iinfo(dtype).max if number > 0 else torch.iinfo(dtype).min
+
+
 class Merging(NamedTuple):
-    """Numbers in float64 that tiles give and that merge: what each begins with, and how two of them merge."""
+    """Numbers that tiles give and that merge: what each begins with, and how two of them merge."""
 
     start: tuple[float, ...]
     merge: Callable[[Parts, Parts], Parts]
@@ -129,18 +152,19 @@ def each_by(combine: Callable[[Any, Any], Any]) -> Callable[[Parts, Parts], Part
     return lambda first, second: tuple(map(combine, first, second))
 
 
-def _larger_peaks(first: Parts, second: Parts) -> Parts:
-    """Take the larger of two maxima and its position; of equal ones, or of two NaN, the first."""
+def _better_peaks(is_better: Callable[[Tensor, Tensor], Tensor], first: Parts, second: Parts) -> Parts:
+    """Take the better of two numbers and its position; of equal ones, or of two NaN, the first."""
     (value, index), (other, other_index) = first, second
     both = value.isnan() & other.isnan()
     later = other_index < index
-    better = (other > value) | (other.isnan() & ~value.isnan()) | (((other == value) | both) & later)
+    better = is_better(other, value) | (other.isnan() & ~value.isnan()) | (((other == value) | both) & later)
     return torch.where(better, other, value), torch.where(better, other_index, index)
 
 
-ADDED = Merging((0.0,), each_by(torch.add))
-# The largest number and its place.
-PEAKS = Merging((-math.inf, math.inf), _larger_peaks)
+ADDED = Merging((0,), each_by(torch.add))
+# The largest, or smallest, number and its place.
+PEAKS = Merging((-math.inf, math.inf), functools.partial(_better_peaks, torch.gt))
+LOWS = Merging((math.inf, math.inf), functools.partial(_better_peaks, torch.lt))
 
 
 def reduce_arrays(
@@ -159,13 +183,14 @@ def reduce_arrays(
     whole = region_of(whole_box(layout))
 
     def place(core: Core, tensors: Sequence[Tensor]) -> Parts:
-        own = summarize(core, tensors)
+        own = [part.to(widen(part.dtype)) for part in summarize(core, tensors)]
         if not axes_of(layout):
-            return own
-        shape = shape_of(layout)
-        placed = [torch.full(shape, number, dtype=torch.float64, device=own[0].device) for number in merging.start]
-        for each, part in zip(placed, own, strict=True):
-            write_box(each, layout, core(layout), part)
+            return tuple(own)
+        placed = []
+        for number, part in zip(merging.start, own, strict=True):
+            first = convert_number(number, part.dtype)
+            placed.append(torch.full(shape_of(layout), first, dtype=part.dtype, device=part.device))
+            write_box(placed[-1], layout, core(layout), part)
         return tuple(placed)
 
     def take(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:

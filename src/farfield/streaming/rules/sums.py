@@ -16,6 +16,7 @@ from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.rule import (
     ADDED,
     FIX,
+    LOWS,
     PEAKS,
     Core,
     Dims,
@@ -34,6 +35,7 @@ from farfield.streaming.rules.rule import (
     reduce_arrays,
     take_along,
     take_dims,
+    widen,
 )
 from farfield.streaming.spans import Box, Layout, Piece, box_shape, is_cut, length_of, positions_of
 
@@ -46,7 +48,7 @@ def merge_moments(first: Parts, second: Parts) -> Parts:
     (count, mean, squares), (other_count, other_mean, other_squares) = first, second
     total = count + other_count
     difference, share = other_mean - mean, other_count / total.clamp(min=1)
-    return total, mean + difference * share, squares + other_squares + difference**2 * count * share
+    return total, mean + difference * share, squares + other_squares + difference.abs() ** 2 * count * share
 
 
 def _merge_exponentials(first: Parts, second: Parts) -> Parts:
@@ -62,7 +64,7 @@ def _finite(peak: Tensor) -> Tensor:
 
 
 LARGEST, SMALLEST = Merging((-math.inf,), each_by(torch.maximum)), Merging((math.inf,), each_by(torch.minimum))
-MOMENTS, EXPONENTIALS = Merging((0.0,) * 3, merge_moments), Merging((-math.inf, 0.0), _merge_exponentials)
+MOMENTS, EXPONENTIALS = Merging((0,) * 3, merge_moments), Merging((-math.inf, 0), _merge_exponentials)
 
 
 def find_moments(tensor: Tensor, dims: Sequence[int]) -> Parts:
@@ -70,13 +72,13 @@ def find_moments(tensor: Tensor, dims: Sequence[int]) -> Parts:
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     pair = _moments_of_rows(wide, dims) if wide.is_cpu and wide.dtype == torch.float32 and wide.numel() else None
     if pair is None:
-        pair = [each.double() for each in torch.var_mean(wide, list(dims), correction=0, keepdim=True)]
-    variance, mean = pair
-    count = torch.full_like(mean, wide.numel() // max(mean.numel(), 1))
+        pair = torch.var_mean(wide, list(dims), correction=0, keepdim=True)
+    variance, mean = (each.to(widen(each.dtype)) for each in pair)
+    count = torch.full_like(variance, wide.numel() // max(mean.numel(), 1))
     return count, mean, variance * count
 
 
-def _moments_of_rows(tensor: Tensor, dims: Sequence[int]) -> list[Tensor] | None:
+def _moments_of_rows(tensor: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor] | None:
     """Return variance and mean by torch's group norm, which is 16 times as fast on a CPU as `torch.var_mean`."""
     reduced = {dim % tensor.dim() for dim in dims}
     kept = [dim for dim in range(tensor.dim()) if dim not in reduced]
@@ -87,37 +89,33 @@ def _moments_of_rows(tensor: Tensor, dims: Sequence[int]) -> list[Tensor] | None
     if (mean.square() > FAR**2 * variance).any():  # the square of the mean would hide the variance
         return None
     shape = [1 if dim in reduced else own for dim, own in enumerate(tensor.shape)]
-    return [variance.view(shape), mean.view(shape)]
+    return variance.view(shape), mean.view(shape)
 
 
 def _sum_up(tensor: Tensor, dims: Sequence[int]) -> Parts:
-    return (tensor.sum(list(dims), keepdim=True, dtype=torch.float64),)
+    return (tensor.sum(list(dims), keepdim=True, dtype=widen(tensor.dtype)),)
 
 
 def _find_largest(tensor: Tensor, dims: Sequence[int]) -> Parts:
-    return (tensor.amax(list(dims), True).double(),)
+    return (tensor.amax(list(dims), True),)
 
 
 def _find_smallest(tensor: Tensor, dims: Sequence[int]) -> Parts:
-    return (tensor.amin(list(dims), True).double(),)
+    return (tensor.amin(list(dims), True),)
 
 
 def _multiply_up(tensor: Tensor, dims: Sequence[int]) -> Parts:
-    result = tensor.double()
+    result = tensor.to(widen(tensor.dtype))
     for dim in dims:
         result = result.prod(dim, keepdim=True)
     return (result,)
 
 
-def _holds(tensor: Tensor) -> Tensor:
-    return tensor.ne(0).double()
-
-
 def _sum_exponentials(tensor: Tensor, dims: Sequence[int]) -> Parts:
-    """Return the largest number, and the sum of exp(number - largest)."""
+    """Return the largest number, of complex ones by their real part, and the sum of exp(number - largest)."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    peak = wide.amax(list(dims), True)
-    return peak.double(), (wide - _finite(peak)).exp().sum(list(dims), True, dtype=torch.float64)
+    peak = wide.real.amax(list(dims), True)
+    return peak, (wide - _finite(peak)).exp().sum(list(dims), True, dtype=widen(wide.dtype))
 
 
 class _Summing(NamedTuple):
@@ -151,7 +149,7 @@ def _sums_of_norm(call: OperationCall) -> _Summing:
     )
 
 
-COUNT = _Summing(ADDED, lambda x, dims: _sum_up(_holds(x), dims))
+COUNT = _Summing(ADDED, lambda x, dims: _sum_up(x.ne(0), dims))
 
 
 def _reduce_dims(
@@ -187,10 +185,12 @@ def _summed(find: _Summing | Callable[[OperationCall], _Summing]) -> Rule:
     def reduce(call: OperationCall) -> Reduction | None:
         dims, summing = given_dims(call), find if isinstance(find, _Summing) else find(call)
         count = math.prod(length_of(call.operands[0].layout[dim]) for dim in dims)
+        # torch converts numbers before it sums them.
+        dtype = call.kwargs.get("dtype") or call.operands[0].dtype
         return _reduce_dims(
             call,
             summing.merging,
-            lambda core, tensor: summing.summarize(tensor, dims),
+            lambda core, tensor: summing.summarize(tensor.to(dtype), dims),
             lambda own, tensors, parts: summing.finish(own, parts, count),
         )
 
@@ -198,8 +198,8 @@ def _summed(find: _Summing | Callable[[OperationCall], _Summing]) -> Rule:
 
 
 def _reduce_peaks(call: OperationCall) -> Reduction | None:
-    """Find the largest numbers and their places, of minima minus the smallest."""
-    dims, layout, sign = given_dims(call), call.operands[0].layout, -1 if "min" in call.op else 1
+    """Find the largest, or smallest, numbers and their places."""
+    dims, layout, least = given_dims(call), call.operands[0].layout, "min" in call.op
 
     def summarize(core: Core, tensor: Tensor) -> Parts:
         box = core(layout)
@@ -207,14 +207,14 @@ def _reduce_peaks(call: OperationCall) -> Reduction | None:
         places = positions_of(lengths, [span for dim in dims for span in box[dim]])
         rest = [dim for dim in range(tensor.dim()) if dim not in dims]
         moved = tensor.permute(*rest, *dims).flatten(len(rest)) if dims else tensor[..., None]
-        best, at = (moved.max if sign > 0 else moved.min)(-1)
+        best, at = (moved.min if least else moved.max)(-1)
         shape = [1 if dim in dims else length for dim, length in enumerate(tensor.shape)]
-        return (best.double() * sign).reshape(shape), places.to(at.device)[at].double().reshape(shape)
+        return best.reshape(shape), places.to(at.device)[at].reshape(shape)
 
     def finish(own: OperationCall, tensors: Sequence[Tensor], parts: Parts) -> Any:
-        return parts[1] if "arg" in own.op else (parts[0] * sign, parts[1])
+        return parts[1] if "arg" in own.op else parts
 
-    return _reduce_dims(call, PEAKS, summarize, finish)
+    return _reduce_dims(call, LOWS if least else PEAKS, summarize, finish)
 
 
 def _reduce_softmax(call: OperationCall) -> Reduction | None:
@@ -332,23 +332,21 @@ _SUMS: dict[str, _Summing | Callable[[OperationCall], _Summing]] = {
     "sum.dim_IntList sum.default": _Summing(ADDED, _sum_up),
     "nansum": _Summing(ADDED, lambda x, dims: _sum_up(x.nan_to_num(0.0, math.inf, -math.inf), dims)),
     "mean.dim mean.default": _Summing(ADDED, _sum_up, lambda call, parts, count: parts[0] / count),
-    "prod.dim_int prod.default": _Summing(Merging((1.0,), each_by(torch.mul)), _multiply_up),
+    "prod.dim_int prod.default": _Summing(Merging((1,), each_by(torch.mul)), _multiply_up),
     "count_nonzero.dim_IntList count_nonzero.default": COUNT,
     "amax max": _Summing(LARGEST, _find_largest),
     "amin min": _Summing(SMALLEST, _find_smallest),
     "aminmax": _Summing(
-        Merging((-math.inf,) * 2, each_by(torch.maximum)),
-        lambda x, dims: (-_find_smallest(x, dims)[0], _find_largest(x, dims)[0]),
-        lambda call, parts, count: (-parts[0], parts[1]),
+        Merging((math.inf, -math.inf), lambda one, other: (one[0].minimum(other[0]), one[1].maximum(other[1]))),
+        lambda x, dims: (*_find_smallest(x, dims), *_find_largest(x, dims)),
+        lambda call, parts, count: parts,
     ),
     "logsumexp": _Summing(EXPONENTIALS, _sum_exponentials, lambda call, parts, n: parts[0] + parts[1].log()),
     "var.correction std.correction var_mean.correction std_mean.correction": _Summing(
         MOMENTS, find_moments, _finish_moments
     ),
-    "any.dims any.dim any.default": _Summing(LARGEST, lambda x, dims: _find_largest(_holds(x), dims)),
-    "all.dims all.dim all.default": _Summing(
-        Merging((1.0,), each_by(torch.minimum)), lambda x, dims: _find_smallest(_holds(x), dims)
-    ),
+    "any.dims any.dim any.default": _Summing(LARGEST, lambda x, dims: _find_largest(x.ne(0), dims)),
+    "all.dims all.dim all.default": _Summing(SMALLEST, lambda x, dims: _find_smallest(x.ne(0), dims)),
     "linalg_vector_norm norm.ScalarOpt_dim": _sums_of_norm,
 }
 SUM_RULES: dict[str, Rule] = {
