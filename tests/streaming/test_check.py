@@ -180,12 +180,25 @@ def test_a_plan_has_its_check_and_pickles_it() -> None:
     [
         (network(), (200, 180), "one tile"),
         (network(), 8, "2%"),
-        (network(), Tiles(50, statistics="tile"), "norms and pooling"),
     ],
 )
 def test_a_plan_tells_why_it_is_not_checked(net: nn.Module, tile: object, reason: str) -> None:
     size = (16, 16) if tile == 8 else (200, 180)
     assert any("not checked" in line and reason in line for line in plan_whole(net, size, tile=tile).lines())
+
+
+@pytest.mark.parametrize("statistics", ["whole", "tile"])
+def test_a_wrong_rule_is_found_whatever_norms_see(monkeypatch: pytest.MonkeyPatch, statistics: str) -> None:
+    op, net, volume = "aten.upsample_bilinear2d.default", network(), torch.randn(1, 200, 180)
+    tile, rule = Tiles(50, statistics=statistics), RULES[op]
+    plan = plan_whole(net, volume.shape, tile=tile)
+    assert isinstance(plan.check, check.RegionCheck)
+    assert 0 < plan.check.macs <= recording._SHARE * sum(each.macs for each in plan.passes)
+    predict_whole(net, volume, plan=plan, quiet=True)
+    monkeypatch.setitem(RULES, op, rule._replace(run=lambda *given: 1.1 * rule.run(*given)))
+    for options in ({"tile": tile}, {"plan": plan}):
+        with pytest.raises(check.TilesDifferError, match=re.escape(op)):
+            predict_whole(net, volume, **options, quiet=True)
 
 
 def test_predict_whole_finds_a_wrong_rule_before_the_first_pass(
