@@ -28,6 +28,7 @@ from farfield.streaming.labels import (
     find_regions,
     label_graph,
 )
+from farfield.streaming.places import Places, find_places
 from farfield.streaming.plan import GraphPlan, Halo, PatchPlan, RegionCheck, find_stored, join_halos, make_graph_plan
 from farfield.streaming.rules import POINTWISE, find_rule
 from farfield.streaming.rules.rule import OperationCall, Parts, Reduction
@@ -90,6 +91,14 @@ class Recording:
         """The scales of each value along all these axes, where it has even steps."""
         labelled = self._try_label(self.cuttable)
         return _find_scales(labelled) if labelled else {}
+
+    @cached_property
+    def places(self) -> Places:
+        """Where each value stands along all axes, those along which it cannot be cut included."""
+        axes = tuple(range(len(self.size)))
+        return find_places(
+            self._try_label(axes) or label_graph(self.graph, self.size, axes, halo=self.halo, refused={})
+        )
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from farfield.streaming.arguments import parse_layouts
 from farfield.streaming.graph import RecordedLayer, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
 from farfield.streaming.plan import GraphPlan, PatchPlan, PlannedPass, RegionCheck, join_halos
+from farfield.volumes.place import Place
 from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
@@ -26,11 +27,16 @@ _WORK = 4
 _UNNAMED = ("tensor ", "constant ")
 
 
-class AxisScale(NamedTuple):
-    """The axis of the output that runs along one of the volume, and its positions per position: 1/4 after 2 strides."""
+class AxisPlace(NamedTuple):
+    """The axis of the output that runs along one of the padded volume, and where its positions stand along that."""
 
     axis: int
-    ratio: Fraction
+    scale: Fraction  # positions of the volume from one to the next: 4 after two strides of 2
+    offset: Fraction  # of the first
+
+    def of_part(self, first: int, start: int) -> tuple[int, Place]:
+        """Return the place of a part, from its `first` position on, in a volume that starts within this one."""
+        return self.axis, Place(self.scale, self.offset + first * self.scale - start)
 
 
 class PlannedOutput(NamedTuple):
@@ -39,11 +45,18 @@ class PlannedOutput(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     # For each spatial axis of the volume; None if none of the output runs along it.
-    scales: tuple[AxisScale | None, ...]
+    places: tuple[AxisPlace | None, ...]
     # The spatial region that does not stand for padding alone.
     kept: Region
     # Size of the part that the first tile writes.
     written: tuple[int, ...]
+    # By axis of the volume, why it is not certain where the output stands along it.
+    doubts: dict[int, str]
+
+    def written_places(self, padding: Sequence[Span]) -> list[tuple[int, Place] | None]:
+        """Return for each axis of the volume which of the output it is, and where what is kept stands in it."""
+        pairs = zip(self.places, padding, strict=True)
+        return [each and each.of_part(self.kept[each.axis - 2][0], before) for each, (before, _) in pairs]
 
 
 @dataclass
@@ -191,6 +204,7 @@ class StreamingPlan:
             text.append(f"before, tiles are compared with the network on a region of {region} positions: {share}")
         else:
             text.append(f"not checked: {self.check}")
+        text += [f"the place of the output is not certain: {each}" for each in self.output.doubts.values()]
         if self.recomputed > _WORK and not self.patch_size:
             text.append("to do less work: tile=Tiles(…, disk=bytes) stores values inside the network between passes")
         return text
