@@ -387,11 +387,11 @@ class Planner:
             along.append(AxisPlace(place, *found))
             if found.scale < 0:
                 before, after = after, before
-                doubts[axis] = f"it is flipped along axis {axis}, which a voxel size does not tell"
+                doubts[axis] = "it is flipped, which a voxel size does not tell"
             elif axis in recording.places.doubts:
-                doubts[axis] = f"along axis {axis} {recording.places.doubts[axis]}, of which it has the first"
+                doubts[axis] = f"{recording.places.doubts[axis]}, of which it has the first"
             elif axis not in places and info.shape[place] != length:
-                doubts[axis] = f"along axis {axis} no rule tells it; it is taken to be as long as the volume"
+                doubts[axis] = "no rule tells it, and it is taken to be as long as the volume"
             kept[place - 2] = int(before / abs(found.scale)), info.shape[place] - int(after / abs(found.scale))
         if any(start >= stop for start, stop in kept):
             raise refusal(

@@ -50,7 +50,7 @@ class PlannedOutput(NamedTuple):
     kept: Region
     # Size of the part that the first tile writes.
     written: tuple[int, ...]
-    # By axis of the volume, why it is not certain where the output stands along it.
+    # By axis of the volume, what makes the place of the output along it uncertain.
     doubts: dict[int, str]
 
     def written_places(self, padding: Sequence[Span]) -> list[tuple[int, Place] | None]:
@@ -204,7 +204,7 @@ class StreamingPlan:
             text.append(f"before, tiles are compared with the network on a region of {region} positions: {share}")
         else:
             text.append(f"not checked: {self.check}")
-        text += [f"the place of the output is not certain: {each}" for each in self.output.doubts.values()]
+        text += [f"place of the output along axis {axis}: {each}" for axis, each in self.output.doubts.items()]
         if self.recomputed > _WORK and not self.patch_size:
             text.append("to do less work: tile=Tiles(…, disk=bytes) stores values inside the network between passes")
         return text
