@@ -50,8 +50,9 @@ def cropped(output: Tensor, plan: StreamingPlan) -> Tensor:
     """What is promised of a padded volume: the network's output without positions that stand for padding alone."""
     for place, (before, after) in zip(plan.output.places, plan.padding, strict=True):
         if place is not None:
-            start, stop = int(before / place.scale), output.shape[place.axis] - int(after / place.scale)
-            output = output.narrow(place.axis, start, stop - start)
+            axis, (scale, _) = place
+            start, stop = int(before / scale), output.shape[axis] - int(after / scale)
+            output = output.narrow(axis, start, stop - start)
     return output
 
 

@@ -23,6 +23,7 @@ from farfield.streaming.progress import find_unfinished
 from farfield.streaming.recording import Recording
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import find_shared
+from farfield.volumes.place import Place
 from farfield.volumes.sink import to_numpy
 from farfield.volumes.source import Region, VolumeSource
 from farfield.volumes.unfinished import STATE, unfinished_folder
@@ -208,9 +209,10 @@ def _take_core(result: Tensor, known: ImageMetadata, plan: StreamingPlan, core: 
         if own is None:  # which has no preview
             continue
         (start, stop), (low, high), first = core[axis], plan.padding[axis], region[axis][0]
-        begin, end = (abs((at - first) / own.scale) for at in (max(start, low), min(stop, plan.size[axis] - high)))
+        place, (scale, offset) = own
+        begin, end = (abs((at - first) / scale) for at in (max(start, low), min(stop, plan.size[axis] - high)))
         index.append(slice(int(begin), math.ceil(end)))
-        _, places[letter] = own.of_part(int(begin), low - first)
+        places[letter] = Place(scale, offset + (int(begin) - plan.output.kept[place - 2][0]) * scale + first)
     numbers = to_numpy(result[0])[(slice(None), *index)]
     placed = replace(known, spacing=dict.fromkeys(letters, 1.0) | dict(known.spacing)).placed(places)
     if len(numbers) == 1:

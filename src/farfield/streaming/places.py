@@ -28,8 +28,11 @@ def find_places(labelled: LabelledGraph) -> Places:
         for axis, length in lengths.items():
             # Of operands that are joined along the axis, the longest has most positions; of others, the shortest path
             # comes first: what was skipped, and not what was brought back to its size.
-            paths = _paths(labelled, places, value, axis, length)
-            found = sorted((-own, depths[source.node], source, place) for source, own, place in paths)
+            found = sorted(
+                (-own, depths[source.node], source, places.of[source][axis].take(step))
+                for source, own, step in find_steps(labelled, value, axis)
+                if axis in places.of[source]
+            )
             for *_, other in found:
                 first = places.of[value].setdefault(axis, other)
                 # What is rolled, or padded by its other end, stands where it does without, or a whole length away.
@@ -39,18 +42,17 @@ def find_places(labelled: LabelledGraph) -> Places:
     return places
 
 
-def _paths(
-    labelled: LabelledGraph, places: Places, value: Value, axis: int, length: int
-) -> Iterator[tuple[Value, int, Place]]:
-    """Iterate over operands that a value has an axis from: with their lengths, and where it stands by each of them."""
+def find_steps(labelled: LabelledGraph, value: Value, axis: int) -> Iterator[tuple[Value, int, Place]]:
+    """Iterate over operands that a value has an axis from: their lengths, and where it stands among their positions."""
     sources, rule = labelled.graph.nodes[value.node].inputs, labelled.rules.get(value.node)
+    length = lengths_along(labelled.layouts[value])[axis]
     given = rule.places(labelled.calls[value.node]) if rule else [{} for _ in sources]
     is_given = any(axis in each for each in given)
     for source, steps in zip(sources, given, strict=True):
-        own, outer = lengths_along(labelled.layouts[source]).get(axis), places.of[source].get(axis)
-        if not own or not length or outer is None or is_given != (axis in steps):
+        own = lengths_along(labelled.layouts[source]).get(axis)
+        if not own or not length or is_given != (axis in steps):
             continue
         # An operation without a rule is in place where it keeps the length.
         step = steps[axis] if is_given else stretch(own, length) if rule or own == length else None
         if step is not None:
-            yield source, own, outer.take(step)
+            yield source, own, step

@@ -42,8 +42,8 @@ from farfield.streaming.progress import Saved
 from farfield.streaming.record import record_network
 from farfield.streaming.recording import Recording, make_patch_plan, plan_check
 from farfield.streaming.spans import axes_of
-from farfield.streaming.streaming_plan import AxisPlace, PlannedOutput, StreamingPlan, describe_structure
-from farfield.volumes.place import stretch
+from farfield.streaming.streaming_plan import PlannedOutput, StreamingPlan, describe_structure
+from farfield.volumes.place import Place, stretch
 from farfield.volumes.source import MODES, AxisLayout
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
@@ -373,7 +373,7 @@ class Planner:
             raise GraphError("the axes of its output are not those of the volume")
         own = {dim[0].axis: place for place, dim in enumerate(layout) if dim[0].axis is not None}
         there, places, doubts = recording.output_axes | own, recording.places.of[graph.output], {}
-        along: list[AxisPlace | None] = []
+        along: list[tuple[int, Place] | None] = []
         kept = [(0, length) for length in info.shape[2:]]
         for axis, (length, (before, after)) in enumerate(zip(size, padding, strict=True)):
             # Labels do not tell an axis along which the network cannot be cut, nor one of a single position.
@@ -383,16 +383,17 @@ class Planner:
             if place is None:
                 along.append(None)
                 continue
-            found = places.get(axis, stretch(length, info.shape[place]))
-            along.append(AxisPlace(place, *found))
-            if found.scale < 0:
-                before, after = after, before
+            scale, offset = places.get(axis, stretch(length, info.shape[place]))
+            ends = [int(each / abs(scale)) for each in (before, after)]
+            if scale < 0:
+                ends.reverse()
                 doubts[axis] = "it is flipped, which a voxel size does not tell"
             elif axis in recording.places.doubts:
                 doubts[axis] = f"{recording.places.doubts[axis]}, of which it has the first"
             elif axis not in places and info.shape[place] != length:
                 doubts[axis] = "no rule tells it, and it is taken to be as long as the volume"
-            kept[place - 2] = int(before / abs(found.scale)), info.shape[place] - int(after / abs(found.scale))
+            kept[place - 2] = ends[0], info.shape[place] - ends[1]
+            along.append((place, Place(scale, offset + ends[0] * scale - before)))
         if any(start >= stop for start, stop in kept):
             raise refusal(
                 ShapeError,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -27,36 +26,20 @@ _WORK = 4
 _UNNAMED = ("tensor ", "constant ")
 
 
-class AxisPlace(NamedTuple):
-    """The axis of the output that runs along one of the padded volume, and where its positions stand along that."""
-
-    axis: int
-    scale: Fraction  # positions of the volume from one to the next: 4 after two strides of 2
-    offset: Fraction  # of the first
-
-    def of_part(self, first: int, start: int) -> tuple[int, Place]:
-        """Return the place of a part, from its `first` position on, in a volume that starts within this one."""
-        return self.axis, Place(self.scale, self.offset + first * self.scale - start)
-
-
 class PlannedOutput(NamedTuple):
     """The network's output, of all samples."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    # For each spatial axis of the volume; None if none of the output runs along it.
-    places: tuple[AxisPlace | None, ...]
+    # For each spatial axis of the volume, without padding, the axis of the output that runs along it, and where what is
+    # kept stands; None if none runs along it.
+    places: tuple[tuple[int, Place] | None, ...]
     # The spatial region that does not stand for padding alone.
     kept: Region
     # Size of the part that the first tile writes.
     written: tuple[int, ...]
     # By axis of the volume, what makes the place of the output along it uncertain.
     doubts: dict[int, str]
-
-    def written_places(self, padding: Sequence[Span]) -> list[tuple[int, Place] | None]:
-        """Return for each axis of the volume which of the output it is, and where what is kept stands in it."""
-        pairs = zip(self.places, padding, strict=True)
-        return [each and each.of_part(self.kept[each.axis - 2][0], before) for each, (before, _) in pairs]
 
 
 @dataclass
