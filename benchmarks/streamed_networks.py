@@ -214,7 +214,7 @@ def slide(net: nn.Module, grid: Tensor, plan: StreamingPlan) -> Tensor:
     """Run a network on each tile with the halo of the plan, and keep the tile's own positions."""
     result = torch.empty(plan.output.shape[1:])
     halo = join_halos(each.halo for each in plan.passes)
-    ratios = [float(scale.ratio) for scale in plan.output.scales if scale is not None]
+    ratios = [float(1 / each[1].scale) for each in plan.output.places if each is not None]
     # The strides divide the tile and the volume.
     multiples = list(map(math.gcd, plan.tile, plan.size))
     for core in plan.cores:

@@ -79,7 +79,7 @@ def test_imports_go_one_way() -> None:
         ("models/compact.py", "import torchvision"),
         ("nn/blocks.py", "import timm"),
         ("insertion/_places.py", "from farfield import maps"),
-        ("volumes/volume.py", "from farfield.streaming.streaming_plan import AxisScale"),
+        ("volumes/volume.py", "from farfield.streaming.streaming_plan import PlannedOutput"),
         ("insertion/_places.py", "import torchvision"),
         ("insertion/_replace/modules.py", "import timm"),
         ("insertion/_replace/masks.py", "import transformers"),

@@ -52,10 +52,11 @@ def networks(draw: st.DrawFn, rank: int) -> nn.Module:
 
 def cropped(output: Tensor, plan: StreamingPlan) -> Tensor:
     """What is promised of a padded volume: the network's output without positions that stand for padding alone."""
-    for scale, (before, after) in zip(plan.output.scales, plan.padding, strict=True):
-        if scale is not None:
-            start, stop = int(before * scale.ratio), output.shape[scale.axis] - int(after * scale.ratio)
-            output = output.narrow(scale.axis, start, stop - start)
+    for place, (before, after) in zip(plan.output.places, plan.padding, strict=True):
+        if place is not None:
+            axis, (scale, _) = place
+            start, stop = int(before / scale), output.shape[axis] - int(after / scale)
+            output = output.narrow(axis, start, stop - start)
     return output
 
 

@@ -374,7 +374,7 @@ def test_an_output_without_an_axis_that_is_not_cut(tile: tuple[int | None, ...])
             return self.first(grid).mean(2)
 
     plan = plan_whole(settled(Projected()), (5, 32, 48), tile=tile)
-    assert plan.output.scales == (None, (2, Fraction(1, 2)), (3, Fraction(1, 2)))
+    assert plan.output.places == (None, (2, (2, Fraction(1, 2))), (3, (2, Fraction(1, 2))))
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

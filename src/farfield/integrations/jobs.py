@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from farfield.streaming.progress import find_unfinished
 from farfield.streaming.recording import Recording
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import find_shared
+from farfield.volumes.place import Place
 from farfield.volumes.sink import to_numpy
 from farfield.volumes.source import Region, VolumeSource
 from farfield.volumes.unfinished import STATE, unfinished_folder
@@ -155,7 +155,7 @@ class Job:
         dims = len(self.plan.size)
         plan, _ = self._make_plan(replace(self.tiles, size=[_BLOCK.get(dims, _LEAST)] * dims))
         known, source = self._open(plan)
-        if known is None or any(each is None for each in plan.output.scales):
+        if known is None or None in plan.output.places:
             raise refusal(ValueError, "the output has other axes than the volume; fix: start without a preview.")
         place = [
             position.get(letter, 0) + low for letter, (low, _) in zip(known.axes[-dims:], plan.padding, strict=True)
@@ -203,16 +203,18 @@ def _add_halo(core: Region, plan: StreamingPlan) -> Region:
 
 def _take_core(result: Tensor, known: ImageMetadata, plan: StreamingPlan, core: Region, region: Region) -> Volume:
     """Return the own positions of a tile from the output of what it reads, without those that stand for padding."""
-    letters, parts, ratios = known.axes[-len(core) :], {}, {}
+    letters, places = known.axes[-len(core) :], {}
     index: list[slice] = []
-    for axis, letter in enumerate(letters):
-        (start, stop), (low, high), scale = core[axis], plan.padding[axis], plan.output.scales[axis]
-        start, stop, first = max(start, low), min(stop, plan.size[axis] - high), region[axis][0]
-        ratio = Fraction(1) if scale is None else scale.ratio
-        parts[letter], ratios[letter] = range(start - low, stop - low), float(ratio)
-        index.append(slice(int((start - first) * ratio), math.ceil((stop - first) * ratio)))
+    for axis, (letter, own) in enumerate(zip(letters, plan.output.places, strict=True)):
+        if own is None:  # which has no preview
+            continue
+        (start, stop), (low, high), first = core[axis], plan.padding[axis], region[axis][0]
+        place, (scale, offset) = own
+        begin, end = (abs((at - first) / scale) for at in (max(start, low), min(stop, plan.size[axis] - high)))
+        index.append(slice(int(begin), math.ceil(end)))
+        places[letter] = Place(scale, offset + (int(begin) - plan.output.kept[place - 2][0]) * scale + first)
     numbers = to_numpy(result[0])[(slice(None), *index)]
-    placed = replace(known, spacing=dict.fromkeys(letters, 1.0) | dict(known.spacing)).cropped(parts).resampled(ratios)
+    placed = replace(known, spacing=dict.fromkeys(letters, 1.0) | dict(known.spacing)).placed(places)
     if len(numbers) == 1:
         return Volume(numbers[0], placed.with_axes(letters))
     return Volume(numbers, replace(placed, channels=()).with_axes("C" + letters))

@@ -197,6 +197,10 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         like = next(iter(volumes.values()))
         output = output_for("predict_whole", out, prediction.spec, like, overwrite, planned.output.dtype)
         stream, run = prediction.connect(output)
+        if planned.output.doubts and known is not None and (known.spacing or known.affine):
+            letters = known.axes[-len(planned.size) :]
+            doubts = "; ".join(f"along {letters[axis]} {each}" for axis, each in planned.output.doubts.items())
+            stream.warn(f"predict_whole: the place of the output is uncertain: {doubts}.")
         if part is not None and isinstance(output, FileOutput):
             stream.join(output, run)
     with closing(stream), prediction.surroundings():

@@ -93,12 +93,12 @@ class LabelledGraph:
         (start, stop), length = tile[piece.axis], self.size[piece.axis]
         # Tiles begin at multiples of the strides, and so do their spans, also where a piece ends earlier than the
         # volume.
-        many, few = _nearest_ratio(piece.length, length)
+        many, few = find_ratio(piece.length, length)
         first, last = (min(piece.length, place * many // few) for place in (start, stop))
         return first, piece.length if stop == length else last
 
 
-def _nearest_ratio(length: int, whole: int) -> tuple[int, int]:
+def find_ratio(length: int, whole: int) -> tuple[int, int]:
     """Return the ratio of a length to that of the volume; a stride, or its inverse, if it is near one."""
     # A convolution with a stride of 2, and one without padding, give somewhat less than each second, or each, position.
     many, few = max(1, round(length / whole)), max(1, round(whole / max(1, length)))

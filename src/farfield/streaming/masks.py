@@ -15,13 +15,13 @@ import torch
 
 from farfield._refusals import refusal
 from farfield.streaming.graph import Graph, Info, Node, Value, Writer, map_values
-from farfield.streaming.labels import GraphError, LabelledGraph, box_at, find_gathered, find_needs, label_graph
+from farfield.streaming.labels import GraphError, LabelledGraph, find_gathered, label_graph
+from farfield.streaming.places import find_steps
 from farfield.streaming.plan import GraphPlan, PatchPlan, make_graph_plan
-from farfield.streaming.recording import find_distance, spans_along, whole_of
 from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
 from farfield.streaming.rules.rule import OperationCall, convert_number, given_dims, spatial_dims, widen
 from farfield.streaming.rules.sums import find_norm
-from farfield.streaming.spans import Piece, axes_of, length_of
+from farfield.streaming.spans import Piece, axes_of, length_of, lengths_along
 
 _INF = math.inf
 # Operations that sum over positions, and the number that changes none of their results.
@@ -71,47 +71,32 @@ class _Place(NamedTuple):
 def _place_along(
     labelled: LabelledGraph, places: dict[Value, dict[int, _Place]], value: Value, axis: int, length: int
 ) -> _Place | None:
-    """Return where a value lies from the middle of what its positions read; None if that is not even."""
+    """Return where a value lies, around the middle of what its positions read; None if that is not even."""
     node, layouts = labelled.graph.nodes[value.node], labelled.layouts
     if node.op == "input":
         return _Place(Fraction(0), Fraction(1))
-    read = next(
-        (ends[axis][1] for ends in map(whole_of, map(layouts.__getitem__, node.inputs)) if axis in ends), length
-    )
-    distance, phases = find_distance(length, read), Fraction(read, length).denominator
-    phases = phases if phases <= length // 2 else 1
-    begin = (length - 1 - distance) // 2
-    # All phases, and their mirrored positions: what windows lose at one border they lose at the other.
-    at = [place for start in range(begin, begin + phases) for place in (start, length - 1 - start)]
-    needs = [find_needs(labelled, value, box_at(layouts[value], axis, place)) for place in (*at, begin + distance)]
-    for source, *pairs in zip(node.inputs, *needs, strict=False):
-        own, found = places.get(source, {}).get(axis), [spans_along(layouts[source], box).get(axis) for _, box in pairs]
-        spans = [span for span in found if span is not None]
-        if own is None or len(spans) < len(found):
+    for source, _, step in find_steps(labelled, value, axis):
+        own = places[source].get(axis)
+        if own is None:
             continue
-        moved = max((after - before for before, after in zip(spans[0], spans[-1], strict=True)), key=abs)
-        if not moved:
-            continue
-        scale = own.scale * abs(moved) / distance
-        middle = own.start + own.scale * Fraction(sum(start + stop for start, stop in spans[:-1]), 2 * len(at))
-        start = (middle if moved > 0 else labelled.size[axis] - middle) - scale * length / 2
-        if moved > 0:
+        scale = own.scale * abs(step.scale)
+        middle = own.start + own.scale * (step.offset + Fraction(1, 2))
+        start = (middle if step.scale > 0 else labelled.size[axis] - middle) - scale / 2
+        if step.scale > 0:
             # Kernels whose middle lies between two positions move by less than one.
             start = own.start + math.trunc((start - own.start) / scale) * scale
         # What is joined along the axis may be rolled: then some of the volume lies behind its ends.
         joined = node.op == "aten.cat.default" and axis in axes_of(layouts[value][node.args[1] :][:1])
         if joined and (start > 0 or start + scale * length < labelled.size[axis]):
             return None
-        return _Place(start, scale, own.is_flipped != (moved < 0))
-    # A sum over other axes.
-    same = (places.get(source, {}).get(axis) for source in node.inputs)
-    return next((own for own in same if own is not None), None) if read == length else None
+        return _Place(start, scale, own.is_flipped != (step.scale < 0))
+    return None
 
 
 def _find_places(labelled: LabelledGraph) -> dict[Value, dict[int, _Place]]:
     places: dict[Value, dict[int, _Place]] = {}
     for value, layout in labelled.layouts.items():
-        along = {axis: _place_along(labelled, places, value, axis, end) for axis, (_, end) in whole_of(layout).items()}
+        along = {axis: _place_along(labelled, places, value, axis, end) for axis, end in lengths_along(layout).items()}
         places[value] = {axis: place for axis, place in along.items() if place is not None}
     return places
 
@@ -164,7 +149,7 @@ class _Masking:
             raise self._refuse(
                 self.labelled.graph.nodes[value.node], "it is not known which positions of the volume its own stand for"
             )
-        mask = self._mask_grid(write, {axis: (self.places[value][axis], whole_of(layout)[axis][1]) for axis in axes})
+        mask = self._mask_grid(write, {axis: (self.places[value][axis], lengths_along(layout)[axis]) for axis in axes})
         order = [*axes, *(axis for axis in range(len(self.labelled.size)) if axis not in axes)]
         mask = write.permute(mask, order) if order != sorted(order) else mask
         # A position of a labelled piece stands for all that lie within it.

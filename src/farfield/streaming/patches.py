@@ -17,12 +17,13 @@ from farfield._refusals import refusal
 from farfield.streaming.arguments import axis_spans, round_up
 from farfield.streaming.graph import Value
 from farfield.streaming.labels import GraphError, LabelledGraph, find_needs, is_read, label_graph, trace
+from farfield.streaming.places import find_places
 from farfield.streaming.plan import Halo, PatchPlan, join_halos, make_graph_plan
-from farfield.streaming.recording import Recording, find_scales, whole_of
+from farfield.streaming.recording import Recording, find_scales
 from farfield.streaming.rules.reading import READING_RULES
 from farfield.streaming.rules.rule import OperationCall, Parts, Reduction
 from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.spans import Box, Layout, Piece, Span, box_shape, read_box, region_of, whole_box
+from farfield.streaming.spans import Box, Layout, Piece, Span, box_shape, lengths_along, read_box, region_of, whole_box
 
 # (volume, box) -> its numbers
 ReadVolume = Callable[[int, Box], Tensor]
@@ -45,7 +46,7 @@ def make_patch_plan(
         levels[index] = before + (index in labelled.reductions and nodes[index].op == "layer")
     whole = make_graph_plan(replace(labelled, levels=levels), tile, [])
     halo = join_halos(each.halo for each in whole.passes)
-    plan = PatchPlan(whole.labelled, whole.tile, {}, labelled, halo, find_scales(labelled))
+    plan = PatchPlan(whole.labelled, whole.tile, {}, labelled, halo, find_scales(find_places(labelled)))
     halo = Halo(*(tuple(map(round_up, side, plan.multiples)) for side in halo))
     # A patch has the remainder of the volume's size, so that the last starts at a multiple; so do tiles that do not.
     size = tuple(
@@ -102,12 +103,12 @@ class _Moved:
 
     def _find_places(self, value: Value, region: Sequence[Span]) -> Iterator[dict[int, int]]:
         """Iterate over where a patch may begin in a value: what is inside may be flipped."""
-        own, there = (whole_of(each.layouts[value]) for each in (self.plan.labelled, self.patch))
+        own, there = (lengths_along(each.layouts[value]) for each in (self.plan.labelled, self.patch))
         graph, options = self.plan.labelled.graph, []
         attention = [each for index in self.plan.reductions for each in (Value(index), graph.nodes[index].inputs[0])]
-        for axis, (_, length) in own.items() if own.keys() == there.keys() else ():
+        for axis, length in own.items() if own.keys() == there.keys() else ():
             first = self.plan.first(value, axis, region, length)
-            places = [first, length - there[axis][1] - first]
+            places = [first, length - there[axis] - first]
             places = places[:1] if value in (graph.output, *attention) else places
             options.append([int(place) for place in places if place.denominator == 1])
         yield from (dict(zip(own, chosen, strict=True)) for chosen in itertools.product(*options))

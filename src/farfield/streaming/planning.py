@@ -8,7 +8,6 @@ from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,10 @@ from farfield.streaming.patches import make_patch_plan
 from farfield.streaming.plan import GraphPlan, PatchPlan, find_stored, fit_stored, make_graph_plan
 from farfield.streaming.progress import Saved
 from farfield.streaming.record import record_network
-from farfield.streaming.recording import Recording, Scales, plan_check
+from farfield.streaming.recording import Recording, plan_check
 from farfield.streaming.spans import axes_of
-from farfield.streaming.streaming_plan import AxisScale, PlannedOutput, StreamingPlan
+from farfield.streaming.streaming_plan import PlannedOutput, StreamingPlan
+from farfield.volumes.place import Place, stretch
 from farfield.volumes.source import MODES, AxisLayout
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
@@ -165,10 +165,7 @@ class Planner:
         self._refuse_large_summaries(plan.labelled)
         if self.tiles.statistics == "tile" and plan.cut:
             plan = self._plan_patches(recording, plan, batch)
-        scales = recording.scales.get(recording.graph.output, {})
-        if probe is not None and self.pad:
-            scales = scales | probe.scales.get(probe.graph.output, {})
-        output = self._plan_output(recording, plan, scales, padding, samples)
+        output = self._plan_output(recording, plan, padding, samples)
         if any(map(any, padding)) and not isinstance(plan, PatchPlan):
             plan = replace(plan, kept=output.kept)
         return StreamingPlan(
@@ -378,7 +375,6 @@ class Planner:
         self,
         recording: Recording,
         plan: GraphPlan,
-        scales: Scales,
         padding: Sequence[tuple[int, int]],
         samples: int,
     ) -> PlannedOutput:
@@ -388,20 +384,28 @@ class Planner:
         if axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
             raise GraphError("the axes of its output are not those of the volume")
         own = {dim[0].axis: place for place, dim in enumerate(layout) if dim[0].axis is not None}
-        there = recording.output_axes | own
-        along: list[AxisScale | None] = []
+        there, places, doubts = recording.output_axes | own, recording.places.of[graph.output], {}
+        along: list[tuple[int, Place] | None] = []
         kept = [(0, length) for length in info.shape[2:]]
         for axis, (length, (before, after)) in enumerate(zip(size, padding, strict=True)):
             # Labels do not tell an axis along which the network cannot be cut, nor one of a single position.
-            known = axis not in labelled.cut or axis in scales
+            known = axis not in labelled.cut or axis in places
             same = known and len(layout) == len(size) + 2 and axis + 2 not in there.values()
             place = there.get(axis, axis + 2 if same else None)
             if place is None:
                 along.append(None)
                 continue
-            ratio = 1 / scales[axis] if axis in scales else Fraction(info.shape[place], length).limit_denominator(64)
-            along.append(AxisScale(place, ratio))
-            kept[place - 2] = int(before * ratio), info.shape[place] - int(after * ratio)
+            scale, offset = places.get(axis, stretch(length, info.shape[place]))
+            ends = [int(each / abs(scale)) for each in (before, after)]
+            if scale < 0:
+                ends.reverse()
+                doubts[axis] = "it is flipped, which a voxel size does not tell"
+            elif axis in recording.places.doubts:
+                doubts[axis] = f"{recording.places.doubts[axis]}, of which it has the first"
+            elif axis not in places and info.shape[place] != length:
+                doubts[axis] = "no rule tells it, and it is taken to be as long as the volume"
+            kept[place - 2] = ends[0], info.shape[place] - ends[1]
+            along.append((place, Place(scale, offset + ends[0] * scale - before)))
         if any(start >= stop for start, stop in kept):
             raise refusal(
                 ShapeError,
@@ -413,4 +417,4 @@ class Planner:
             min(stop - start, high - low) for ((start, stop),), (low, high) in zip(box[2:], kept, strict=True)
         )
         shape = (info.shape[0] * samples, *info.shape[1:])
-        return PlannedOutput(shape, info.dtype, tuple(along), tuple(kept), written)
+        return PlannedOutput(shape, info.dtype, tuple(along), tuple(kept), written, doubts)

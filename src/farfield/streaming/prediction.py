@@ -107,7 +107,7 @@ class Prediction:
         if plan.samples > 1:
             box[: layout.batch] = [1] * layout.batch
         channels = next(iter(self.sources.values())).channels
-        metadata = describe_output(self.arranged[0], layout, channels, output.shape[1], output.scales)
+        metadata = describe_output(self.arranged[0], layout, channels, output.shape[1], output.places)
         if plan.outputs.names:
             metadata = replace(metadata, channels=plan.outputs.channel_names())
         return OutputSpec(shape, numpy_dtype(output.dtype), tuple(box), metadata)

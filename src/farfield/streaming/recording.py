@@ -18,18 +18,17 @@ from farfield.streaming.labels import (
     LabelledGraph,
     box_at,
     count_bytes,
-    find_needs,
+    find_ratio,
     find_regions,
     label_graph,
 )
+from farfield.streaming.places import Places, find_places
 from farfield.streaming.plan import GraphPlan, PatchPlan, RegionCheck, find_stored, join_halos, make_graph_plan
 from farfield.streaming.rules import POINTWISE, find_rule
-from farfield.streaming.spans import Box, Layout, Piece, Span, whole_box
+from farfield.streaming.spans import Piece, whole_box
 
-# Positions whose distance is a multiple of this have the same phase of interpolation.
-_PHASES = (5040, 240, 24, 4, 2, 1)
-# Steps finer than one in so many of the volume's are no even ones.
-_FINEST = 64
+# Steps of more positions, or in more parts of one, are no even ones, if they are no multiple or part of one.
+_FINEST = 8
 # The share of the planned MACs that a check may take, and what it may take of any volume: a tenth of a second.
 _SHARE, _FEW_MACS, _FEW_BYTES = 0.02, 2 * 10**9, 2**26
 # Positions along an axis of a region that are enough where halos are smaller.
@@ -80,8 +79,15 @@ class Recording:
     @cached_property
     def scales(self) -> dict[Value, Scales]:
         """The scales of each value along all these axes, where it has even steps."""
-        labelled = self._try_label(self.cuttable)
-        return find_scales(labelled) if labelled else {}
+        return find_scales(self.places)
+
+    @cached_property
+    def places(self) -> Places:
+        """Where each value stands along all axes, those along which it cannot be cut included."""
+        axes = tuple(range(len(self.size)))
+        return find_places(
+            self._try_label(axes) or label_graph(self.graph, self.size, axes, halo=self.halo, refused={})
+        )
 
     @property
     def is_resized(self) -> bool:
@@ -168,58 +174,17 @@ def _list_steps(graph: Graph) -> Iterator[tuple[int, str]]:
         yield index, f"{node.op} {node.path} {args}"
 
 
-def find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
-    scales: dict[Value, Scales] = {}
-    for value, layout in labelled.layouts.items():
-        along = {axis: _scale_along(labelled, scales, value, axis, end) for axis, (_, end) in whole_of(layout).items()}
-        scales[value] = {axis: scale for axis, scale in along.items() if scale is not None}
+def find_scales(places: Places) -> dict[Value, Scales]:
+    """Return the even steps of values."""
+    scales = dict[Value, Scales]()
+    for value, own in places.of.items():
+        scales[value] = {}
+        for axis, (scale, _) in own.items():
+            # Resampling to a size takes somewhat more or less than an even step, which no stride is to follow.
+            many, few = find_ratio(scale.denominator, abs(scale.numerator))
+            if min(many, few) == 1 or max(many, few) <= _FINEST:
+                scales[value][axis] = Fraction(few, many)
     return scales
-
-
-def _scale_along(
-    labelled: LabelledGraph, scales: dict[Value, Scales], value: Value, axis: int, length: int
-) -> Fraction | None:
-    """Return the scale of what a value reads, times its own steps; None if it has no even ones."""
-    node, layouts = labelled.graph.nodes[value.node], labelled.layouts
-    if node.op == "input":
-        return Fraction(1)
-    if length < 2:
-        return None
-    there = (whole_of(layouts[source]).get(axis) for source in node.inputs)
-    distance = find_distance(length, next((span[1] for span in there if span is not None), length))
-    # In the middle, as windows end at borders.
-    first = (length - 1 - distance) // 2
-    boxes = [box_at(layouts[value], axis, place) for place in (first, first + distance)]
-    needs = [find_needs(labelled, value, box) for box in boxes]
-    for (source, one), (_, other) in zip(*needs, strict=True):
-        before, after = (spans_along(layouts[source], box).get(axis) for box in (one, other))
-        if axis not in scales.get(source, {}) or before is None or after is None:
-            continue
-        moved = max(abs(after[0] - before[0]), abs(after[1] - before[1]))
-        scale = scales[source][axis] * Fraction(moved, distance)
-        if moved and scale.denominator <= _FINEST:
-            return scale
-    return None
-
-
-def find_distance(length: int, read: int) -> int:
-    """Return the largest distance of two positions of one phase, at most half of a length; `read` is the operand's."""
-    # The phases of a transposed convolution are as many as its stride, which is the ratio of the lengths.
-    period = Fraction(read, length).denominator
-    period = period if period <= length // 2 else 1
-    distance = period * next(each for each in _PHASES if each * period <= length // 2)
-    return length // 2 // distance * distance
-
-
-def spans_along(layout: Layout, box: Box) -> dict[int, Span]:
-    """Return the span of a box along each axis that a value runs along; none if nothing is read, `()`."""
-    spans = zip(itertools.chain(*layout), itertools.chain(*box), strict=False)
-    return {piece.axis: span for piece, span in spans if piece.axis is not None}
-
-
-def whole_of(layout: Layout) -> dict[int, Span]:
-    """Return the span of all positions along each axis that a value runs along."""
-    return spans_along(layout, whole_box(layout))
 
 
 def plan_check(

@@ -10,10 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from farfield.volumes.place import Place
 
 Span = tuple[int, int]
 # A span of each piece of each dimension.
@@ -83,6 +86,11 @@ def axes_of(layout: Layout) -> list[int]:
     return [piece.axis for dim in layout for piece in dim if piece.axis is not None]
 
 
+def lengths_along(layout: Layout) -> dict[int, int]:
+    """Return how many positions run along each axis."""
+    return {piece.axis: piece.length for dim in layout for piece in dim if piece.axis is not None}
+
+
 def whole_dim(dim: Dim) -> tuple[Span, ...]:
     return tuple((0, piece.length) for piece in dim)
 
@@ -137,6 +145,16 @@ class Window(NamedTuple):
     def moves(self) -> bool:
         """Whether a position reads another than itself."""
         return (self.kernel, self.stride, self.padding, self.extra) != (1, 1, 0, 0)
+
+    @property
+    def place(self) -> Place:
+        """Where positions of the result stand: in the middle of their windows."""
+        middle = Fraction(self.dilation * (self.kernel - 1), 2) - self.padding
+        return (
+            Place(Fraction(1, self.stride), -middle / self.stride)
+            if self.transposed
+            else Place(Fraction(self.stride), middle)
+        )
 
     def reach(self, span: Span) -> Span:
         """Return where the windows of a span begin and end, padding included."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +19,11 @@ from farfield.streaming.labels import LabelledGraph, label_graph
 from farfield.streaming.patches import refuse_moved
 from farfield.streaming.plan import GraphPlan, PatchPlan, PlannedPass, RegionCheck, join_halos
 from farfield.streaming.record import AROUND, record_network
+from farfield.volumes.place import Place
 from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
 _WORK = 4
-
-
-class AxisScale(NamedTuple):
-    """The axis of the output that runs along one of the volume, and its positions per position: 1/4 after 2 strides."""
-
-    axis: int
-    ratio: Fraction
 
 
 class PlannedOutput(NamedTuple):
@@ -38,12 +31,15 @@ class PlannedOutput(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    # For each spatial axis of the volume; None if none of the output runs along it.
-    scales: tuple[AxisScale | None, ...]
+    # For each spatial axis of the volume, without padding, the axis of the output that runs along it, and where what is
+    # kept stands; None if none runs along it.
+    places: tuple[tuple[int, Place] | None, ...]
     # The spatial region that does not stand for padding alone.
     kept: Region
     # Size of the part that the first tile writes.
     written: tuple[int, ...]
+    # By axis of the volume, what makes the place of the output along it uncertain.
+    doubts: dict[int, str]
 
 
 @dataclass
@@ -193,6 +189,7 @@ class StreamingPlan:
             text.append(f"before, tiles are compared with the network on a region of {region} positions: {share}")
         else:
             text.append(f"not checked: {self.check}")
+        text += [f"place of the output along axis {axis}: {each}" for axis, each in self.output.doubts.items()]
         if self.recomputed > _WORK and not self.patch_size:
             text.append("to do less work: tile=Tiles(…, disk=bytes) stores values inside the network between passes")
         return text

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from farfield.volumes.place import Place
 
 # Letters of the axes of space, and the order in which axes are presented: time, channels, space.
 SPACE = "ZYX"
@@ -57,7 +60,7 @@ class ImageMetadata:
         origin: Letter -> coordinate of the first position; 0 for those that are absent.
         channels: Names of the channels, one for each, or none.
         affine: Letter -> step from one position to the next in the world's coordinates, as NIfTI and GeoTIFF have them;
-            "origin" -> world's coordinates of the first position.
+            "origin" -> world's coordinates of the first position, of GeoTIFF of its corner.
         georeference: GeoTIFF's description of the world, by the numbers of its tags.
 
     Example:
@@ -86,29 +89,33 @@ class ImageMetadata:
         names = tuple(self.channels[index] for index in indices) if len(self.channels) == count else ()
         return replace(self, channels=names)
 
-    def resampled(self, ratios: Mapping[str, float]) -> ImageMetadata:
-        """Return the metadata of a grid that has `ratios[letter]` positions for each position of an axis."""
-        spacing = {letter: each / ratios.get(letter, 1) for letter, each in self.spacing.items()}
-        affine = {letter: tuple(each / ratios.get(letter, 1) for each in step) for letter, step in self.affine.items()}
-        return replace(self, spacing=spacing, affine=affine)
+    def placed(self, places: Mapping[str, Place]) -> ImageMetadata:
+        """Return the metadata of a grid whose positions stand at `places[letter]` of those of an axis."""
+        spacing, origin, affine = dict(self.spacing), dict(self.origin), dict(self.affine)
+        for letter, (scale, offset) in places.items():
+            if letter in spacing:
+                if offset:
+                    origin[letter] = _at(origin.get(letter, 0.0), spacing[letter], offset)
+                spacing[letter] = _at(0.0, spacing[letter], abs(scale))
+            if letter in affine:
+                # The corner of the first position lies half of it before its middle.
+                moved = offset + (1 - scale) / 2 if self._has_corner else offset
+                affine["origin"] = tuple(map(_at, affine["origin"], affine[letter], [moved] * len(affine[letter])))
+                affine[letter] = tuple(_at(0.0, step, scale) for step in affine[letter])
+        return replace(self, spacing=spacing, origin=origin, affine=affine)
+
+    @property
+    def _has_corner(self) -> bool:
+        """Whether "origin" of `affine` is a corner of the first position: GeoTIFF's, if key 1025 of it is not 2."""
+        keys = list(self.georeference.get("34735", ()))
+        return bool(keys) and [1025, 0, 1, 2] not in [keys[place : place + 4] for place in range(4, len(keys), 4)]
 
     def cropped(self, parts: Mapping[str, range]) -> ImageMetadata:
         """Return the metadata of a part, of the positions `parts[letter]` of an axis: where it lies, and its steps."""
-        spacing, origin = dict(self.spacing), dict(self.origin)
-        affine = {letter: np.array(step) for letter, step in self.affine.items()}
-        channels = self.channels
-        for letter, part in parts.items():
-            if letter == "C" and channels:
-                channels = tuple(channels[index] for index in part if index < len(channels))
-            if letter in spacing:
-                if part.start:
-                    origin[letter] = origin.get(letter, 0.0) + part.start * spacing[letter]
-                spacing[letter] *= abs(part.step)
-            if letter in affine:
-                affine["origin"] = affine["origin"] + part.start * affine[letter]
-                affine[letter] = affine[letter] * part.step
-        steps = {letter: tuple(map(float, step)) for letter, step in affine.items()}
-        return replace(self, spacing=spacing, origin=origin, channels=channels, affine=steps)
+        taken = parts.get("C", range(len(self.channels)))
+        channels = tuple(self.channels[index] for index in taken if index < len(self.channels))
+        places = {letter: Place(Fraction(part.step), Fraction(part.start)) for letter, part in parts.items()}
+        return replace(self, channels=channels).placed(places)
 
     def matrix(self, letters: str = SPACE) -> np.ndarray:
         """Return `affine` as a matrix from positions along some axes, and 1, to coordinates of the world, and 1.
@@ -144,6 +151,10 @@ class ImageMetadata:
     def is_known(self) -> bool:
         """Whether anything but the letters is known."""
         return bool(self.spacing or self.origin or self.channels or self.affine)
+
+
+def _at(start: float, step: float, place: Fraction) -> float:
+    return float(start + step * place.numerator / place.denominator)
 
 
 def restrict(by_letter: Mapping[str, Any], axes: str) -> dict[str, Any]:

@@ -77,13 +77,21 @@ def label_result(volume: Any, result: Any, metadata: ImageMetadata) -> Any:
         return type(volume)(result, affine=metadata.matrix(letters))
     if not _is_data_array(volume) or not isinstance(result, np.ndarray):
         return result
-    known = dict(zip(_read_coordinates(volume).axes, volume.dims, strict=True))
+    own = _read_coordinates(volume)
+    known = dict(zip(own.axes, volume.dims, strict=True))
     names = [
         known.get(letter, "channel" if letter == "C" else f"axis{place}") for place, letter in enumerate(metadata.axes)
     ]
-    same = {
-        name: volume.coords[name]
-        for name, length in zip(names, result.shape, strict=True)
-        if name in volume.coords and len(volume.coords[name]) == length
-    }
-    return type(volume)(result, dims=names, coords=same)
+    coords = {}
+    for name, letter, length in zip(names, metadata.axes, result.shape, strict=True):
+        if name not in volume.coords:
+            continue
+        given, steps = volume.coords[name], (own.spacing.get(letter), metadata.spacing.get(letter))
+        moved = metadata.origin.get(letter, 0.0) - own.origin.get(letter, 0.0)
+        if None not in steps and (moved or steps[0] != steps[1] or len(given) != length):
+            numbers = np.asarray(given, float)
+            sign = 1 if numbers[1] > numbers[0] else -1  # which a spacing has not
+            coords[name] = name, numbers[0] + sign * (moved + steps[1] * np.arange(length)), given.attrs
+        elif len(given) == length:
+            coords[name] = given
+    return type(volume)(result, dims=names, coords=coords)

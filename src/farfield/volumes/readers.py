@@ -17,6 +17,7 @@ from farfield.volumes.file_name import FileName, Opened, load_library, unknown_a
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.library_formats import list_planes, open_hdf5, open_mrc, open_nifti, open_planes
 from farfield.volumes.ome_zarr import read_images
+from farfield.volumes.place import Place, stretch
 from farfield.volumes.tiff_metadata import read_tiff_metadata, stated_axes
 from farfield.volumes.tiff_parts import check_codecs, check_parts, check_planes, describe_series
 
@@ -94,7 +95,7 @@ def open_tiff(file: FileName) -> Opened:
         whole, axes = opened.series[index], stated_axes(opened, index)
         metadata, chosen, own = read_tiff_metadata(opened, index, axes), whole.levels[level], whole.axes.upper()
         check_codecs(chosen)
-    ratios = {letter: _ratio(*pair) for letter, *pair in zip(own, chosen.shape, whole.shape, strict=True)}
+    places = {letter: _place(*pair) for letter, *pair in zip(own, chosen.shape, whole.shape, strict=True)}
     array: Any
     if chosen.dataoffset is not None:
         array = tifffile.memmap(file.path, series=index, level=level, mode="r").reshape(chosen.shape)
@@ -102,13 +103,13 @@ def open_tiff(file: FileName) -> Opened:
         array = zarr.open_array(tifffile.imread(file.path, aszarr=True, series=index, level=level), mode="r")
     if axes != own:  # tifffile leaves out axes of length 1
         array = AxesView(array, [own.find(each) if each in own else None for each in axes], {})
-    return array, metadata.resampled(ratios)
+    return array, metadata.placed(places)
 
 
-def _ratio(positions: int, whole: int) -> float:
-    """Return the positions of a level for each of the whole: 1 / n where it is the n-th of them, rounded either way."""
+def _place(positions: int, whole: int) -> Place:
+    """Return the place of a level: each position is n where it has the n-th of them, rounded either way."""
     factor = max(1, round(whole / max(1, positions)))
-    return 1 / factor if positions in (whole // factor, -(-whole // factor)) else positions / whole
+    return stretch(factor, 1) if positions in (whole // factor, -(-whole // factor)) else stretch(whole, positions)
 
 
 # ---- zarr ------------------------------------------------------------------------------------------------------------

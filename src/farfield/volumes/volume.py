@@ -7,7 +7,6 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from farfield._refusals import door, refusal
 from farfield.volumes.axes_view import AxesView, basic_index, crop_array
 from farfield.volumes.image_metadata import ORDER, SPACE, ImageMetadata, sorted_axes
 from farfield.volumes.labelled_arrays import read_labels
+from farfield.volumes.place import Place
 from farfield.volumes.readers import open_file
 from farfield.volumes.source import AxisLayout
 
@@ -180,29 +180,28 @@ def describe_output(
     layout: AxisLayout,
     channels: int,
     output_channels: int,
-    axis_scales: Sequence[tuple[int, Fraction] | None] | None = None,
+    axis_places: Sequence[tuple[int, Place] | None] | None = None,
 ) -> ImageMetadata:
-    """Return the metadata of an output: the axes of the volume, with a voxel size that fits the output's positions."""
-    # `axis_scales`: for each spatial axis of the volume the axis of the output that it becomes, counted with batch and
-    # channels, and the output's positions per position of the volume; None for one that the output has not.
-    if axis_scales is None:
-        axis_scales = [(axis + 2, Fraction(1)) for axis in range(layout.spatial_dims)]
-    scales = [each for each in axis_scales if each is not None]
-    letters = list(layout.axes(output_channels, len(scales)))
+    """Return the metadata of an output: the axes of the volume, and where the output's positions stand along them."""
+    # `axis_places`: for each spatial axis of the volume the axis of the output that it becomes, counted with batch and
+    # channels, and the place of its positions; None for one that the output has not.
+    if axis_places is None:
+        axis_places = [(axis + 2, Place()) for axis in range(layout.spatial_dims)]
+    count = sum(each is not None for each in axis_places)
+    letters = list(layout.axes(output_channels, count))
     if metadata is None:
         return ImageMetadata("".join(letters))
-    space = len(letters) - len(scales)
-    ratios = {}
-    for letter, each in zip(metadata.axes[-layout.spatial_dims :], axis_scales, strict=True):
+    space = len(letters) - count
+    places = {}
+    for letter, each in zip(metadata.axes[-layout.spatial_dims :], axis_places, strict=True):
         if each is not None and letter in SPACE + "T":
-            axis, ratio = each
+            axis, places[letter] = each
             letters[space + axis - 2] = letter
-            ratios[letter] = float(ratio)
     for place in range(layout.batch):
         letters[place] = metadata.axes[place] if metadata.axes[place] in "TZ" else letters[place]
     names = metadata.channels if channels == output_channels else ()
     axes = "".join(letters)
-    return replace(metadata.with_axes(axes), channels=names).resampled(ratios)
+    return replace(metadata.with_axes(axes), channels=names).placed(places)
 
 
 @door("open_volume")

@@ -41,6 +41,7 @@ from farfield.streaming.spans import (
     length_of,
     positions_of,
 )
+from farfield.volumes.place import Place, stretch
 
 # At most so many windows along an axis, of at least so many positions, are summed over the whole.
 FEW, LARGE = 16, 16
@@ -63,6 +64,7 @@ class _Bins(NamedTuple):
     """The positions of each window along an axis."""
 
     spans: tuple[Span, ...]
+    place: Place | None = None
     moves: bool = True
 
     def read(self, span: Span, length: int) -> Span:
@@ -75,7 +77,8 @@ class _Bins(NamedTuple):
 def _bins_of(window: Window | None, length: int, result: int, padded: bool) -> _Bins:
     """Return the windows along an axis, with or without padding; None are those of torch's adaptive pooling."""
     if window is None:
-        return _Bins(tuple((at * length // result, -(-(at + 1) * length // result)) for at in range(result)))
+        spans = [(at * length // result, -(-(at + 1) * length // result)) for at in range(result)]
+        return _Bins(tuple(spans), stretch(length, result))
     spans = [window.reach((at, at + 1)) for at in range(result)]
     if padded:
         return _Bins(tuple((first, min(last, length + window.padding)) for first, last in spans))

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from farfield.streaming.spans import (
     region_of,
     whole_dim,
 )
+from farfield.volumes.place import Place, stretch
 
 
 @functools.lru_cache(4096)
@@ -144,6 +146,10 @@ class _Joined(NamedTuple):
 
     start: int
 
+    @property
+    def place(self) -> Place:
+        return Place(offset=Fraction(-self.start))
+
     def read(self, span: Span, length: int) -> Span:
         first, last = (min(max(place - self.start, 0), length) for place in span)
         return first, last
@@ -170,6 +176,7 @@ class Taps(NamedTuple):
 
     places: Tensor
     weights: Tensor | None = None
+    place: Place | None = None
     moves: bool = True
 
     def read(self, span: Span, length: int) -> Span:
@@ -214,18 +221,22 @@ def _tapped(find: Callable[[OperationCall], Mapping[int, Taps]]) -> Rule:
 
 @functools.lru_cache(256)
 def _known_taps(positions: tuple[int, ...]) -> Taps:
-    return Taps(torch.tensor(positions)[None])
+    steps = {after - before for before, after in itertools.pairwise(positions)} or {1}
+    is_even = len(steps) == 1 and 0 not in steps
+    return Taps(
+        torch.tensor(positions)[None], place=Place(Fraction(*steps), Fraction(positions[0])) if is_even else None
+    )
 
 
 @functools.lru_cache(256)
 def _padded_taps(op: str, length: int, before: int, result: int) -> Taps:
     """Return the positions of reflecting or replicating padding."""
-    place = torch.arange(result) - before
+    index, place = torch.arange(result) - before, Place(offset=Fraction(-before))
     if "replication" in op:
-        return Taps(place.clamp(0, length - 1)[None])
+        return Taps(index.clamp(0, length - 1)[None], place=place)
     period = max(2 * (length - 1), 1)
-    place = place.abs() % period
-    return Taps(torch.minimum(place, period - place)[None])
+    index = index.abs() % period
+    return Taps(torch.minimum(index, period - index)[None], place=place)
 
 
 def _pad_taps(call: OperationCall) -> Mapping[int, Taps]:
@@ -237,6 +248,22 @@ def _pad_taps(call: OperationCall) -> Mapping[int, Taps]:
 # An axis that is resampled: its length, its new length, the factor that was given, None where the size was, and the
 # dtype in which torch computes places: float64 for volumes in it, float32 for others.
 _Axis = tuple[int, int, float | None, torch.dtype]
+# Factors are fractions of at most so many: what was meant by 0.526 or 1 / 3, which no float is.
+_PARTS = 10**6
+
+
+def _find_step(axis: _Axis) -> Fraction:
+    """Return how many positions the next one is away."""
+    length, result, scale, _ = axis
+    return 1 / Fraction(scale).limit_denominator(_PARTS) if scale else Fraction(length, result)
+
+
+def _place_nearest(step: Fraction, exact: bool) -> Place:
+    """Return where what is read stands on average: p · step, or exactly (p + 1/2) · step, rounded down."""
+    # What is lost runs through all multiples of 1 / denominator, or through all in the middle between two of them.
+    between = exact and step.numerator % 2
+    lost = (1 - Fraction(0 if between else 1, step.denominator)) / 2
+    return Place(step, (step / 2 if exact else 0) - lost)
 
 
 @functools.lru_cache(256)
@@ -247,28 +274,32 @@ def _nearest_taps(op: str, axis: _Axis, dims: int, wide: bool) -> Taps:
     length, result, scale, dtype = axis
     ramp = torch.arange(length, dtype=dtype).view(1, 1, *[1] * (dims - 1), length)
     places = find_operation(op)(ramp, [*[129 if wide else 1] * (dims - 1), result], *[None] * (dims - 1), scale)
-    return Taps(places[(0, 0, *[0] * (dims - 1))].long()[None])
+    places = places[(0, 0, *[0] * (dims - 1))].long()[None]
+    return Taps(places, place=_place_nearest(_find_step(axis), "exact" in op))
 
 
 @functools.lru_cache(256)
 def _weighted_taps(cubic: bool, axis: _Axis, corners: bool) -> Taps:
     """Return where torch interpolates between, in the precision in which it computes places."""
     length, result, scale, dtype = axis
-    place = torch.arange(result, dtype=dtype)
+    index, ratio = torch.arange(result, dtype=dtype), _find_step(axis)
+    place = Place(ratio, (ratio - 1) / 2)
     if corners:
-        source = place * (torch.tensor(float(length - 1), dtype=dtype) / (result - 1) if result > 1 else 0.0)
+        place = Place(Fraction(length - 1, result - 1)) if min(length, result) > 1 else stretch(length, result)
+        source = index * (torch.tensor(float(length - 1), dtype=dtype) / (result - 1) if result > 1 else 0.0)
     else:
         step = torch.tensor(1.0 / scale if scale else length / result, dtype=dtype)
-        source = step * (place + 0.5) - 0.5
+        source = step * (index + 0.5) - 0.5
     if not cubic:
         source = source.clamp(min=0)
         low = source.long().clamp(max=length - 1)
         share = source - low
-        return Taps(torch.stack([low, (low + 1).clamp(max=length - 1)]), torch.stack([1 - share, share]))
+        return Taps(torch.stack([low, (low + 1).clamp(max=length - 1)]), torch.stack([1 - share, share]), place)
     low = source.floor()
     share = source - low
     index = torch.stack([(low.long() + tap).clamp(0, length - 1) for tap in (-1, 0, 1, 2)])
-    return Taps(index, torch.stack([_cubic_weight(each) for each in (share + 1, share, 1 - share, 2 - share)]))
+    weights = [_cubic_weight(each) for each in (share + 1, share, 1 - share, 2 - share)]
+    return Taps(index, torch.stack(weights), place)
 
 
 def _cubic_weight(distance: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from farfield.streaming.spans import (
     whole_dim,
     write_box,
 )
+from farfield.volumes.place import Place
 
 
 class RuleError(ValueError):
@@ -211,6 +212,9 @@ class Rule(NamedTuple):
     reduce: Callable[[OperationCall], Reduction | None] | None = None
     # How many numbers `run` makes beside its output.
     scratch: Callable[[OperationCall, int, Box], int] = lambda call, output, box: 0
+    # Of each operand, by axis, where positions of the output stand among its own, None where these are not even. Along
+    # other axes both are as long as each other.
+    places: Callable[[OperationCall], list[dict[int, Place | None]]] = lambda call: [{} for _ in call.operands]
 
 
 def named(rule: Rule, names: str) -> dict[str, Rule]:
@@ -257,7 +261,9 @@ class Moved(NamedTuple):
     """A dimension of an operand that is read elsewhere than at the position of the output."""
 
     place: int
-    reader: Any  # `read(span, length)`: the positions, of so many, that a span of the output reads; perhaps none
+    # `read(span, length)`: the positions, of so many, that a span of the output reads; perhaps none. `place`: where
+    # those of the output stand among them.
+    reader: Any
 
 
 # For each operand, the dimension of the output that each of its own runs with; None: that is read whole. An operand
@@ -291,7 +297,18 @@ def aligned(find: Callable[[OperationCall], Dims], compute: Run | None = None, *
         along = {at.place if isinstance(at, Moved) else at for own in dims for at in own}
         return take_dims(result, set(range(len(box))) - along, call.layouts[output], box)
 
-    return Rule(label, needs, run)
+    def places(call: OperationCall) -> list[dict[int, Place | None]]:
+        return [
+            {
+                piece.axis: at.reader.place if isinstance(at, Moved) else Place()
+                for dim, at in zip(operand.layout, own, strict=False)
+                for piece in dim
+                if piece.axis is not None and at is not None
+            }
+            for operand, own in zip(call.operands, find(call), strict=True)
+        ]
+
+    return Rule(label, needs, run, places=places)
 
 
 def label_output(call: OperationCall, dims: Dims, shape: Sequence[int]) -> Layout:
