@@ -89,6 +89,59 @@ def test_a_network_that_is_looked_at_is_as_before(kind: str) -> None:
     assert torch.equal(output, expected)
 
 
+@torch.compile(backend="eager")
+def double(grid: Tensor) -> Tensor:
+    return 2 * grid
+
+
+class WithCompiledFunctions(nn.Module):
+    """A network with compiled functions among its attributes, and one that its module names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+        self.act, self.run = (
+            torch.compile(nn.functional.gelu, backend="eager"),
+            torch.compile(self.halve, backend="eager"),
+        )
+
+    def halve(self, grid: Tensor) -> Tensor:
+        return self.layer(grid) / 2
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return double(self.act(self.run(grid)))
+
+
+def with_a_compiled_part() -> nn.Module:
+    part = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.InstanceNorm2d(CHANNELS))
+    compiled = torch.compile(part, backend="eager")
+    return nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), compiled, nn.Conv2d(CHANNELS, 2, 1))
+
+
+def with_a_compiled_call() -> nn.Module:
+    net = with_a_compiled_part()[0]
+    net.compile(backend="eager")
+    return nn.Sequential(net, nn.InstanceNorm2d(CHANNELS))
+
+
+@pytest.mark.parametrize("make", [WithCompiledFunctions, with_a_compiled_part, with_a_compiled_call])
+def test_a_network_with_compiled_parts_runs_as_before(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    # Large enough for a region to be checked, so that a copy runs on numbers too.
+    net, volume = make().eval(), torch.randn(1, CHANNELS, 40, 36)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        expected = net(volume)
+    with torch.no_grad():
+        # The second time, the compiler has what it made of the first.
+        for _ in range(2):
+            torch.testing.assert_close(predict_whole(net, volume[0], tile=16, quiet=True), expected[0])
+        for name in LOOKS:
+            look(net, name)
+        torch.testing.assert_close(net(volume), expected)
+        net(volume[..., :20])
+
+
 def fakes() -> list[FakeTensor]:
     return [each for each in gc.get_objects() if type(each) is FakeTensor and each.shape[-1:] == (SIZE,)]
 

@@ -184,3 +184,21 @@ def test_gradients_pass() -> None:
 def test_means_of_float16_do_not_overflow() -> None:
     net = MeanOverFlips(nn.Identity(), (0,))
     assert net(torch.full((1, 1, 4), 6e4, dtype=torch.float16)).tolist() == [[[6e4] * 4]]
+
+
+class Normalizing(nn.Conv2d):
+    """A network that writes to its input."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return super().forward(grid.sub_(0.4).mul_(3.0))
+
+
+@pytest.mark.parametrize("axes", [(0, 1), ()])
+def test_each_flip_of_a_network_that_writes_to_its_input_gets_the_volume(axes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    net, volume = Normalizing(1, 2, 3, padding=1).eval(), torch.rand(1, 1, 24, 26)
+    kept, flipped = volume.clone(), MeanOverFlips(net, axes).eval()
+    with torch.no_grad():
+        for got in (flipped(volume), predict_whole(flipped, volume, tile=8, quiet=True)):
+            assert relative(got, by_hand(net, volume, axes)) < 1e-5
+    assert torch.equal(volume, kept)

@@ -531,3 +531,57 @@ def test_a_tile_takes_the_planned_memory(name: str, monkeypatch: pytest.MonkeyPa
     counted = count_allocated(lambda: predict_whole(net, volume, plan=plan, out=out, quiet=True))
     # What is planned are blocks of 16 channels, of oneDNN with AVX-512; with AVX2 they are of 8, half as much at least.
     assert counted / 1.1 <= plan.tile_bytes <= 2.2 * counted
+
+
+class Positioned(nn.Conv2d):
+    """A convolution of a grid and of what follows from its positions alone."""
+
+    def __init__(self, positions: Callable[[Tensor], Tensor], channels: int) -> None:
+        super().__init__(1 + channels, 2, 3, padding=1)
+        self.positions = positions
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return super().forward(torch.cat([grid, self.positions(grid)], 1))
+
+
+def coordinates(grid: Tensor) -> Tensor:
+    axes = [torch.linspace(-1, 1, length) for length in grid.shape[2:]]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"))[None]
+
+
+def numbered(grid: Tensor) -> Tensor:
+    height, width = grid.shape[2:]
+    return torch.arange(height * width).view(1, 1, height, width) / (height * width)
+
+
+POSITIONED: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "coordinates": (coordinates, 2),
+    "counted windows": (lambda grid: F.avg_pool2d(torch.ones_like(grid).expand(-1, 4, -1, -1), 5, 1, 2), 4),
+    "a resized table": (
+        lambda grid: F.interpolate(torch.ones(1, 4, 7, 7).cumsum(3), grid.shape[2:], mode="bicubic"),
+        4,
+    ),
+    "running sums": (lambda grid: torch.ones_like(grid).cumsum(2).cos(), 1),
+}
+# What is made whole, because one position needs all: without a rule for parts, and divided by a sum of all.
+MADE_WHOLE: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "numbered": (numbered, 1),
+    "divided by their sum": (lambda grid: (own := coordinates(grid).exp()) / own.sum(), 2),
+}
+
+
+@pytest.mark.parametrize("name", [*POSITIONED, *MADE_WHOLE])
+def test_what_has_positions_and_follows_from_no_volume_takes_the_planned_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction, "run_check", lambda *arguments: None)
+    torch.manual_seed(0)
+    net, shape = Positioned(*(POSITIONED | MADE_WHOLE)[name]).eval(), (1, 1100, 1300)
+    volume, out = torch.randn(shape), np.zeros((2, *shape[1:]), np.float32)
+    plan = plan_whole(net, shape, tile=128)
+    counted = count_allocated(lambda: predict_whole(net, volume, plan=plan, out=out, quiet=True))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(out), net(volume[None])[0], rtol=1e-4, atol=1e-5)
+        whole_bytes = net.positions(volume[None]).nbytes
+    assert counted / 1.1 <= plan.tile_bytes
+    assert plan.tile_bytes >= whole_bytes if name in MADE_WHOLE else plan.tile_bytes <= whole_bytes / 2

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farfield.streaming import predict_whole
+from farfield.streaming import labels, predict_whole
 from farfield.streaming.labels import GraphError, LabelledGraph, find_regions, label_graph
 from farfield.streaming.rules import RULES, find_rule
 from farfield.streaming.spans import Box, boxes_of, is_empty, read_box, region_of, whole_box
@@ -434,6 +434,42 @@ def test_numbers_of_which_no_sum_is_written_are_refused() -> None:
     net = Layer(lambda grid: grid + grid.to(torch.uint64).sum())
     with pytest.raises(GraphError, match=r"aten\.sum\.\w+ in Layer: .*uint64"):
         run_in_tiles(net, torch.ones(1, 1, 20), (7,))
+
+
+class BesideConstant(nn.Module):
+    """A network of which the numbers are those at a constant, and the labels those at the volume."""
+
+    def __init__(self, part: nn.Module, constant: Tensor) -> None:
+        super().__init__()
+        self.part = part
+        self.register_buffer("constant", constant)
+
+    def forward(self, volume: Tensor) -> Tensor:
+        result: Tensor = self.part(self.constant) + self.part(volume).mul(0)
+        return result
+
+
+# Of a constant, what these write to is a tensor of the network.
+WRITING = {"write", "sum with a matrix"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WRITING])
+def test_what_follows_from_no_volume_runs_by_boxes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labels, "_KEPT", 0)
+    shape = CASES[name][1]
+    net = BesideConstant(network_of(name), values_of("normal", shape)).eval()
+    volume = values_of("bytes", shape) / 256
+    with torch.no_grad():
+        want, wide = net(volume), net.double()(volume.double())
+    net = BesideConstant(network_of(name), values_of("normal", shape)).eval()
+    allowed = 4 * float((want - wide).abs().max()) + 4e-7 * float(wide.abs().max())
+    for tile in CUTS[shape][-1:]:
+        output, labelled = run_in_tiles(net, volume, tile)
+        assert float((output - wide).abs().max()) <= allowed, f"{tile}"
+        # What the whole of a constant is not needed for is not made whole.
+        if name in LOCAL:
+            assert labelled.known - labelled.kept, f"{tile}"
 
 
 def test_each_rule_is_reached() -> None:

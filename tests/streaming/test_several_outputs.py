@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,7 +159,7 @@ def test_outputs_of_several_sizes_are_refused_and_the_fix_works() -> None:
 
 def test_a_reduction_of_several_outputs_is_refused_and_the_fix_works() -> None:
     net = settled(Heads("dict"))
-    text = "predict_whole: reduce is for a network of one output, and Heads returns 2"
+    text = "predict_whole: reduce is for one output, and Heads returns 2"
     for reduce in ("argmax", lambda grid: grid.amax(1, keepdim=True)):
         with pytest.raises(TypeError, match=text):
             predict_whole(net, IMAGE, tile=8, reduce=reduce, quiet=True)
@@ -167,6 +168,59 @@ def test_a_reduction_of_several_outputs_is_refused_and_the_fix_works() -> None:
     assert got["nearest"].dtype == got["inside"].dtype == np.uint8
     assert (got["nearest"] == distances[0].argmax(0).numpy()).mean() > 0.99
     assert (got["inside"] == (probability[0, 0] > 0.5).numpy()).mean() > 0.99
+
+
+@dataclass
+class Scores:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+ALONE: dict[str, Callable[[Tensor], Any]] = {
+    "dict": lambda grid: {"out": grid},
+    "tuple": lambda grid: (grid,),
+    "list": lambda grid: [grid],
+    "dataclass": Scores,
+    "beside None": lambda grid: Both(None, grid),
+}
+
+
+class Returning(nn.Conv2d):
+    """A convolution that returns its grid in something."""
+
+    def __init__(self, put: Callable[[Tensor], Any]) -> None:
+        super().__init__(1, 3, 3, padding=1)
+        self.put = put
+
+    def forward(self, grid: Tensor) -> Any:
+        return self.put(super().forward(grid))
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_what_holds_one_grid_is_one_grid(kind: str) -> None:
+    net = settled(Returning(ALONE[kind]))
+    with torch.no_grad():
+        scores = nn.Conv2d.forward(net, torch.from_numpy(IMAGE)[None, None])
+    assert relative(torch.as_tensor(predict_whole(net, IMAGE, tile=8, quiet=True)), scores[0]) < 1e-5
+    labels = predict_whole(net, IMAGE, tile=8, reduce="argmax", quiet=True)
+    np.testing.assert_array_equal(labels.reshape(IMAGE.shape), scores.argmax(1)[0])
+
+
+@pytest.mark.parametrize(("net", "key"), [(Pyramid, 0), (lambda: Heads("dict", stride=2), "distance")])
+def test_one_of_several_outputs_is_taken_by_its_key(net: Callable[[], nn.Module], key: Any, tmp_path: Path) -> None:
+    made = settled(net())
+    with torch.no_grad():
+        scores = made(torch.from_numpy(IMAGE)[None, None])[key]
+    assert (
+        relative(torch.as_tensor(predict_whole(made, IMAGE, tile=8, reduce={key: None}, quiet=True)), scores[0]) < 1e-5
+    )
+    plan = plan_whole(made, IMAGE.shape, tile=8, reduce={key: "argmax"})
+    labels = predict_whole(made, IMAGE, plan=plan, out=tmp_path / "labels.npy", quiet=True)
+    np.testing.assert_array_equal(labels.reshape(IMAGE.shape), scores.argmax(1)[0])
+    with pytest.raises(LookupError, match="other"):
+        plan_whole(made, IMAGE.shape, tile=8, reduce={"other": "argmax"})
+    with pytest.raises(TypeError, match="reduce"):
+        plan_whole(made, IMAGE.shape, tile=8, reduce={key: 3})
 
 
 def test_outputs_that_are_no_grids_are_refused() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import re
 import sys
 import types
 import weakref
@@ -165,6 +166,10 @@ class Copier:
 
     def copy_function(self, function: types.FunctionType) -> Any:
         """Copy a function with what it encloses; share one that has a name in its module, or encloses nothing."""
+        # What the compiler made of a function belongs to it, as a compiled call of a module does.
+        function = vars(function).get("_torchdynamo_orig_callable", function)
+        if not isinstance(function, types.FunctionType):
+            return self.copy(function)
         home = vars(sys.modules.get(function.__module__ or "", types))
         kept = (function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function))
         if home.get(function.__name__) is function or not any(kept):
@@ -287,6 +292,9 @@ def slots_of(kind: type) -> list[types.MemberDescriptorType]:
 
 def is_plain(kind: type) -> bool:
     """Whether objects of a class are made of attributes alone: no data of C code, and no end that frees something."""
+    # What is private to torch stands in its own tables, as that by which compiled parts run.
+    if re.match(r"torch(\._|$)", kind.__module__) and not issubclass(kind, nn.Module):
+        return False
     modules = {base.__module__ for base in kind.__mro__} - PLAIN_BASES
     if hasattr(kind, "__del__") or any(name.partition(".")[0] in sys.stdlib_module_names for name in modules):
         return False

@@ -60,7 +60,7 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     Args:
         model: Network in eval mode, from one grid `(batch, channels, *size)` to one; `MeanOverFlips` of one averages
             over flips of the volume. It may take several grids of one size as its arguments, and return several, in a
-            dict, tuple or list.
+            dict, dataclass, tuple or list; one grid in any of these is one grid.
         volume: Anything with `shape` and slicing (arrays of NumPy, zarr and h5py, tensors of torch): `(*size)` of one
             channel, `(channels, *size)` or `(batch, channels, *size)`, depending on the number of spatial dims. That
             is the length of `tile` if it is a sequence, or else that of the model's first convolution. For a model of
@@ -77,6 +77,7 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         reduce: "argmax" or "softmax" over the channels, or a function from an output grid `(batch, channels, *size)` to
             one of the same batch and size. It is applied to each tile before it is written, so that the output that it
             reduces never exists as a whole. Labels are of the smallest dtype that holds them, uint8 up to 256 classes.
+            `{"out": "argmax"}` takes one of several outputs by its key or place, and `{"out": None}` as it is.
         out: A path ending in .npy, .zarr, .tif or .tiff, an array that takes slices, or None: an array in memory. An
             array must have the result's shape and a dtype that can hold it, and must not share memory or a file with
             the volume.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError, unknown
 from farfield._refusals import door, refusal
 
-# What may be given as `reduce`: a name, or a function from an output grid to a grid of the same size.
-Reduce = str | Callable[[Tensor], Tensor] | None
+# What may be given as `reduce`: a name, or a function from an output grid to a grid of the same size; or, by the key of
+# the one of several outputs that is taken, one of these or None.
+Reduce = str | Callable[[Tensor], Tensor] | Mapping[Any, Any] | None
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Outputs:
     # How many each has.
     channels: tuple[int, ...] = ()
     kind: type = dict
+    # As `reduce`, the output of several that is taken, as it is; None where all are.
+    taken: dict[str, None] | None = None
 
     def channel_names(self) -> tuple[str, ...]:
         """Return a name for each channel of the joined grid: that of its output, with a number if it has several."""
@@ -52,44 +55,67 @@ class Outputs:
 
 def one_grid(network: nn.Module, shape: Sequence[int], output: Any, reduce: Reduce = None) -> tuple[Tensor, Outputs]:
     """Make one grid of what a network returns for an input of a shape: several are joined, and scores are reduced."""
-    named, name = dict[str, Any](), type(network).__name__
-    if isinstance(output, Mapping):
-        named = {str(key): part for key, part in output.items()}
-    elif isinstance(output, tuple | list):
-        keys = getattr(output, "_fields", range(len(output)))
-        named = {str(key): part for key, part in zip(keys, output, strict=True)}
-    if named and all(isinstance(part, Tensor) and part.dim() > 2 for part in named.values()):
-        _refuse_outputs(name, shape, named, isinstance(output, Mapping), reduce)
-        kind = dict if isinstance(output, Mapping) else type(output)
+    named, name, taken = _name_outputs(output), type(network).__name__, None
+    if isinstance(reduce, Mapping):
+        ((key, reduce),) = reduce.items()
+        if str(key) not in named:
+            raise unknown(f"output of {name}", key, named or ["one without a name"])
+        output, taken = named[str(key)], {str(key): None}
+    elif len(named) == 1:
+        (output,) = named.values()
+    elif named and all(map(_is_grid, named.values())):
+        _refuse_outputs(name, shape, named, isinstance(output, tuple | list), reduce)
+        kind = type(output) if isinstance(output, tuple | list) and len(output) == len(named) else dict
         outputs = Outputs(tuple(named), tuple(part.shape[1] for part in named.values()), kind)
         return torch.cat(list(named.values()), 1), outputs
-    if not isinstance(output, Tensor) or output.dim() < 3:
+    if not _is_grid(output):
         returned = f"a tensor of {output.dim()} axes" if isinstance(output, Tensor) else type(output).__name__
+        grids = "".join(f', or reduce={{"{key}": None}} of predict_whole' for key in named if _is_grid(named[key]))
         raise refusal(
             TypeError,
             f"{name} returns {returned}, not one grid (batch, channels, *size); fix: a module around it that "
-            "returns the grid.",
+            f"returns the grid{grids}.",
         )
-    return _reduce_grid(reduce, output), Outputs()
+    return _reduce_grid(reduce, output), Outputs(taken=taken)
 
 
-def _refuse_outputs(name: str, shape: Sequence[int], named: Mapping[str, Tensor], by_key: bool, reduce: Reduce) -> None:
+def _name_outputs(output: Any) -> dict[str, Any]:
+    """Return the outputs of a dict, dataclass, tuple or list by key, field or place; those that are None are none."""
+    named: Any = ()
+    if isinstance(output, Mapping):
+        named = output.items()
+    elif is_dataclass(output):
+        named = ((each.name, getattr(output, each.name)) for each in fields(output))
+    elif isinstance(output, tuple | list):
+        named = zip(getattr(output, "_fields", range(len(output))), output, strict=True)
+    return {str(key): part for key, part in named if part is not None}
+
+
+def _is_grid(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.dim() > 2
+
+
+def _refuse_outputs(
+    name: str, shape: Sequence[int], named: Mapping[str, Tensor], by_place: bool, reduce: Reduce
+) -> None:
     listed = f"\n  input  {tuple(shape)}" + "".join(
         f"\n  {key}  {tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}" for key, part in named.items()
     )
+    index, key = max(enumerate(named), key=lambda each: named[each[1]][0, 0].numel())
     if len({(len(part), part.shape[2:], part.dtype) for part in named.values()}) > 1:
-        index, key = max(enumerate(named), key=lambda each: named[each[1]][0, 0].numel())
         raise refusal(
             TypeError,
             f"{name} returns grids of several sizes or dtypes, which do not fit in one output, as with deep "
-            f"supervision.{listed}\n  fix: switch the others off, or a module around it that returns one of them, "
-            f"self.network(grid)[{repr(key) if by_key else index}].",
+            f'supervision.{listed}\n  fix: reduce={{"{key}": None}} of predict_whole, which takes one, or a module '
+            f"around it that returns one of them, self.network(grid)[{index if by_place else repr(key)}].",
         )
     if reduce is not None:
+        own = f'"{reduce}"' if isinstance(reduce, str) else "function"
         raise refusal(
             TypeError,
-            f"reduce is for a network of one output, and {name} returns {len(named)}.{listed}\n"
-            "  fix: a module around it that reduces them, and returns grids of one dtype.",
+            f"reduce is for one output, and {name} returns {len(named)}.{listed}\n"
+            f'  fix: reduce={{"{key}": {own}}} takes one of them, or a module around it that reduces them, and returns '
+            "grids of one dtype.",
         )
 
 
@@ -108,14 +134,16 @@ class ReductionError(ShapeError):
 
 
 def check_reduction(reduce: Any) -> None:
-    """Refuse a `reduce` that is neither a known name, nor a function, nor None."""
+    """Refuse a `reduce` that is neither a known name, nor a function, nor None, nor the key of an output with these."""
+    if isinstance(reduce, Mapping) and len(reduce) == 1:
+        (reduce,) = reduce.values()
     if isinstance(reduce, str) and reduce not in _NAMED:
         raise unknown("reduce", reduce, _NAMED)
     if reduce is not None and not isinstance(reduce, str) and not callable(reduce):
         raise refusal(
             TypeError,
             f"reduce must be one of {', '.join(_NAMED)}, or a function from a grid to a grid of the same "
-            f'size, got {type(reduce).__name__}; fix: reduce="argmax".',
+            f'size, or one of these by the key of an output, got {type(reduce).__name__}; fix: reduce="argmax".',
         )
 
 
@@ -218,6 +246,7 @@ class MeanOverFlips(nn.Module):
 
     def _run_flipped(self, grids: Sequence[Tensor], flip: Sequence[int]) -> tuple[Tensor, Outputs]:
         """Run the network on flipped grids; return its outputs as one grid, flipped back."""
+        # A flip is a copy, also of no axis: the network may write to it.
         output = self.network(*(_flip_grid(grid, flip) for grid in grids))
         with door("MeanOverFlips"):
             grid, outputs = one_grid(self.network, grids[0].shape, output)
@@ -225,4 +254,4 @@ class MeanOverFlips(nn.Module):
 
 
 def _flip_grid(grid: Tensor, axes: Sequence[int]) -> Tensor:
-    return grid.flip([axis + 2 for axis in axes]) if axes else grid
+    return grid.flip([axis + 2 for axis in axes])

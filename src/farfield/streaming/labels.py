@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +34,10 @@ from farfield.streaming.spans import (
 
 # A box of a value -> the boxes of the operands that it is computed from.
 Needs = dict[tuple[Value, Box], list[tuple[Value, Box]]]
+# Bytes up to which a value that does not depend on the volume is computed once.
+_KEPT = 2**22
+# Operations of which the result may lie where its operand does.
+_VIEWS = ("view", "expand", "permute", "slice")
 
 
 class GraphError(ValueError):
@@ -67,12 +73,64 @@ class LabelledGraph:
         return {value for value in self.layouts if self.graph.nodes[value.node].known}
 
     @cached_property
+    def kept(self) -> set[Value]:
+        """The known values that are computed once; of the others, each tile computes the positions that it reads."""
+        kept, regions = self.known - {self.graph.output}, dict[Value, Region]()
+        for value in reversed(self.layouts):
+            inputs, boxes = self.graph.nodes[value.node].inputs, [box_at(self.layouts[value])]
+            if value in kept:
+                # How much of it is read for one position of what depends on the volume.
+                if value not in regions or self._is_made_whole(value, regions[value]):
+                    continue
+                kept.remove(value)
+                boxes = list(boxes_of(regions[value]))
+            if value.node not in self.calls or kept.isdisjoint(inputs) or (value.output and value not in regions):
+                continue
+            pairs = [pair for box in boxes for pair in find_needs(self, value, box)]
+            if value.node in self.reductions:
+                operands = (inputs[each] for each in self.reductions[value.node].operands)
+                pairs += [(operand, whole_box(self.layouts[operand])) for operand in operands]
+            for source, box in pairs:
+                if source in kept and is_read(self, source, box):
+                    regions[source] = add_box(regions.get(source), box)
+        return kept
+
+    def _is_made_whole(self, value: Value, region: Region) -> bool:
+        """Whether a known value is small, has no rule for parts, or is needed as a whole."""
+        info, has_rule = self.graph.info(value), self.rules.get(value.node, WHOLE) is not WHOLE
+        is_whole = 2 * count_positions(region) > math.prod(info.shape)
+        return info.bytes <= _KEPT or is_whole or not has_rule or value.node in self.reductions
+
+    @cached_property
+    def _made(self) -> tuple[set[Value], list[Value]]:
+        """The values that are kept and read, and all that these are computed from, in order."""
+        others = (self.graph.nodes[value.node].inputs for value in self.layouts if value not in self.kept)
+        read = self.kept.intersection(itertools.chain(*others))
+        nodes = {index for value in read for index in self.graph.needed(value)}
+        return read, sorted(value for value in self.known if value.node in nodes)
+
+    @cached_property
     def constants(self) -> dict[Value, Tensor]:
-        """The values that do not depend on the volume, computed when they are first read."""
+        """The values that are kept and read, computed when the first of them is."""
         constants: dict[Value, Tensor] = {}
-        for index in sorted({value.node for value in self.known}):
-            run_node(self.graph, index, constants)
+        read, made = self._made
+        freed = last_uses(self.graph, made, (), read)
+        for value in made:
+            if value not in constants:
+                run_node(self.graph, value.node, constants)
+            for source in freed[value]:
+                del constants[source]
         return constants
+
+    @cached_property
+    def constant_bytes(self) -> int:
+        """The most that values take while those that are kept are computed, beside tensors of the network."""
+        (read, made), regions = self._made, dict[Value, Region]()
+        for value in made:
+            node = self.graph.nodes[value.node]
+            if node.op != "constant" and (node.op not in _VIEWS or node.inputs[0] in regions):
+                regions[value] = region_of(whole_box(self.layouts[value]))
+        return count_bytes(self, regions, (), read)
 
     def bytes_on(self, value: Value, region: Region) -> int:
         return count_positions(region) * self.graph.info(value).dtype.itemsize
@@ -243,7 +301,7 @@ def trace(
         for box in boxes_of(regions[value]):
             own = needs[value, box] = find_needs(labelled, value, box)
             for source, needed in own:
-                if source not in labelled.known and is_read(labelled, source, needed):
+                if source not in labelled.kept and is_read(labelled, source, needed):
                     regions[source] = add_box(regions.get(source), needed)
     return regions, needs
 

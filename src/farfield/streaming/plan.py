@@ -136,7 +136,7 @@ class GraphPlan:
         """Return what a pass summarizes of a tile, for each reduction, and all boxes that it computes."""
         every = {index: summarized_boxes(self.labelled, index, tile) for index in self.stages[stage].reductions}
         summarized = {index: boxes for index, boxes in every.items() if boxes}
-        pairs = [pair for boxes in summarized.values() for pair in boxes.items() if pair[0] not in self.labelled.known]
+        pairs = [pair for boxes in summarized.values() for pair in boxes.items() if pair[0] not in self.labelled.kept]
         pairs += [(value, box) for value in self.ends(stage) if (box := self.own_box(value, tile)) is not None]
         wanted: dict[Value, Box] = {}
         for value, box in pairs:
@@ -183,7 +183,7 @@ class GraphPlan:
             _running_macs(labelled, value.node) * math.prod(own.values()) / max(1, math.prod(graph.info(value).shape))
             for value, own in counts.items()
         )
-        return join_halos(halos), summing + running, peak
+        return join_halos(halos), summing + running, peak + labelled.constant_bytes
 
     @property
     def bytes_stored(self) -> int:
@@ -269,7 +269,7 @@ class PatchPlan(GraphPlan):
 
     def patch_boxes(self, values: Collection[Value]) -> dict[Value, Box]:
         """Return the whole boxes of values on a patch, of those that depend on the volume."""
-        return {value: whole_box(self.patch.layouts[value]) for value in values if value not in self.patch.known}
+        return {value: whole_box(self.patch.layouts[value]) for value in values if value not in self.patch.kept}
 
     def _cost(self, stage: int) -> tuple[Halo, float, int]:
         graph, reductions = self.patch.graph, self.stages[stage].reductions
@@ -279,7 +279,7 @@ class PatchPlan(GraphPlan):
         for index in {value.node for value in regions}:
             macs += graph.nodes[index].macs - (_summing_macs(graph.nodes[index]) if index in self.reductions else 0)
         peak = count_bytes(self.patch, regions, graph.inputs, wanted)
-        return self.halo, float(macs * len(self.tiles)), peak
+        return self.halo, float(macs * len(self.tiles)), peak + self.patch.constant_bytes
 
 
 @dataclass

@@ -214,7 +214,7 @@ class Planner:
         volumes = [Info((batch, own, *size), dtype) for own in self.channels]
 
         def finish(output: Any) -> Tensor:
-            reduce = self.reduce if reduced else None
+            reduce = self.reduce if reduced else self.outputs.taken
             grid, self.outputs = one_grid(self.model, volumes[0].shape, output, reduce)
             return grid
 

@@ -168,7 +168,7 @@ class Prediction:
             return
 
         def finish(output: Any) -> Tensor:
-            return one_grid(model, plan.size, output)[0]
+            return one_grid(model, plan.size, output, plan.outputs.taken)[0]
 
         # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
         read = partial(self.read_box, lambda name, region, sample: self.sources[name].read(region, sample))

@@ -49,7 +49,7 @@ def compute(
         for source, own in needs[value, box]:
             if not is_read(labelled, source, own):
                 tensors.append(None)
-            elif source in labelled.known:
+            elif source in labelled.kept:
                 tensors.append(_read_constant(labelled, source, own))
             else:
                 tensors.append(read_box(known[source], regions[source], own))
@@ -126,6 +126,6 @@ def summarize_tile(
     for each in reduction.operands:
         value = inputs[each]
         box = boxes[value]
-        tensors[each] = _read_constant(labelled, value, box) if value in labelled.known else read(value, box)
+        tensors[each] = _read_constant(labelled, value, box) if value in labelled.kept else read(value, box)
     with _precision_of(labelled.graph.nodes[index].op):
         return reduction.summarize(lambda layout: reduction.whole_windows(layout, labelled.core(layout, tile)), tensors)
