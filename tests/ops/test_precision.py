@@ -218,6 +218,38 @@ def _long_bound(case: Case) -> float:
     return _bound_of_softmax(Case("softmax", query, means, means, {}), torch.float32)
 
 
+# Queries and keys of which the products of features are below 2.9e-39: their inverse is infinite in float32.
+OUTLIER = torch.tensor([[[92.0, 91.0, 93.0], [0.0, 0.5, 0.0], [1.0, 0.0, -1.0]]])
+SMALL_FEATURES = {
+    "linear_elu": (torch.tensor([[[0.0, -90.0, -75.0], [-45.0, -45.0, -60.0]]]),) * 2,
+    "hedgehog": (OUTLIER, -OUTLIER[:, :, :2]),
+}
+
+
+@pytest.mark.parametrize("row", SMALL_FEATURES)
+def test_quotients_of_small_features(row: str) -> None:
+    _assert_small_features(row)
+
+
+@pytest.mark.cpu("the kernels are for the CPU")
+@pytest.mark.parametrize("row", SMALL_FEATURES)
+def test_quotients_of_small_features_by_kernels(on: None, row: str) -> None:
+    _assert_small_features(row)
+
+
+def _assert_small_features(row: str) -> None:
+    query, key = SMALL_FEATURES[row]
+    maps = {name: torch.eye(3)[None] for name in ("query_map", "key_map")} if row == "hedgehog" else {}
+    case = Case(row, query, key, torch.randn(key.shape), maps)
+    exact = case.map(Tensor.double)
+    features = [explicit.QUOTIENTS[row][0](each[:, None])[0, 0] for each in (exact.query, exact.key)]  # (r, m), (r, n)
+    smallest = float((features[0] * features[1].sum(1, keepdim=True)).sum(0).amin())
+    assert smallest < 2.9e-39
+    spacing = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
+    bound = _bound(row, torch.float32, key.shape[2]) + len(features[0]) * key.shape[2] * spacing / smallest
+    assert relative_error(case.library(), exact.explicit()) <= bound < 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=["centred", "one sign"])
 @pytest.mark.parametrize("row", [row for row in LONG_ROWS if row != "kronecker_kv"])

@@ -136,7 +136,7 @@ class Quotient:
         return (shares / torch.where(total == 0, 1, total + self.epsilon)).to(query.dtype)
 
     def scaled(self, weights: Tensor) -> Tensor:
-        """Return weights `(b, h, r, 1)` over the largest of their head, where no ε is added: the shares are the same."""
+        """Return weights `(b, h, r, 1)` over the largest of their head, of which shares without an ε are the same."""
         if self.epsilon:
             return weights
         # Where features are small, so are the sums of them, and the product of the two is too small for a number.
