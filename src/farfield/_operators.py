@@ -1,8 +1,8 @@
 """What is known about each operator without torch, which takes seconds to load: written here and nowhere else.
 
 The command line, the explorer, errors and the tables of the documentation read it. The order is that of every list and
-page. Code that computes never reads it: what an operator does follows from its entry in `ops.OPERATORS`, so an operator
-of a user needs no entry here.
+page. Code that computes never reads more of it than DEFAULT: what an operator does follows from its entry in
+`ops.OPERATORS`, so an operator of a user needs no entry here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class OperatorFacts(NamedTuple):
         return self.macs.partition("·")[2]
 
 
+# The operator where none is named, by `attention_for`, transformers and networks.
+DEFAULT = "factorized_gaussian"
 _AXES = "one per index of each axis"
 _CHANNELS = "one per key channel"
 _RESCALED = "rescaled to the larger peak, added"

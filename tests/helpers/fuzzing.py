@@ -1,6 +1,7 @@
 """Calls drawn at random, of every operator by function, by module and in tiles, against an explicit float64 matrix.
 
-Responses and gradients are compared, or second derivatives, which kernels have none of.
+Responses and gradients are compared, or second derivatives, which kernels have none of. Where one number of an argument
+or a parameter is not finite, it is compared where responses and gradients are not: with kernels and by the equations.
 
 A case is known by its index alone: `check(draw(index))` says what it gave. What a correct result may be off by is not a
 constant: `movements` computes it again in float64 with the rounding of the case's dtype on every intermediate result.
@@ -33,7 +34,8 @@ from helpers.second_derivatives import WAYS, Learned, Loss
 from helpers.seeding import seeded_generator
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-POISONS = {"zero": 0.0, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "large": 6e4}
+BROKEN = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+POISONS = {"zero": 0.0, **BROKEN, "large": 6e4}
 # The numbers of a tensor in other memory: what lies beside them there is NaN.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda tensor: tensor.contiguous(),
@@ -46,12 +48,24 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 # Dimensions along which the numbers are the same and lie in memory once.
 EXPANDED = {"expanded": 0, "expanded axis": -1}
+# What the numbers of a grid are, from normal ones, and whether it is in half precision.
+CONTENTS: dict[str, Callable[[Tensor, bool], Tensor]] = {
+    "normal": lambda numbers, half: numbers,
+    "one sign": lambda numbers, half: numbers.abs() + 1,
+    "mean": lambda numbers, half: numbers + (3 if half else 10),
+    # Whose exponentials are the smallest numbers of float32, or too small for one.
+    "exponents": lambda numbers, half: -40 - 65 * torch.special.ndtr(numbers),
+    "constant": lambda numbers, half: torch.full_like(numbers, 1.5),
+    "integers": lambda numbers, half: (2 * numbers).round(),
+    "small": lambda numbers, half: numbers * (0.05 if half else 1e-3),
+    "large": lambda numbers, half: numbers * (3 if half else 20),
+}
 # Which of three tensors the query, the key and the value are.
 SHARED = [(0, 0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 1), (0, 1, 0)]
 # Roundings inside one operation are one in `movements`: a few, beside those of a sum, which go by its length.
 ROUNDINGS = 32
-# Share of the cases in float32 and float64 that are second derivatives.
-SECOND = 0.4
+# Share of the cases in float32 and float64 that are second derivatives, and of all others that have a broken number.
+SECOND, BREAK = 0.4, 0.3
 # Operations that compute nothing; the gradient of a largest number looks for the number itself.
 EXACT = {"amax", "cat", "clone", "eq", "gather", "ge", "gt", "le", "lt", "masked_fill", "ne", "scatter_reduce", "where"}
 
@@ -74,6 +88,8 @@ class Drawn:
     layout: str
     grad_layout: str
     second: str
+    broken: str
+    place: int
     content: str
     masked: tuple[str, str]
     poison: str
@@ -123,6 +139,9 @@ def draw(index: int) -> Drawn:
     second = ""
     if dtype in ("float32", "float64") and autocast is None and source.random() < SECOND:
         second = pick(ways_of(layout, norm))
+    # Of constant grids a norm in training divides rounding by rounding.
+    unfit = {*["large"] * long, *["constant"] * bool(norm)}
+    broken = pick(list(BROKEN)) if not second and source.random() < BREAK else ""
     return Drawn(
         index=index,
         form=form,
@@ -138,10 +157,9 @@ def draw(index: int) -> Drawn:
         layout=layout,
         grad_layout=pick(["expanded", *LAYOUTS]),
         second=second,
-        # Of constant grids a norm in training divides rounding by rounding.
-        content=pick(
-            ["normal", "one sign", "integers", "small", *["large"] * (not long), *["constant"] * (norm == "")]
-        ),
+        broken=broken,
+        place=source.randrange(2**16),
+        content=pick([content for content in CONTENTS if content not in unfit]),
         masked=(pick(["", "", "some", "ones", "none"]), pick(["", "", "some", "ones", "one sample", "none"])),
         poison=pick(list(POISONS)),
         shared=shared,
@@ -210,14 +228,7 @@ class Tensors:
         """Numbers of the case's content and dtype."""
         numbers = self.numbers(*shape)
         half = self.drawn.dtype in ("float16", "bfloat16") or self.drawn.autocast
-        numbers = {
-            "one sign": numbers.abs() + 1,
-            "constant": torch.ones_like(numbers) * 1.5,
-            "integers": (2 * numbers).round(),
-            "small": numbers * (0.05 if half else 1e-3),
-            "large": numbers * (3 if half else 20),
-        }.get(self.drawn.content, numbers)
-        return numbers.to(self.dtype)
+        return CONTENTS[self.drawn.content](numbers, bool(half)).to(self.dtype)
 
     def mask(self, kind: str, size: tuple[int, ...]) -> Tensor | None:
         """A mask of one of the kinds that `draw` names."""
@@ -443,18 +454,20 @@ def movements(form: Callable[[], list[Tensor]], dtype: torch.dtype) -> Iterator[
 
 # ---- checking --------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def settings(drawn: Drawn) -> Iterator[None]:
-    """The kernels' switch, the threads and the autocast of a case."""
-    before, threads = os.environ.get("FARFIELD_KERNELS"), torch.get_num_threads()
-    os.environ["FARFIELD_KERNELS"] = "1" if drawn.kernels else "0"
+def settings(drawn: Drawn, fast: bool = True) -> Iterator[None]:
+    """The switches of kernels and of all that is fast, the threads and the autocast of a case."""
+    switches = {"FARFIELD_KERNELS": drawn.kernels and fast, "FARFIELD_FAST": fast}
+    dtype, device = DTYPES[drawn.autocast or "bfloat16"], torch.get_default_device().type
+    before, threads = {name: os.environ.get(name) for name in switches}, torch.get_num_threads()
+    os.environ.update({name: str(int(on)) for name, on in switches.items()})
     torch.set_num_threads(drawn.threads)
     try:
-        yield
+        with torch.autocast(device, dtype=dtype, enabled=drawn.autocast is not None):
+            yield
     finally:
         torch.set_num_threads(threads)
-        os.environ.pop("FARFIELD_KERNELS")
-        if before is not None:
-            os.environ["FARFIELD_KERNELS"] = before
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 class Outcome(NamedTuple):
@@ -462,7 +475,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         kind: "close", a few eps off; "conditioned", further off, as rounding explains; "range", where what the
-            explicit form holds does not fit the dtype; or "wrong".
+            explicit form holds does not fit the dtype; "places", where a number that is not finite goes as in the
+            equations; or "wrong".
         text: What is wrong.
     """
 
@@ -470,12 +484,25 @@ class Outcome(NamedTuple):
     text: str = ""
 
 
+# Of a case, a form of its call, its leaves and what is valid: what is compared, and the responses everywhere.
+Results = Callable[[Drawn, Loss, list[Tensor], Tensor], list[Tensor]]
+
+
+def responses(drawn: Drawn, run: Loss, leaves: list[Tensor], valid: Tensor) -> list[Tensor]:
+    """The response at valid positions, in inference, and everywhere."""
+    with torch.no_grad():
+        output = run(*leaves)
+    return [torch.where(valid[:, None], output, 0.0), output]
+
+
 def first_derivatives(drawn: Drawn, run: Loss, leaves: list[Tensor], valid: Tensor) -> list[Tensor]:
-    """The response at valid positions, the gradients of all leaves, and the response everywhere."""
+    """The response at valid positions in inference and in training, all gradients, and the responses everywhere."""
+    first, alone = responses(drawn, run, leaves, valid)
     output = run(*leaves)
     weights = weights_of(drawn, output, valid)
     found = torch.autograd.grad(output, leaves, weights, allow_unused=True, materialize_grads=True)
-    return [torch.where(valid[:, None], output, 0.0).detach(), *found, output.detach()]
+    output = output.detach()
+    return [first, torch.where(valid[:, None], output, 0.0), *found, torch.stack([alone, output])]
 
 
 def second_derivatives(drawn: Drawn, run: Loss, leaves: list[Tensor], valid: Tensor) -> list[Tensor]:
@@ -500,13 +527,60 @@ def weights_of(drawn: Drawn, output: Tensor, valid: Tensor) -> Tensor:
 
 def check(drawn: Drawn) -> Outcome:
     """Compare the library's responses and gradients, or its second derivatives, with the explicit form's."""
+    return check_places(drawn) if drawn.broken else check_numbers(drawn)
+
+
+def break_one(drawn: Drawn, leaves: list[Tensor]) -> None:
+    """Write the case's number to one place of one argument or parameter."""
+    source, leaf = random.Random(drawn.place), leaves[drawn.place % len(leaves)]
+    if leaf.numel():
+        with torch.no_grad():
+            leaf[tuple(map(source.randrange, leaf.shape))] = BROKEN[drawn.broken]
+
+
+def check_places(drawn: Drawn) -> Outcome:
+    """Compare where responses and gradients are finite, by the fast forms and by the equations."""
     call = make_call(drawn)
-    results = second_derivatives if drawn.second else first_derivatives
+    break_one(drawn, call.leaves)
+    found = []
+    for fast in (True, False):
+        with settings(drawn, fast):
+            results = first_derivatives(drawn, call.run, call.leaves, call.valid)
+        found.append([each.isfinite() for each in results])
+    *got, everywhere = found[0]
+    *want, exact = found[1]
+    if not torch.equal(everywhere, exact):
+        return Outcome(
+            "wrong", f"of the response {int((everywhere != exact).sum())} numbers are finite in one form alone"
+        )
+    # The gradient of a sample without valid positions, 0 or 0 times what is not finite, is left to each form.
+    if {"none", "one sample"} & set(drawn.masked):
+        return Outcome("places")
+    for number, (fast, plain) in enumerate(zip(got[2:], want[2:], strict=True)):
+        lost, spread = fast & ~plain, whole_samples(plain) & ~whole_samples(fast)
+        if lost.any() or spread.any():
+            text = f"gradient {number}: {int(lost.sum())} numbers are finite in the fast form alone"
+            return Outcome("wrong", f"{text}, {int(spread.sum())} samples by the equations alone")
+    return Outcome("places")
+
+
+def whole_samples(finite: Tensor) -> Tensor:
+    """Which samples of a grid are finite as a whole, or whether a parameter is."""
+    return finite.flatten(1).all(1) if finite.dim() > 2 else finite.all()
+
+
+def check_numbers(drawn: Drawn) -> Outcome:
+    """Compare the numbers, and responses alone where derivatives exceed the range of the dtype."""
+    outcome = compare(drawn, second_derivatives if drawn.second else first_derivatives)
+    wrong = outcome.kind == "range" and compare(drawn, responses)
+    return wrong if wrong and wrong.kind == "wrong" else outcome
+
+
+def compare(drawn: Drawn, results: Results) -> Outcome:
+    """Compare results with the explicit form's."""
+    call = make_call(drawn)
     dtype = DTYPES[drawn.autocast or drawn.dtype]
-    autocast = torch.autocast(
-        torch.get_default_device().type, dtype=DTYPES[drawn.autocast or "bfloat16"], enabled=drawn.autocast is not None
-    )
-    with settings(drawn), autocast:
+    with settings(drawn):
         *got, everywhere = results(drawn, call.run, call.leaves, call.valid)
     simple = dataclasses.replace(drawn, second=drawn.second and "backward_twice", grad_layout="contiguous")
     exact = functools.partial(results, simple, call.truth, call.exact, call.valid)
@@ -536,7 +610,8 @@ def check(drawn: Drawn) -> Outcome:
         return Outcome("wrong", "a response is not finite")
     for number, (distance, limit) in enumerate(zip(distances, limits, strict=True)):
         if not distance <= limit:
-            name = drawn.second + f" {number}" if drawn.second else f"gradient {number - 1}" if number else "response"
+            name = f"gradient {number - 2}" if number > 1 else ("response in inference", "response")[number]
+            name = f"{drawn.second} {number}" if drawn.second else name
             return Outcome(
                 "wrong", f"{name} is off by {distance:.3g}, {distance / limit:.1f} times what rounding explains"
             )

@@ -8,6 +8,7 @@ attention over slots, the bound is twice the error of torch's own kernel on the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farfield import ops
+from farfield.nn import GridAttention
 from farfield.ops.summary import PRODUCT
 from helpers import explicit
 from helpers.grids import ROWS, SCALED_ROWS, Case, draw, draw_learned, gradients, leaves, relative_error
@@ -109,6 +111,41 @@ def test_responses_are_within_their_bound(row: str, dtype: torch.dtype, size: tu
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("means", [(0, 10), (5, 0), (5, 10)], ids=["values", "queries and keys", "all"])
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in (*SCALED_ROWS, "dot", "factorized")])
+def test_responses_of_numbers_with_a_mean_are_within_their_bound(
+    row: str, means: tuple[int, int], dtype: torch.dtype
+) -> None:
+    case = draw(row, (6, 7), (17, 19), channels=8, values=8, heads=2)
+    shifted = {"query": case.query + means[0], "key": case.key + means[0], "value": case.value + means[1]}
+    low, exact = _rounded(dataclasses.replace(case, **shifted), dtype)
+    bound = _bound(row, dtype, 17 * 19) * (1 + _largest_sum_of_weights(exact))
+    bound += _largest_exponent(exact) * torch.finfo(dtype).eps
+    assert relative_error(low.library(), exact.explicit()) <= bound
+
+
+def _largest_sum_of_weights(case: Case) -> float:
+    """The largest z_i = Σ_j s_ij of `inline` and `mala`, whose weights are differences; 0 for others."""
+    if case.row not in ("inline", "mala"):
+        return 0.0
+    query, key = (explicit.split(grid, case.options["heads"]) for grid in (case.query, case.key))
+    if case.row == "mala":
+        query, key = (explicit.QUOTIENTS["linear_elu"][0](each) for each in (query, key))
+    return float((query.mT @ key.mean(3, keepdim=True)).abs().amax()) / math.sqrt(query.shape[2])
+
+
+def _largest_exponent(case: Case) -> float:
+    """The largest exponent of an operator with exponentials: e^x is off by the error of x."""
+    maps = {"flare": ("latents", "latents"), "hedgehog": ("query_map", "key_map")}
+    grids = [explicit.split(grid, case.options["heads"]) for grid in (case.query, case.key)]
+    if case.row in maps:
+        grids = [case.options[name] @ grid for name, grid in zip(maps[case.row], grids, strict=True)]
+    elif case.row != "factorized_gaussian":
+        return 0.0
+    return max(float(grid.abs().amax()) for grid in grids)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", ROWS)
 def test_gradients_are_within_twice_the_bound(row: str, dtype: torch.dtype) -> None:
     with sdpa_kernel(SDPBackend.MATH):
@@ -191,6 +228,16 @@ def test_a_million_positions_in_half_precision(row: str, dtype: torch.dtype, off
     assert relative_error(got, want) <= 4 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("size", [10, 300])
+@pytest.mark.parametrize("row", [row for row, operator in ops.OPERATORS.items() if operator.averages])
+def test_averages_of_values_keep_to_the_range_of_float16(row: str, size: int) -> None:
+    """The documentation recommends them where `averaged`, a product of three projections, is infinite."""
+    for name, finite in ((row, True), ("averaged", size == 10)):
+        attention = GridAttention(64, name, project=ops.OPERATORS[name].projections("qkvo")).half()
+        grid = size * torch.rand(1, 64, 16, 16, generator=seeded_generator(3))
+        assert bool(attention(grid.half()).isfinite().all()) == finite
+
+
 @pytest.mark.parametrize("row", LONG_ROWS)
 def test_the_long_form_is_the_explicit_matrix(row: str) -> None:
     case = draw(row, (5, 7), (6, 4), batch=1)
@@ -216,6 +263,38 @@ def _long_bound(case: Case) -> float:
     means = ops.axis_means(case.key.double())
     query = ops.axis_means(case.query.double()) if case.row in explicit.MEAN_ROWS else case.query.double().flatten(2)
     return _bound_of_softmax(Case("softmax", query, means, means, {}), torch.float32)
+
+
+# Queries and keys of which the products of features are below 2.9e-39: their inverse is infinite in float32.
+OUTLIER = torch.tensor([[[92.0, 91.0, 93.0], [0.0, 0.5, 0.0], [1.0, 0.0, -1.0]]])
+SMALL_FEATURES = {
+    "linear_elu": (torch.tensor([[[0.0, -90.0, -75.0], [-45.0, -45.0, -60.0]]]),) * 2,
+    "hedgehog": (OUTLIER, -OUTLIER[:, :, :2]),
+}
+
+
+@pytest.mark.parametrize("row", SMALL_FEATURES)
+def test_quotients_of_small_features(row: str) -> None:
+    _assert_small_features(row)
+
+
+@pytest.mark.cpu("the kernels are for the CPU")
+@pytest.mark.parametrize("row", SMALL_FEATURES)
+def test_quotients_of_small_features_by_kernels(on: None, row: str) -> None:
+    _assert_small_features(row)
+
+
+def _assert_small_features(row: str) -> None:
+    query, key = SMALL_FEATURES[row]
+    maps = {name: torch.eye(3)[None] for name in ("query_map", "key_map")} if row == "hedgehog" else {}
+    case = Case(row, query, key, torch.randn(key.shape), maps)
+    exact = case.map(Tensor.double)
+    features = [explicit.QUOTIENTS[row][0](each[:, None])[0, 0] for each in (exact.query, exact.key)]  # (r, m), (r, n)
+    smallest = float((features[0] * features[1].sum(1, keepdim=True)).sum(0).amin())
+    assert smallest < 2.9e-39
+    spacing = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
+    bound = _bound(row, torch.float32, key.shape[2]) + len(features[0]) * key.shape[2] * spacing / smallest
+    assert relative_error(case.library(), exact.explicit()) <= bound < 1e-3
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from farfield import cost
+from farfield._operators import DEFAULT
 from farfield.cli.network_builder import build_named
 from farfield.cli.output import Column, Row, Table, joined, millions
 from farfield.cli.tables import select
@@ -23,7 +24,7 @@ def list_places(
     model: str | None = None,
     size: Size = (224, 224),
     channels: int = 3,
-    operator: str = "factorized_gaussian",
+    operator: str = DEFAULT,
 ) -> Table:
     """Show where attention can be inserted into a network, and what it costs there.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from farfield._checks import shape_error
+from farfield._operators import DEFAULT
 from farfield._refusals import put_name
 from farfield.models.bert_weights import fill_from_file
 from farfield.models.choices import bind_arguments, check_choice, check_numbers, find_operator
@@ -70,7 +71,7 @@ class Bert(Stored, nn.Module, library_name="farfield", pipeline_tag="fill-mask")
         self,
         model: str = "bert_base",
         *,
-        operator: str | Operator = "factorized_gaussian",
+        operator: str | Operator = DEFAULT,
         head: str = "words",
         vocabulary: int = 30522,
         positions: int = 512,
@@ -210,7 +211,7 @@ class Pooled(nn.Module):
 
 
 def bert_base(
-    operator: str | Operator = "factorized_gaussian",
+    operator: str | Operator = DEFAULT,
     *,
     head: str = "words",
     vocabulary: int = 30522,
@@ -236,7 +237,7 @@ def bert_base(
 
 
 def bert_large(
-    operator: str | Operator = "factorized_gaussian",
+    operator: str | Operator = DEFAULT,
     *,
     head: str = "words",
     vocabulary: int = 30522,
@@ -261,7 +262,7 @@ def bert_large(
 
 
 def bert_small(
-    operator: str | Operator = "factorized_gaussian",
+    operator: str | Operator = DEFAULT,
     *,
     vocabulary: int = 8192,
     positions: int = 128,

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from farfield._operators import DEFAULT
 from farfield._refusals import door
 from farfield.insertion import detector_places, insert
 from farfield.models.choices import bind_arguments, check_choice, check_numbers, find_operator
@@ -113,7 +114,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
         *,
         backbone: str = "resnet50",
         attention: Sequence[str] = (),
-        operator: str | Operator = "factorized_gaussian",
+        operator: str | Operator = DEFAULT,
         basis: int = 64,
         heads: int = 1,
         num_classes: int = 80,
@@ -165,7 +166,7 @@ class Detector(Stored, nn.Module, library_name="farfield", pipeline_tag="object-
 def mask_rcnn(
     backbone: str = "resnet50",
     attention: Sequence[str] = (),
-    operator: str | Operator = "factorized_gaussian",
+    operator: str | Operator = DEFAULT,
     *,
     basis: int = 64,
     heads: int = 1,
@@ -191,7 +192,7 @@ def mask_rcnn(
 def faster_rcnn(
     backbone: str = "resnet50",
     attention: Sequence[str] = (),
-    operator: str | Operator = "factorized_gaussian",
+    operator: str | Operator = DEFAULT,
     *,
     basis: int = 64,
     heads: int = 1,

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._checks import shape_error
+from farfield._operators import DEFAULT
 from farfield._refusals import door, refusal
 from farfield.insertion import insert
 from farfield.models.choices import bind_arguments, check_choice, check_numbers, check_operator, find_operator
@@ -254,7 +255,7 @@ def i3d_resnet50(
 
 def video_resnet(
     backbone: str = "r3d_18",
-    operator: str | Operator | None = "factorized_gaussian",
+    operator: str | Operator | None = DEFAULT,
     *,
     where: Sequence[str] = ("layer3",),
     channels: int = 64,

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from farfield._checks import check_whole
+from farfield._operators import DEFAULT
 from farfield._refusals import door, refusal
 from farfield.nn.attention import GridAttention
 from farfield.nn.channel_norm import split_deviation
@@ -138,7 +139,7 @@ def usual_heads(*channels: int) -> int:
 @door("attention_for")
 def attention_for(
     channels: int,
-    operator: str | Operator = "factorized_gaussian",
+    operator: str | Operator = DEFAULT,
     *,
     heads: int | None = None,
     inner_channels: int | None = None,

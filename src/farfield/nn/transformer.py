@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from farfield._checks import check_heads, check_mask, shape_error
+from farfield._operators import DEFAULT
 from farfield._refusals import door, refusal
 from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_unchanged
@@ -66,7 +67,7 @@ class TransformerLayer(nn.Module):
     def __init__(
         self,
         channels: int,
-        operator: str | Operator = "factorized_gaussian",
+        operator: str | Operator = DEFAULT,
         *,
         heads: int = 1,
         hidden: int | None = None,

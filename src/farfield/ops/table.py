@@ -130,9 +130,18 @@ class Quotient:
 
     def __call__(self, query: Tensor, summary: Summary) -> Tensor:
         """Return the share of each slot, `(b, h, r, m)`."""
-        shares = self.map(query.to(summary.weights.dtype)) * summary.weights
+        weights = self.scaled(summary.weights)
+        shares = self.map(query.to(weights.dtype)) * weights
         total = shares.sum(2, keepdim=True)
         return (shares / torch.where(total == 0, 1, total + self.epsilon)).to(query.dtype)
+
+    def scaled(self, weights: Tensor) -> Tensor:
+        """Return weights `(b, h, r, 1)` over the largest of their head, of which shares without an ε are the same."""
+        if self.epsilon:
+            return weights
+        # Where features are small, so are the sums of them, and the product of the two is too small for a number.
+        largest = weights.detach().amax((2, 3), keepdim=True)
+        return weights / torch.where(largest == 0, 1, largest)
 
 
 def centred(query: Tensor, summary: Summary) -> Tensor:

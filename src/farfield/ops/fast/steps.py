@@ -135,7 +135,7 @@ def prepare_slots(
     """Return the slots `(b, g, s, p)` that kernels combine, and the sums `(b, features)` of `Coefficients`, or None."""
     slots, last, sums, kind = _divide_slots(operator, query, summary, matrix), None, None, operator.coefficients
     if isinstance(kind, Quotient):
-        sums = (summary.weights if kind.epsilon else _scaled(summary.weights)).flatten(1)
+        sums = kind.scaled(summary.weights).flatten(1)
     elif kind in (centred, magnitude_aware):
         scale = query.shape[2] ** -0.5
         means = scale * summary.weights[:, :, :-1] / summary.count.clamp_min(1)
@@ -145,13 +145,6 @@ def prepare_slots(
         else:
             sums = means.flatten(1)
     return _join_slots(slots, last, matrix is not None, bias), sums
-
-
-def _scaled(weights: Tensor) -> Tensor:
-    """Return weights `(b, h, r, 1)` over the largest of their head: the same shares of a quotient without an ε."""
-    # Where features are small, so are the sums of them, and the inverse of a product of the two would be infinite.
-    largest = weights.detach().abs().amax((2, 3), keepdim=True)
-    return weights / torch.where(largest == 0, 1, largest)
 
 
 def respond_by(

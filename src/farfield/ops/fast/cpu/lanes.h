@@ -167,10 +167,11 @@ inline void write(const float* from, int64_t count, const Numbers& to, bool past
 }
 
 // ---- functions -------------------------------------------------------------------------------------------------------
-// e^x for x ≤ 0 to about 2 roundings: 2^n · e^r with n = round(x / ln 2); below -87 it is 0.
+// e^x for x ≤ 0 to about 2 roundings: 2^n · e^r with n = round(x / ln 2); below -104 it is 0. Where it is less than the
+// smallest normal number, 2^(n + 64) is one.
 inline Lanes exponential(Lanes x) {
   using Whole = int32_t __attribute__((vector_size(WIDTH * sizeof(int32_t))));
-  const Lanes bounded = x < -87.0f ? Lanes{} - 87.0f : x;
+  const Lanes bounded = x < -104.0f ? Lanes{} - 104.0f : x;
   const Lanes shifted = bounded * 1.44269504f + 12582912.0f;  // 1.5 · 2^23: the sum rounds to whole numbers
   const Lanes n = shifted - 12582912.0f;
   const Lanes r = bounded - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts, the first exact in products
@@ -180,10 +181,10 @@ inline Lanes exponential(Lanes x) {
   e = 1.0f / 6 + r * e;
   e = 0.5f + r * e;
   e = 1 + r * (1 + r * e);
-  const Whole power = (__builtin_convertvector(n, Whole) + 127) << 23;
+  const Whole power = (__builtin_convertvector(n, Whole) + 127 + 64) << 23;
   Lanes factor;
   std::memcpy(&factor, &power, sizeof(factor));
-  return x < -87.0f ? Lanes{} : e * factor;
+  return x < -104.0f ? Lanes{} : e * factor * 0x1p-64f;
 }
 
 inline float largest_of(Lanes lanes) {

@@ -22,7 +22,7 @@
 namespace farfield {
 namespace {
 
-constexpr float LOWEST = -3.4028234663852886e38f;
+constexpr float LOWEST = -3.4028234663852886e38f, INFINITE = __builtin_inff();
 constexpr int TILE = WIDTH == 16 ? 8 : 4;  // rows of a tile, whose sums are held in registers
 constexpr int VECTORS = 2;
 constexpr int64_t SUMMED = 64;  // numbers that are summed one after the other
@@ -269,7 +269,7 @@ void gradient_of_map(
       each([&](Lanes, Lanes grad, int64_t i) { return grad - load(grads + size + i); });
     } else if (map == Map::EXPONENTIALS) each([](Lanes x, Lanes grad, int64_t) { return x * grad; });
     else if (map == Map::RELU) each([](Lanes x, Lanes grad, int64_t) { return x <= 0 ? Lanes{} : grad; });
-    else if (map == Map::ELU_PLUS_ONE) each([](Lanes x, Lanes grad, int64_t) { return x < 1 ? x * grad : grad; });
+    else if (map == Map::ELU_PLUS_ONE) each([](Lanes x, Lanes grad, int64_t) { return x >= 1 ? grad : x * grad; });
     else if (to != grads) std::memcpy(to, grads, size * sizeof(float));
   }
 }
@@ -281,24 +281,20 @@ inline void hide(float* row, const float* valid, int64_t length, int64_t block) 
 }
 
 // ---- sums over positions ---------------------------------------------------------------------------------------------
-// Row = its exponentials relative to the peak, which may rise; returns the factor of what was summed before.
+// Row = its exponentials relative to the peak, which may rise; returns the factor of what was summed before. What is not
+// valid has none, and what is no number is no peak.
 float exponentials_of(float* row, const float* valid, int64_t length, int64_t block, float& peak) {
-  float factor = 1;
-  fill(row + length, block - length, LOWEST);
-  for (int64_t i = 0; valid && i < length; ++i) row[i] = valid[i] == 0 ? LOWEST : row[i];
+  const float before = peak;
+  fill(row + length, block - length, -INFINITE);
+  for (int64_t i = 0; valid && i < length; ++i) row[i] = valid[i] == 0 ? -INFINITE : row[i];
   Lanes most = Lanes{} + peak;
   for (int64_t i = 0; i < block; i += WIDTH) {
     const Lanes each = load(row + i);
     most = each > most ? each : most;
   }
-  const float largest = largest_of(most);
-  if (largest > peak) {
-    factor = exponential(Lanes{} + (peak - largest))[0];
-    peak = largest;
-  }
-  for (int64_t i = 0; i < block; i += WIDTH) store(row + i, exponential(load(row + i) - largest));
-  if (largest == LOWEST) fill(row, block, 0);  // nothing valid yet
-  return factor;
+  peak = largest_of(most);
+  for (int64_t i = 0; i < block; i += WIDTH) store(row + i, exponential(load(row + i) - peak));
+  return exponential(Lanes{} + (before - peak))[0];
 }
 
 void summarize(const Summarize& of, int64_t begin, int64_t end) {
@@ -443,7 +439,7 @@ class Queries {
       : of(of), block(block), depth(of.rows / of.heads), count(of.features() / of.heads), step(of.of_head()),
         rows(of.rows * block), others(step == depth ? 0 : of.count() * block),
         own(of.factor == Factor::NONE ? 0 : of.count() * block),
-        factors(of.factor == Factor::NONE ? 0 : 2 * of.heads * block), grads_of_sums(of.features() * WIDTH),
+        divisors(of.factor == Factor::NONE ? 0 : of.heads * block), grads_of_sums(of.features() * WIDTH),
         features(step == depth ? rows.data() : others.data()) {}
 
   // Returns coefficients (heads × step × block).
@@ -455,18 +451,16 @@ class Queries {
       const float* sums = of.sums + (sample * of.heads + h) * count;
       for (int64_t i = 0; i < block; i += WIDTH) {
         const float* feature = features + h * step * block + i;
-        float *to = own.data() + h * step * block + i, *factor = factors.data() + 2 * h * block + i;
+        float* to = own.data() + h * step * block + i;
         const Lanes z = sum_rows(count, [&](int64_t r) { return sums[r] * load(feature + r * block); });
-        Lanes share = 1 / (z + of.epsilon), each = 1 + share;
-        if (of.factor == Factor::OF_SUM) {
-          each = z == 0 ? Lanes{} + 1 : share;
-          share = z == 0 ? Lanes{} : share;
-        } else {
-          store(to + count * block, -z);
-        }
-        store(factor, each);
-        store(factor + block, share);
-        for (int64_t r = 0; r < count; ++r) store(to + r * block, each * sums[r] * load(feature + r * block));
+        Lanes divisor = z + of.epsilon;
+        if (of.factor == Factor::OF_SUM) divisor = z == 0 ? Lanes{} + 1 : divisor;
+        else store(to + count * block, -z);
+        store(&divisors[h * block + i], divisor);
+        const Lanes e = numerator(divisor);
+        // The inverse of a divisor that is no normal number would be infinite.
+        for (int64_t r = 0; r < count; ++r)
+          store(to + r * block, sums[r] * load(feature + r * block) / divisor * e);
       }
     }
     return own.data();
@@ -486,19 +480,21 @@ class Queries {
   }
 
  private:
-  // With products p = u ∘ f, z = Σ p, a share a = 1 / (z + ε) and c = factor · p, the factor being a or 1 + a:
-  // ∂p = factor · ∂c − a² Σ p ∘ ∂c, less the gradient of the last coefficient, -z.
+  // With products p = u ∘ f, z = Σ p, a divisor d = z + ε, and a numerator e, which is 1 or d + 1: c = p / d · e.
+  Lanes numerator(Lanes divisor) const { return of.factor == Factor::OF_MAGNITUDE ? divisor + 1 : Lanes{} + 1; }
+
+  // ∂p = (∂c − Σ c ∘ ∂c / e²) / d · e, less the gradient of the last coefficient, -z.
   void derive_factor(int64_t head, int64_t i, const float* sums, float* grads) {
     const int64_t first = head * step * block + i;
     const float *feature = features + first, *coefficient = own.data() + first;
     float* grad = grads + first;
-    const Lanes each = load(&factors[2 * head * block + i]), share = load(&factors[(2 * head + 1) * block + i]);
+    const Lanes divisor = load(&divisors[head * block + i]), e = numerator(divisor);
     const auto product = [&](int64_t r) { return load(coefficient + r * block) * load(grad + r * block); };
-    Lanes grad_z = -share * (share / each) * sum_rows(count, product);
-    if (of.factor == Factor::OF_MAGNITUDE) grad_z -= load(grad + count * block);
+    const Lanes mean = sum_rows(count, product) / (e * e);
+    const Lanes last = of.factor == Factor::OF_MAGNITUDE ? load(grad + count * block) : Lanes{};
     for (int64_t r = 0; r < count; ++r) {
       float *to = grad + r * block, *total = &grads_of_sums[(head * count + r) * WIDTH];
-      const Lanes of_product = each * load(to) + grad_z;
+      const Lanes of_product = (load(to) - mean) / divisor * e - last;
       store(total, load(total) + load(feature + r * block) * of_product);
       store(to, sums[r] * of_product);
     }
@@ -507,7 +503,7 @@ class Queries {
   const Coefficients& of;
   const int64_t block, depth, count, step;  // count, step: features and coefficients of a head
   const Held<float> rows, others, own;      // own: coefficients that are not the features
-  const Held<float> factors, grads_of_sums;  // factors: of each head, and 1 / (z + ε) or 0
+  const Held<float> divisors, grads_of_sums;
   float* const features;
 };
 
