@@ -232,7 +232,10 @@ def test_both_responses_of_joint_attention_are_compared() -> None:
 
 
 @pytest.mark.parametrize("steps", [2, 5])
-def test_the_steps_of_the_whole_follow_those_of_each_alone_as_another_call_would(steps: int) -> None:
+def test_the_steps_of_the_whole_follow_those_of_each_alone_as_another_call_would(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training.Progress, "restore_best", lambda self: None)
     inputs, model, parts = grids(9, 12, 16), encoder(), encoder()
     teacher = copy.deepcopy(model)
     report = linearize(model, "linear_elu", inputs, steps=(3, steps), **QUIET)
@@ -591,11 +594,13 @@ def test_another_model_or_input_is_another_call(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_call_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
     inputs = grids(2, 12, 16)
     linearize(encoder(), "hedgehog", inputs, steps=2, folder=tmp_path, **QUIET)
-    with pytest.raises(ValueError, match=r"linearize: .*linearize\.pt is of another call.*fix: another folder"):
+    with pytest.raises(
+        ValueError, match=r"linearize: .*linearize\.safetensors is of another call.*fix: another folder"
+    ):
         linearize(encoder(), "hedgehog", inputs, steps=3, folder=tmp_path, **QUIET)
-    path = tmp_path / "linearize.pt"
+    path = tmp_path / "linearize.safetensors"
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(ValueError, match=r"linearize: .*linearize\.pt is no checkpoint.*fix: remove it"):
+    with pytest.raises(ValueError, match=r"linearize: .*linearize\.safetensors is no checkpoint.*fix: remove it"):
         linearize(encoder(), "hedgehog", inputs, steps=2, folder=tmp_path, **QUIET)
 
 

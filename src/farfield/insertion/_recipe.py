@@ -16,17 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from farfield._files import stage_files
-from farfield._plain_values import check_values, read_text
+from farfield._plain_values import check_values, describe_differences, read_header, read_text
 from farfield._refusals import door, refusal
-from farfield._weights import describe_differences, read_header
-from farfield.insertion._insert.additions import (
-    ChannelsLast,
-    additions,
-    attach_addition,
-    child_of,
-    read_watches,
-    watch_places,
-)
+from farfield.insertion._insert.additions import ChannelsLast, additions, attach_addition, read_watches, watch_places
 from farfield.insertion._places import CHILD, Place, join
 from farfield.insertion._replace.api import replace_attention
 from farfield.insertion._replace.finding import chosen_operator, find_original, known_attention
@@ -167,7 +159,7 @@ def _expect_weights(model: nn.Module, recipe: Mapping[str, Any]) -> Iterator[tup
                 shapes[LOCAL] = (heads * width, 1, _number(each["local"]))
             yield from ((join(path, name), torch.empty(shape, device="meta")) for name, shape in shapes.items())
     for each in recipe["inserted"]:
-        child = child_of(Place(each["path"], each["entry"]))
+        child = ".".join(filter(None, (each["path"], CHILD, each["entry"])))
         yield from ((join(child, name), value) for name, value in _build(each).state_dict().items())
 
 
