@@ -29,8 +29,6 @@ from farfield.ops.latent import flare
 from farfield.ops.table import OPERATORS, Operator
 
 _RECIPE, _WEIGHTS, _FORMAT = "farfield_recipe.json", "farfield_recipe.safetensors", 1
-# The largest number in a recipe: of channels, heads, latents, or the length of a branch.
-_BOUND = 2**14
 # Class of a wrapper -> its attribute with the model. Compared by name, because importing them is slow.
 _INSIDE = {"OptimizedModule": "_orig_mod"}
 _INSIDE |= dict.fromkeys(
@@ -141,7 +139,7 @@ def apply_recipe(model: nn.Module, folder: str | Path) -> None:
         for each in recipe["inserted"]:
             _insert(model, each)
         watch_places(model, recipe["watched"])
-    except (LookupError, ValueError, TypeError, AttributeError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise refusal(
             ValueError, f"{path} does not fit {type(model).__name__}: {error}; fix: its own model."
         ) from error
@@ -156,7 +154,7 @@ def _expect_weights(model: nn.Module, recipe: Mapping[str, Any]) -> Iterator[tup
             heads, width = find_heads(model.get_submodule(path)) or (1, 1)
             shapes = dict(operator.parameter_shapes(heads * width, heads))
             if each["local"]:
-                shapes[LOCAL] = (heads * width, 1, _number(each["local"]))
+                shapes[LOCAL] = (heads * width, 1, each["local"])
             yield from ((join(path, name), torch.empty(shape, device="meta")) for name, shape in shapes.items())
     for each in recipe["inserted"]:
         child = ".".join(filter(None, (each["path"], CHILD, each["entry"])))
@@ -198,14 +196,7 @@ def _operator(name: str, slots: int) -> Operator:
     """Return an operator by its name, with so many latents."""
     if name not in OPERATORS:
         raise refusal(LookupError, f"there is no operator {name!r:.40}; fix: a newer farfield.")
-    return flare(_number(slots)) if name == "flare" else OPERATORS[name]
-
-
-def _number(value: Any) -> int:
-    """Return a whole number of a recipe; refuse others, and those that would take the memory."""
-    if not isinstance(value, int) or not 0 < value <= _BOUND:
-        raise refusal(ValueError, f"a recipe has numbers from 1 to {_BOUND:,}, got {value!r:.40}; fix: save it again.")
-    return value
+    return flare(slots) if name == "flare" else OPERATORS[name]
 
 
 def _replace(model: nn.Module, entry: Mapping[str, Any]) -> None:
@@ -215,7 +206,7 @@ def _replace(model: nn.Module, entry: Mapping[str, Any]) -> None:
     if chosen.keys() != set(paths):
         raise refusal(ValueError, f"{type(model).__name__} has other attention than {paths[:3]}; fix: its own model.")
     for module in chosen.values() if entry["local"] else ():
-        add_local(module, _number(entry["local"]))
+        add_local(module, entry["local"])
 
 
 # ---- what was inserted -----------------------------------------------------------------------------------------------
@@ -268,8 +259,6 @@ def _build(entry: Mapping[str, Any]) -> nn.Module:
     for name, value in options.items():
         if name not in _OPTIONS or not isinstance(value, _OPTIONS[name]):
             raise refusal(ValueError, f"a recipe has no option {name}={value!r:.40}; fix: a newer farfield.")
-        if isinstance(value, int) and not isinstance(value, bool):
-            _number(value)
     with torch.device("meta"):
         attention = GridAttention(options.pop("channels"), _operator(entry["operator"], entry["slots"]), **options)
         # Recipes of 0.3 do not have the entry.

@@ -144,24 +144,13 @@ def linearize(
             found = read_features(student, first)
         return agree(found, wanted, valid), float(compare(found, wanted, valid))
 
-    before, distance = measure()
+    before = measure()[0]
     if not math.isfinite(before):
         fix = "the model and the inputs in float32" if halves else "another operator, or inputs of smaller numbers"
         raise refusal(ValueError, f"with {name} the features of input 0 are not finite; fix: {fix}.")
     with choose_parameters(student, chosen, tune) as parameters:
-        progress = Progress(parameters, RATES[tune], alone + whole, distance)
-        train(
-            student,
-            teacher,
-            inputs,
-            progress,
-            attentions=chosen,
-            steps=(alone, whole),
-            local=local is not None,
-            measure_distance=lambda: measure()[1],
-            checkpoint=None if folder is None else (Path(folder), identity),
-            quiet=quiet,
-        )
+        progress = Progress(parameters, RATES[tune], (alone, whole), lambda: measure()[1], folder, identity)
+        train(student, teacher, inputs, progress, chosen, local=local is not None, quiet=quiet)
     (agreement, distance), parts = measure(), dict[str, float]()
     for label, part in (("summary only", "local"), ("local only", "summary")) if local else ():
         with leave_out(chosen.values(), part):
@@ -170,21 +159,9 @@ def linearize(
         costs = tuple(_measure_cost(next(iter(chosen.values())), operator, tokens) for tokens in _LENGTHS)
     _replace(model, operator, paths, local)
     model.load_state_dict(student.state_dict())
-    return LinearizeReport(
-        name,
-        before,
-        agreement,
-        distance**0.5,
-        layers,
-        kept,
-        alone + whole,
-        tuple(progress.tensors["losses"].tolist()),
-        float(progress.numbers[1]),
-        parts,
-        costs,
-        alone,
-        int(progress.numbers[2]),
-    )
+    losses, (_, seconds, best_step, _) = progress.tensors["losses"].tolist(), progress.numbers.tolist()
+    measured = (before, agreement, distance**0.5, layers, kept, alone + whole, tuple(losses), seconds, parts, costs)
+    return LinearizeReport(name, *measured, alone, int(best_step))
 
 
 def _check_options(keep: int, steps: int | Sequence[int], local: int | None, tune: str) -> None:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from farfield._refusals import refusal
+from farfield._refusals import is_refusal, refusal
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def read_features(network: nn.Module, given: Any) -> Tensor:
@@ -39,15 +41,10 @@ def _leave_out_labels(run: Callable[..., Any], given: Sequence[Any]) -> Sequence
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return given
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    given = given[: len(names)]
-    last = given[-1] if given else None
+    *others, last = given = given[: len(names)] or (None,)
     # A mask has a dim of tokens, so that one whole number a sample, or a list of names, is none.
-    has_labels = isinstance(last, list | tuple) or (isinstance(last, Tensor) and last.dim() < 2 and _is_whole(last))
-    return given[:-1] if has_labels and "mask" in names[len(given) - 1] else given
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    is_number = isinstance(last, Tensor) and last.dim() < 2 and last.dtype in _WHOLE
+    return others if "mask" in names[len(others)] and (is_number or isinstance(last, list | tuple)) else given
 
 
 def run_teacher(teacher: nn.Module, given: Any, number: int) -> Tensor:
@@ -55,16 +52,17 @@ def run_teacher(teacher: nn.Module, given: Any, number: int) -> Tensor:
     try:
         return read_features(teacher, given)
     except Exception as error:
-        what = f"input {number}, {describe(given)}, for {type(teacher).__name__}"
-        fix = "inputs=[each[0] for each in inputs] without labels, or arguments by name in dictionaries"
-        error.add_note(f"linearize: this was {what}; fix: {fix}.")
+        if not is_refusal(error):
+            what = f"input {number}, {describe(given)}, for {type(teacher).__name__}"
+            fix = "inputs=[each[0] for each in inputs] without labels, or arguments by name in dictionaries"
+            error.add_note(f"linearize: this was {what}; fix: {fix}.")
         raise
 
 
 def describe(given: Any) -> str:
     """Return the shapes of an input's tensors, each with its largest number."""
     tensors = [each for each in tree_leaves(given) if isinstance(each, Tensor) and each.numel()]
-    shapes = [f"{tuple(each.shape)} up to {float(each.double().abs().max()):.3g}" for each in tensors]
+    shapes = [f"{tuple(each.shape)} up to {float(each.float().abs().max()):.3g}" for each in tensors]
     return " and ".join(shapes) or f"a {type(given).__name__}"
 
 
@@ -81,12 +79,10 @@ def check_inputs(inputs: Any) -> None:
 
 
 def widen(given: Any) -> Any:
-    """Return a tensor, or those of an input, in float32 for half precision."""
-
-    def widen_tensor(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
-
-    return tree_map_only(Tensor, widen_tensor, given)
+    """Return a tensor, or those of an input, in float32 where they are in half precision."""
+    if isinstance(given, Tensor):
+        return given.float() if given.is_floating_point() and given.dtype.itemsize < 4 else given
+    return tree_map_only(Tensor, widen, given)
 
 
 def find_mask(network: nn.Module, given: Any) -> Tensor | None:

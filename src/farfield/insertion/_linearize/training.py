@@ -39,64 +39,72 @@ _LORA_RANK = 8
 class Progress:
     """What is trained and how far, with the state that came nearest to the teacher; a checkpoint has all of it."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], rate: float, steps: int, distance: float) -> None:
-        self.parameters, self.rate = parameters, rate
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        rate: float,
+        steps: tuple[int, int],  # of each attention alone, and of the whole
+        measure: Callable[[], float],  # the distance on the held-out input
+        folder: str | Path | None,
+        identity: str,  # a checksum of the call
+    ) -> None:
+        self.parameters, self.rate, self.steps, self.measure, self.identity = parameters, rate, steps, measure, identity
+        self.path = None if folder is None else Path(folder, CHECKPOINT)
         self.optimizer = torch.optim.AdamW(parameters.values(), lr=rate, weight_decay=0.01)
         # Steps that are done and their seconds; after which the state was best, and its distance.
-        self.numbers = torch.tensor([0, 0, 0, distance], dtype=torch.float64)
-        self.tensors = {"numbers": self.numbers, "losses": torch.zeros(steps, dtype=torch.float64)}
+        self.numbers = torch.tensor([0, 0, 0, measure()], dtype=torch.float64)
+        self.tensors = {"numbers": self.numbers, "losses": torch.zeros(sum(steps), dtype=torch.float64)}
         for name, each in parameters.items():
             means = {mean: torch.zeros_like(each) for mean in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[each] = {"step": torch.tensor(0.0), **means}
             self.tensors |= {f"{mean}.{name}": value for mean, value in self.optimizer.state[each].items()}
             self.tensors |= {f"now.{name}": each.detach(), f"best.{name}": each.detach().clone()}
+        if self.path is not None and self.path.is_file():
+            self._load(self.path)
 
     @property
     def done(self) -> int:
         return int(self.numbers[0])
 
-    def forget_gradients(self) -> None:
-        for each in itertools.chain(*(means.values() for means in self.optimizer.state.values())):
-            each.zero_()
-
-    def descend(self, loss: Tensor, factor: float) -> bool:
-        """Take a step at a part of the rate, if loss and gradient are finite; return whether they are."""
+    def descend(self, loss: Tensor) -> bool:
+        """Take a step, if the loss and its gradient are finite; return whether they are."""
+        if self.done == self.steps[0]:  # the gradients that follow have another size
+            for each in itertools.chain(*(means.values() for means in self.optimizer.state.values())):
+                each.zero_()
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
         if not bool((loss.detach() + norm).isfinite()):
             return False
-        self.optimizer.param_groups[0]["lr"] = self.rate * factor
+        self.optimizer.param_groups[0]["lr"] = self.rate * _schedule(self.done, *self.steps)
         self.optimizer.step()
         self.tensors["losses"][self.done] = loss.detach()
         self.numbers[0] += 1
         return True
 
-    def keep_best(self, distance: float) -> None:
+    def keep_best(self) -> None:
+        distance = self.measure()
         if distance < self.numbers[3]:  # and not if it is NaN
-            self.numbers[2], self.numbers[3] = self.numbers[0], distance
-            self._copy("now", "best")
+            self.numbers[2:] = torch.tensor([self.done, distance], dtype=torch.float64)
+            self.copy("now", "best")
 
-    def restore_best(self) -> None:
-        self._copy("best", "now")
-
-    def _copy(self, source: str, target: str) -> None:
+    def copy(self, source: str, target: str) -> None:
         for name in self.parameters:
             self.tensors[f"{target}.{name}"].copy_(self.tensors[f"{source}.{name}"])
 
-    def save(self, path: Path, identity: str) -> None:
+    def save(self, path: Path) -> None:
         tensors = {name: each.clone(memory_format=torch.contiguous_format) for name, each in self.tensors.items()}
         with open_replacement(path) as file:
-            file.write(save(tensors, {"identity": identity}))
+            file.write(save(tensors, {"identity": self.identity}))
 
-    def load(self, path: Path, identity: str) -> None:
+    def _load(self, path: Path) -> None:
         """Go on from a checkpoint of the same call."""
         damaged = refusal(ValueError, f"{path} is no checkpoint of linearize, or damaged; fix: remove it.")
         try:
             metadata, shapes = read_header(path)
         except ValueError as error:
             raise damaged from error
-        if metadata.get("identity") != identity:
+        if metadata.get("identity") != self.identity:
             problem = f"{path} is of another call: of another model, teacher, first input, operator or option"
             raise refusal(ValueError, f"{problem}; fix: another folder, or remove it.")
         if describe_differences(self.tensors, shapes):
@@ -200,45 +208,37 @@ def train(
     teacher: nn.Module,
     inputs: Iterable[Any],
     progress: Progress,
-    *,
     attentions: Mapping[str, nn.Module],
-    steps: tuple[int, int],  # of each attention alone, and of the whole
+    *,
     local: bool,  # whether the attentions have a local branch
-    measure_distance: Callable[[], float],  # on the held-out input
-    checkpoint: tuple[Path, str] | None,  # its folder, and the checksum of the call
     quiet: bool,
 ) -> None:
-    """Train from the checkpoint in the folder if there is one of the same call; end with the best state."""
-    device, (alone, whole) = next(student.parameters()).device, steps
-    path, identity = (checkpoint[0] / CHECKPOINT, checkpoint[1]) if checkpoint else (None, "")
-    if path is not None and path.is_file():
-        progress.load(path, identity)
+    """Train from where the progress is, and end with the state that came nearest."""
+    device, total = next(student.parameters()).device, sum(progress.steps)
     given, saved = features.cycle_inputs(inputs, progress.done), time.monotonic()
-    bar = tqdm(total=alone + whole, initial=progress.done, disable=quiet, file=sys.stderr, desc="linearize")
-    for step in range(progress.done, alone + whole):
+    bar = tqdm(total=total, initial=progress.done, disable=quiet, file=sys.stderr, desc="linearize")
+    for step in range(progress.done, total):
         started = time.monotonic()
         number, batch = next(given)
         batch = features.move(batch, device)
-        if step == alone:
-            progress.forget_gradients()  # those that follow have another size
         without = local and random.Random(step).random() < _WITHOUT_LOCAL
         with leave_out(attentions.values() if without else (), "local"):
-            loss = _compute_loss(student, teacher, batch, number, attentions if step < alone else {})
-        if not progress.descend(loss, _schedule(step, alone, whole)):
+            loss = _compute_loss(student, teacher, batch, number, attentions if step < progress.steps[0] else {})
+        if not progress.descend(loss):
             problem = f"input {number}, {features.describe(batch)}, gives in step {step} a loss of {loss.detach():.3g}"
             problem += ", or a gradient that is not finite; no step was taken, and the model is as it was"
             raise refusal(ValueError, f"{problem}; fix: leave the input out.")
-        last = step + 1 == alone + whole
-        if last or (step + 1) % max(1, (alone + whole) // _COMPARED) == 0:
-            progress.keep_best(measure_distance())
+        last = step + 1 == total
+        if last or (step + 1) % max(1, total // _COMPARED) == 0:
+            progress.keep_best()
         progress.numbers[1] += time.monotonic() - started
         bar.update()
         bar.set_postfix_str(f"loss {loss.detach():.3f}")
-        if path is not None and (last or time.monotonic() - saved > _SECONDS):
+        if progress.path is not None and (last or time.monotonic() - saved > _SECONDS):
             saved = time.monotonic()
-            progress.save(path, identity)
+            progress.save(progress.path)
     bar.close()
-    progress.restore_best()
+    progress.copy("best", "now")
 
 
 def _compute_loss(
