@@ -14,7 +14,10 @@ import pytest
 import timm
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from farfield import ops, replace_attention
 from farfield.insertion import linearize, save_recipe
@@ -231,8 +234,16 @@ def test_both_responses_of_joint_attention_are_compared() -> None:
     assert np.isfinite(report.losses).all()
 
 
+def last_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the state of the last step."""
+    monkeypatch.setattr(training.Progress, "copy", lambda self, source, target: None)
+
+
 @pytest.mark.parametrize("steps", [2, 5])
-def test_the_steps_of_the_whole_follow_those_of_each_alone_as_another_call_would(steps: int) -> None:
+def test_the_steps_of_the_whole_follow_those_of_each_alone_as_another_call_would(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last_state(monkeypatch)
     inputs, model, parts = grids(9, 12, 16), encoder(), encoder()
     teacher = copy.deepcopy(model)
     report = linearize(model, "linear_elu", inputs, steps=(3, steps), **QUIET)
@@ -526,6 +537,236 @@ def test_a_local_branch_is_a_convolution_of_the_values() -> None:
         torch.testing.assert_close(found, attention.out_proj(response))
 
 
+# ---- what is not finite, half precision, the best state --------------------------------------------------------------
+def with_number(inputs: list[Tensor], place: int, number: float) -> list[Tensor]:
+    """The inputs, with one number of one of them changed."""
+    changed = [each.clone() for each in inputs]
+    changed[place].view(-1)[5] = number
+    return changed
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 1e30])
+@pytest.mark.parametrize("steps", [(4, 0), (0, 4)])
+@pytest.mark.parametrize(("build", "shape"), [(encoder, (12, 16)), (vit, (3, 16, 16))])
+def test_no_step_is_taken_from_what_is_not_finite(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], steps: tuple[int, int], number: float, tmp_path: Path
+) -> None:
+    model, inputs = build(), with_number(grids(4, *shape), 2, number)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"linearize: input 2, .* in step 1 .*fix: leave the input out"):
+        linearize(model, "linear_elu", inputs, steps=steps, **QUIET)
+    assert all(torch.equal(model.state_dict()[name], each) for name, each in before.items())
+    report = linearize(model, "linear_elu", inputs[:2] + inputs[3:], steps=steps, **QUIET)
+    assert np.isfinite(report.losses).all()
+    assert all(bool(each.isfinite().all()) for each in model.state_dict().values())
+
+
+def test_no_step_is_taken_from_a_gradient_that_is_not_finite() -> None:
+    class Rooted(nn.Module):
+        """Adds 0 to the features of some inputs, as a root, whose derivative at 0 is infinite."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = encoder()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.inner(x)
+            return found + (0 * found).abs().sqrt() if x.max() == 7 else found
+
+    inputs = with_number(grids(4, 12, 16), 2, 7.0)
+    with pytest.raises(ValueError, match=r"linearize: input 2, .*gradient that is not finite.*fix: leave the input"):
+        linearize(Rooted(), "linear_elu", inputs, steps=(0, 4), **QUIET)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("build", "inputs"), [(encoder, padded(9)), (vit, grids(9, 3, 16, 16)), (bert, texts(9))])
+@pytest.mark.parametrize("tune", ["attention", "all"])
+def test_half_precision_is_trained(
+    build: Callable[[], nn.Module], inputs: list[Any], dtype: torch.dtype, tune: Any
+) -> None:
+    model = build().to(dtype)
+    inputs = tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, inputs)
+    kinds = {name: each.dtype for name, each in model.state_dict().items()}
+    report = linearize(model, "linear_elu", inputs, steps=16, tune=tune, **QUIET)
+    assert report.steps_alone == 8
+    assert np.isfinite(report.losses).all()
+    assert all(bool(each.isfinite().all()) for each in model.state_dict().values())
+    assert {name: each.dtype for name, each in model.state_dict().items()} == kinds
+    assert report.agreement > report.before
+
+
+def test_half_precision_is_trained_as_float32_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    last_state(monkeypatch)
+    half = bert().bfloat16()
+    wide, teacher = copy.deepcopy(half).float(), copy.deepcopy(half)
+    reports = [linearize(each, "linear_elu", texts(5), teacher=teacher, steps=6, **QUIET) for each in (half, wide)]
+    assert reports[0].losses == reports[1].losses
+    for name, each in wide.state_dict().items():
+        assert torch.equal(half.state_dict()[name], each.bfloat16()), name
+
+
+def recorded_distances(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """The steps after which the held-out input is compared, and the distances then, as they come."""
+    distances = list[tuple[int, float]]()
+    keep = training.Progress.keep_best
+
+    def keep_best(progress: training.Progress) -> None:
+        distances.append((progress.done, progress.measure()))
+        keep(progress)
+
+    monkeypatch.setattr(training.Progress, "keep_best", keep_best)
+    return distances
+
+
+@pytest.mark.parametrize("steps", [7, 60])
+@pytest.mark.parametrize("local", [None, 3])
+def test_the_state_that_is_nearest_is_kept(steps: int, local: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    distances = recorded_distances(monkeypatch)
+    model, inputs = encoder(), grids(5, 12, 16)
+    teacher = copy.deepcopy(model)
+    report = linearize(model, "linear_elu", inputs, steps=steps, local=local, **QUIET)
+    assert 7 <= len(distances) <= 11
+    assert distances[-1][0] == steps
+    assert (report.best_step, report.error**2) == pytest.approx(min(distances, key=lambda each: each[1]))
+    with torch.no_grad():
+        found, wanted = model(inputs[0]), teacher(inputs[0])
+    assert float((found - wanted).norm() / wanted.norm()) == pytest.approx(report.error, rel=1e-5)
+    assert f"nearest after step {report.best_step})" in str(report)
+
+
+@pytest.mark.parametrize("tune", ["attention", "lora", "all"])
+def test_a_network_that_is_close_already_is_not_made_worse(tune: Any) -> None:
+    # At its start, where softmax attention is nearly a mean.
+    torch.manual_seed(0)
+    options = {"img_size": 16, "patch_size": 4, "depth": 2, "embed_dim": 16, "num_heads": 2}
+    model, inputs = timm.create_model("vit_tiny_patch16_224", **options).eval(), grids(9, 3, 16, 16)
+    start = copy.deepcopy(model)
+    replace_attention(start, "averaged")
+    report = linearize(model, "averaged", inputs, steps=30, tune=tune, **QUIET)
+    assert 0.999 < report.before <= report.agreement
+    if report.best_step == 0:
+        for name, each in start.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], each, rtol=0, atol=0, msg=name)
+
+
+def test_of_softmax_the_start_is_kept() -> None:
+    model, inputs = encoder(), grids(5, 12, 16)
+    before = copy.deepcopy(model.state_dict())
+    report = linearize(model, "softmax", inputs, steps=(0, 20), **QUIET)
+    assert report.best_step == 0
+    assert all(torch.equal(model.state_dict()[name], each) for name, each in before.items())
+
+
+def test_a_start_that_is_not_finite_is_refused() -> None:
+    def build() -> nn.Module:
+        model = vit().half()
+        # Products of queries and keys are beyond float16.
+        nn.init.constant_(model.blocks[0].attn.qkv.bias, 300.0)
+        return model
+
+    model, inputs = build(), [each.half() for each in grids(3, 3, 16, 16)]
+    with pytest.raises(ValueError, match=r"linearize: with dot .* not finite; fix: .*float32"):
+        linearize(model, "dot", inputs, steps=4, **QUIET)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), build().parameters(), strict=True))
+    report = linearize(model.float(), "dot", [each.float() for each in inputs], steps=4, **QUIET)
+    assert np.isfinite(report.losses).all()
+
+
+# ---- what a DataLoader yields, and what is no list of inputs ---------------------------------------------------------
+class OneArgument(nn.Module):
+    """A network whose forward takes an image alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = vit()
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.inner.forward_features(image)
+
+
+LABELS = torch.arange(12) % 3
+
+
+@pytest.mark.parametrize("batch", [4, 12])
+@pytest.mark.parametrize(
+    ("build", "samples", "labels"),
+    [
+        (vit, torch.randn(12, 3, 16, 16), [LABELS]),
+        (vit, torch.randn(12, 3, 16, 16), [[f"{number}.png" for number in range(12)]]),
+        (OneArgument, torch.randn(12, 3, 16, 16), [LABELS, LABELS]),
+        (OneArgument, torch.randn(12, 3, 16, 16), [torch.randn(12, 3)]),
+        (encoder, torch.randn(12, 12, 16), [LABELS.to(torch.uint8)]),
+        (bert, torch.randint(0, 40, (12, 12)), [LABELS]),
+    ],
+)
+def test_labels_of_a_data_loader_are_left_out(
+    build: Callable[[], nn.Module], samples: Tensor, labels: list[Any], batch: int
+) -> None:
+    pairs = list(zip(samples, *labels, strict=True)) * 2
+    loader = torch.utils.data.DataLoader(pairs, batch_size=batch)
+    models = build(), build()
+    plain = list(torch.cat([samples, samples]).split(batch))
+    given = zip(models, (loader, plain), strict=True)
+    reports = [linearize(model, "linear_elu", inputs, steps=4, **QUIET) for model, inputs in given]
+    assert reports[0].losses == reports[1].losses
+    for one, two in zip(*(each.state_dict().values() for each in models), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_masks_of_a_data_loader_are_kept() -> None:
+    inputs = texts(4)
+    pairs = [pair for each in inputs for pair in zip(each["input_ids"], each["attention_mask"], strict=True)]
+    loader = torch.utils.data.DataLoader(pairs, batch_size=4)
+    named = [dict(zip(("input_ids", "attention_mask"), each, strict=True)) for each in loader]
+    with torch.no_grad():
+        found, wanted = (features.read_features(bert(), next(iter(each))) for each in (loader, named))
+    assert torch.equal(found, wanted)
+    padding = padded(1)[0]
+    order = (padding["src"], None, padding["src_key_padding_mask"])
+    with torch.no_grad():
+        assert torch.equal(*(features.read_features(encoder(), each) for each in (order, padding)))
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_what_the_network_raises_names_the_input(number: int) -> None:
+    inputs: list[Any] = grids(4, 3, 16, 16)
+    inputs[number], model = (inputs[number], torch.rand(4, 3)), vit()
+    with pytest.raises(RuntimeError) as caught:
+        linearize(model, "linear_elu", inputs, steps=4, **QUIET)
+    note = "".join(caught.value.__notes__)
+    assert f"input {number}, (4, 3, 16, 16)" in note
+    assert "(4, 3)" in note
+    assert "fix: inputs=[each[0] for each in inputs]" in note
+    inputs[number] = inputs[number][0]
+    linearize(model, "linear_elu", inputs, steps=4, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "fact"),
+    [
+        (torch.randn(8, 12, 16), r"\(8, 12, 16\)"),
+        (torch.randn(40, 12, 16), r"\(40, 12, 16\)"),
+        (torch.randn(2, 12, 16), r"\(2, 12, 16\)"),
+        (torch.randn(8, 12, 16).numpy(), r"\(8, 12, 16\)"),
+        (torch.randn(1, 12, 16), r"\(1, 12, 16\)"),
+        (torch.tensor(3.0), r"\(\)"),
+        ("images", "a str"),
+        (Path("images"), "Path"),
+        ({"src": torch.randn(8, 12, 16)}, "a dict"),
+        (3, "a int"),
+        (None, "a NoneType"),
+    ],
+)
+def test_one_input_is_not_taken_apart(inputs: Any, fact: str) -> None:
+    model = encoder()
+    with pytest.raises(TypeError, match=rf"linearize: inputs must be several, got .*{fact}.*; fix: ") as caught:
+        linearize(model, "linear_elu", inputs, steps=2, **QUIET)
+    fix = str(caught.value).partition("fix: inputs=")[2].rstrip(".")
+    assert bool(fix) == (len(getattr(inputs, "shape", ())) == 3 and len(inputs) > 1)
+    if fix:
+        linearize(model, "linear_elu", eval(fix, {"inputs": inputs, "torch": torch}), steps=2, **QUIET)
+
+
 # ---- resuming --------------------------------------------------------------------------------------------------------
 class Interrupted(Exception):  # noqa: N818
     """Stands for a process that is killed."""
@@ -591,12 +832,58 @@ def test_another_model_or_input_is_another_call(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_call_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
     inputs = grids(2, 12, 16)
     linearize(encoder(), "hedgehog", inputs, steps=2, folder=tmp_path, **QUIET)
-    with pytest.raises(ValueError, match=r"linearize: .*linearize\.pt is of another call.*fix: another folder"):
+    with pytest.raises(
+        ValueError, match=r"linearize: .*linearize\.safetensors is of another call.*fix: another folder"
+    ):
         linearize(encoder(), "hedgehog", inputs, steps=3, folder=tmp_path, **QUIET)
-    path = tmp_path / "linearize.pt"
+    path = tmp_path / "linearize.safetensors"
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(ValueError, match=r"linearize: .*linearize\.pt is no checkpoint.*fix: remove it"):
+    with pytest.raises(ValueError, match=r"linearize: .*linearize\.safetensors is no checkpoint.*fix: remove it"):
         linearize(encoder(), "hedgehog", inputs, steps=2, folder=tmp_path, **QUIET)
+
+
+def one_of(tensors: dict[str, Tensor], start: str) -> str:
+    return next(name for name in tensors if name.startswith(start))
+
+
+@pytest.mark.parametrize("part", ["now.", "best.", "exp_avg.", "exp_avg_sq.", "step.", "losses", "numbers"])
+@pytest.mark.parametrize("change", ["left out", "broadcast", "not finite", "another dim"])
+def test_a_checkpoint_of_other_tensors_is_refused(part: str, change: str, tmp_path: Path) -> None:
+    options = {"steps": 2, "folder": tmp_path, **QUIET}
+    linearize(encoder(), "hedgehog", grids(2, 12, 16), **options)
+    path = tmp_path / "linearize.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    name = one_of(tensors, part)
+    value = tensors.pop(name)
+    if change != "left out":
+        other = {"broadcast": value.flatten()[:1], "not finite": value * torch.nan, "another dim": value[None]}
+        tensors[name] = other[change]
+    if part == "step." and change == "broadcast":
+        tensors[name] = value.expand(1, 1)
+    save_file({name: each.contiguous() for name, each in tensors.items()}, path, metadata)
+    model = encoder()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"linearize: .*linearize\.safetensors is no checkpoint.*fix: remove it"):
+        linearize(model, "hedgehog", grids(2, 12, 16), **options)
+    assert all(torch.equal(model.state_dict()[name], each) for name, each in before.items())
+
+
+@pytest.mark.parametrize("done", [-1, 3, 10**9])
+def test_a_checkpoint_of_too_many_steps_is_refused(done: int, tmp_path: Path) -> None:
+    options = {"steps": 2, "folder": tmp_path, **QUIET}
+    linearize(encoder(), "hedgehog", grids(2, 12, 16), **options)
+    path = tmp_path / "linearize.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors["numbers"][0] = done
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=r"linearize: .*linearize\.safetensors is no checkpoint.*fix: remove it"):
+        linearize(encoder(), "hedgehog", grids(2, 12, 16), **options)
+    path.unlink()
+    linearize(encoder(), "hedgehog", grids(2, 12, 16), **options)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -15,6 +16,8 @@ import torch
 import torchvision
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from farfield import insert, ops, replace_attention
 from farfield.insertion import apply_recipe, save_recipe
@@ -160,6 +163,76 @@ def test_a_recipe_that_does_not_fit_is_refused(change: dict[str, object], tmp_pa
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises((ValueError, LookupError), match=r"apply_recipe: .*fix: "):
         apply_recipe(encoder(), tmp_path)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of what operations return on a device that has memory."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.device.type != "meta"]
+        self.total += sum(each.nbytes for each in tensors)
+        return outputs
+
+
+class Both(nn.Module):
+    """A network that has attention to replace, and a place where one is inserted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.encoder = nn.Conv2d(3, 16, 8, 8), encoder()
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.encoder(self.stem(image).flatten(2).mT)
+
+
+LARGE = 2**14
+
+
+@pytest.mark.parametrize(
+    ("part", "entry"),
+    [
+        ("inserted", {"options": {"channels": LARGE, "inner_channels": LARGE}}),
+        (
+            "inserted",
+            {"options": {"channels": LARGE, "inner_channels": LARGE, "value_channels": LARGE}, "normed": True},
+        ),
+        ("inserted", {"operator": "flare", "slots": LARGE}),
+        ("replaced", {"operator": "flare", "slots": LARGE}),
+        ("replaced", {"local": LARGE}),
+        ("replaced", {"operator": "hedgehog"}),
+    ],
+)
+def test_a_recipe_of_other_sizes_than_its_weights_is_refused_before_anything_is_built(
+    part: str, entry: dict[str, Any], tmp_path: Path
+) -> None:
+    model = Both()
+    replace_attention(model, ops.flare(5))
+    insert(model, "stem", partial(GridAttention, operator="siamese", project="qkvo"), example=IMAGE)
+    save_recipe(model, tmp_path)
+    apply_recipe(Both(), tmp_path)
+    path = tmp_path / "farfield_recipe.json"
+    recipe = json.loads(path.read_text())
+    options = recipe[part][0].get("options", {}) | entry.get("options", {})
+    recipe[part][0] |= entry | ({"options": options} if options else {})
+    path.write_text(json.dumps(recipe))
+    other = Both()
+    kinds = [type(module) for module in other.modules()]
+    with Allocated() as allocated, pytest.raises(ValueError, match=r"apply_recipe: .*fix: "):
+        apply_recipe(other, tmp_path)
+    assert allocated.total < 2**20
+    assert [type(module) for module in other.modules()] == kinds
+
+
+def test_an_addition_that_was_changed_is_not_saved(tmp_path: Path) -> None:
+    model = resnet()
+    insert(model, "layer2", partial(GridAttention, operator="siamese", project="qkvo"), example=IMAGE)
+    model.layer2.farfield.value = nn.Linear(128, 7)
+    with pytest.raises(ValueError, match=r"save_recipe: .*layer2\.farfield\.value\.weight is \(7, 128.*fix: "):
+        save_recipe(model, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_files(tmp_path: Path) -> None:

@@ -11,26 +11,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from farfield._files import stage_files
-from farfield._plain_values import check_values, read_text
+from farfield._plain_values import check_values, describe_differences, read_header, read_text
 from farfield._refusals import door, refusal
 from farfield.insertion._insert.additions import ChannelsLast, additions, attach_addition, read_watches, watch_places
-from farfield.insertion._places import CHILD, Place
+from farfield.insertion._places import CHILD, Place, join
 from farfield.insertion._replace.api import replace_attention
 from farfield.insertion._replace.finding import chosen_operator, find_original, known_attention
-from farfield.insertion._replace.learned import LOCAL, add_local
+from farfield.insertion._replace.learned import LOCAL, add_local, find_heads
 from farfield.nn.attention import GridAttention
 from farfield.nn.normed_attention import NormedAttention
 from farfield.ops.latent import flare
 from farfield.ops.table import OPERATORS, Operator
 
 _RECIPE, _WEIGHTS, _FORMAT = "farfield_recipe.json", "farfield_recipe.safetensors", 1
-# The largest number in a recipe: of channels, heads, latents, or the length of a branch.
-_BOUND = 2**14
 # Class of a wrapper -> its attribute with the model. Compared by name, because importing them is slow.
 _INSIDE = {"OptimizedModule": "_orig_mod"}
 _INSIDE |= dict.fromkeys(
@@ -93,9 +91,14 @@ def save_recipe(model: nn.Module, folder: str | Path) -> None:
     if not inserted and not replaced:
         raise refusal(ValueError, f"nothing was inserted into {type(model).__name__} or replaced in it; fix: save it.")
     recipe = {"format": _FORMAT, "replaced": replaced, "inserted": inserted, "watched": read_watches(model)}
+    expected, state = dict(_expect_weights(model, recipe)), model.state_dict()
+    added = {name: state[name].contiguous() for name in expected if name in state}
+    if problems := describe_differences(expected, added):
+        problem = f"what was added was changed since, so that a recipe would not bring it back: {problems}"
+        raise refusal(ValueError, f"{problem}; fix: undo the change, or save the code.")
     with stage_files(Path(folder)) as staging:
         (staging / _RECIPE).write_text(json.dumps(recipe, indent=1), encoding="utf-8")
-        save_file({name: each.contiguous() for name, each in _read_added(model, recipe).items()}, staging / _WEIGHTS)
+        save_file(added, staging / _WEIGHTS)
 
 
 @door("apply_recipe")
@@ -121,29 +124,41 @@ def apply_recipe(model: nn.Module, folder: str | Path) -> None:
     try:
         recipe = json.loads(read_text(path))
         check_values(path, recipe)
-        weights = load_file(path.with_name(_WEIGHTS))
-    except (ValueError, RecursionError, OSError, SafetensorError) as error:
-        raise refusal(ValueError, f"{path} or {_WEIGHTS} is damaged: {error}; fix: save it again.") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise refusal(ValueError, f"{path} is damaged: {error}; fix: save it again.") from error
     if not isinstance(recipe, dict) or recipe.get("format") != _FORMAT:
         raise refusal(ValueError, f"{path} is no recipe of format {_FORMAT}; fix: a newer farfield, or save it again.")
+    file = path.with_name(_WEIGHTS)
+    given = read_header(file)[1]
     try:
+        # Before anything is built: a recipe of a few bytes can name layers that take the memory.
+        if problems := describe_differences(dict(_expect_weights(model, recipe)), given):
+            raise ValueError(f"{_WEIGHTS} has other weights than it names: {problems}")
         for each in recipe["replaced"]:
             _replace(model, each)
         for each in recipe["inserted"]:
             _insert(model, each)
         watch_places(model, recipe["watched"])
-        added = _read_added(model, recipe)
-    except (LookupError, ValueError, TypeError, AttributeError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise refusal(
             ValueError, f"{path} does not fit {type(model).__name__}: {error}; fix: its own model."
         ) from error
-    wrong = sorted(added.keys() ^ weights.keys())
-    wrong += [name for name in added.keys() & weights.keys() if added[name].shape != weights[name].shape]
-    if wrong:
-        raise refusal(
-            ValueError, f"{_WEIGHTS} does not fit {type(model).__name__}: {', '.join(wrong[:3])}; fix: its own."
-        )
-    model.load_state_dict(weights, strict=False)
+    model.load_state_dict(load_file(file), strict=False)
+
+
+def _expect_weights(model: nn.Module, recipe: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names of the weights that a recipe adds to a model, each with its shape on the meta device."""
+    for each in recipe["replaced"]:
+        operator = _operator(each["operator"], each["slots"])
+        for path in each["paths"]:
+            heads, width = find_heads(model.get_submodule(path)) or (1, 1)
+            shapes = dict(operator.parameter_shapes(heads * width, heads))
+            if each["local"]:
+                shapes[LOCAL] = (heads * width, 1, each["local"])
+            yield from ((join(path, name), torch.empty(shape, device="meta")) for name, shape in shapes.items())
+    for each in recipe["inserted"]:
+        child = ".".join(filter(None, (each["path"], CHILD, each["entry"])))
+        yield from ((join(child, name), value) for name, value in _build(each).state_dict().items())
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -181,14 +196,7 @@ def _operator(name: str, slots: int) -> Operator:
     """Return an operator by its name, with so many latents."""
     if name not in OPERATORS:
         raise refusal(LookupError, f"there is no operator {name!r:.40}; fix: a newer farfield.")
-    return flare(_number(slots)) if name == "flare" else OPERATORS[name]
-
-
-def _number(value: Any) -> int:
-    """Return a whole number of a recipe; refuse others, and those that would take the memory."""
-    if not isinstance(value, int) or not 0 < value <= _BOUND:
-        raise refusal(ValueError, f"a recipe has numbers from 1 to {_BOUND:,}, got {value!r:.40}; fix: save it again.")
-    return value
+    return flare(slots) if name == "flare" else OPERATORS[name]
 
 
 def _replace(model: nn.Module, entry: Mapping[str, Any]) -> None:
@@ -198,7 +206,7 @@ def _replace(model: nn.Module, entry: Mapping[str, Any]) -> None:
     if chosen.keys() != set(paths):
         raise refusal(ValueError, f"{type(model).__name__} has other attention than {paths[:3]}; fix: its own model.")
     for module in chosen.values() if entry["local"] else ():
-        add_local(module, _number(entry["local"]))
+        add_local(module, entry["local"])
 
 
 # ---- what was inserted -----------------------------------------------------------------------------------------------
@@ -237,29 +245,22 @@ _PROJECTIONS = ("query", "key", "value", "output")
 
 
 def _insert(model: nn.Module, entry: Mapping[str, Any]) -> None:
-    """Attach one addition as the recipe says."""
-    options = entry["options"]
+    """Attach one addition as the recipe says, without its numbers."""
+    if (place := Place(entry["path"], entry["entry"])) in additions(model):
+        raise refusal(ValueError, f"{place.label} has an addition already; fix: a model without.")
+    like = next(model.parameters())
+    module = _build(entry).to(like.dtype).to_empty(device=like.device)
+    attach_addition(model.get_submodule(entry["path"]), entry["entry"], module)
+
+
+def _build(entry: Mapping[str, Any]) -> nn.Module:
+    """Build one addition as the recipe says, on the meta device."""
+    options = dict(entry["options"])
     for name, value in options.items():
         if name not in _OPTIONS or not isinstance(value, _OPTIONS[name]):
             raise refusal(ValueError, f"a recipe has no option {name}={value!r:.40}; fix: a newer farfield.")
-        if isinstance(value, int) and not isinstance(value, bool):
-            _number(value)
-    host, operator = model.get_submodule(entry["path"]), _operator(entry["operator"], entry["slots"])
-    if (place := Place(entry["path"], entry["entry"])) in additions(model):
-        raise refusal(ValueError, f"{place.label} has an addition already; fix: a model without.")
-    attention = GridAttention(options.pop("channels"), operator, **options)
-    # Recipes of 0.3 do not have the entry.
-    module: nn.Module = NormedAttention(attention) if entry.get("normed") else attention
-    like = next(model.parameters())
-    module = ChannelsLast(module) if entry["channels_last"] else module
-    attach_addition(host, entry["entry"], module.to(like.device, like.dtype))
-
-
-def _read_added(model: nn.Module, recipe: Mapping[str, Any]) -> dict[str, Tensor]:
-    prefixes = [".".join(filter(None, (each["path"], CHILD, each["entry"], ""))) + "." for each in recipe["inserted"]]
-    learned = set[str]()
-    for each in recipe["replaced"]:
-        names = [*_operator(each["operator"], each["slots"] or 1).parameter_shapes(1, 1), LOCAL]
-        learned |= {".".join(filter(None, (path, name))) for path in each["paths"] for name in names}
-    state = model.state_dict()
-    return {name: each for name, each in state.items() if name in learned or name.startswith(tuple(prefixes))}
+    with torch.device("meta"):
+        attention = GridAttention(options.pop("channels"), _operator(entry["operator"], entry["slots"]), **options)
+        # Recipes of 0.3 do not have the entry.
+        module: nn.Module = NormedAttention(attention) if entry.get("normed") else attention
+    return ChannelsLast(module) if entry["channels_last"] else module

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from farfield._plain_values import describe_differences
 from farfield._refusals import door
-from farfield.models.storage import describe_differences, read_weights
+from farfield.models.storage import read_weights
 from farfield.nn.transformer import TransformerLayer
 
 _Network = TypeVar("_Network", bound=nn.Module)

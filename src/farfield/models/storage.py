@@ -15,11 +15,12 @@ from typing import Any, Self
 import torch
 from huggingface_hub import ModelCard, ModelCardData, PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from farfield._files import stage_files
+from farfield._plain_values import describe_differences, read_header
 from farfield._refusals import door, refusal
 from farfield.models.card import is_edited, list_operators, write_card
 from farfield.models.choices import check_choice
@@ -176,7 +177,7 @@ def load_model(source: str | Path, build: Callable[[dict[str, Any]], Any], hub: 
     config_file, weights_file = _find_files(source, hub)
     saved = read_config(config_file)
     config = translate(saved.pop("format", 1), saved)
-    metadata, shapes = _read_header(weights_file)
+    metadata, shapes = read_header(weights_file)
     try:
         with torch.device("meta"):
             skeleton = build(config)
@@ -225,19 +226,6 @@ def _is_path(source: str) -> bool:
     return Path(owner).is_dir() or Path(name).suffix in (".ckpt", ".safetensors", ".json", ".pt", ".pth", ".bin")
 
 
-def _read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the metadata of a file of weights and its tensors on the meta device; refuse a damaged file."""
-    try:
-        with safe_open(path, "pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  (no mapping)
-            return file.metadata() or {}, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    except PermissionError as error:
-        problem = f"cannot read {path}: {error.strerror}; fix: a file that you may read."
-        raise refusal(PermissionError, error.errno, problem) from error
-    except (SafetensorError, OSError) as error:
-        raise refusal(ValueError, f"{path} is damaged: {error}; fix: save or download it again.") from error
-
-
 def _check_weights(config: dict[str, Any], metadata: Mapping[str, str], problems: str, path: Path) -> None:
     """Refuse weights whose metadata are not those of the configuration, or that have `problems`."""
     fix = "fix: keep the two files of one save together."
@@ -281,15 +269,3 @@ def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
 def is_entry(entry: tuple[Any, Any]) -> bool:
     """Return whether a key and its value can be an entry of a state dict."""
     return isinstance(entry[0], str) and isinstance(entry[1], Tensor)
-
-
-def describe_differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
-    """Return how the names and shapes of two state dicts differ, three differences at the most; "" if they do not."""
-    problems = [f"it lacks {name}" for name in expected if name not in given]
-    problems += [f"{name} is unknown" for name in given if name not in expected]
-    problems += [
-        f"{name} is {tuple(given[name].shape)} and not {tuple(expected[name].shape)}"
-        for name in expected
-        if name in given and given[name].shape != expected[name].shape
-    ]
-    return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")

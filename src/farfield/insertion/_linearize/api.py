@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from farfield._checks import check_whole
 from farfield._fingerprint import fingerprint
 from farfield._refusals import door, refusal
+from farfield.insertion._linearize import features
 from farfield.insertion._linearize.alone import record_attentions, why_not_alone
-from farfield.insertion._linearize.features import agree, compare, find_mask, find_valid, move, read_features
+from farfield.insertion._linearize.features import agree, compare, read_features
 from farfield.insertion._linearize.report import AttentionCost, LinearizeReport
-from farfield.insertion._linearize.training import RATES, choose_parameters, leave_out, train
+from farfield.insertion._linearize.training import RATES, Progress, choose_parameters, leave_out, rounded, train, widen
 from farfield.insertion._replace.api import replace_attention
 from farfield.insertion._replace.learned import add_local, attend_in_host, find_heads
 from farfield.insertion._replace.saving import note_operators
@@ -104,20 +106,21 @@ def linearize(
     """
     name, operator = look_up_operator(operator)
     _check_options(keep, steps, local, tune)
+    features.check_inputs(inputs)
+    replaced = list(replace_attention(copy.deepcopy(model), operator, where))
     first = next(iter(inputs), None)
     if first is None:
         raise refusal(ValueError, "there are no inputs; fix: a list of two or more.")
-    first = move(first, next(model.parameters()).device)
+    first = features.move(first, next(model.parameters()).device)
     teacher = copy.deepcopy(model if teacher is None else teacher).eval().requires_grad_(False)
     for module in teacher.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # else it leaves padding out where the student does not
-    replaced = list(replace_attention(copy.deepcopy(model), operator, where))
-    mask = find_mask(teacher, first)
+    mask = features.find_mask(teacher, first)
     only_whole = isinstance(steps, Sequence) and steps[0] == 0
     with torch.no_grad(), record_attentions(teacher, [] if only_whole else replaced) as calls:
-        wanted = read_features(teacher, first)
-    valid = find_valid(mask, wanted)
+        wanted = features.run_teacher(teacher, first, 0)
+    valid = features.find_valid(mask, wanted)
     matched = wanted[valid.expand_as(wanted)]
     if not bool(matched.isfinite().all()) or not bool(matched.any()):
         problem = "the teacher's features are all 0, or not finite, so there is nothing to match"
@@ -130,51 +133,35 @@ def linearize(
     # A copy too, so that an error leaves the model as it was.
     student = copy.deepcopy(model).eval()
     chosen = _replace(student, operator, paths, local)
+    halves = widen(student)
     alone, whole = _split(steps, None if only_whole else why_not_alone(chosen, calls, mask))
     del calls
     options = [paths, alone, whole, local, tune, model.state_dict(), teacher.state_dict(), first]
     identity = fingerprint([operator, *options])
 
-    def measure() -> Tensor:
-        with torch.no_grad():
-            return read_features(student, first)
+    def measure() -> tuple[float, float]:
+        with torch.no_grad(), rounded(halves):
+            found = read_features(student, first)
+        return agree(found, wanted, valid), float(compare(found, wanted, valid))
 
-    before = agree(measure(), wanted, valid)
+    before = measure()[0]
+    if not math.isfinite(before):
+        fix = "the model and the inputs in float32" if halves else "another operator, or inputs of smaller numbers"
+        raise refusal(ValueError, f"with {name} the features of input 0 are not finite; fix: {fix}.")
     with choose_parameters(student, chosen, tune) as parameters:
-        trained = train(
-            student,
-            teacher,
-            inputs,
-            parameters,
-            attentions=chosen,
-            steps=(alone, whole),
-            tune=tune,
-            local=local is not None,
-            folder=None if folder is None else Path(folder),
-            identity=identity,
-            quiet=quiet,
-        )
-    features, parts = measure(), dict[str, float]()
+        progress = Progress(parameters, RATES[tune], (alone, whole), lambda: measure()[1], folder, identity)
+        train(student, teacher, inputs, progress, chosen, local=local is not None, quiet=quiet)
+    (agreement, distance), parts = measure(), dict[str, float]()
     for label, part in (("summary only", "local"), ("local only", "summary")) if local else ():
         with leave_out(chosen.values(), part):
-            parts[label] = agree(measure(), wanted, valid)
-    costs = tuple(_measure_cost(next(iter(chosen.values())), operator, tokens) for tokens in _LENGTHS)
+            parts[label] = measure()[0]
+    with rounded(halves):
+        costs = tuple(_measure_cost(next(iter(chosen.values())), operator, tokens) for tokens in _LENGTHS)
     _replace(model, operator, paths, local)
     model.load_state_dict(student.state_dict())
-    return LinearizeReport(
-        name,
-        before,
-        agree(features, wanted, valid),
-        float(compare(features, wanted, valid)) ** 0.5,
-        layers,
-        kept,
-        alone + whole,
-        tuple(trained.losses),
-        trained.seconds,
-        parts,
-        costs,
-        alone,
-    )
+    losses, (_, seconds, best_step, _) = progress.tensors["losses"].tolist(), progress.numbers.tolist()
+    measured = (before, agreement, distance**0.5, layers, kept, alone + whole, tuple(losses), seconds, parts, costs)
+    return LinearizeReport(name, *measured, alone, int(best_step))
 
 
 def _check_options(keep: int, steps: int | Sequence[int], local: int | None, tune: str) -> None:
@@ -215,7 +202,8 @@ def _replace_one_by_one(
         student = copy.deepcopy(model).eval()
         replace_attention(student, operator, path)
         with torch.no_grad():
-            yield path, float(compare(read_features(student, first), wanted, valid)) ** 0.5
+            distance = compare(read_features(student, first), wanted, valid)
+            yield path, float(distance.nan_to_num(torch.inf)) ** 0.5
 
 
 def _replace(model: nn.Module, operator: Operator, paths: Sequence[str], local: int | None) -> dict[str, nn.Module]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from farfield._refusals import refusal
+from farfield._refusals import is_refusal, refusal
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def read_features(network: nn.Module, given: Any) -> Tensor:
@@ -18,7 +22,7 @@ def read_features(network: nn.Module, given: Any) -> Tensor:
     if isinstance(given, Mapping):
         output = run(**given)
     else:
-        output = run(*given) if isinstance(given, tuple | list) else run(given)
+        output = run(*_leave_out_labels(run, given)) if isinstance(given, tuple | list) else run(given)
     features = getattr(output, "last_hidden_state", output)
     sample = getattr(output, "sample", None)
     if isinstance(sample, Tensor):  # as models of diffusers return it: tokens, or a grid with its channels first
@@ -29,6 +33,56 @@ def read_features(network: nn.Module, given: Any) -> Tensor:
         problem = f"the network must return a tensor of features, or an output with last_hidden_state, got {kind}"
         raise refusal(TypeError, f"{problem}; fix: pass the part that returns it, such as model.bert.")
     return features
+
+
+def _leave_out_labels(run: Callable[..., Any], given: Sequence[Any]) -> Sequence[Any]:
+    """Return an input's arguments, as a DataLoader adds labels: no parameter is left for them, or one of a mask."""
+    parameters = inspect.signature(getattr(run, "forward", run)).parameters.values()
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return given
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    *others, last = given = given[: len(names)] or (None,)
+    # A mask has a dim of tokens, so that one whole number a sample, or a list of names, is none.
+    is_number = isinstance(last, Tensor) and last.dim() < 2 and last.dtype in _WHOLE
+    return others if "mask" in names[len(others)] and (is_number or isinstance(last, list | tuple)) else given
+
+
+def run_teacher(teacher: nn.Module, given: Any, number: int) -> Tensor:
+    """Return the features of the teacher; its errors name the input."""
+    try:
+        return read_features(teacher, given)
+    except Exception as error:
+        if not is_refusal(error):
+            what = f"input {number}, {describe(given)}, for {type(teacher).__name__}"
+            fix = "inputs=[each[0] for each in inputs] without labels, or arguments by name in dictionaries"
+            error.add_note(f"linearize: this was {what}; fix: {fix}.")
+        raise
+
+
+def describe(given: Any) -> str:
+    """Return the shapes of an input's tensors, each with its largest number."""
+    tensors = [each for each in tree_leaves(given) if isinstance(each, Tensor) and each.numel()]
+    shapes = [f"{tuple(each.shape)} up to {float(each.float().abs().max()):.3g}" for each in tensors]
+    return " and ".join(shapes) or f"a {type(given).__name__}"
+
+
+def check_inputs(inputs: Any) -> None:
+    """Refuse one input, as it would be taken apart, and what has none."""
+    what, fix = f"a {type(inputs).__name__}", "a list of two or more, or a DataLoader"
+    if hasattr(inputs, "__array__"):
+        what = f"one array {tuple(inputs.shape)}"
+        if inputs.shape and len(inputs) > 1:
+            fix = f"inputs=torch.as_tensor(inputs).split({min(16, len(inputs) // 2)})"
+    elif {"__iter__", "__getitem__"} & {*dir(inputs)} and not isinstance(inputs, str | bytes | Mapping):
+        return
+    raise refusal(TypeError, f"inputs must be several, got {what}; fix: {fix}.")
+
+
+def widen(given: Any) -> Any:
+    """Return a tensor, or those of an input, in float32 where they are in half precision."""
+    if isinstance(given, Tensor):
+        return given.float() if given.is_floating_point() and given.dtype.itemsize < 4 else given
+    return tree_map_only(Tensor, widen, given)
 
 
 def find_mask(network: nn.Module, given: Any) -> Tensor | None:
@@ -66,8 +120,8 @@ def agree(found: Tensor, wanted: Tensor, valid: Tensor) -> float:
     return float(cosine[valid[..., 0].expand_as(cosine)].mean())
 
 
-def cycle_inputs(inputs: Iterable[Any], start: int) -> Iterator[Any]:
-    """Yield the inputs again and again, but for the first, which is kept to compare; `start` are left out before."""
+def cycle_inputs(inputs: Iterable[Any], start: int) -> Iterator[tuple[int, Any]]:
+    """Yield the inputs with their numbers, again and again, but for the first; `start` are left out before."""
     position = 0
     while True:
         any_more = False
@@ -76,7 +130,7 @@ def cycle_inputs(inputs: Iterable[Any], start: int) -> Iterator[Any]:
                 continue
             any_more = True
             if position >= start:
-                yield given
+                yield number, given
             position += 1
         if not any_more:
             problem = "inputs are at an end: two at least, and again as often as there are steps"

@@ -40,6 +40,7 @@ class LinearizeReport:
         seconds: Seconds of training.
         costs: Of one layer, at three lengths.
         steps_alone: How many of the steps matched each attention alone, the first ones.
+        best_step: After which step the network came nearest to the teacher, as it is now; 0 for the start.
     """
 
     operator: str
@@ -54,6 +55,7 @@ class LinearizeReport:
     parts: Mapping[str, float] = field(default_factory=dict)
     costs: tuple[AttentionCost, ...] = ()
     steps_alone: int = 0
+    best_step: int = 0
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -62,7 +64,7 @@ class LinearizeReport:
         yield (
             f"{self.operator}: cosine of final features with the teacher's {self.agreement:.3f} "
             f"({self.before:.3f} before {self.steps} steps, {self.steps_alone} of each attention alone, "
-            f"of {self.seconds:.0f} s), distance {self.error:.2f}"
+            f"of {self.seconds:.0f} s, the nearest after step {self.best_step}), distance {self.error:.2f}"
         )
         yield from (f"{name}: {cosine:.3f}" for name, cosine in self.parts.items())
         width = max(map(len, self.layers))

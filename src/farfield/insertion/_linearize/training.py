@@ -3,43 +3,117 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import random
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from farfield._checks import install_command
 from farfield._files import open_replacement
+from farfield._plain_values import describe_differences, read_header
 from farfield._refusals import refusal
+from farfield.insertion._linearize import features
 from farfield.insertion._linearize.alone import compare_alone, record_attentions
-from farfield.insertion._linearize.features import compare, cycle_inputs, find_mask, find_valid, move, read_features
 from farfield.insertion._replace.learned import WITHOUT
 
-CHECKPOINT = "linearize.pt"
+CHECKPOINT = "linearize.safetensors"
 # Of AdamW, by what is trained: measured on MiniLM, see docs/guide/linearize.md.
 RATES = {"attention": 3e-3, "lora": 3e-3, "all": 3e-4}
 _WARM_UP = 0.1
-# Seconds after which a checkpoint is written.
-_SECONDS = 30.0
+# Seconds after which a checkpoint is written, and how often the held-out input is compared.
+_SECONDS, _COMPARED = 30.0, 10
 # The share of steps without the local branch, so that the summary learns to do without it (arXiv 2510.05901).
 _WITHOUT_LOCAL = 0.5
 _LORA_RANK = 8
 
 
-class Trained(NamedTuple):
-    """The losses of all steps, and the seconds that they took."""
+class Progress:
+    """What is trained and how far, with the state that came nearest to the teacher; a checkpoint has all of it."""
 
-    losses: list[float]
-    seconds: float
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        rate: float,
+        steps: tuple[int, int],  # of each attention alone, and of the whole
+        measure: Callable[[], float],  # the distance on the held-out input
+        folder: str | Path | None,
+        identity: str,  # a checksum of the call
+    ) -> None:
+        self.parameters, self.rate, self.steps, self.measure, self.identity = parameters, rate, steps, measure, identity
+        self.path = None if folder is None else Path(folder, CHECKPOINT)
+        self.optimizer = torch.optim.AdamW(parameters.values(), lr=rate, weight_decay=0.01)
+        # Steps that are done and their seconds; after which the state was best, and its distance.
+        self.numbers = torch.tensor([0, 0, 0, measure()], dtype=torch.float64)
+        self.tensors = {"numbers": self.numbers, "losses": torch.zeros(sum(steps), dtype=torch.float64)}
+        for name, each in parameters.items():
+            means = {mean: torch.zeros_like(each) for mean in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[each] = {"step": torch.tensor(0.0), **means}
+            self.tensors |= {f"{mean}.{name}": value for mean, value in self.optimizer.state[each].items()}
+            self.tensors |= {f"now.{name}": each.detach(), f"best.{name}": each.detach().clone()}
+        if self.path is not None and self.path.is_file():
+            self._load(self.path)
+
+    @property
+    def done(self) -> int:
+        return int(self.numbers[0])
+
+    def descend(self, loss: Tensor) -> bool:
+        """Take a step, if the loss and its gradient are finite; return whether they are."""
+        if self.done == self.steps[0]:  # the gradients that follow have another size
+            for each in itertools.chain(*(means.values() for means in self.optimizer.state.values())):
+                each.zero_()
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+        if not bool((loss.detach() + norm).isfinite()):
+            return False
+        self.optimizer.param_groups[0]["lr"] = self.rate * _schedule(self.done, *self.steps)
+        self.optimizer.step()
+        self.tensors["losses"][self.done] = loss.detach()
+        self.numbers[0] += 1
+        return True
+
+    def keep_best(self) -> None:
+        distance = self.measure()
+        if distance < self.numbers[3]:  # and not if it is NaN
+            self.numbers[2:] = torch.tensor([self.done, distance], dtype=torch.float64)
+            self.copy("now", "best")
+
+    def copy(self, source: str, target: str) -> None:
+        for name in self.parameters:
+            self.tensors[f"{target}.{name}"].copy_(self.tensors[f"{source}.{name}"])
+
+    def save(self, path: Path) -> None:
+        tensors = {name: each.clone(memory_format=torch.contiguous_format) for name, each in self.tensors.items()}
+        with open_replacement(path) as file:
+            file.write(save(tensors, {"identity": self.identity}))
+
+    def _load(self, path: Path) -> None:
+        """Go on from a checkpoint of the same call."""
+        damaged = refusal(ValueError, f"{path} is no checkpoint of linearize, or damaged; fix: remove it.")
+        try:
+            metadata, shapes = read_header(path)
+        except ValueError as error:
+            raise damaged from error
+        if metadata.get("identity") != self.identity:
+            problem = f"{path} is of another call: of another model, teacher, first input, operator or option"
+            raise refusal(ValueError, f"{problem}; fix: another folder, or remove it.")
+        if describe_differences(self.tensors, shapes):
+            raise damaged
+        for name, each in load_file(path).items():
+            self.tensors[name].copy_(each)
+        finite = all(bool(each.isfinite().all()) for each in self.tensors.values())
+        if not finite or not 0 <= self.done <= len(self.tensors["losses"]):
+            raise damaged
 
 
 @contextmanager
@@ -108,53 +182,76 @@ def _lora_parameters(student: nn.Module) -> Iterator[Tensor]:
     return (each for name, each in student.named_parameters() if "lora_" in name)
 
 
+def widen(network: nn.Module) -> dict[Tensor, torch.dtype]:
+    """Turn half precision in a network to float32, in which it is trained; return what had which dtype."""
+    tensors = (*network.parameters(), *network.buffers())
+    halves = {each: each.dtype for each in tensors if features.widen(each) is not each}
+    network._apply(features.widen)
+    return halves
+
+
+@contextmanager
+def rounded(halves: Mapping[Tensor, torch.dtype]) -> Iterator[None]:
+    """Round what was turned to float32 to the dtypes that it had."""
+    wide = [each.data for each in halves]
+    for each, dtype in halves.items():
+        each.data = each.data.to(dtype)
+    try:
+        yield
+    finally:
+        for each, data in zip(halves, wide, strict=True):
+            each.data = data
+
+
 def train(
     student: nn.Module,
     teacher: nn.Module,
     inputs: Iterable[Any],
-    parameters: Mapping[str, Tensor],
-    *,
+    progress: Progress,
     attentions: Mapping[str, nn.Module],
-    steps: tuple[int, int],  # of each attention alone, and of the whole
-    tune: str,
+    *,
     local: bool,  # whether the attentions have a local branch
-    folder: Path | None,
-    identity: str,
     quiet: bool,
-) -> Trained:
-    """Train the parameters, from the checkpoint in the folder if there is one of the same call."""
-    device, (alone, whole) = next(student.parameters()).device, steps
-    optimizer = torch.optim.AdamW(parameters.values(), lr=RATES[tune], weight_decay=0.01)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, alone, whole))
-    losses, before = _load(folder, identity, parameters, optimizer, rate) if folder else ([], 0.0)
-    given, started, saved = cycle_inputs(inputs, len(losses)), time.monotonic(), time.monotonic()
-    bar = tqdm(total=alone + whole, initial=len(losses), disable=quiet, file=sys.stderr, desc="linearize")
-    for step in range(len(losses), alone + whole):
-        batch = move(next(given), device)
-        if step == alone:
-            optimizer.state.clear()  # the gradients that follow have another size
-        mask = find_mask(teacher, batch)
-        with torch.no_grad(), record_attentions(teacher, list(attentions) if step < alone else []) as calls:
-            wanted = read_features(teacher, batch)
+) -> None:
+    """Train from where the progress is, and end with the state that came nearest."""
+    device, total = next(student.parameters()).device, sum(progress.steps)
+    given, saved = features.cycle_inputs(inputs, progress.done), time.monotonic()
+    bar = tqdm(total=total, initial=progress.done, disable=quiet, file=sys.stderr, desc="linearize")
+    for step in range(progress.done, total):
+        started = time.monotonic()
+        number, batch = next(given)
+        batch = features.move(batch, device)
         without = local and random.Random(step).random() < _WITHOUT_LOCAL
         with leave_out(attentions.values() if without else (), "local"):
-            if step < alone:
-                loss = compare_alone(attentions, calls, mask)
-            else:
-                loss = compare(read_features(student, batch), wanted, find_valid(mask, wanted))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
-        optimizer.step()
-        rate.step()
-        losses.append(float(loss.detach()))
+            loss = _compute_loss(student, teacher, batch, number, attentions if step < progress.steps[0] else {})
+        if not progress.descend(loss):
+            problem = f"input {number}, {features.describe(batch)}, gives in step {step} a loss of {loss.detach():.3g}"
+            problem += ", or a gradient that is not finite; no step was taken, and the model is as it was"
+            raise refusal(ValueError, f"{problem}; fix: leave the input out.")
+        last = step + 1 == total
+        if last or (step + 1) % max(1, total // _COMPARED) == 0:
+            progress.keep_best()
+        progress.numbers[1] += time.monotonic() - started
         bar.update()
-        bar.set_postfix_str(f"loss {losses[-1]:.3f}")
-        if folder and (time.monotonic() - saved > _SECONDS or step + 1 == alone + whole):
+        bar.set_postfix_str(f"loss {loss.detach():.3f}")
+        if progress.path is not None and (last or time.monotonic() - saved > _SECONDS):
             saved = time.monotonic()
-            _save(folder, identity, parameters, optimizer, rate, losses, before + saved - started)
+            progress.save(progress.path)
     bar.close()
-    return Trained(losses, before + time.monotonic() - started)
+    progress.copy("best", "now")
+
+
+def _compute_loss(
+    student: nn.Module, teacher: nn.Module, given: Any, number: int, attentions: Mapping[str, nn.Module]
+) -> Tensor:
+    """Return the distance of the responses of attentions from the teacher's; of none, that of the features."""
+    mask = features.find_mask(teacher, given)
+    with torch.no_grad(), record_attentions(teacher, list(attentions)) as calls:
+        wanted = features.run_teacher(teacher, given, number)
+    if attentions:
+        return compare_alone(attentions, calls, mask)
+    found = features.read_features(student, features.widen(given))
+    return features.compare(found, wanted, features.find_valid(mask, wanted))
 
 
 def _schedule(step: int, alone: int, whole: int) -> float:
@@ -162,47 +259,3 @@ def _schedule(step: int, alone: int, whole: int) -> float:
     step, steps = (step, alone) if step < alone else (step - alone, max(whole, 1))
     done = (step + 1) / steps
     return min(done / _WARM_UP, (1 - step / steps) / (1 - _WARM_UP))
-
-
-def _save(
-    folder: Path,
-    identity: str,
-    parameters: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    rate: Any,
-    losses: list[float],
-    seconds: float,
-) -> None:
-    content = {
-        "identity": identity,
-        "parameters": {name: each.detach() for name, each in parameters.items()},
-        "optimizer": optimizer.state_dict(),
-        "rate": rate.state_dict(),
-        "losses": losses,
-        "seconds": seconds,
-    }
-    with open_replacement(folder / CHECKPOINT) as file:
-        torch.save(content, file)
-
-
-def _load(
-    folder: Path, identity: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, rate: Any
-) -> tuple[list[float], float]:
-    """Return the losses and the seconds of the checkpoint in a folder, and set parameters and optimizer to it."""
-    path = folder / CHECKPOINT
-    if not path.is_file():
-        return [], 0.0
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        found = content["identity"]
-    except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        raise refusal(ValueError, f"{path} is no checkpoint of linearize, or damaged; fix: remove it.") from error
-    if found != identity:
-        problem = f"{path} is of another call: of another model, teacher, first input, operator or option"
-        raise refusal(ValueError, f"{problem}; fix: another folder, or remove it.")
-    with torch.no_grad():
-        for name, each in parameters.items():
-            each.copy_(content["parameters"][name])
-    optimizer.load_state_dict(content["optimizer"])
-    rate.load_state_dict(content["rate"])
-    return content["losses"], content["seconds"]
