@@ -50,12 +50,14 @@ def replace_attention(
     * Cross-attention, also with cached keys and values: as self-attention.
     * Dropout of the attention: applied to the weights of the basis; for `softmax` and `dot`, to the coefficients.
     * Weights of the attention, if requested: the implied matrix, N² numbers per head.
-    * Rotary positions: act as distances with `factorized`, `averaged`, `dot`, `inline`, `softmax`; other operators are
-      an error in timm and diffusers, and in transformers use the rotated channels as they are, with a `UserWarning`.
+    * Rotary positions, by the names in the code: act as distances with `factorized`, `averaged`, `dot`, `inline`,
+      `softmax`; other operators are an error, and in transformers use the rotated channels as they are, with a
+      `UserWarning`, as wherever no name settles it.
     * Causal masks, sliding windows, relative positions and other biases differ between queries: an error, here or,
       where only the arguments of a call show them, when the model first runs.
     * Saving a model of transformers: its configuration gets an entry that names this call. transformers (5.4 or later)
       refuses to load the model until `attn_implementation=` overrides the entry; this call then restores the outputs.
+      Others, such as diffusers, write nothing: a `UserWarning`, and `save_recipe` keeps what was replaced.
 
     Args:
         model: The model, or a part of it such as its vision tower. Changed in place, so replace before compiling. Of a
@@ -69,8 +71,8 @@ def replace_attention(
 
     Raises:
         LookupError: If there is no such operator or path, or no supported attention there.
-        ValueError: If the operator does not work on tokens, an attention cannot be replaced, or `where` is empty; the
-            model is unchanged then.
+        ValueError: If the operator does not work on tokens, an attention cannot be replaced, or `where` is empty. This
+            and any other error leaves the model unchanged.
         TypeError: If the model is no module, or compiled or scripted, or if the operator is neither a name nor an
             `ops.Operator`.
 
@@ -121,15 +123,15 @@ def replace_attention(
 @contextmanager
 def _undo_after_error(model: nn.Module) -> Iterator[None]:
     """Give modules back the classes, attributes and configurations that they had, if an error comes in between."""
-    modules = [(each, type(each), {**vars(each)}, {**each._parameters}) for each in model.modules()]
-    configs = [vars(each)["config"] for each in model.modules() if hasattr(vars(each).get("config"), "__dict__")]
-    contents = [(vars(config), {**vars(config)}) for config in configs]
+    modules = [(each, type(each)) for each in model.modules()]
+    configs = [getattr(vars(each).get("config"), "__dict__", {}) for each, _ in modules]
+    contents = [(each, {**each}) for each in (*(vars(module) for module, _ in modules), *configs)]
+    contents += [(module._parameters, {**module._parameters}) for module, _ in modules]
     try:
         yield
     except BaseException:
-        for module, kind, attributes, parameters in modules:
+        for module, kind in modules:
             cast(Any, module).__class__ = kind
-            contents += [(vars(module), attributes), (module._parameters, cast(dict[str, Any], parameters))]
         for now, before in contents:
             now.clear()
             now.update(before)

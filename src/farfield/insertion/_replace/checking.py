@@ -78,7 +78,8 @@ def find_doubts(
     names = {path: _read_names(each) for path, each in chosen.items() if not operator.weighs_by_products}
     rotated = [path for path, found in names.items() if any(map(ROTATIONS.search, found))]
     turned = [path for path, found in names.items() if any(map(ANGLES.search, found)) and path not in rotated]
-    across = [path for path, around in chosen.items() if operator.merges_by_adding and not _says_channels(around)]
+    calling = [path for path, around in chosen.items() if issubclass(find_kind(around[0]) or object, CallingAttention)]
+    across = [path for path in calling if operator.merges_by_adding and not read_widths(chosen[path])]
     known = {id(each) for each in configured_models(model)}
     saved = [path for path, around in chosen.items() if name != find_original(around[0]) and _is_saved(around, known)]
     relearn = f"{name} has no such products and uses the rotated channels as they are, so training has to relearn "
@@ -97,17 +98,10 @@ def find_doubts(
             yield f"{CALLER}: {paths[0]} ({type(chosen[paths[0]][0]).__name__}){more} {text}"
 
 
-def _says_channels(around: Sequence[nn.Module]) -> bool:
-    return not issubclass(find_kind(around[0]) or object, CallingAttention) or bool(read_widths(around))
-
-
 def _is_saved(around: Sequence[nn.Module], known: set[int]) -> bool:
-    """Whether the library of an attention saves models, and no configuration of `known` models gets an entry."""
-    if uses_interface(around[0]) or any(id(each) in known for each in around):
-        return False
-    # The classes of this library refuse to save; of a part, the whole is not seen.
-    holders = [each for each in around if hasattr(each, "save_pretrained")]
-    host = getattr(around[0], "host", type(around[0]))
-    return any(not type(each).__module__.startswith("farfield") for each in holders) or host.__module__.startswith(
-        "diffusers."
-    )
+    """Whether a library saves an attention, and no configuration of `known` models gets an entry that says so."""
+    host = getattr(around[0], "host", type(around[0])).__module__
+    # The classes of this library refuse to save; of a part of a model, the whole is not seen.
+    savers = [type(each).__module__ for each in around if hasattr(each, "save_pretrained")]
+    saves = host.startswith(("diffusers.", "transformers.")) or not all(each.startswith("farfield.") for each in savers)
+    return saves and not uses_interface(around[0]) and not any(id(each) in known for each in around)

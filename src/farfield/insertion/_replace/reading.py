@@ -36,11 +36,18 @@ def read_names(module: nn.Module, function: Callable[..., Any]) -> set[str]:
 
 
 def _names_of(function: Any) -> set[str]:
-    """Return the names in the code of a function, and of those that it defines."""
+    """Return the names in the code of a function, of those that it defines, and of those of its file that it calls."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     waiting, names = [function.__code__] if isinstance(function, FunctionType) else [], set[str]()
     while waiting:
         code = waiting.pop()
-        names |= {*code.co_names, *code.co_varnames, *code.co_freevars}
+        found = {*code.co_names, *code.co_varnames, *code.co_freevars} - names
+        names |= found
         waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+        called = [function.__globals__.get(name) for name in found]
+        waiting += [
+            each.__code__
+            for each in called
+            if getattr(each, "__module__", "") == function.__module__ and isinstance(each, FunctionType)
+        ]
     return names
