@@ -13,6 +13,7 @@ import pytest
 import timm
 import torch
 import transformers
+from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import (
     Attention,
     AttnProcessor,
@@ -21,6 +22,7 @@ from diffusers.models.attention_processor import (
 )
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel, SanaTransformerBlock
 from diffusers.models.transformers.transformer_flux import FluxAttention
+from huggingface_hub import PyTorchModelHubMixin
 from monai.networks.blocks.crossattention import CrossAttentionBlock
 from monai.networks.blocks.selfattention import SABlock
 from timm.layers import AttentionRope
@@ -30,6 +32,7 @@ from timm.models.eva import EvaAttention
 from timm.models.metaformer import Attention as MetaFormerAttention
 from timm.models.pvt_v2 import Attention as PvtAttention
 from timm.models.swin_transformer import WindowAttention
+from timm.models.xcit import XCA
 from torch import Tensor, nn
 
 from farfield import replace_attention
@@ -499,3 +502,250 @@ def test_learned_parameters_that_do_not_fit_what_is_attended_are_refused() -> No
     replace_attention(model, "hedgehog")
     with pytest.raises(ValueError, match=r"attends with .* for which parameters were made; fix: take an operator"):
         model(x)
+
+
+# ---- what the code names ---------------------------------------------------------------------------------------------
+def turn(positions: Tensor) -> Tensor:
+    """Rotate pairs of channels by angles that grow with the position."""
+    angle = torch.arange(positions.shape[-2])[:, None] * torch.logspace(0, -3, positions.shape[-1] // 2)
+    one, two = positions.chunk(2, -1)
+    return torch.cat([one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()], -1)
+
+
+class Rotary(nn.Module):
+    def forward(self, positions: Tensor) -> Tensor:
+        return turn(positions)
+
+
+class Turning(nn.Module):
+    """Rotates, and says so only by what it computes."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        angle = torch.arange(positions.shape[-2])[:, None] * torch.logspace(0, -3, positions.shape[-1] // 2)
+        one, two = positions.chunk(2, -1)
+        return torch.cat([one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()], -1)
+
+
+class Placing(nn.Module):
+    """Attention whose forward has tokens alone as its parameter; subclasses say what happens to queries and keys."""
+
+    def __init__(self, encode: nn.Module | None = None) -> None:
+        super().__init__()
+        self.qkv, self.num_heads, self.head_dim = nn.Linear(24, 72), 3, 8
+        self.encode = encode
+
+    def place(self, positions: Tensor) -> Tensor:
+        return positions if self.encode is None else self.encode(positions)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.qkv(tokens).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+        response = nn.functional.scaled_dot_product_attention(self.place(q), self.place(k), v)
+        return response.transpose(1, 2).flatten(2)
+
+
+class ByChild(Placing):
+    def __init__(self, rope: nn.Module | None) -> None:
+        super().__init__()
+        self.rope = rope
+
+    def place(self, positions: Tensor) -> Tensor:
+        return positions if self.rope is None else self.rope(positions)
+
+
+class ByMethod(Placing):
+    def apply_rotation(self, positions: Tensor) -> Tensor:
+        return turn(positions)
+
+    def place(self, positions: Tensor) -> Tensor:
+        return self.apply_rotation(positions)
+
+
+class ByFunction(Placing):
+    def place(self, positions: Tensor) -> Tensor:
+        apply_rotary = turn
+        return apply_rotary(positions)
+
+
+class ByLambda(Placing):
+    def place(self, positions: Tensor) -> Tensor:
+        return (lambda freqs_complex: turn(freqs_complex))(positions)
+
+
+class ByTable(Placing):
+    def place(self, positions: Tensor) -> Tensor:
+        angle = torch.arange(positions.shape[-2])[:, None] * torch.ones(4)
+        one, two = (
+            torch.view_as_complex(positions.unflatten(-1, (4, 2)).contiguous()),
+            torch.polar(angle * 0 + 1, angle),
+        )
+        return torch.view_as_real(one * two).flatten(-2)
+
+
+class Attend(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+class Around(nn.Module):
+    """Rotates queries and keys for an attention that has no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.rope, self.attend = nn.Linear(24, 72), Rotary(), Attend()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.qkv(tokens).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+        return self.attend(self.rope(q), self.rope(k), v).transpose(1, 2).flatten(2)
+
+
+ROTATING = {
+    "child": lambda: ByChild(Turning()),
+    "class of a child": lambda: Placing(Rotary()),
+    "child of a child": lambda: Placing(nn.Sequential(nn.Identity(), Rotary())),
+    "method": ByMethod,
+    "function": ByFunction,
+    "lambda": ByLambda,
+    "around": Around,
+}
+
+
+@pytest.mark.parametrize("name", ROTATING)
+def test_rotations_inside_a_forward_need_products(name: str) -> None:
+    module = nn.Sequential(drawn(ROTATING[name]()))
+    wanted, kinds = module(TOKENS), [type(each) for each in module.modules()]
+    with pytest.raises(ValueError, match=r"rotates queries and keys by their positions.*fix: take .*averaged"):
+        replace_attention(module, "linear_elu")
+    assert [type(each) for each in module.modules()] == kinds
+    for operator in ("averaged", "softmax"):  # the fix, followed, and undone
+        replace_attention(module, operator)
+        assert (error(module(TOKENS), wanted) < 1e-5) == (operator == "softmax")
+
+
+@pytest.mark.parametrize("build", [lambda: Placing(Turning()), lambda: ByTable()], ids=["sine", "complex"])
+def test_what_may_be_a_rotation_is_warned_of(build: Callable[[], nn.Module]) -> None:
+    module = drawn(build())
+    with pytest.warns(UserWarning, match=r"may rotate queries and keys by their positions.*averaged") as warned:
+        replace_attention(module, "linear_elu")
+    assert [Path(warning.filename).name for warning in warned] == [Path(__file__).name]
+
+
+@pytest.mark.parametrize("build", [Placing, lambda: ByChild(None)], ids=["plain", "rope=None"])
+def test_what_does_not_rotate_is_neither_refused_nor_warned_of(
+    build: Callable[[], nn.Module], recwarn: pytest.WarningsRecorder
+) -> None:
+    replace_attention(drawn(build()), "linear_elu")
+    assert not list(recwarn)
+
+
+# ---- attention across channels ---------------------------------------------------------------------------------------
+class AcrossChannels(nn.Module):
+    """Channels attend to each other, with their values at all positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.num_heads = nn.Conv2d(16, 48, 1), 2
+
+    def forward(self, grid: Tensor) -> Tensor:
+        q, k, v = self.qkv(grid).flatten(2).unflatten(1, (3, 2, 8)).unbind(1)
+        q, k = nn.functional.normalize(q, dim=-1), nn.functional.normalize(k, dim=-1)
+        return nn.functional.scaled_dot_product_attention(q, k, v).flatten(1, 2).unflatten(2, grid.shape[2:])
+
+
+@pytest.mark.parametrize(
+    ("build", "given"),
+    [(AcrossChannels, torch.randn(2, 16, 11, 12)), (lambda: XCA(16, 2), torch.randn(2, 131, 16))],
+    ids=["own", "timm"],
+)
+def test_attention_across_channels_stays_softmax(build: Callable[[], nn.Module], given: Tensor) -> None:
+    module = drawn(build())
+    wanted = module(given)
+    replace_attention(module, "linear_elu")
+    with pytest.raises(ValueError, match=r"with linear_elu: 8 channels attend .* 13[12] positions .*; fix: leave"):
+        module(given)
+    for operator in ("softmax", "dot"):  # which have no summary
+        replace_attention(module, operator)
+        assert (error(module(given), wanted) < 1e-5) == (operator == "softmax")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 24, 72, 144, 300])
+@pytest.mark.parametrize("build", [Placing, Around], ids=["attention", "without weights"])
+def test_no_number_of_tokens_is_taken_for_channels(build: Callable[[], nn.Module], tokens: int) -> None:
+    module = drawn(build())
+    replace_attention(module, "averaged")
+    assert module(torch.randn(2, tokens, 24)).isfinite().all()
+
+
+def test_what_no_layer_says_is_warned_of() -> None:
+    module = Attend()
+    with pytest.warns(UserWarning, match=r"Attend\) do not say how many channels"):
+        replace_attention(module, "linear_elu")
+    positions = torch.randn(3, 2, 3, 8, 16)
+    replace_attention(module, "softmax")
+    torch.testing.assert_close(module(*positions), nn.functional.scaled_dot_product_attention(*positions))
+
+
+# ---- what the library saves ------------------------------------------------------------------------------------------
+def unet() -> nn.Module:
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+    sizes = {"block_out_channels": (16,), "layers_per_block": 1, "cross_attention_dim": 16, "attention_head_dim": 8}
+    torch.manual_seed(0)
+    return UNet2DConditionModel(8, 4, 4, **blocks, **sizes, norm_num_groups=4).eval()
+
+
+def step(network: nn.Module) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    grid, text = torch.randn(1, 4, 8, 8, generator=generator), torch.randn(1, 9, 16, generator=generator)
+    with torch.no_grad():
+        return network(grid, torch.tensor([5]), text).sample
+
+
+SAVED = "saved by their library without the operator.*fix: .*save_recipe.*apply_recipe"
+
+
+@pytest.mark.parametrize("operator", ["linear_elu", "hedgehog"])
+def test_a_saved_model_of_diffusers_is_warned_of(operator: str, tmp_path: Path) -> None:
+    model, paths = unet(), [path for path, _ in unet().named_modules() if path.endswith("attn1")]
+    original = step(model)
+    with pytest.warns(UserWarning, match=SAVED):
+        replace_attention(model, operator, paths)
+    wanted = step(model)
+    assert error(wanted, original) > 1e-4
+    # The fix, followed.
+    model.save_pretrained(tmp_path)
+    save_recipe(model, tmp_path)
+    loaded = UNet2DConditionModel.from_pretrained(tmp_path).eval()
+    apply_recipe(loaded, tmp_path)
+    assert error(step(loaded), wanted) < 1e-5
+
+
+def test_a_part_of_a_model_of_diffusers_is_warned_of() -> None:
+    part = unet().mid_block
+    with pytest.warns(UserWarning, match=SAVED):
+        replace_attention(part, "linear_elu")
+
+
+class Published(nn.Module, PyTorchModelHubMixin):
+    def __init__(self, channels: int = 24) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(channels, 3, batch_first=True)
+
+
+def test_a_model_that_a_mixin_saves_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=SAVED):
+        replace_attention(Published(), "linear_elu")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [unet, Published, lambda: nn.MultiheadAttention(24, 3), lambda: sana().network],
+    ids=["diffusers", "mixin", "torch", "linear already"],
+)
+def test_what_stays_as_it_is_saved_is_not_warned_of(
+    build: Callable[[], nn.Module], recwarn: pytest.WarningsRecorder
+) -> None:
+    model = build()
+    if isinstance(model, SanaTransformer2DModel):
+        replace_attention(model, "linear_relu", "transformer_blocks.*.attn1")
+    else:
+        replace_attention(model, "softmax")
+    assert not [warning for warning in recwarn if "saved by" in str(warning.message)]

@@ -313,9 +313,9 @@ def test_masks_of_timm_are_true_where_a_pair_attends() -> None:
     assert torch.equal(attention(other, attn_mask=keys)[VALID], wanted)
     assert torch.equal(attention(other, attn_mask=pairs)[VALID], wanted)
     assert relative(wanted, attention(grid)[VALID]) > 0.01
-    with pytest.raises(ValueError, match="timm's Attention replaced by factorized_gaussian: the mask differs"):
+    with pytest.raises(ValueError, match="Attention with factorized_gaussian: the mask differs"):
         attention(grid, attn_mask=torch.ones(7, 7).tril().bool())
-    with pytest.raises(ValueError, match="timm's Attention replaced by factorized_gaussian: in causal attention"):
+    with pytest.raises(ValueError, match="Attention with factorized_gaussian: in causal attention"):
         attention(grid, is_causal=True)
 
 

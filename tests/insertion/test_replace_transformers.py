@@ -419,7 +419,7 @@ GPT = {"n_embd": 16, "n_layer": 1, "n_head": 2}
             partial(build, "T5", **T5, **TOKENS, decoder_start_token_id=0),
             (WORDS, None, WORDS),
             r"\(T5Attention\) adds a bias .* \(relative_attention_bias.weight\)",
-            f"{NAME} in T5Attention: this model calls its attention with position_bias=…",
+            f"{NAME} in T5Attention: the mask adds a bias",
         ),
     ],
     ids=["gpt2", "bert decoder", "clip text", "bart", "swin", "t5"],
@@ -519,3 +519,63 @@ def test_bert_compiles_without_a_break() -> None:
     wanted = run("bert", model)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     torch.testing.assert_close(run("bert", compiled), wanted)
+
+
+# ---- biases that come with the call ----------------------------------------------------------------------------------
+LAYERS = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
+SPEECH: dict[str, object] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SPEECH |= {"intermediate_size": 24, "conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 8)}
+SPEECH |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+SOUND = torch.linspace(0, 30, 400).sin()[None].double()
+TEXT_PAIR = {"input_ids": WORDS, "attention_mask": VALID.long(), "decoder_input_ids": WORDS[:, :5]}
+
+
+@pytest.mark.parametrize("host", ["T5", "MT5", "UMT5", "SwitchTransformers"])
+@pytest.mark.parametrize("where", ["encoder.block.0", "encoder.block.1", "decoder.block.1.layer.0", None])
+def test_a_bias_that_the_first_block_makes_is_refused_for_all(host: str, where: str | None) -> None:
+    model = build(host, **LAYERS, **TOKENS, decoder_start_token_id=0)
+    state = {path: (type(module), vars(module).copy()) for path, module in model.named_modules()}
+    with pytest.raises(ValueError, match=r"(?s)replace_attention: .*(relative_attention_bias|is causal).*; fix: "):
+        replace_attention(model, "linear_elu", where)
+    assert {path: (type(module), vars(module)) for path, module in model.named_modules()} == state
+
+
+@pytest.mark.parametrize("original", ["eager", "sdpa"])
+def test_cross_attention_of_t5_has_no_bias(original: str) -> None:
+    model = build("T5", original, **LAYERS, **TOKENS, decoder_start_token_id=0)
+    wanted = model(**TEXT_PAIR).last_hidden_state
+    where = "decoder.block.*.layer.1"
+    assert len(replace_attention(model, "linear_elu", where)) == 2
+    cross, seen = model.decoder.block[0].layer[1].EncDecAttention, {}
+    cross.register_forward_hook(
+        lambda module, args, kwargs, output: seen.update(all=(args[0], kwargs["key_value_states"], output[0])),
+        with_kwargs=True,
+    )
+    assert relative(model(**TEXT_PAIR).last_hidden_state, wanted) > OTHER
+    query, context, response = seen["all"]
+    heads = [
+        part.unflatten(-1, (2, 8)).transpose(1, 2) for part in (cross.q(query), cross.k(context), cross.v(context))
+    ]
+    expected, _ = attend_tokens(ops.OPERATORS["linear_elu"], *heads, VALID[:, None, None], scale=1.0)
+    assert relative(response, cross.o(expected.flatten(2))) < 20 * EPS
+    # What the text's padding holds has no effect.
+    other = TEXT_PAIR | {"input_ids": torch.where(VALID, WORDS, 49)}
+    assert relative(model(**other).last_hidden_state, model(**TEXT_PAIR).last_hidden_state) < 100 * EPS
+    replace_attention(model, "softmax", where)
+    assert relative(model(**TEXT_PAIR).last_hidden_state, wanted) < 100 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize(("host", "kind"), [("Wav2Vec2Conformer", "relative"), ("Wav2Vec2Conformer", "rotary")])
+def test_conformers(host: str, kind: str) -> None:
+    model = build(host, **SPEECH, position_embeddings_type=kind)
+    wanted = model(SOUND).last_hidden_state
+    if kind == "relative":
+        with pytest.raises(ValueError, match=r"adds a bias .*pos_bias.*; fix: leave it out by where="):
+            replace_attention(model, "linear_elu")
+        assert torch.equal(model(SOUND).last_hidden_state, wanted)
+        return
+    with pytest.warns(UserWarning, match="rotate queries and keys by their positions"):
+        replace_attention(model, "linear_elu")
+    assert relative(model(SOUND).last_hidden_state, wanted) > OTHER
+    replace_attention(model, "softmax")
+    assert relative(model(SOUND).last_hidden_state, wanted) < 100 * torch.finfo(torch.float32).eps

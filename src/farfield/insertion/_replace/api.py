@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -11,16 +12,12 @@ from torch import nn
 
 from farfield._refusals import door
 from farfield.insertion._places import parents
-from farfield.insertion._replace.finding import CALLER, find_attention
-from farfield.insertion._replace.hugging_face import (
-    choose,
-    find_attention_obstacle,
-    is_rotary,
-    register_operator,
-    uses_interface,
-)
-from farfield.insertion._replace.kinds import find_kind
-from farfield.insertion._replace.learned import add_learned, find_heads
+from farfield.insertion._replace.calls import read_widths
+from farfield.insertion._replace.checking import check_supported, find_doubts
+from farfield.insertion._replace.finding import CALLER, find_attention, find_learned
+from farfield.insertion._replace.hugging_face import choose, register_operator, uses_interface
+from farfield.insertion._replace.kinds import find_kind, see_replaced
+from farfield.insertion._replace.learned import draw_parameters, set_parameters
 from farfield.insertion._replace.masks import resolve_operator
 from farfield.insertion._replace.modules import Replaced, TorchAttention
 from farfield.insertion._replace.saving import note_operators, note_part
@@ -53,12 +50,14 @@ def replace_attention(
     * Cross-attention, also with cached keys and values: as self-attention.
     * Dropout of the attention: applied to the weights of the basis; for `softmax` and `dot`, to the coefficients.
     * Weights of the attention, if requested: the implied matrix, N² numbers per head.
-    * Rotary positions: act as distances with `factorized`, `averaged`, `dot`, `inline`, `softmax`; other operators are
-      an error in timm and diffusers, and in transformers use the rotated channels as they are, with a `UserWarning`.
+    * Rotary positions, by the names in the code: act as distances with `factorized`, `averaged`, `dot`, `inline`,
+      `softmax`; other operators are an error, and in transformers use the rotated channels as they are, with a
+      `UserWarning`, as wherever no name settles it.
     * Causal masks, sliding windows, relative positions and other biases differ between queries: an error, here or,
       where only the arguments of a call show them, when the model first runs.
     * Saving a model of transformers: its configuration gets an entry that names this call. transformers (5.4 or later)
       refuses to load the model until `attn_implementation=` overrides the entry; this call then restores the outputs.
+      Others, such as diffusers, write nothing: a `UserWarning`, and `save_recipe` keeps what was replaced.
 
     Args:
         model: The model, or a part of it such as its vision tower. Changed in place, so replace before compiling. Of a
@@ -72,8 +71,8 @@ def replace_attention(
 
     Raises:
         LookupError: If there is no such operator or path, or no supported attention there.
-        ValueError: If the operator does not work on tokens, an attention cannot be replaced, or `where` is empty; the
-            model is unchanged then.
+        ValueError: If the operator does not work on tokens, an attention cannot be replaced, or `where` is empty. This
+            and any other error leaves the model unchanged.
         TypeError: If the model is no module, or compiled or scripted, or if the operator is neither a name nor an
             `ops.Operator`.
 
@@ -94,26 +93,49 @@ def replace_attention(
     with door(CALLER):
         name, resolved = resolve_operator(operator)
     chosen = find_attention(model, where)
-    for path, module in chosen.items():
-        _check_supported(model, path, module, resolved)
-    hugging_face = {path: module for path, module in chosen.items() if uses_interface(module)}
-    if hugging_face:
-        rotary = [f"{path} ({type(module).__name__})" for path, module in hugging_face.items() if is_rotary(module)]
-        if rotary and not resolved.weighs_by_products:
-            warnings.warn(_rotary_warning(name, rotary), stacklevel=2)
-        for config in choose(model, list(hugging_face.values()), register_operator(name, resolved)):
+    around = {path: [module, *map(model.get_submodule, parents(path))] for path, module in chosen.items()}
+    for path in chosen:
+        check_supported(model, path, around[path], resolved)
+    # What can fail comes before the first change; what fails in between all the same is undone.
+    kinds = {path: find_kind(module) for path, module in chosen.items()}
+    drawn = {path: draw_parameters(see_replaced(each), around[path], resolved) for path, each in chosen.items()}
+    hugging_face = [module for module in chosen.values() if uses_interface(module)]
+    implementation = register_operator(name, resolved) if hugging_face else ""
+    for text in find_doubts(model, name, resolved, around):
+        warnings.warn(text, stacklevel=2)
+    with _undo_after_error(model):
+        for path, module in chosen.items():
+            set_parameters(module, find_learned(module), drawn[path])
+        for config in choose(model, hugging_face, implementation):
             note_part(config)
-    for module in chosen.values():
-        kind = find_kind(module)
-        if kind is not None:
-            # The same object, so that its weights, hooks and every reference to it stay.
-            cast(Any, module).__class__ = kind
-            attention = cast(Replaced, module)
-            attention.operator, attention.operator_name = resolved, name
-        add_learned(module, resolved)
-    _leave_fast_path(model)
-    note_operators(model)
+        for path, kind in kinds.items():
+            if kind is not None:
+                # The same object, so that its weights, hooks and every reference to it stay.
+                cast(Any, chosen[path]).__class__ = kind
+                attention = cast(Replaced, chosen[path])
+                attention.operator, attention.operator_name = resolved, name
+                attention.widths = read_widths(around[path])
+        _leave_fast_path(model)
+        note_operators(model)
     return chosen
+
+
+@contextmanager
+def _undo_after_error(model: nn.Module) -> Iterator[None]:
+    """Give modules back the classes, attributes and configurations that they had, if an error comes in between."""
+    modules = [(each, type(each)) for each in model.modules()]
+    configs = [getattr(vars(each).get("config"), "__dict__", {}) for each, _ in modules]
+    contents = [(each, {**each}) for each in (*(vars(module) for module, _ in modules), *configs)]
+    contents += [(module._parameters, {**module._parameters}) for module, _ in modules]
+    try:
+        yield
+    except BaseException:
+        for module, kind in modules:
+            cast(Any, module).__class__ = kind
+        for now, before in contents:
+            now.clear()
+            now.update(before)
+        raise
 
 
 def _check_model(model: nn.Module) -> None:
@@ -128,31 +150,6 @@ def _check_model(model: nn.Module) -> None:
         if compiled or isinstance(module, torch.jit.ScriptModule):
             kind = "compiled" if compiled else "scripted"
             raise TypeError(f"{CALLER}: {type(model).__name__} is {kind} already; fix: replace first, then compile.")
-
-
-def _check_supported(model: nn.Module, path: str, module: nn.Module, operator: Operator) -> None:
-    """Refuse a supported attention with options that the operator does not support."""
-    reason, kind = None, find_kind(module)
-    if uses_interface(module):
-        reason = find_attention_obstacle(module, [model.get_submodule(name) for name in parents(path)])
-    elif kind is not None:
-        reason = kind.find_obstacle(module, operator)
-    heads = hasattr(kind, "head_dim") or find_heads(module) is not None
-    if reason is None and operator.parameter_shapes(1, 1) and not heads:
-        reason = "does not say how many heads it has, for which the operator learns parameters"
-    if reason is not None:
-        fix = "; fix: leave it out by where= with the paths of other layers, of an encoder or a vision tower."
-        raise ValueError(f"{CALLER}: {path} ({type(module).__name__}) {reason}{'' if '; fix: ' in reason else fix}")
-
-
-def _rotary_warning(name: str, rotary: list[str]) -> str:
-    """Return the warning that rotary positions do not act as distances with an operator."""
-    more = f" and {len(rotary) - 1} more" if len(rotary) > 1 else ""
-    return (
-        f"{CALLER}: {rotary[0]}{more} rotate queries and keys by their positions, which gives distances only in "
-        f"products of queries and keys; {name} has no such products and uses the rotated channels as they are, so "
-        f'training has to relearn positions. Operators that keep the distances: "factorized", "averaged".'
-    )
 
 
 def _leave_fast_path(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ is a subclass of the host's, so that the methods that its forward calls are ther
 from __future__ import annotations
 
 import inspect
-import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from farfield._refusals import door, put_name
+from farfield._refusals import door, put_name, refusal
 from farfield.insertion._replace.masks import causal_error, find_valid_positions
 from farfield.insertion._replace.modules import Replaced, TorchAttention, split_heads
 from farfield.insertion._replace.multi_scale import with_epsilon
@@ -23,10 +23,8 @@ from farfield.ops.grid import accumulation
 from farfield.ops.table import Operator
 
 _FUNCTION = "scaled_dot_product_attention"
-# Arguments of a forward that rotate queries and keys.
-_ROTATIONS = re.compile("rope|rotary|freqs")
-# Parameters that are added to the products of queries and keys.
-_BIASES = re.compile("relative|rel_pos|rel_attn|attention_bias")
+# Attributes of layers that say how many channels they read and make.
+_CHANNELS = ("in_features", "out_features", "in_channels", "out_channels")
 
 
 def find_caller(module: nn.Module) -> type[Replaced] | None:
@@ -71,15 +69,13 @@ class CallingAttention(Replaced):
     """An attention whose calls of `scaled_dot_product_attention` an operator answers; from `replace_attention`."""
 
     host: type[nn.Module]
+    # Numbers of channels of the host's layers; none are known of one that was replaced before there was this.
+    widths: frozenset[int] = frozenset()
 
     @classmethod
-    def find_obstacle(cls, module: Any, operator: Operator) -> str | None:
-        """Refuse biases, and rotations where the operator has no products."""
-        bias = find_bias(module)
-        if bias is not None:
-            return f"adds a bias to the products of queries and keys ({bias}), and there are no such products"
+    def find_code(cls, module: Any) -> Callable[..., Any] | None:
         # Of a module that is replaced already, the host's.
-        return find_rotation(getattr(module, "host", type(module)).forward, operator)
+        return getattr(module, "host", type(module)).forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the host's forward, in which the operator answers torch's function."""
@@ -120,9 +116,19 @@ class CallingAttention(Replaced):
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         with door(caller):
             valid = find_valid_positions(attn_mask, k)
+            self.check_channels(k)
         scale = shape[-1] ** -0.5 if scale is None else scale
         response, _ = self.attend(q, k, v, valid, scale=scale, dropout=dropout_p)
         return response.transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
+
+    def check_channels(self, key: Tensor) -> None:
+        """Refuse keys `(b, h, n, d)` of attention across channels, which have more channels than the layers make."""
+        tokens, width = key.shape[2:]
+        across = bool(self.widths) and width > max(self.widths) and any(size % tokens == 0 for size in self.widths)
+        if across and self.operator.merges_by_adding:
+            problem = f"{tokens} channels attend to each other, with {width} positions each"
+            cost = f"the summary would have {width}² numbers per head"
+            raise refusal(ValueError, f"{problem}, and {cost}; fix: leave this layer out by where=.")
 
 
 class _Answer(TorchFunctionMode):
@@ -137,19 +143,13 @@ class _Answer(TorchFunctionMode):
         return self.attention.answer(*args, **(kwargs or {}))
 
 
-def find_bias(module: nn.Module) -> str | None:
-    """Return the name of a parameter that is added to the products of queries and keys, by its name; None if none."""
-    return next((name for name, _ in module.named_parameters() if _BIASES.search(name)), None)
-
-
-def find_rotation(function: Any, operator: Operator) -> str | None:
-    """Return why an operator is not for a function that rotates queries and keys by positions; None if it is."""
-    if operator.weighs_by_products or not any(map(_ROTATIONS.search, inspect.signature(function).parameters)):
-        return None
-    return (
-        "rotates queries and keys by their positions, which gives distances only in products of queries and keys; "
-        'fix: take an operator that has such products, "factorized" or "averaged".'
-    )
+def read_widths(around: Iterable[nn.Module]) -> frozenset[int]:
+    """Return the numbers of channels of the layers in a module, or in the nearest one around it that has layers."""
+    for module in around:
+        sizes = {getattr(part, name, None) for part in module.modules() for name in _CHANNELS}
+        if found := frozenset(size for size in sizes if isinstance(size, int)):
+            return found
+    return frozenset()
 
 
 # ---- diffusers -------------------------------------------------------------------------------------------------------
@@ -180,7 +180,11 @@ class DiffusersAttention(CallingAttention):
             return None
         if not _calls(processor.__call__, _FUNCTION, "dispatch_attention_fn"):
             return f"has a processor that does not call torch's {_FUNCTION}, {processor.__name__}"
-        return find_rotation(processor.__call__, operator)
+        return None
+
+    @classmethod
+    def find_code(cls, module: Any) -> Callable[..., Any] | None:
+        return None if type(module.processor).__name__ == _SANA else module.processor.__call__
 
     @classmethod
     def adapt_operator(cls, module: Any, operator: Operator) -> Operator:

@@ -9,10 +9,11 @@ from torch import nn
 
 from farfield._refusals import put_name
 from farfield.insertion._places import matching, no_match
-from farfield.insertion._replace.calls import find_bias
 from farfield.insertion._replace.hugging_face import registered_operator, uses_interface
 from farfield.insertion._replace.kinds import find_kind
+from farfield.insertion._replace.learned import LOCAL
 from farfield.insertion._replace.modules import Replaced
+from farfield.insertion._replace.reading import find_bias
 from farfield.ops.table import Operator
 
 CALLER = "replace_attention"
@@ -36,6 +37,17 @@ def find_original(module: nn.Module) -> str:
     """Return the name of the operator that a supported attention computes in its own library."""
     kind = find_kind(module)
     return "softmax" if kind is None else kind.find_original(module)
+
+
+def find_learned(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that a supported attention has from the operator that replaces its softmax."""
+    chosen = chosen_operator(module)
+    return set() if chosen is None else {*chosen[1].parameter_shapes(1, 1), LOCAL}
+
+
+def star_numbers(path: str) -> str:
+    """Return a path with `*` in place of indices."""
+    return re.sub(r"\b\d+\b", "*", path)
 
 
 def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[str, nn.Module]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from farfield._refusals import door, put_name
 from farfield.insertion._replace.learned import attend_in_host
-from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions
+from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions, join_valid
 from farfield.ops.table import OPERATORS, Operator
 
 # Options that models pass to their attention and that do not change it; any other option that is set is an error.
@@ -88,6 +88,7 @@ def _attend_tokens_of_model(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with the signature of transformers: `(b, h, n, d)` to `(b, n, h, d)`, and the matrix if requested."""
     caller = f"farfield_{name} in {type(module).__name__}"
+    bias = options.pop("position_bias", None)
     for option, given in options.items():
         if option not in _IGNORED and given is not None and given is not False:
             problem = f"this model calls its attention with {option}=…, which {name} does not support"
@@ -103,7 +104,8 @@ def _attend_tokens_of_model(
         # Made for flash attention, which the layers that are not replaced still use.
         attention_mask = attention_mask[:, None, None].bool()
     with door(caller):
-        valid = find_valid_positions(attention_mask, key)
+        # The bias of T5's cross-attention is 0.
+        valid = join_valid(find_valid_positions(attention_mask, key), find_valid_positions(bias, key))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))
     return attend_in_host(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
@@ -141,9 +143,6 @@ def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module]) -> s
         return "is causal: each query attends only to the positions before it, but all queries share one summary"
     if getattr(module, "sliding_window", None) is not None:
         return "has a sliding window, but all queries share one summary"
-    biases = [name for name, _ in module.named_parameters() if "relative" in name]
-    if biases:
-        return f"adds a bias to the products of queries and keys ({biases[0]}), and there are no such products"
     return None
 
 
@@ -165,14 +164,6 @@ def _find_mask_makers(module: nn.Module) -> set[str]:
     methods = [inspect.unwrap(method) for method in vars(type(module)).values() if inspect.isfunction(method)]
     names = {name for method in methods for name in method.__code__.co_names}
     return {name for name in names if name.startswith("create_") and "mask" in name}
-
-
-def is_rotary(module: nn.Module) -> bool:
-    """Whether a known attention of transformers rotates queries and keys by their positions before they attend."""
-    # Models that offer a choice of position embeddings have this entry.
-    kind = getattr(module.config, "position_embedding_type", "rotary")
-    names = inspect.unwrap(type(module).forward).__code__.co_names
-    return kind == "rotary" and any(part in name.lower() for name in names for part in ("rotary", "rope"))
 
 
 def registered_operator(module: nn.Module) -> tuple[str, Operator] | None:

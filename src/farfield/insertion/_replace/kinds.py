@@ -10,12 +10,8 @@ from torch import nn
 
 from farfield.insertion._replace.calls import find_caller
 from farfield.insertion._replace.hugging_face import uses_interface
-from farfield.insertion._replace.hugging_face_modules import (
-    BlipVisionAttention,
-    SeparateAttention,
-    TimesformerAttention,
-)
-from farfield.insertion._replace.modules import Replaced, TimmAttention, TorchAttention
+from farfield.insertion._replace.hugging_face_modules import BlipVisionAttention, SeparateAttention
+from farfield.insertion._replace.modules import Replaced, TorchAttention
 from farfield.insertion._replace.monai_modules import MonaiCrossAttention, MonaiSelfAttention
 from farfield.insertion._replace.multi_scale import LiteMlaAttention, SanaMultiscaleAttention
 from farfield.insertion._replace.own_modules import OwnAttention
@@ -24,9 +20,6 @@ from farfield.nn.transformer import TokenAttention
 KINDS: dict[tuple[str, str], type[Replaced]] = {
     (nn.MultiheadAttention.__module__, "MultiheadAttention"): TorchAttention,
     (TokenAttention.__module__, "TokenAttention"): OwnAttention,
-    # The class that timm's vision transformers share; the second in older versions.
-    ("timm.layers.attention", "Attention"): TimmAttention,
-    ("timm.models.vision_transformer", "Attention"): TimmAttention,
     ("timm.models.efficientvit_mit", "LiteMLA"): LiteMlaAttention,
     ("diffusers.models.attention_processor", "SanaMultiscaleLinearAttention"): SanaMultiscaleAttention,
     ("monai.networks.blocks.selfattention", "SABlock"): MonaiSelfAttention,
@@ -34,7 +27,7 @@ KINDS: dict[tuple[str, str], type[Replaced]] = {
     ("transformers.models.vilt.modeling_vilt", "ViltSelfAttention"): SeparateAttention,
     ("transformers.models.flava.modeling_flava", "FlavaSelfAttention"): SeparateAttention,
     ("transformers.models.blip.modeling_blip", "BlipAttention"): BlipVisionAttention,
-    ("transformers.models.timesformer.modeling_timesformer", "TimesformerSelfAttention"): TimesformerAttention,
+    ("transformers.models.timesformer.modeling_timesformer", "TimesformerSelfAttention"): SeparateAttention,
 }
 
 
@@ -47,3 +40,13 @@ def find_kind(module: nn.Module) -> type[Replaced] | None:
         return None  # linear from the start
     # Attention of transformers is chosen by name, whatever its code calls.
     return None if uses_interface(module) else KINDS.get((kind.__module__, kind.__qualname__)) or find_caller(module)
+
+
+def see_replaced(module: nn.Module) -> nn.Module:
+    """Return an attention as it is seen once its class has changed; the attention itself stays as it is."""
+    kind = find_kind(module)
+    if kind is None:
+        return module
+    seen: nn.Module = object.__new__(kind)  # type: ignore[assignment]
+    vars(seen).update(vars(module))
+    return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import draw_learned
 from farfield.nn.token_attention import attend_tokens
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import Operator
 
 # Names of the number of heads and of their channels, in an attention or its configuration.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")
@@ -19,7 +20,6 @@ _WIDTHS = ("head_dim", "attention_head_size", "dim_head")
 _CHANNELS = ("embed_dim", "hidden_size", "all_head_size", "inner_dim", "inner_channels", "dim")
 # The kernel of a local branch; and which of the two parts of a response an attention leaves out, "local" or "summary".
 LOCAL, WITHOUT = "local_kernel", "_farfield_without"
-_NAMES = sorted({name for operator in OPERATORS.values() for name in operator.parameter_shapes(1, 1)})
 
 
 def find_heads(module: nn.Module) -> tuple[int, int] | None:
@@ -38,17 +38,31 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return next((number for number in numbers if isinstance(number, int)), None)
 
 
-def add_learned(module: nn.Module, operator: Operator) -> None:
-    """Give an attention the parameters that an operator learns, at their start, in place of another operator's."""
-    like = next(module.parameters())
-    for name in (*_NAMES, LOCAL):
+def draw_parameters(module: nn.Module, around: Iterable[nn.Module], operator: Operator) -> dict[str, nn.Parameter]:
+    """Return the parameters that an attention gets from an operator, at their start, alike those of it or around it."""
+    heads, width = find_heads(module) or (1, 1)
+    like = _find_like(around)
+    drawn = dict[str, nn.Parameter]()
+    for name, shape in operator.parameter_shapes(heads * width, heads).items():
+        drawn[name] = nn.Parameter(like.new_empty(shape))
+        draw_learned(name, drawn[name], heads)
+    return drawn
+
+
+def set_parameters(module: nn.Module, former: Iterable[str], drawn: Mapping[str, nn.Parameter]) -> None:
+    """Give an attention the parameters that an operator learns in place of those of its former operator."""
+    for name in former:
         module._parameters.pop(name, None)
         if isinstance(module, GridAttention) and name != LOCAL:
             module.register_parameter(name, None)
-    heads, width = find_heads(module) or (1, 1)
-    for name, shape in operator.parameter_shapes(heads * width, heads).items():
-        module.register_parameter(name, nn.Parameter(like.new_empty(shape)))
-        draw_learned(name, module.get_parameter(name), heads)
+    for name, parameter in drawn.items():
+        module.register_parameter(name, parameter)
+
+
+def _find_like(around: Iterable[nn.Module]) -> Tensor:
+    """Return a tensor of the device and the dtype of the weights of the first module that has some."""
+    weights = (each for module in around for each in module.parameters() if each.is_floating_point())
+    return next(weights, torch.empty(0))
 
 
 def attend_in_host(
@@ -89,7 +103,7 @@ def _check_layout(module: nn.Module, query: Tensor, value: Tensor) -> None:
 def add_local(module: nn.Module, kernel: int) -> None:
     """Give an attention a local branch: a depthwise convolution of the values along the tokens, which starts at 0."""
     heads, width = find_heads(module) or (1, 1)
-    like = next(module.parameters())
+    like = _find_like([module])
     module.register_parameter(LOCAL, nn.Parameter(like.new_zeros(heads * width, 1, kernel)))
 
 

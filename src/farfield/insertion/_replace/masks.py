@@ -73,6 +73,13 @@ def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
     return valid.expand(key.shape[0], 1, 1, -1)
 
 
+def join_valid(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return which keys are valid by both of two masks, each of which may be None."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
 def _unbiased(mask: Tensor) -> Tensor:
     """Convert an additive mask to a boolean one; refuse one that adds a bias."""
     valid = mask == 0

@@ -1,4 +1,4 @@
-"""The attention modules of torch and timm with any operator in place of softmax attention.
+"""The attention module of torch with any operator in place of softmax attention.
 
 A replaced module is the same object with another class: its weights, its state-dict keys, its hooks and every reference
 to it stay. The query weights give the coefficients, the key weights the basis.
@@ -7,6 +7,7 @@ to it stay. The query weights give the coefficients, the key weights the basis.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from farfield._refusals import door, put_name
 from farfield.insertion._replace.learned import attend_in_host
-from farfield.insertion._replace.masks import causal_error, find_valid_positions
+from farfield.insertion._replace.masks import causal_error, find_valid_positions, join_valid
 from farfield.nn.scripting import refuse_to_script
 from farfield.ops.table import Operator
 
@@ -35,6 +36,10 @@ class Replaced:
     @classmethod
     def find_obstacle(cls, module: Any, operator: Operator) -> str | None:
         """Return why an attention of the host cannot have this operator; None if it can."""
+
+    @classmethod
+    def find_code(cls, module: Any) -> Callable[..., Any] | None:
+        """Return the function of the host that a replaced attention runs; None if it runs none."""
 
     @classmethod
     def adapt_operator(cls, module: Any, operator: Operator) -> Operator:
@@ -112,10 +117,7 @@ class TorchAttention(Replaced, nn.MultiheadAttention):
             padding = _invert_boolean(padding).reshape(-1, 1, 1, padding.shape[-1])
         if pairs is not None:
             pairs = _invert_boolean(pairs).reshape(-1, 1 if pairs.dim() == 2 else self.num_heads, *pairs.shape[-2:])
-        valid, other = find_valid_positions(padding, key), find_valid_positions(pairs, key)
-        if valid is None or other is None:
-            return other if valid is None else valid
-        return valid & other
+        return join_valid(find_valid_positions(padding, key), find_valid_positions(pairs, key))
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Project to queries, keys and values with the host's weights, one stacked matrix if the channels are equal."""
@@ -125,40 +127,6 @@ class TorchAttention(Replaced, nn.MultiheadAttention):
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         positions = (query, key, value)
         return tuple(F.linear(x, weight, bias) for x, weight, bias in zip(positions, weights, biases, strict=True))
-
-
-class TimmAttention(Replaced, nn.Module):
-    """timm's ViT-style `Attention` with any operator; created by `replace_attention`."""
-
-    num_heads: int
-    scale: float
-    qkv: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
-    attn_drop: nn.Dropout
-    proj: nn.Module
-    proj_drop: nn.Module
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Attend as timm's `Attention`: tokens `(b, n, c)`, a mask that is True (additive: 0) where a pair attends."""
-        caller = f"timm's Attention replaced by {self.operator_name}"
-        if is_causal:
-            raise put_name(caller, causal_error())
-        query, key, value = (split_heads(positions, self.num_heads) for positions in self.qkv(x).chunk(3, -1))
-        query, key = self.q_norm(query), self.k_norm(key)
-        if attn_mask is not None:
-            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        with door(caller):
-            valid = find_valid_positions(attn_mask, key)
-        dropout = self.attn_drop.p if self.training else 0.0
-        response = self.attend(query, key, value, valid, scale=self.scale, dropout=dropout)[0].flatten(2)
-        # Older versions of timm have neither.
-        norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
-        if norm is not None:
-            response = norm(response)
-        if gate is not None:
-            response = response * gate(x).sigmoid()
-        return self.proj_drop(self.proj(response))
 
 
 def split_heads(positions: Tensor, heads: int) -> Tensor:

@@ -8,13 +8,18 @@ gives `attn_implementation=` in the call overrides the entry.
 
 from __future__ import annotations
 
-import re
 from typing import Any, cast
 
 from torch import nn
 
 from farfield.insertion._places import matching
-from farfield.insertion._replace.finding import chosen_operator, find_original, known_attention, other_attention
+from farfield.insertion._replace.finding import (
+    chosen_operator,
+    find_original,
+    known_attention,
+    other_attention,
+    star_numbers,
+)
 from farfield.insertion._replace.hugging_face import configured_models, uses_interface
 from farfield.insertion._replace.learned import LOCAL
 from farfield.ops.table import OPERATORS, Operator
@@ -68,7 +73,7 @@ def _describe_replacements(model: nn.Module) -> str | None:
 
 def _shorten_paths(model: nn.Module, paths: list[str]) -> str | list[str]:
     """Return paths of modules with `*` in place of indices, where that matches no other module."""
-    patterns = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in paths))
+    patterns = list(dict.fromkeys(map(star_numbers, paths)))
     matched = {path for pattern in patterns for path, _ in matching(model, pattern)}
     chosen = patterns if matched == set(paths) else paths
     return chosen[0] if len(chosen) == 1 else chosen
