@@ -264,7 +264,7 @@ NO_FILES = {
     ".zip": "not a zip file",
     ".h5": "signature not found",
     ".nii": "file type",
-    ".nii.gz": "not a gzip file",
+    ".nii.gz": "Not a gzipped file",
     ".mrc": "not an MRC file",
     ".xyz": "is of no format that is read, such as",
 }

@@ -220,6 +220,7 @@ class Stream:
         with contextlib.ExitStack() as unlocked:
             output.hold()
             unlocked.callback(output.let_go)
+            unlocked.callback(output.owned.remove_if_new)  # of a call that comes when another has just finished
             state = self._read_state(output)
             if state is None:
                 self._make(output)

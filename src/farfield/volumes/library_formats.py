@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import math
 import re
@@ -108,6 +109,8 @@ def _read_hdf5_metadata(dataset: Any) -> ImageMetadata:
 
 
 # ---- NIfTI and MRC ---------------------------------------------------------------------------------------------------
+# How many times as long as a file what deflate has packed can be at most.
+_DEFLATED = 1032
 _NIFTI_UNITS = {"mm": "millimeter", "micron": "micrometer", "meter": "meter", "sec": "second", "msec": "millisecond"}
 
 
@@ -115,12 +118,22 @@ def open_nifti(file: FileName) -> Opened:
     """Open a NIfTI file, whose axes x, y, z, time, channels come the first one fastest."""
     nibabel = load_library("nibabel", "nifti", "a NIfTI file")
     path = Path(file.path)
-    image = nibabel.load(path)
-    header, numbers, shape = image.header, image.dataobj, tuple(map(int, image.shape))
+    packed, size = path.name.lower().endswith(".gz"), path.stat().st_size
+    with gzip.open(path) if packed else path.open("rb") as opened:
+        start = opened.read(540)
+    kinds = {348: nibabel.Nifti1Header, 540: nibabel.Nifti2Header}
+    length = next((each for each in kinds if start[:4] in (each.to_bytes(4, "little"), each.to_bytes(4, "big"))), 0)
+    if not length or len(start) < length:
+        raise file.error("it has no header of NIfTI, so its file type is not known")
+    header = kinds[length](start[:length])
+    if not header["magic"].item().startswith(b"n+"):
+        raise file.error("its numbers are in another file; fix: convert it to one file")
+    # Its extensions, which can be of any size, are not read.
+    numbers = nibabel.arrayproxy.ArrayProxy(path, header)
+    shape = tuple(map(int, numbers.shape))
     stored = math.prod(shape) * numbers.dtype.itemsize + int(numbers.offset)
-    packed = path.name.lower().endswith(".gz")
-    if not packed and path.stat().st_size < stored:
-        raise file.error(f"it ends after {path.stat().st_size:,} of {stored:,} bytes; fix: write or copy it again")
+    if size * (_DEFLATED if packed else 1) < stored:
+        raise file.error(f"it ends after {size:,} of {stored:,} bytes; fix: write or copy it again")
     axes = "XYZTC"[: len(shape)] if len(shape) <= 5 else "Q" * len(shape)
     unit, time_unit = header.get_xyzt_units()
     letters = axes.strip("CQ")
@@ -129,7 +142,7 @@ def open_nifti(file: FileName) -> Opened:
     # A zoom of 1 without a unit is what the format has where nothing is known.
     spacing = {letter: each for letter, each in spacing.items() if given[letter] or each != 1}
     units = {letter: each for letter, each in given.items() if each and letter in spacing}
-    matrix = np.asarray(image.affine, float)
+    matrix = np.asarray(header.get_best_affine(), float)
     steps = {letter: tuple(map(float, matrix[:3, place])) for place, letter in enumerate("XYZ") if letter in axes}
     steps["origin"] = tuple(map(float, matrix[:3, 3]))
     metadata = ImageMetadata(axes, spacing, units, {}, (), steps)
