@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import gzip
+import itertools
 import json
 import math
 import re
@@ -171,10 +173,10 @@ def open_mrc(file: FileName) -> Opened:
 
 # ---- folders of planes -----------------------------------------------------------------------------------------------
 def list_planes(folder: Path) -> list[Path]:
-    """List the files of a folder that are images, by the numbers in their names, without hidden ones."""
+    """List the files that are images, of a folder or of a pattern, by the numbers in their names; no hidden ones."""
     planes = [
         path
-        for path in folder.iterdir()
+        for path in (folder.iterdir() if folder.is_dir() else folder.parent.glob(folder.name))
         if path.suffix.lower() in _TIFF_PLANES + _OTHER_PLANES and not path.name.startswith(".") and path.is_file()
     ]
 
@@ -185,9 +187,46 @@ def list_planes(folder: Path) -> list[Path]:
     return sorted(planes, key=number)
 
 
+def _find_stacks(planes: Sequence[Path]) -> dict[str, list[str]]:
+    """Return the numbers of planes, by the pattern of their names: * is the last number that differs."""
+    alike: dict[str, list[list[str]]] = {}
+    for path in planes:
+        alike.setdefault(re.sub(r"\d+", "0", path.name), []).append(re.split(r"(\d+)", path.name))
+    stacks: dict[str, list[str]] = {}
+    for names in alike.values():
+        place = max((place for place, own in enumerate(zip(*names, strict=True)) if len(set(own)) > 1), default=1)
+        for parts in names:
+            pattern = "".join("*" if at == place else part for at, part in enumerate(parts))
+            stacks.setdefault(pattern, []).append("".join(parts[place : place + 1]))
+    return stacks
+
+
+def _check_names(file: FileName, planes: Sequence[Path]) -> None:
+    """Refuse planes whose names differ in more than one number, and so are of several stacks, and those with a gap."""
+    stacks, names = _find_stacks(planes), [path.name for path in planes]
+    if len(stacks) > 1:
+        # * may stand for more than a number.
+        given = [(each.replace("*", one), own) for each, own in stacks.items() for one in ("*", "[0-9]" * len(own[0]))]
+        exact = (each for each, own in given if len(fnmatch.filter(names, each)) == len(own) > 1)
+        fix = next((f'open_volume("{planes[0].parent / each}")' for each in exact), "a folder for each")
+        raise file.error(f"its planes are those of {len(stacks)} stacks, {listed(list(stacks))}; fix: {fix}")
+    for pattern, numbers in stacks.items():
+        for one, other in itertools.pairwise(numbers):
+            if int(other) != int(one) + 1:
+                missing = f'"{pattern.replace("*", str(int(one) + 1).zfill(len(one)))}" is missing'
+                raise file.error(
+                    f"{missing if int(other) > int(one) else 'two names have one number'}, between {one} and {other}; "
+                    "fix: put it there, or number the planes anew, without gaps"
+                )
+
+
 def open_planes(file: FileName) -> Opened:
     """Open a folder of images of one size and dtype as a stack; only the planes that are sliced are read."""
     planes = list_planes(Path(file.path))
+    if not planes:
+        fix = "a folder with zarr.json or .zarray, or with planes, .tif or .png for example"
+        raise file.error(f"it has no zarr array and no images; fix: {fix}")
+    _check_names(file, planes)
     described = [_describe_plane(file, plane) for plane in planes]
     shape, dtype, metadata = described[0]
     for plane, (other, kind, _) in zip(planes, described, strict=True):

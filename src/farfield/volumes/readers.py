@@ -48,12 +48,13 @@ def _find_reader(text: str, level: int, series: int | None) -> tuple[FileName, C
         return FileName(text, "", level, series), _open_zarr
     name, _, dataset = (text, "", "") if os.path.lexists(text) else text.partition("::")
     file = Path(name)
-    if not os.path.lexists(file):
+    is_pattern = not os.path.lexists(file) and bool(set(file.name) & set("*?[")) and bool(list_planes(file))
+    if not os.path.lexists(file) and not is_pattern:
         raise refusal(FileNotFoundError, f'there is no "{file}"; fix: the path of a file, or of a zarr folder.')
     suffix = max((each for each in READERS if file.name.lower().endswith(each)), key=len, default="")
     reader = READERS.get(suffix)
-    if file.is_dir():
-        reader = open_planes if not is_zarr(file) and list_planes(file) else _open_zarr
+    if file.is_dir() or is_pattern:
+        reader = open_planes if is_pattern or not is_zarr(file) else _open_zarr
     if reader is None:
         raise refusal(
             ValueError,
@@ -63,7 +64,7 @@ def _find_reader(text: str, level: int, series: int | None) -> tuple[FileName, C
         )
     place = FileName(file, dataset, level, series)
     # What is neither blocks whoever opens it, until something is written to it.
-    if not file.is_file() and not file.is_dir():
+    if not is_pattern and not file.is_file() and not file.is_dir():
         raise refusal(ValueError, f'"{file}" is neither a file nor a folder; fix: a copy of it in a file.')
     if dataset and reader is not open_hdf5:
         raise refusal(ValueError, f'"{file}" has no datasets, got "{dataset}"; fix: the path alone.')
