@@ -421,7 +421,7 @@ def test_a_packed_file_that_states_more_than_it_can_hold(tmp_path: Path) -> None
 
 def test_a_nifti_whose_numbers_are_elsewhere(tmp_path: Path) -> None:
     nibabel = pytest.importorskip("nibabel", reason='needs the extra "nifti"')
-    header = nibabel.Nifti1PairHeader()
+    header = nibabel.Nifti1Header()
     header.set_data_shape((3, 4, 5))
     header["magic"] = b"ni1"
     (tmp_path / "a.nii").write_bytes(header.binaryblock + bytes(1000))
