@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from torch import nn
 from farfield._checks import ShapeError
 from farfield.nn import GridAttention
 from farfield.streaming import Tiles, plan_whole, predict_whole, respond_whole
+from farfield.streaming.arguments import axis_spans
+from farfield.streaming.plan import _diagonal
+from farfield.volumes import Volume, open_volume
 from farfield.volumes.sink import check_path
 from helpers.streamed_nets import Hourglass, settled
 
@@ -220,3 +225,42 @@ def test_volumes_of_other_axes_than_the_network() -> None:
     with pytest.raises(ValueError, match="fix: a volume of 1 channels") as raised:
         predict_whole(net, planes[None], quiet=True)
     assert "None" not in str(raised.value)
+
+
+def open_stated(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...]) -> Volume:
+    """A zarr array of zeros, whose metadata state any shape in 150 bytes."""
+    path.mkdir()
+    entry = {"zarr_format": 2, "shape": shape, "chunks": chunks, "dtype": "|u1", "fill_value": 0, "order": "C"}
+    (path / ".zarray").write_text(json.dumps(entry | {"compressor": None, "filters": None}))
+    return open_volume(path)
+
+
+@pytest.mark.parametrize("tile", [None, 64, (1, None)])
+@pytest.mark.parametrize(
+    ("shape", "chunks"), [((10**9, 10**9), (64, 64)), ((10**9, 10**9), (1, 1)), ((10**18, 1), (10**5, 1))]
+)
+def test_tiles_are_counted_before_they_are_listed(shape: Any, chunks: Any, tile: Any, tmp_path: Path) -> None:
+    norms = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.InstanceNorm2d(2), nn.Conv2d(2, 1, 1)).eval()
+    volume = open_stated(tmp_path / "a.zarr", shape, chunks)
+    tracemalloc.start()
+    with pytest.raises((ValueError, MemoryError)) as caught:
+        predict_whole(norms, volume, tile=tile, out=tmp_path / "out.zarr", quiet=True)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**28
+    assert str(shape) in str(caught.value)
+    # The fix.
+    part = volume.crop(np.s_[:20, :1])
+    assert predict_whole(norms, part, tile=8, quiet=True).shape == (20, 1)
+    with pytest.raises(ShapeError, match=r"respond_whole: .* tiles"):
+        respond_whole(GridAttention(1, "siamese"), volume.array, tile=(64, 1), quiet=True)
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_tiles_of_an_axis_stand_for_all(count: int) -> None:
+    spans = axis_spans((3 * count - 1,), (3,))[0]
+    assert list(spans) == [(start, min(start + 3, 3 * count - 1)) for start in range(0, 3 * count - 1, 3)]
+    assert (len(spans), spans[-1]) == (count, (3 * count - 3, 3 * count - 1))
+    told = list(_diagonal([spans]))
+    assert sum(weight for _, (weight,) in told) == count
+    assert [span for (span,), _ in told[:2] + told[-2:]] == [*spans][:2] + [*spans][-2:]

@@ -19,6 +19,7 @@ import torch
 
 from farfield.streaming import Tiles, predict_whole
 from farfield.volumes.file_formats import FORMATS
+from farfield.volumes.sink import FileOutput
 from helpers.partly import partly
 from helpers.stopping import recording_tasks, stopping
 from helpers.streamed_nets import Hourglass, relative, settled
@@ -228,6 +229,28 @@ def test_two_processes_do_not_write_to_one_path(volume: np.ndarray, tmp_path: Pa
         first.wait()
     # A process that was killed holds nothing, and what it did is gone on with.
     assert run("predict", 0, out).returncode == 0
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_call_that_comes_when_another_has_just_finished_leaves_nothing(suffix: str, tmp_path: Path) -> None:
+    net, numbers, out = (
+        torch.nn.Conv2d(1, 1, 3, padding=1).eval(),
+        np.ones((32, 32), np.float32),
+        tmp_path / f"o{suffix}",
+    )
+    hold = FileOutput.hold
+    with pytest.MonkeyPatch.context() as patch:
+
+        def hold_late(output: FileOutput) -> None:
+            patch.undo()
+            predict_whole(net, numbers, tile=16, out=out, quiet=True)
+            hold(output)
+
+        patch.setattr(FileOutput, "hold", hold_late)
+        with pytest.raises(FileExistsError, match="exists; fix: "):
+            predict_whole(net, numbers, tile=16, out=out, quiet=True)
+    assert os.listdir(tmp_path) == [out.name]
+    predict_whole(net, numbers, tile=16, out=out, overwrite=True, quiet=True)
 
 
 @pytest.fixture

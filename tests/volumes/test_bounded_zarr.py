@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
 import tracemalloc
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +118,158 @@ def test_a_frame_without_a_size_and_several_frames(tmp_path: Path) -> None:
     (path / "c" / "0").write_bytes(zstd.encode(bytes(2**17)) + zstd.encode(bytes(BOMB)))
     with pytest.raises(ValueError, match="destination buffer too small"):
         open_volume(path)[:]
+
+
+def peak_of(read: Any) -> tuple[Exception | None, int]:
+    """The error of a call, and the most bytes that it takes."""
+    tracemalloc.start()
+    try:
+        read()
+        error = None
+    except Exception as raised:  # noqa: BLE001
+        error = raised
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return error, peak
+
+
+def make_second(path: Path, numbers: np.ndarray, **entry: Any) -> Path:
+    """An array of zarr 2 of one chunk, whose metadata are written as they are."""
+    path.mkdir()
+    entry = {"dtype": "|u1", "compressor": None, "filters": None, "chunks": list(numbers.shape)} | entry
+    fixed = {"zarr_format": 2, "shape": list(numbers.shape), "fill_value": 0, "order": "C"}
+    (path / ".zarray").write_text(json.dumps(fixed | entry))
+    (path / ".".join("0" * numbers.ndim)).write_bytes(numbers.tobytes())
+    return path
+
+
+@pytest.mark.parametrize("chunks", [[0, 64], [64, 0], [0, 0]])
+def test_chunks_of_length_0_are_refused_when_opened(chunks: list[int], tmp_path: Path) -> None:
+    path = make_second(tmp_path / "a.zarr", np.zeros((64, 64), "uint8"), chunks=chunks)
+    with pytest.raises(ValueError, match=re.escape(str(tuple(chunks)))):
+        open_volume(path)
+
+
+FILTERS: dict[str, Any] = {
+    "packbits": numcodecs.PackBits(),
+    "delta": numcodecs.Delta("|u1"),
+    "offset": numcodecs.FixedScaleOffset(0, 1, "|u1"),
+    "astype": numcodecs.AsType("<u2", "|u1"),
+    "shuffle": numcodecs.Shuffle(1),
+    "crc32": numcodecs.CRC32(),
+    "fletcher32": numcodecs.Fletcher32(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", FILTERS)
+def test_filters_that_keep_the_size_are_read(name: str, tmp_path: Path) -> None:
+    numbers = NUMBERS.astype("uint8") % 2
+    if name == "packbits":
+        numbers = numbers.astype(bool)
+    options = {"filters": [FILTERS[name]], "compressors": numcodecs.Zlib(), "zarr_format": 2}
+    zarr.create_array(str(tmp_path / "2.zarr"), data=numbers, chunks=CHUNKS, **options)
+    np.testing.assert_array_equal(open_volume(tmp_path / "2.zarr")[:], numbers)
+    own = {"packbits": others.PackBits(), "delta": others.Delta(dtype="|u1"), "shuffle": others.Shuffle(elementsize=1)}
+    own["offset"] = others.FixedScaleOffset(offset=0, scale=1, dtype="|u1", astype="|u1")
+    own["crc32"] = others.CRC32()
+    if name in own:
+        among = "compressors" if name in ("shuffle", "crc32") else "filters"
+        zarr.create_array(str(tmp_path / "3.zarr"), data=numbers, chunks=CHUNKS, **{among: [own[name]]})
+        np.testing.assert_array_equal(open_volume(tmp_path / "3.zarr")[:], numbers)
+
+
+BOMBS: dict[str, list[dict[str, Any]]] = {
+    # Each makes 8 bytes of one.
+    "packbits": [{"id": "packbits"}] * 6,
+    # Each makes a text of a million letters of a number.
+    "texts": [{"id": "astype", "encode_dtype": "|u1", "decode_dtype": "|S1000000"}],
+    "texts of differences": [{"id": "delta", "dtype": "|S1000000", "astype": "|u1"}],
+    # One that says itself how much it makes, and one that runs what it holds.
+    "pcodec": [{"id": "pcodec"}],
+    "pickle": [{"id": "pickle"}],
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", BOMBS)
+def test_filters_that_make_more_are_refused_before_they_do(name: str, tmp_path: Path) -> None:
+    numbers = np.zeros((64, 64), "uint8")
+    path = make_second(tmp_path / "a.zarr", numbers, filters=BOMBS[name])
+    error, peak = peak_of(lambda: open_volume(path)[:])
+    assert isinstance(error, ValueError)
+    assert peak < BOMB / 8
+
+
+def test_codecs_of_which_nothing_is_known_have_a_fix_that_works(tmp_path: Path) -> None:
+    pytest.importorskip("pcodec", reason="needs pcodec")
+    path = tmp_path / "a.zarr"
+    zarr.create_array(str(path), data=NUMBERS, chunks=CHUNKS, serializer=others.PCodec())
+    with pytest.raises(ValueError, match="pcodec"):
+        open_volume(path)
+    np.testing.assert_array_equal(zarr.open(str(path), mode="r")[:], NUMBERS)
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_an_entry_that_holds_more_than_it_states(kind: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    folder = make_second(tmp_path / "a.zarr", np.zeros((64, 64), "uint8"))
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        archive.write(folder / ".zarray", ".zarray", zipfile.ZIP_STORED)
+        archive.writestr("0.0", bytes(BOMB))
+    content = bytearray(path.read_bytes())
+    for place in [each.start() for each in re.finditer(re.escape((BOMB).to_bytes(4, "little")), content)]:
+        content[place : place + 4] = (64 * 64).to_bytes(4, "little")
+    path.write_bytes(content)
+    error, peak = peak_of(lambda: open_volume(path)[:])
+    assert error is not None
+    assert str(path) in str(error) or kind == zipfile.ZIP_DEFLATED
+    assert peak < BOMB / 4
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_zips_of_chunks_and_shards_are_read(kind: int, tmp_path: Path) -> None:
+    zarr.create_array(str(tmp_path / "a.zarr"), data=NUMBERS, chunks=(1, 8, 8), shards=(2, 16, 16))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", kind) as archive:
+        for each in (tmp_path / "a.zarr").rglob("*"):
+            archive.write(each, each.relative_to(tmp_path / "a.zarr"))
+    np.testing.assert_array_equal(open_volume(tmp_path / "a.zip")[:, 3:20], NUMBERS[:, 3:20])
+
+
+@pytest.mark.parametrize("what", ["a chunk", "a folder of chunks", "a shard", "the metadata"])
+def test_links_out_of_a_folder_of_zarr_are_not_followed(what: str, tmp_path: Path) -> None:
+    path, shards = tmp_path / "a.zarr", {"shards": (4, 32, 32)} if what == "a shard" else {}
+    zarr.create_array(str(path), data=NUMBERS, chunks=CHUNKS, **shards)
+    file = {"a folder of chunks": path / "c" / "0", "the metadata": path / "zarr.json"}.get(what, path / "c/0/0/0")
+    file.rename(tmp_path / "secret")
+    file.symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "secret"))):
+        open_volume(path)[:2, :4, :4]
+    # What it leads to is read where it is in the folder.
+    file.unlink()
+    (tmp_path / "secret").rename(path / "own")
+    file.symlink_to(path / "own")
+    np.testing.assert_array_equal(open_volume(path)[:2, :4, :4], NUMBERS[:2, :4, :4])
+    (tmp_path / "link.zarr").symlink_to(path)  # of the user
+    np.testing.assert_array_equal(open_volume(tmp_path / "link.zarr")[:2, :4, :4], NUMBERS[:2, :4, :4])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+@pytest.mark.parametrize("name", ["a.tif", "a.npy", "a.zip", "a.h5", "a.nii", "a.nii.gz", "a.mrc", "a.zarr/c/0/0/0"])
+def test_a_named_pipe_is_refused_and_does_not_block(name: str, tmp_path: Path) -> None:
+    if name.startswith("a.zarr"):
+        zarr.create_array(str(tmp_path / "a.zarr"), data=NUMBERS, chunks=CHUNKS)
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(30)
+    try:
+        with pytest.raises(ValueError, match="is neither a file nor a folder; fix: "):
+            open_volume(tmp_path / name.partition("/")[0])[:]
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import itertools
 import re
+import struct
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -264,7 +266,7 @@ NO_FILES = {
     ".zip": "not a zip file",
     ".h5": "signature not found",
     ".nii": "file type",
-    ".nii.gz": "not a gzip file",
+    ".nii.gz": "Not a gzipped file",
     ".mrc": "not an MRC file",
     ".xyz": "is of no format that is read, such as",
 }
@@ -353,12 +355,12 @@ CASES: dict[str, Case] = {
     "gzip of a text": ("a.nii.gz", overwrite(gzip.compress(b"hello" * 100), "file type")),
     "mrc of an image": ("a.mrc", mrc(STACK[0].astype("float32"))),
     "mrc of images": ("a.mrc", mrc(STACK.astype("int16"), stacked=True)),
-    "planes": ("planes", planes(a2=STACK[0], a10=STACK[1])),
+    "planes": ("planes", planes(a9=STACK[0], a10=STACK[1])),
     "planes of two sizes": ("planes", planes(a1=STACK[0], a2=STACK[1, :5])),
     "planes of two dtypes": ("planes", planes(a1=STACK[0], a2=STACK[1].astype("uint16"))),
     "planes that are stacks": ("planes", lambda path: planes(a1=np.zeros((5, 12, 14)))(path) is None or "is no plane"),
     "a plane that is a text": ("planes", with_file("a.tif", b"no image", '"a.tif": not a TIFF file')),
-    "an empty folder": ("planes", with_file(".hidden", b"", "No group found")),
+    "an empty folder": ("planes", with_file(".hidden", b"", "it has no zarr array and no images; fix: ")),
 }
 
 
@@ -378,3 +380,67 @@ def test_odd_files_are_right_or_refused_by_name(name: str, tmp_path: Path) -> No
     volume = open_volume(tmp_path / file)
     assert volume.dtype.newbyteorder("=") == expected.dtype.newbyteorder("=")
     np.testing.assert_array_equal(np.asarray(volume), expected)
+
+
+def write_packed_nifti(path: Path, shape: tuple[int, ...], length: int, before: bytes = b"") -> None:
+    """A packed NIfTI file of a shape, with some bytes of zeros in place of its numbers."""
+    nibabel = pytest.importorskip("nibabel", reason='needs the extra "nifti"')
+    header = nibabel.Nifti1Header()
+    header.set_data_dtype("uint8")
+    header.set_data_shape(shape)
+    header["magic"], header["vox_offset"] = b"n+1", 352 + len(before)
+    with gzip.open(path, "wb") as file:
+        file.write(header.binaryblock + (b"\1\0\0\0" if before else bytes(4)) + before)
+        for _ in range(length // 2**20):
+            file.write(bytes(2**20))
+        file.write(bytes(length % 2**20))
+
+
+def test_an_extension_of_a_packed_file_does_not_fill_the_memory(tmp_path: Path) -> None:
+    large = 2**27
+    write_packed_nifti(tmp_path / "a.nii.gz", (4, 5, 6), large + 120, struct.pack("<ii", large, 6))
+    tracemalloc.start()
+    open_volume(tmp_path / "a.nii.gz")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < large / 8
+
+
+def test_a_packed_file_that_states_more_than_it_can_hold(tmp_path: Path) -> None:
+    write_packed_nifti(tmp_path / "a.nii.gz", (32000, 32000, 32000), 1000)
+    with pytest.raises(ValueError, match="ends after"):
+        open_volume(tmp_path / "a.nii.gz")
+    # One that can hold it, and does.
+    write_packed_nifti(tmp_path / "b.nii.gz", (100, 100, 100), 10**6)
+    assert not open_volume(tmp_path / "b.nii.gz")[:].any()
+    # One that could, and does not, is noticed when it is read.
+    write_packed_nifti(tmp_path / "c.nii.gz", (100, 100, 100), 10**6 - 1)
+    with pytest.raises(OSError, match="999999"):
+        open_volume(tmp_path / "c.nii.gz")[:]
+
+
+def test_a_nifti_whose_numbers_are_elsewhere(tmp_path: Path) -> None:
+    nibabel = pytest.importorskip("nibabel", reason='needs the extra "nifti"')
+    header = nibabel.Nifti1Header()
+    header.set_data_shape((3, 4, 5))
+    header["magic"] = b"ni1"
+    (tmp_path / "a.nii").write_bytes(header.binaryblock + bytes(1000))
+    with pytest.raises(ValueError, match="; fix: "):
+        open_volume(tmp_path / "a.nii")
+
+
+@pytest.mark.parametrize("kind", ["Nifti1Image", "Nifti2Image"])
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_nifti_is_read_as_by_its_library(kind: str, order: str, suffix: str, tmp_path: Path) -> None:
+    nibabel = pytest.importorskip("nibabel", reason='needs the extra "nifti"')
+    matrix = np.array([[2.0, 0.1, 0, 3], [0, 1.5, 0, 4], [0, 0, 0.5, 5], [0, 0, 0, 1]])
+    image = getattr(nibabel, kind)(STACK.T.astype(f"{order}i2"), matrix)
+    image = type(image)(image.dataobj, matrix, image.header.as_byteswapped(order))
+    image.header.extensions.append(nibabel.nifti1.Nifti1Extension("comment", b"of the scanner" * 100))
+    nibabel.save(image, tmp_path / f"a{suffix}")
+    read, volume = nibabel.load(tmp_path / f"a{suffix}"), open_volume(tmp_path / f"a{suffix}")
+    assert len(read.header.extensions) == 1
+    np.testing.assert_array_equal(volume[:], np.asarray(read.dataobj).T)
+    np.testing.assert_array_equal(volume.metadata.matrix("XYZ"), read.affine)
+    assert tuple(volume.metadata.spacing[letter] for letter in "XYZ") == tuple(map(float, read.header.get_zooms()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
 from farfield._refusals import refusal
+from farfield.nn.devices import free_bytes
 from farfield.nn.scripted_network import ScriptedNetwork
 from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.volumes.axes_view import order_axes
@@ -27,6 +29,8 @@ from farfield.volumes.volume import split_volume, take_samples
 
 # Bytes of memory below which a number is one of gigabytes.
 _LEAST_MEMORY = 2**10
+# Bytes that the list of tiles and what is recorded of each take, for one.
+_TILE_BYTES = 2**8
 
 
 @dataclass(frozen=True)
@@ -117,17 +121,37 @@ def parse_positions(name: str, given: Any, least: int, *, optional: bool = False
     return tuple(numbers) if is_sequence else numbers[0] or 0
 
 
-def axis_spans(size: Sequence[int], tile: Sequence[int]) -> list[list[Span]]:
+class _Spans(Sequence[Span]):
+    """The own positions of the tiles along an axis, computed as they are asked for."""
+
+    def __init__(self, length: int, positions: int) -> None:
+        self.length, self.starts = length, range(0, length, positions)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, place: Any) -> Any:
+        start = self.starts[place]
+        return start, min(start + self.starts.step, self.length)
+
+
+def axis_spans(size: Sequence[int], tile: Sequence[int]) -> list[_Spans]:
     """Return for each axis the own positions of the tiles along it."""
-    return [
-        [(start, min(start + positions, length)) for start in range(0, length, positions)]
-        for length, positions in zip(size, tile, strict=True)
-    ]
+    return list(map(_Spans, size, tile))
 
 
 def cores(size: Sequence[int], tile: Sequence[int]) -> list[tuple[Span, ...]]:
     """Return the own positions of each tile, the last axis fastest; every position of the volume is in one tile."""
-    return list(itertools.product(*axis_spans(size, tile)))
+    spans = axis_spans(size, tile)
+    # A header of some bytes can state any size.
+    count, free = math.prod(map(len, spans)), free_bytes(torch.device("cpu"))
+    if count * _TILE_BYTES > SUMMARY_SHARE * free:
+        raise refusal(
+            ShapeError,
+            f"a volume of size {tuple(size)} has {count:,} tiles of size {tuple(tile)}, whose list takes more than "
+            f"half of the {free:,} bytes that are free; fix: larger tiles, or a part, open_volume(path, region=…).",
+        )
+    return list(itertools.product(*spans))
 
 
 def cut_axes(size: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:

@@ -206,11 +206,11 @@ def _running_macs(labelled: LabelledGraph, index: int) -> int:
 
 def _diagonal(spans: Sequence[Sequence[Span]]) -> Iterator[tuple[tuple[Span, ...], list[int]]]:
     """Iterate over tiles that stand for all, and along each axis for how many: those at both ends of an axis differ."""
-    axes = [[(span, 1) for span in own] for own in spans]
-    for own in axes:
-        count = len(own)
-        if count > 2 * _ENDS:
-            own[_ENDS:-_ENDS] = [(own[count // 2][0], count - 2 * _ENDS)]
+    axes = []
+    for own in spans:
+        count, numbers = len(own), range(len(own))
+        places = sorted({*numbers[:_ENDS], count // 2, *numbers[-_ENDS:]})
+        axes.append([(own[place], count + 1 - len(places) if place == count // 2 else 1) for place in places])
     for step in range(max(map(len, axes))):
         # An axis of fewer tiles stays at its last, which is counted already.
         pairs = [own[step] if step < len(own) else (own[-1][0], 0) for own in axes]

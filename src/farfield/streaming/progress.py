@@ -21,6 +21,7 @@ from farfield._refusals import refusal
 from farfield.streaming.passes import Pass, Run
 from farfield.streaming.records import DamagedError, Record, Records, empty_record, pack, unpack
 from farfield.streaming.rules.rule import Parts
+from farfield.volumes.input_files import InputFiles
 from farfield.volumes.sink import ArrayOutput, FileOutput, box_checksum, check_path, overwrite_fix, to_numpy
 from farfield.volumes.source import Region, VolumeSource, checksum
 from farfield.volumes.unfinished import STATE, explain_disk_errors, unfinished_folder, was_moved
@@ -61,6 +62,7 @@ class Stream:
     ) -> None:
         self.caller, self.output, self.identity, self.volumes = output.caller, output, identity, volumes
         self.planned, self.threads = planned, torch.get_num_threads()
+        self.inputs = InputFiles({name: source.array for name, (source, _) in volumes.items()}, output.array)
         self.run: Run | None = None
         self.passes: list[Pass] = []
         self.records: list[Records] = []
@@ -111,6 +113,7 @@ class Stream:
         self.record = empty_record()
         with torch.no_grad(), self._threads():
             parts = self.passes[number].run_tile(index)
+        self.inputs.check(between=True)
         with self.explained():
             self.records[number].add(index, parts | {field: self.record[field] for field in ("read", "written")})
 
@@ -137,6 +140,7 @@ class Stream:
         return self.records[number].read()["parts"]
 
     def finish(self) -> Any:
+        self.inputs.check()
         with self.explained():
             if isinstance(self.output, FileOutput) and not was_moved(self.output.path):
                 # Records are removed after the file is moved, and a process may be killed between.
@@ -216,6 +220,7 @@ class Stream:
         with contextlib.ExitStack() as unlocked:
             output.hold()
             unlocked.callback(output.let_go)
+            unlocked.callback(output.owned.remove_if_new)  # of a call that comes when another has just finished
             state = self._read_state(output)
             if state is None:
                 self._make(output)

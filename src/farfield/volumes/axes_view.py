@@ -83,15 +83,21 @@ class AxesView(SlicedArray):
 
     def read(self, wanted: Sequence[range]) -> np.ndarray:
         """Return the part of some ranges of the view."""
-        chosen = list(self.indices)
-        for axis, each in zip(self.axes, wanted, strict=True):
-            if axis is not None:
-                chosen[axis] = chosen[axis][as_slice(each)]
+        chosen = self.choose(wanted)
         part = self._read_indices([range(each[0], each[0] + 1) if len(each) == 1 else each for each in chosen])
         dropped = tuple(axis for axis in range(part.ndim) if axis not in self.axes)
         left = [axis for axis in range(part.ndim) if axis not in dropped]
         part = part.squeeze(dropped).transpose([left.index(axis) for axis in self.axes if axis is not None])
         return part[tuple(None if axis is None else slice(None) for axis in self.axes)]
+
+    def choose(self, wanted: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Return the positions along each axis of the array that some along each axis of the view are."""
+        chosen = list(self.indices)
+        for axis, each in zip(self.axes, wanted, strict=True):
+            if axis is not None:
+                own = chosen[axis]
+                chosen[axis] = own[as_slice(each)] if isinstance(each, range) else [own[place] for place in each]
+        return chosen
 
     def _read_indices(self, chosen: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the part of some indices of the array; one axis at most has others than a range."""

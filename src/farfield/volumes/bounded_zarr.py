@@ -1,7 +1,8 @@
-"""Chunks of zarr arrays, decompressed no further than they may hold: a small file must not fill the memory.
+"""Chunks of zarr arrays, read from their folder alone, and decompressed no further than they may hold.
 
-zarr compares the size of a chunk with its shape only when all of it is decompressed. What gzip, zlib, bz2 and lzma
-hold is known only then; here they stop. Blosc, LZ4 and Zstandard tell the size first, and it is compared.
+A small file must not fill the memory. zarr compares the size of a chunk with its shape only when all of it is
+decompressed. What gzip, zlib, bz2 and lzma hold is known only then; here they stop. Blosc, LZ4 and Zstandard tell the
+size first, and it is compared. Codecs of which nothing is known are refused: pickles are among them.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import gzip
 import io
 import lzma
 import math
+import os
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from numcodecs.abc import Codec as Numcodec  # type: ignore[import-untyped]
 from numcodecs.registry import get_codec  # type: ignore[import-untyped]
-from zarr.abc.codec import BytesBytesCodec, Codec
-from zarr.codecs import ShardingCodec
+from zarr.abc.codec import ArrayArrayCodec, BytesBytesCodec, Codec
+from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 from zarr.core.codec_pipeline import BatchedCodecPipeline
+from zarr.storage import LocalStore, ZipStore
 
 from farfield._refusals import refusal
 
@@ -48,6 +53,11 @@ TELLING: dict[str, Callable[[bytes], int | None]] = {
 }
 
 
+# Those that make some times as many bytes at most.
+KEEPING = ("adler32", "astype", "bitround", "crc32", "crc32c", "delta", "fixedscaleoffset", "fletcher32")
+KEEPING += ("jenkins_lookup3", "packbits", "quantize", "shuffle")
+
+
 def zstd_size(data: bytes) -> int | None:
     """Return the size of the content of a Zstandard frame, from its header (RFC 8878, 3.1.1.1); None without one."""
     descriptor = data[4] if len(data) > 4 else 0
@@ -70,12 +80,13 @@ def expand(codec: Any, data: bytes, chunk_bytes: int) -> bytes:
         ValueError: If there is more in it.
     """
     most, name = 2 * chunk_bytes + MARGIN, codec.codec_id
-    if name in STOPPING:
-        content = STOPPING[name](data, most + 1, codec.get_config())
-        size = len(content)
-    else:
+    content: Any = None
+    if name in TELLING:
         told = TELLING[name](data)
         size = chunk_bytes if told is None else told
+    else:
+        content = STOPPING[name](data, most + 1, codec.get_config()) if name in STOPPING else codec.decode(data)
+        size = memoryview(content).nbytes
     if size > most:
         raise refusal(
             ValueError,
@@ -83,7 +94,7 @@ def expand(codec: Any, data: bytes, chunk_bytes: int) -> bytes:
             "is decompressed, so it is damaged, or made to fill the memory; fix: write or download it again.",
         )
     # With a buffer, Zstandard's decoder refuses frames that hold more than the first one tells.
-    return content if name in STOPPING else bytes(codec.decode(data, bytearray(size)))
+    return bytes(codec.decode(data, bytearray(size)) if content is None else content)
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,35 @@ class BoundedCodec(BytesBytesCodec):
         return chunk_spec.prototype.buffer.from_bytes(content)
 
 
+class FolderStore(LocalStore):
+    """A folder of zarr, in which links that lead out of it, and pipes, which would block, are refused."""
+
+    async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
+        """Read a file."""
+        root, path = os.path.realpath(self.root), os.path.realpath(self.root / key)
+        leads_out = os.path.commonpath([root, path]) != root
+        if leads_out or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)):
+            what = f'leads out of its folder, to "{path}"' if leads_out else "is neither a file nor a folder"
+            raise refusal(ValueError, f'"{self.root / key}" {what}; fix: a copy of the file in its place.')
+        return await super().get(key, prototype, byte_range)
+
+
+class ArchiveStore(ZipStore):
+    """A zip file of zarr of which no entry is unpacked further than to the size that it states."""
+
+    def _sync_open(self) -> None:
+        super()._sync_open()
+        self._zf.__class__ = _Archive
+
+
+class _Archive(zipfile.ZipFile):
+    def open(self, *arguments: Any, **options: Any) -> Any:
+        opened: Any = super().open(*arguments, **options)
+        # Else it unpacks a GiB at once, and drops what is more than the entry states.
+        opened.MAX_N = MARGIN
+        return opened
+
+
 class BoundedNumcodec(Numcodec):
     """A compressor of zarr 2 that stops after the bytes of a chunk."""
 
@@ -122,31 +162,42 @@ class BoundedNumcodec(Numcodec):
 
 
 def bound(codec: Codec, chunk_bytes: int) -> Codec:
-    """Return a codec, or one that holds several, that stops; others, which do not decompress, as they are."""
+    """Return a codec, or one that holds several, that stops; one that makes as many bytes as it gets as it is."""
     if isinstance(codec, ShardingCodec):
         return replace(codec, codecs=tuple(bound(each, chunk_bytes) for each in codec.codecs))
-    if isinstance(codec, BytesBytesCodec):
-        described: Any = codec.to_dict()
-        name = described["name"].removeprefix("numcodecs.")
-        settings = described.get("configuration", {}) if name == "lzma" else {}
-        return BoundedCodec(codec, get_codec({"id": name, **settings})) if is_known(name) else codec
     if type(codec).__name__ == "V2Codec":
         old: Any = codec
         compressor, *filters = (
-            BoundedNumcodec(each, chunk_bytes) if each is not None and is_known(each.codec_id) else each
-            for each in (old.compressor, *(old.filters or ()))
+            each and BoundedNumcodec(check_known(each), chunk_bytes) for each in (old.compressor, *(old.filters or ()))
         )
         return replace(old, compressor=compressor, filters=tuple(filters) or None)
+    described: Any = codec.to_dict()
+    name = described["name"].removeprefix("numcodecs.")
+    if isinstance(codec, BytesCodec | Crc32cCodec) or (isinstance(codec, ArrayArrayCodec) and name not in KEEPING):
+        return codec
+    settings = described.get("configuration", {}) if name in ("lzma", *KEEPING) else {}
+    numcodec = check_known(get_codec({"id": name, **settings}))
+    return codec if name in KEEPING else BoundedCodec(codec, numcodec)
+
+
+def check_known(codec: Any) -> Any:
+    """Return a codec of numcodecs; refuse one that cannot be stopped, or makes more of numbers than other numbers."""
+    name = codec.codec_id
+    made = {np.dtype(each).kind for key, each in codec.get_config().items() if key.endswith(("dtype", "astype"))}
+    if name not in (*STOPPING, *TELLING, *KEEPING) or not made <= set("biufc"):
+        raise refusal(
+            ValueError,
+            f'its chunks are coded by "{name}", which does not bound what it makes of them; fix: if you trust the '
+            'file, zarr.open(path, mode="r"), which predict_whole takes as it is.',
+        )
     return codec
-
-
-def is_known(name: str) -> bool:
-    """Whether a codec decompresses, and can be stopped."""
-    return name in STOPPING or name in TELLING
 
 
 def bound_chunks(array: Any) -> None:
     """Let a `zarr.Array` that was just opened decompress its chunks no further than they may hold."""
+    if 0 in array.chunks:
+        text = f"its chunks have the lengths {array.chunks}, and none can be 0; fix: write it again."
+        raise refusal(ValueError, f'cannot read "{array.store_path}": {text}')
     opened, chunk_bytes = array.async_array, math.prod((array.dtype.itemsize, *array.chunks))
     codecs: Iterable[Codec] = opened.codec_pipeline
     if isinstance(codecs, BatchedCodecPipeline):  # else something other than zarr runs the codecs
@@ -157,10 +208,14 @@ def bound_chunks(array: Any) -> None:
 def check_entries(path: Any, entries: Iterable[Any]) -> None:
     """Refuse a zip file of which an entry unpacks to far more than it takes in the file, before any is unpacked."""
     for entry in entries:
+        problem = ""
         if entry.file_size > EXPANSION * entry.compress_size + MARGIN:
+            problem = f"grows from {entry.compress_size:,} to {entry.file_size:,} bytes when it is unpacked"
+        elif entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            problem = "is compressed by what cannot be stopped when it is unpacked"
+        if problem:
             raise refusal(
                 ValueError,
-                f'"{path}" has "{entry.filename}", which grows from {entry.compress_size:,} to '
-                f"{entry.file_size:,} bytes when it is unpacked, so it is damaged, or made to fill the memory; fix: "
+                f'"{path}" has "{entry.filename}", which {problem}, so it is damaged, or made to fill the memory; fix: '
                 "zip the folder without compression, as its chunks have their own.",
             )

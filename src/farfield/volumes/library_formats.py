@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import gzip
+import itertools
 import json
 import math
 import re
@@ -108,6 +111,8 @@ def _read_hdf5_metadata(dataset: Any) -> ImageMetadata:
 
 
 # ---- NIfTI and MRC ---------------------------------------------------------------------------------------------------
+# How many times as long as a file what deflate has packed can be at most.
+_DEFLATED = 1032
 _NIFTI_UNITS = {"mm": "millimeter", "micron": "micrometer", "meter": "meter", "sec": "second", "msec": "millisecond"}
 
 
@@ -115,12 +120,22 @@ def open_nifti(file: FileName) -> Opened:
     """Open a NIfTI file, whose axes x, y, z, time, channels come the first one fastest."""
     nibabel = load_library("nibabel", "nifti", "a NIfTI file")
     path = Path(file.path)
-    image = nibabel.load(path)
-    header, numbers, shape = image.header, image.dataobj, tuple(map(int, image.shape))
+    packed, size = path.name.lower().endswith(".gz"), path.stat().st_size
+    with gzip.open(path) if packed else path.open("rb") as opened:
+        start = opened.read(540)
+    kinds = {348: nibabel.Nifti1Header, 540: nibabel.Nifti2Header}
+    length = next((each for each in kinds if start[:4] in (each.to_bytes(4, "little"), each.to_bytes(4, "big"))), 0)
+    if not length or len(start) < length:
+        raise file.error("it has no header of NIfTI, so its file type is not known")
+    header = kinds[length](start[:length])
+    if not header["magic"].item().startswith(b"n+"):
+        raise file.error("its numbers are in another file; fix: convert it to one file")
+    # Its extensions, which can be of any size, are not read.
+    numbers = nibabel.arrayproxy.ArrayProxy(path, header)
+    shape = tuple(map(int, numbers.shape))
     stored = math.prod(shape) * numbers.dtype.itemsize + int(numbers.offset)
-    packed = path.name.lower().endswith(".gz")
-    if not packed and path.stat().st_size < stored:
-        raise file.error(f"it ends after {path.stat().st_size:,} of {stored:,} bytes; fix: write or copy it again")
+    if size * (_DEFLATED if packed else 1) < stored:
+        raise file.error(f"it ends after {size:,} of {stored:,} bytes; fix: write or copy it again")
     axes = "XYZTC"[: len(shape)] if len(shape) <= 5 else "Q" * len(shape)
     unit, time_unit = header.get_xyzt_units()
     letters = axes.strip("CQ")
@@ -129,7 +144,7 @@ def open_nifti(file: FileName) -> Opened:
     # A zoom of 1 without a unit is what the format has where nothing is known.
     spacing = {letter: each for letter, each in spacing.items() if given[letter] or each != 1}
     units = {letter: each for letter, each in given.items() if each and letter in spacing}
-    matrix = np.asarray(image.affine, float)
+    matrix = np.asarray(header.get_best_affine(), float)
     steps = {letter: tuple(map(float, matrix[:3, place])) for place, letter in enumerate("XYZ") if letter in axes}
     steps["origin"] = tuple(map(float, matrix[:3, 3]))
     metadata = ImageMetadata(axes, spacing, units, {}, (), steps)
@@ -158,10 +173,10 @@ def open_mrc(file: FileName) -> Opened:
 
 # ---- folders of planes -----------------------------------------------------------------------------------------------
 def list_planes(folder: Path) -> list[Path]:
-    """List the files of a folder that are images, by the numbers in their names, without hidden ones."""
+    """List the files that are images, of a folder or of a pattern, by the numbers in their names; no hidden ones."""
     planes = [
         path
-        for path in folder.iterdir()
+        for path in (folder.iterdir() if folder.is_dir() else folder.parent.glob(folder.name))
         if path.suffix.lower() in _TIFF_PLANES + _OTHER_PLANES and not path.name.startswith(".") and path.is_file()
     ]
 
@@ -172,9 +187,46 @@ def list_planes(folder: Path) -> list[Path]:
     return sorted(planes, key=number)
 
 
+def _find_stacks(planes: Sequence[Path]) -> dict[str, list[str]]:
+    """Return the numbers of planes, by the pattern of their names: * is the last number that differs."""
+    alike: dict[str, list[list[str]]] = {}
+    for path in planes:
+        alike.setdefault(re.sub(r"\d+", "0", path.name), []).append(re.split(r"(\d+)", path.name))
+    stacks: dict[str, list[str]] = {}
+    for names in alike.values():
+        place = max((place for place, own in enumerate(zip(*names, strict=True)) if len(set(own)) > 1), default=1)
+        for parts in names:
+            pattern = "".join("*" if at == place else part for at, part in enumerate(parts))
+            stacks.setdefault(pattern, []).append("".join(parts[place : place + 1]))
+    return stacks
+
+
+def _check_names(file: FileName, planes: Sequence[Path]) -> None:
+    """Refuse planes whose names differ in more than one number, and so are of several stacks, and those with a gap."""
+    stacks, names = _find_stacks(planes), [path.name for path in planes]
+    if len(stacks) > 1:
+        # * may stand for more than a number.
+        given = [(each.replace("*", one), own) for each, own in stacks.items() for one in ("*", "[0-9]" * len(own[0]))]
+        exact = (each for each, own in given if len(fnmatch.filter(names, each)) == len(own) > 1)
+        fix = next((f'open_volume("{planes[0].parent / each}")' for each in exact), "a folder for each")
+        raise file.error(f"its planes are those of {len(stacks)} stacks, {listed(list(stacks))}; fix: {fix}")
+    for pattern, numbers in stacks.items():
+        for one, other in itertools.pairwise(numbers):
+            if int(other) != int(one) + 1:
+                missing = f'"{pattern.replace("*", str(int(one) + 1).zfill(len(one)))}" is missing'
+                raise file.error(
+                    f"{missing if int(other) > int(one) else 'two names have one number'}, between {one} and {other}; "
+                    "fix: put it there, or number the planes anew, without gaps"
+                )
+
+
 def open_planes(file: FileName) -> Opened:
     """Open a folder of images of one size and dtype as a stack; only the planes that are sliced are read."""
     planes = list_planes(Path(file.path))
+    if not planes:
+        fix = "a folder with zarr.json or .zarray, or with planes, .tif or .png for example"
+        raise file.error(f"it has no zarr array and no images; fix: {fix}")
+    _check_names(file, planes)
     described = [_describe_plane(file, plane) for plane in planes]
     shape, dtype, metadata = described[0]
     for plane, (other, kind, _) in zip(planes, described, strict=True):

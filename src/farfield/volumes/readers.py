@@ -49,12 +49,13 @@ def _find_reader(text: str, level: int, series: int | None) -> tuple[FileName, C
         return FileName(text, "", level, series), _open_zarr
     name, _, dataset = (text, "", "") if os.path.lexists(text) else text.partition("::")
     file = Path(name)
-    if not os.path.lexists(file):
+    is_pattern = not os.path.lexists(file) and bool(set(file.name) & set("*?[")) and bool(list_planes(file))
+    if not os.path.lexists(file) and not is_pattern:
         raise refusal(FileNotFoundError, f'there is no "{file}"; fix: the path of a file, or of a zarr folder.')
     suffix = max((each for each in READERS if file.name.lower().endswith(each)), key=len, default="")
     reader = READERS.get(suffix)
-    if file.is_dir():
-        reader = open_planes if not is_zarr(file) and list_planes(file) else _open_zarr
+    if file.is_dir() or is_pattern:
+        reader = open_planes if is_pattern or not is_zarr(file) else _open_zarr
     if reader is None:
         raise refusal(
             ValueError,
@@ -63,6 +64,9 @@ def _find_reader(text: str, level: int, series: int | None) -> tuple[FileName, C
             "metadata) states its voxel size too.",
         )
     place = FileName(file, dataset, level, series)
+    # What is neither blocks whoever opens it, until something is written to it.
+    if not is_pattern and not file.is_file() and not file.is_dir():
+        raise refusal(ValueError, f'"{file}" is neither a file nor a folder; fix: a copy of it in a file.')
     if dataset and reader is not open_hdf5:
         raise refusal(ValueError, f'"{file}" has no datasets, got "{dataset}"; fix: the path alone.')
     if reader not in (open_tiff, _open_zarr, _open_zip):  # the others have one array
@@ -117,10 +121,12 @@ def _open_zarr(file: FileName, store: Any = None, inside: str = "") -> Opened:
     """Open a zarr array, or a level of an image of OME-Zarr."""
     import zarr
 
-    from farfield.volumes.bounded_zarr import bound_chunks
+    from farfield.volumes.bounded_zarr import FolderStore, bound_chunks
 
     try:
-        opened: Any = zarr.open(str(file.path) if store is None else store, path=inside or None, mode="r")
+        if store is None:
+            store = FolderStore(file.path, read_only=True) if isinstance(file.path, Path) else file.path
+        opened: Any = zarr.open(store, path=inside or None, mode="r")
         images = read_images(opened.attrs) if isinstance(opened, zarr.Group) else []
     # zarr raises all kinds of errors for folders that are none of its own.
     except Exception as error:
@@ -165,9 +171,7 @@ def _open_zip(file: FileName) -> Opened:
     """Open a zipped zarr; refuse one whose entries hold more than chunks do."""
     import zipfile
 
-    from zarr.storage import ZipStore
-
-    from farfield.volumes.bounded_zarr import check_entries
+    from farfield.volumes.bounded_zarr import ArchiveStore, check_entries
 
     with zipfile.ZipFile(file.path) as archive:
         entries = archive.infolist()
@@ -175,7 +179,7 @@ def _open_zip(file: FileName) -> Opened:
     # A folder that was zipped as such is the only one in its file.
     first = sorted({entry.filename.split("/")[0] for entry in entries if "/" in entry.filename})
     is_root = any(entry.filename in _ZARR for entry in entries)
-    store = ZipStore(file.path, mode="r")
+    store = ArchiveStore(file.path, mode="r")
     try:
         return _open_zarr(file, store, "" if is_root or len(first) != 1 else first[0])
     except Exception:

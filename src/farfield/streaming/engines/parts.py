@@ -132,6 +132,7 @@ def run_part(part: Part, stream: Stream, quiet: bool) -> Any:
                     stream.run_task(number, index)
                     bar.update(count_units(each))
                 records.settle()
+    stream.inputs.check()
     return None if part.index else stream.finish()
 
 
