@@ -242,12 +242,20 @@ def test_a_reader_of_other_channels_is_seen(monkeypatch: pytest.MonkeyPatch, siz
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_what_is_not_checked_is_a_warning(quiet: bool) -> None:
-    net, volume = network(), torch.zeros(1, 200, 180)
-    with pytest.warns(UserWarning, match="not checked: .* constant") as seen:
-        predict_whole(net, volume, tile=50, quiet=quiet)
-    assert seen[0].filename == __file__
-    with pytest.warns(UserWarning, match="not checked"):
+    with pytest.warns(UserWarning, match="not checked") as seen:
         predict_whole(wide(), torch.randn(1, 128, 96), tile=64, quiet=quiet)
+    assert seen[0].filename == __file__
+
+
+@pytest.mark.parametrize("number", [0.0, 7.0, math.nan])
+def test_a_volume_that_does_not_vary_is_checked_by_noise(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
+    op, net, volume = "aten.upsample_bilinear2d.default", network(), torch.full((2, 1, 200, 180), number)
+    rule = RULES[op]
+    if not math.isnan(number):
+        predict_whole(net, volume, tile=50, quiet=True)
+    monkeypatch.setitem(RULES, op, rule._replace(run=lambda *given: 1.1 * rule.run(*given)))
+    with pytest.raises(check.TilesDifferError, match=re.escape(op)):
+        predict_whole(net, volume, tile=50, quiet=True)
 
 
 @pytest.mark.parametrize("statistics", ["whole", "tile"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from farfield._refusals import refusal
 from farfield.streaming.arguments import axis_spans, round_up
-from farfield.streaming.graph import Value
+from farfield.streaming.graph import Value, run_whole
 from farfield.streaming.labels import GraphError, LabelledGraph, find_needs, is_read, label_graph, trace
 from farfield.streaming.places import find_places
 from farfield.streaming.plan import Halo, PatchPlan, join_halos, make_graph_plan
@@ -67,7 +67,10 @@ def refuse_moved(plan: PatchPlan) -> None:
     cut = label_graph(plan.patch.graph, plan.patch.size, plan.labelled.cut, halo=plan.patch.halo)
     spans = axis_spans(plan.labelled.size, plan.tile)
     # What has a period is seen by the first three.
-    axes = [[*dict.fromkeys([*own[:3], own[len(own) // 2], *own[-2:]])] for own in spans]
+    axes = [
+        [own[place] for place in sorted({0, 1, 2, len(own) // 2, len(own) - 2, len(own) - 1} & {*range(len(own))})]
+        for own in spans
+    ]
     for step in range(max(map(len, axes))):
         _Moved(plan, cut).compare(tuple(own[min(step, len(own) - 1)] for own in axes))
 
@@ -178,9 +181,8 @@ def _single_positions(layout: Layout, box: Box) -> Iterator[Box]:
 
 def _compute_known(labelled: LabelledGraph, value: Value, box: Box) -> Tensor:
     """Return a box of a value that does not depend on the volume."""
-    node = labelled.graph.nodes[value.node]
-    if node.op == "constant":
-        return read_box(labelled.graph.constants[node.args[0]], region_of(whole_box(labelled.layouts[value])), box)
+    if value in labelled.kept:
+        return read_box(run_whole(labelled.graph, [], value), region_of(whole_box(labelled.layouts[value])), box)
     return compute(labelled, {value: box}, (), lambda source, own: torch.empty(0), {})[value]
 
 
