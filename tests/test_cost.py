@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield import ShapeError, cost
+from farfield._operators import DEFAULT
 from farfield.cost.measuring import LiveBytes
-from farfield.nn import GridAttention, SqueezeExcite
+from farfield.nn import GridAttention, SqueezeExcite, attention_for
 from farfield.nn.macs import MacCounter
 from farfield.ops import OPERATORS, Operator, flare, pooled
 from farfield.ops.projection import project_queries
@@ -407,3 +410,32 @@ def test_arguments_of_another_kind() -> None:
         cost.count((1, 3, 8, 8), conv)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"cost.measure: inputs must be tensors, .* fix: torch.randn\(1, 3, 8, 8\)"):
         cost.measure(conv, (1, 3, 8, 8))
+
+
+# ---- the tables of the documentation ---------------------------------------------------------------------------------
+ROOT = Path(__file__).parents[1]
+
+
+def counted(operator: str, size: tuple[int, int], heads: int | None = None) -> int:
+    """The MACs of the recommended attention on a grid of 64 channels, by the formulas, which other tests count."""
+    return cost.predict(attention_for(64, operator, heads=heads).attention, size=size).macs
+
+
+@pytest.mark.parametrize("row", OPERATORS)
+def test_the_table_to_choose_by_has_what_the_recommended_attention_counts(row: str) -> None:
+    page = (ROOT / "docs/guide/choose.md").read_text(encoding="utf-8")
+    table = page[page.index("| operator | recall") : page.index("*Recall* is")]
+    (entries,) = (line.split("|")[3:6] for line in table.splitlines() if f"`{row}`" in line)
+    counts = counted(row, (56, 56), 1), counted(row, (56, 56), 8), counted(row, (224, 224), 1)
+    assert [entry.strip() for entry in entries] == [f"{round(macs / 1e6):,} m" for macs in counts]
+    assert counts[1] == counted(row, (56, 56))
+
+
+def test_readme_states_what_the_recommended_attention_counts() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    softmax, size = counted("softmax", (56, 56)), (56, 56)
+    (recommended,) = (line for line in text.splitlines() if line.startswith("| larger images"))
+    stated = [int(share) for share in re.findall(r"1/(\d+)", recommended)]
+    assert stated == [round(softmax / counted("flare", size, heads)) for heads in (1, 8)]
+    stated = re.findall(r"takes (\d+) million MACs .*softmax attention takes (\d+) billion", text)
+    assert stated == [(f"{counted(DEFAULT, (224, 224)) // 10**6}", f"{counted('softmax', (224, 224)) // 10**9}")]

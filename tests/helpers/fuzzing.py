@@ -540,28 +540,27 @@ def break_one(drawn: Drawn, leaves: list[Tensor]) -> None:
 
 def check_places(drawn: Drawn) -> Outcome:
     """Compare where responses and gradients are finite, by the fast forms and by the equations."""
-    call = make_call(drawn)
+    call, whole = make_call(drawn), make_call(drawn)
     break_one(drawn, call.leaves)
-    found = []
-    for fast in (True, False):
-        with settings(drawn, fast):
-            results = first_derivatives(drawn, call.run, call.leaves, call.valid)
-        found.append([each.isfinite() for each in results])
-    *got, everywhere = found[0]
-    *want, exact = found[1]
-    if not torch.equal(everywhere, exact):
-        return Outcome(
-            "wrong", f"of the response {int((everywhere != exact).sum())} numbers are finite in one form alone"
-        )
+    *got, everywhere = finite_places(drawn, call, True)
+    *want, exact = finite_places(drawn, call, False)
+    text = "" if torch.equal(everywhere, exact) else f"{int((everywhere != exact).sum())} numbers of the response"
     # The gradient of a sample without valid positions, 0 or 0 times what is not finite, is left to each form.
-    if {"none", "one sample"} & set(drawn.masked):
-        return Outcome("places")
-    for number, (fast, plain) in enumerate(zip(got[2:], want[2:], strict=True)):
-        lost, spread = fast & ~plain, whole_samples(plain) & ~whole_samples(fast)
-        if lost.any() or spread.any():
-            text = f"gradient {number}: {int(lost.sum())} numbers are finite in the fast form alone"
-            return Outcome("wrong", f"{text}, {int(spread.sum())} samples by the equations alone")
-    return Outcome("places")
+    if not {"none", "one sample"} & set(drawn.masked):
+        for number, (fast, plain) in enumerate(zip(got[2:], want[2:], strict=True)):
+            lost, spread = fast & ~plain, whole_samples(plain) & ~whole_samples(fast)
+            if lost.any() or spread.any():
+                text = text or f"{int(lost.sum())} numbers and {int(spread.sum())} samples of gradient {number}"
+    if text and all(places.all() for places in finite_places(drawn, whole, False)):
+        return Outcome("wrong", f"{text} are finite in one form alone")
+    return Outcome("range" if text else "places")
+
+
+def finite_places(drawn: Drawn, call: Call, fast: bool) -> list[Tensor]:
+    """Where responses and gradients are finite."""
+    with settings(drawn, fast):
+        results = first_derivatives(drawn, call.run, call.leaves, call.valid)
+    return [each.isfinite() for each in results]
 
 
 def whole_samples(finite: Tensor) -> Tensor:

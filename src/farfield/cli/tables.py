@@ -63,8 +63,8 @@ def list_operators() -> Table:
     columns.append(Column("cost", "MACs grow as", left=True))
     note = "N positions of c channels, S the sum of the size (112 for 56 × 56), h heads; farfield cost gives numbers."
     choice = (
-        "To begin with: softmax up to a thousand positions, flare beyond, siamese where cost is all (docs: "
-        "guide/choose, measured)."
+        "To begin with: softmax up to a thousand positions, flare with one head in larger images, siamese where cost "
+        "is all (docs: guide/choose, measured)."
     )
     return Table("Operators", columns, rows, [note, choice])
 
