@@ -63,7 +63,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     except PermissionError as error:
         problem = f"cannot read {path}: {error.strerror}; fix: a file that you may read."
         raise refusal(PermissionError, error.errno, problem) from error
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise refusal(ValueError, f"{path} is damaged: {error}; fix: save or download it again.") from error
 
 

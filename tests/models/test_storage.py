@@ -12,6 +12,7 @@ import resource
 import shutil
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -436,6 +437,13 @@ def test_weights_that_are_none(tmp_path: Path, build: Callable[..., nn.Module]) 
         (tmp_path / "start.safetensors").write_bytes(content)
         with pytest.raises(ValueError, match=r"start.safetensors is damaged: .*; fix: download it again."):
             build(weights=tmp_path / "start.safetensors")
+    # A thousand times its bytes.
+    torch.save({"weight": torch.zeros(2**20)}, path)
+    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(tmp_path / "packed.pth", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in whole.namelist():
+            packed.writestr(name, whole.read(name))
+    with pytest.raises(ValueError, match=r"packed.pth is damaged: .*fix: "):
+        build(weights=tmp_path / "packed.pth")
     for other in ([1], {"weight": 1}, {1: torch.ones(1)}):
         torch.save(other, path)
         with pytest.raises(ValueError, match=r"start.pth holds no state dict; fix: a file of torch.save"):

@@ -235,6 +235,19 @@ def test_every_precision_trains_in_channels_last(tmp_path: Path, precision: Any)
     assert module.network.stem.convolution.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_no_step_is_taken_from_a_loss_that_is_not_finite(number: float, tmp_path: Path) -> None:
+    images, labels = torch.randn(48, 3, 4, 4), torch.arange(48) % 3
+    whole, part = (Classify(linear(), schedule=[1], warmup_epochs=0) for _ in range(2))
+    part.load_state_dict(whole.state_dict())
+    trainer(tmp_path, 1, limit_val_batches=0).fit(part, Made(images[:16], labels[:16], 3))
+    images[20, 0, 1, 2] = number
+    with pytest.raises(ValueError, match=r"Classify: the loss is .* step 1, .*fix: data of finite numbers"):
+        trainer(tmp_path, 1, limit_val_batches=0).fit(whole, Made(images, labels, 3))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, part.state_dict()[name])
+
+
 def test_a_checkpoint_holds_numbers_and_tensors_and_no_network(tmp_path: Path) -> None:
     fit = trainer(tmp_path, 1, enable_checkpointing=True)
     module = Classify(linear(), schedule=[1], warmup_epochs=0)

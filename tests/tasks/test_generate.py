@@ -85,6 +85,15 @@ def weights(part: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in part.named_parameters()}
 
 
+def test_no_step_is_taken_from_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    network, images = models.sagan(None, **SMALL), noise_images(16)
+    images[3, 0, 1, 2] = torch.nan
+    before = weights(network)
+    with pytest.raises(ValueError, match=r"Generate: the loss is nan .*fix: data of finite numbers"):
+        trainer(tmp_path, 1).fit(Generate(network), Made(images))
+    assert all(torch.equal(each, before[name]) for name, each in weights(network).items())
+
+
 @pytest.mark.parametrize("row", [*OPERATORS, None])
 def test_a_step_with_every_operator_changes_both_networks(tmp_path: Path, row: str | None) -> None:
     network = models.sagan(row, **SMALL)

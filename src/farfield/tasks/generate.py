@@ -207,6 +207,7 @@ class Generate(TrainingTask):
         return torch.randn(self.network.noise_channels, generator=random)
 
     def _step(self, optimizer: Any, loss: Tensor) -> None:
+        self._check_loss(loss)
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()

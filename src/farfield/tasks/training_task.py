@@ -98,7 +98,16 @@ class TrainingTask(LightningModule):
         names = ("momentum", "nesterov", "weight_decay")
         return SGD(parameters, rate, **{name: self.hparams[name] for name in names if name in self.hparams})
 
+    def _check_loss(self, loss: Tensor) -> None:
+        """Refuse a loss that is not finite, before a step from it makes all weights NaN."""
+        # In float16 the scaler leaves such a step out.
+        if getattr(self._trainer, "precision", None) != "16-mixed" and not bool(loss.isfinite()):
+            problem = f"the loss is {loss.detach():.3g} in epoch {self.current_epoch}, step {self.global_step}"
+            fix = "data of finite numbers, or a smaller learning_rate"
+            raise ValueError(f"{type(self).__name__}: {problem}, and no step was taken from it; fix: {fix}.")
+
     def _log_loss(self, loss: Tensor, size: int) -> None:
+        self._check_loss(loss)
         self.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=size)
 
     def _log_rate(self) -> None:

@@ -57,17 +57,19 @@ def linearize(
 
     Before that, half of the steps match each attention alone: it is called as the teacher's was, on the teacher's
     hidden states, and its response is compared with the teacher's. Dropout is off. The agreement is measured on the
-    first input, which is not trained on.
+    first input, which is not trained on: the state that comes nearest there is kept, the start included, so that a
+    model that is close already is not made worse. Weights in half precision are trained in float32.
 
     Args:
         model: The transformer, of a kind that `replace_attention` takes. It keeps its mode, and is changed at the end
             alone: an error leaves it as it was.
         operator: A name of `ops.OPERATORS`, or your own `ops.Operator`.
         inputs: At least two: each a tensor, a tuple of arguments, or a dictionary of arguments by name, such as a
-            tokenizer returns. Tokens that are no padding by `attention_mask`, `mask` of `models.Bert` or
-            `src_key_padding_mask` of `nn.TransformerEncoder` are compared; without one all are. They are read again and
-            again and the first is not trained on, so a list, or a DataLoader that does not shuffle, and no iterator
-            that ends.
+            tokenizer returns. Labels behind the arguments are left out, as a DataLoader of pairs yields them: what the
+            model has no parameter for, and classes at the place of a mask. Tokens that are no padding by
+            `attention_mask`, `mask` of `models.Bert` or `src_key_padding_mask` of `nn.TransformerEncoder` are compared;
+            without one all are. They are read again and again and the first is not trained on, so a list, or a
+            DataLoader that does not shuffle, and no iterator that ends.
         teacher: The network whose final features are matched; by default a copy of the model as it is.
         where: As in `replace_attention`: which attention; all by default.
         keep: How many stay softmax: those whose replacement alone changes the final features most.
@@ -86,11 +88,13 @@ def linearize(
 
     Raises:
         LookupError, TypeError, ValueError: As `replace_attention`. Also if an input has no features to compare, if
-            there are fewer than two inputs or they are at an end, or if the checkpoint is of another call.
+            there are fewer than two inputs, they are at an end, or are one tensor, if the checkpoint is of another
+            call, or if an input gives a loss or a gradient that is not finite: the error names the input.
         ImportError: If `tune` is "lora" and peft is not installed.
 
     Cost:
-        A step runs the teacher once and the student forward and backward: about four forward passes.
+        A step runs the teacher once and the student forward and backward: about four forward passes. The student is
+        also run on the first input about ten times.
 
     Reference: Zhang et al. 2024 (LoLCATs, arXiv 2410.10254) for attention that is matched without labels.
 

@@ -38,10 +38,10 @@ def read_features(network: nn.Module, given: Any) -> Tensor:
 def _leave_out_labels(run: Callable[..., Any], given: Sequence[Any]) -> Sequence[Any]:
     """Return an input's arguments, as a DataLoader adds labels: no parameter is left for them, or one of a mask."""
     parameters = inspect.signature(getattr(run, "forward", run)).parameters.values()
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return given
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    *others, last = given = given[: len(names)] or (None,)
+    if not (given and names) or any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return given
+    *others, last = given = given[: len(names)]
     # A mask has a dim of tokens, so that one whole number a sample, or a list of names, is none.
     is_number = isinstance(last, Tensor) and last.dim() < 2 and last.dtype in _WHOLE
     return others if "mask" in names[len(others)] and (is_number or isinstance(last, list | tuple)) else given
@@ -54,7 +54,8 @@ def run_teacher(teacher: nn.Module, given: Any, number: int) -> Tensor:
     except Exception as error:
         if not is_refusal(error):
             what = f"input {number}, {describe(given)}, for {type(teacher).__name__}"
-            fix = "inputs=[each[0] for each in inputs] without labels, or arguments by name in dictionaries"
+            fix = "dictionaries of the arguments that it takes, by name"
+            fix = f"inputs=[each[0] for each in inputs], or {fix}" if isinstance(given, tuple) else fix
             error.add_note(f"linearize: this was {what}; fix: {fix}.")
         raise
 

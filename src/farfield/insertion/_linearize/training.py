@@ -186,7 +186,8 @@ def widen(network: nn.Module) -> dict[Tensor, torch.dtype]:
     """Turn half precision in a network to float32, in which it is trained; return what had which dtype."""
     tensors = (*network.parameters(), *network.buffers())
     halves = {each: each.dtype for each in tensors if features.widen(each) is not each}
-    network._apply(features.widen)
+    for each in halves:
+        each.data = features.widen(each.data)
     return halves
 
 
