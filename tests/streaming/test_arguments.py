@@ -260,6 +260,7 @@ def test_tiles_are_counted_before_they_are_listed(shape: Any, chunks: Any, tile:
 def test_tiles_of_an_axis_stand_for_all(count: int) -> None:
     spans = axis_spans((3 * count - 1,), (3,))[0]
     assert list(spans) == [(start, min(start + 3, 3 * count - 1)) for start in range(0, 3 * count - 1, 3)]
+    assert (spans[:2], spans[-2:]) == ([*spans][:2], [*spans][-2:])
     assert (len(spans), spans[-1]) == (count, (3 * count - 3, 3 * count - 1))
     told = list(_diagonal([spans]))
     assert sum(weight for _, (weight,) in told) == count

@@ -24,7 +24,7 @@ from farfield.streaming.engines.parts import Part, check_part, plan_in_turns, ru
 from farfield.streaming.planning import Planner
 from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished, refuse_shared
-from farfield.streaming.skipping import check_fill, open_mask, open_mask_file
+from farfield.streaming.skipping import NODATA, check_fill, open_mask, open_mask_file, warn_of_nodata
 from farfield.streaming.streaming_plan import StreamingPlan, check_plan, describe_graph
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
@@ -93,10 +93,12 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         part: The share of this process, where several are started by hand or as an array of jobs, with the same other
             arguments and a path ending in .zarr; the call returns None, and one of `Part.parse("reduce")` the result.
         mask: True at the valid positions of the volume, False where it holds nothing: an array `(*size)` for all
-            samples or `(batch, *size)`, or the path of one. Norms, means, maxima, attention and all other sums over
-            positions leave out those that are not valid; of a coarser grid a position is valid if any of those that it
-            stands for is. Convolutions, and pooling of small windows, read `fill` there. Tiles without a valid position
-            are skipped. It is read tile by tile, once before the first pass and then as the volume is.
+            samples or `(batch, *size)`, the path of one, or "nodata": positions where no channel has the number that
+            the volume's file states to be none, as GeoTIFF can; that is also what is taken, with a warning, where a
+            file states one. Norms, means, maxima, attention and all other sums over positions leave out those that are
+            not valid; of a coarser grid a position is valid if any of those that it stands for is. Convolutions, and
+            pooling of small windows, read `fill` there. Tiles without a valid position are skipped. It is read tile by
+            tile, once before the first pass and then as the volume is.
         fill: The number that the network reads where the mask is False, whatever the volume holds there, NaN included.
 
     Returns:
@@ -172,9 +174,9 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         check_part(part, out)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
+    mask = NODATA if mask is None and warn_of_nodata(volume) else open_mask_file(mask)
     check_fill(fill, mask is not None)
-    mask = open_mask_file(mask)
-    opened = volumes if mask is None else volumes | {"mask": open_mask(mask)}
+    opened = volumes if mask is None else volumes | {"mask": open_mask(mask, volume, (known, volumes, layouts))}
     refuse_aliasing(out, opened)
     check_network(model, "model", "predict_whole(model, …)")
     refuse_meta(device_of(model))

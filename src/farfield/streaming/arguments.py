@@ -131,6 +131,8 @@ class _Spans(Sequence[Span]):
         return len(self.starts)
 
     def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
         start = self.starts[place]
         return start, min(start + self.starts.step, self.length)
 

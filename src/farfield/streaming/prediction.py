@@ -66,7 +66,7 @@ class Prediction:
 
     @cached_property
     def opened_mask(self) -> Any:
-        return open_mask(self.mask)
+        return open_mask(self.mask, self.volume, self.arranged)
 
     @cached_property
     def sources(self) -> dict[str, VolumeSource]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,14 @@ from farfield.streaming.masks import find_mask
 from farfield.streaming.plan import GraphPlan, join_halos, make_graph_plan
 from farfield.streaming.run import compute
 from farfield.streaming.spans import Box, axes_of, is_empty
-from farfield.volumes.axes_view import order_axes
+from farfield.volumes.axes_view import SlicedArray, as_slice, order_axes
 from farfield.volumes.checks import check_volume
+from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.source import AxisLayout, Region, VolumeSource
 from farfield.volumes.volume import open_volume, split_volume
+
+# The argument `mask` for positions that have the number that is none in the file.
+NODATA = "nodata"
 
 
 def check_fill(fill: Any, has_mask: bool) -> None:
@@ -35,7 +40,7 @@ def check_fill(fill: Any, has_mask: bool) -> None:
 
 
 def open_mask_file(mask: Any) -> Any:
-    if not isinstance(mask, str | Path):
+    if mask == NODATA if isinstance(mask, str) else not isinstance(mask, Path):
         return mask
     try:
         return open_volume(mask)
@@ -43,8 +48,58 @@ def open_mask_file(mask: Any) -> Any:
         raise refusal(type(error), f"mask: {error}") from error
 
 
-def open_mask(mask: Any) -> Any:
+def find_nodata(volume: Any) -> list[float | None]:
+    """Return for each volume of a call the number that is none, if it states one."""
+    given = volume if isinstance(volume, tuple) else (volume,)
+    return [known.nodata if known is not None else None for known, _ in map(split_volume, given)]
+
+
+def warn_of_nodata(volume: Any) -> bool:
+    """Whether a volume states a number that is none, with a warning that these positions are left out."""
+    stated = [each for each in find_nodata(volume) if each is not None]
+    if stated:
+        warnings.warn(
+            f"predict_whole: the file of the volume states that {stated[0]:g} is no number, so positions where a "
+            f'channel has it are left out; fix: mask="{NODATA}" if that is meant; if it is a number, '
+            "Volume(volume.array, dataclasses.replace(volume.metadata, nodata=None)).",
+            stacklevel=5,
+        )
+    return bool(stated)
+
+
+class _Stated(SlicedArray):
+    """A mask that is True where no channel of any volume has the number that is none."""
+
+    dtype = np.dtype(bool)
+
+    def __init__(self, parts: Sequence[tuple[Any, AxisLayout, float]]) -> None:
+        self.parts = [(keep_chunks(array), layout, nodata) for array, layout, nodata in parts]
+        array, layout, _ = parts[0]
+        self.shape = (*array.shape[: layout.batch], *array.shape[len(array.shape) - layout.spatial_dims :])
+
+    def read(self, wanted: Sequence[range]) -> np.ndarray:
+        valid = np.ones([len(each) for each in wanted], bool)
+        for array, layout, nodata in self.parts:
+            spans = [as_slice(each) for each in wanted]
+            spans[layout.batch : layout.batch] = [slice(None)] * layout.channels
+            part = np.asarray(array[tuple(spans)])
+            is_none = np.isnan(part) if np.isnan(nodata) else part == nodata
+            valid &= ~(is_none.any(layout.batch) if layout.channels else is_none)
+        return valid
+
+
+def open_mask(mask: Any, volume: Any, arranged: Sequence[Any]) -> Any:
     """Return a mask as an array with its axes in the order of a volume's; refuse one of floats."""
+    if isinstance(mask, str):
+        parts = [
+            part
+            for part in zip(arranged[1].values(), arranged[2], find_nodata(volume), strict=True)
+            if part[2] is not None
+        ]
+        if not parts or any(layout is None for _, layout, _ in parts):
+            text = f'mask="{NODATA}" needs a volume of open_volume whose file states what is no number; fix: an array'
+            raise refusal(ValueError, f"{text}, such as volume[:] != -9999.")
+        return _Stated(parts)
     known, mask = split_volume(mask)
     if known is not None and set(known.axes) <= set("TZYX"):
         mask = order_axes(mask, sorted(range(len(known.axes)), key=lambda axis: "TZYX".index(known.axes[axis])))

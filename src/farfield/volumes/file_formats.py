@@ -131,7 +131,9 @@ def make_zarr(path: Path, spec: OutputSpec) -> Any:
 
     # What is not known is left out where 0.2, which reads no other fields, has none of it.
     known = {
-        name: each for name, each in asdict(spec.metadata).items() if each or name not in ("affine", "georeference")
+        name: each
+        for name, each in asdict(spec.metadata).items()
+        if each or name not in ("affine", "georeference", "nodata")
     }
     attributes: Any = {"farfield": known} if spec.metadata.is_known else None
     chunks = tuple(chunk_lengths(spec))

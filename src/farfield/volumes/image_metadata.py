@@ -62,6 +62,7 @@ class ImageMetadata:
         affine: Letter -> step from one position to the next in the world's coordinates, as NIfTI and GeoTIFF have them;
             "origin" -> world's coordinates of the first position, of GeoTIFF of its corner.
         georeference: GeoTIFF's description of the world, by the numbers of its tags.
+        nodata: The number that is none: positions that have it are left out, see `mask` of `predict_whole`.
 
     Example:
         >>> from farfield.volumes import ImageMetadata
@@ -77,6 +78,7 @@ class ImageMetadata:
     channels: tuple[str, ...] = ()
     affine: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     georeference: Mapping[str, Any] = field(default_factory=dict)
+    nodata: float | None = None
 
     def with_axes(self, axes: str) -> ImageMetadata:
         """Return the metadata of an array of other axes; what is known of axes that it has not is left out."""

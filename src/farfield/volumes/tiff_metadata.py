@@ -34,7 +34,7 @@ def read_tiff_metadata(file: Any, index: int = 0, axes: str | None = None) -> Im
         return read_imagej(file.imagej_metadata or {}, series.keyframe, axes)
     sizes = _read_voxel_size(file, series.keyframe) if index == 0 else {}
     spacing = {letter: each for letter, each in sizes.items() if letter in axes}
-    metadata = ImageMetadata(axes, spacing, dict.fromkeys(spacing, "micrometer"))
+    metadata = ImageMetadata(axes, spacing, dict.fromkeys(spacing, "micrometer"), nodata=_read_nodata(series.keyframe))
     # The resolution of other files is that of a printed page.
     return metadata if spacing else read_georeference(series.keyframe, metadata)
 
@@ -79,6 +79,18 @@ def read_georeference(page: Any, metadata: ImageMetadata) -> ImageMetadata:
         if tags[code] is not None
     }
     return replace(metadata, affine=steps, georeference=kept)
+
+
+def _read_nodata(page: Any) -> float | None:
+    """Read the number that is none from GDAL's tag; None without one, and where no number of the dtype is it."""
+    try:
+        number = float(page.tags.valueof(42113))
+    except (TypeError, ValueError):
+        return None
+    if page.dtype.kind == "f":
+        return float(np.array(number).astype(page.dtype))
+    limits = np.iinfo(page.dtype) if page.dtype.kind in "iu" else None
+    return number if limits and number.is_integer() and limits.min <= number <= limits.max else None
 
 
 def georeference_tags(metadata: ImageMetadata) -> list[tuple[int, str, int, Any, bool]]:

@@ -201,7 +201,7 @@ def describe_output(
         letters[place] = metadata.axes[place] if metadata.axes[place] in "TZ" else letters[place]
     names = metadata.channels if channels == output_channels else ()
     axes = "".join(letters)
-    return replace(metadata.with_axes(axes), channels=names).placed(places)
+    return replace(metadata.with_axes(axes), channels=names, nodata=None).placed(places)
 
 
 @door("open_volume")
