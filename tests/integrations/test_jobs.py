@@ -147,8 +147,8 @@ def test_a_preview_of_one_plane_of_several(tmp_path: Path) -> None:
     assert whole.shape == (5, 3, 150, 20)
     np.testing.assert_allclose(block[:], whole[3, :, 128:], rtol=1e-5, atol=1e-6)
     assert block.metadata.axes == "CYX"
-    # In positions of the volume, of which the output has every second.
-    assert (block.metadata.origin, block.metadata.spacing) == ({"Y": 256.0}, {"Y": 2.0, "X": 2.0})
+    # In positions of the volume: windows of four stand in the middle of them.
+    assert (block.metadata.origin, block.metadata.spacing) == ({"Y": 256.5, "X": 0.5}, {"Y": 2.0, "X": 2.0})
 
 
 def test_a_preview_names_the_layers_that_see_the_block_alone(stack: Volume, tmp_path: Path) -> None:

@@ -26,6 +26,10 @@ NANOMETERS = dict.fromkeys("ZYX", "nanometer")
 STACK = ImageMetadata("ZYX", {"Z": 40.0, "Y": 4.0, "X": 4.0}, NANOMETERS, {"Z": 400.0})
 
 
+def noise(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(0).random(shape, "float32")
+
+
 class Does(nn.Module):
     """A function as a network."""
 
@@ -63,7 +67,7 @@ def test_ome_zarr_has_the_place_of_the_output(name: str, tmp_path: Path) -> None
     from ome_zarr.reader import Reader
 
     layer, origin, spacing = NETWORKS[name]
-    volume = Volume(np.zeros(SIZE, "float32"), STACK)
+    volume = Volume(noise(SIZE), STACK)
     net = settled(nn.Sequential(nn.Conv3d(1, 1, 1), layer))
     predict_whole(net, volume, tile=8, out=tmp_path / "out.ome.zarr", quiet=True)
     location = parse_url(tmp_path / "out.ome.zarr")
@@ -77,7 +81,7 @@ def test_ome_zarr_has_the_place_of_the_output(name: str, tmp_path: Path) -> None
 
 
 def test_voxels_of_any_factor_end_where_the_volume_ends(tmp_path: Path) -> None:
-    volume = Volume(np.zeros((16, 5000), "float32"), ImageMetadata("YX", dict.fromkeys("YX", 0.263)))
+    volume = Volume(noise((16, 5000)), ImageMetadata("YX", dict.fromkeys("YX", 0.263)))
     net = settled(nn.Sequential(nn.Conv2d(1, 1, 1), resized(0.526)))
     found = predict_whole(net, volume, tile=(16, 2048), out=tmp_path / "out.zarr", quiet=True)
     metadata = open_volume(tmp_path / "out.zarr").metadata
@@ -105,7 +109,7 @@ SLICES: dict[str, tuple[nn.Module, tuple[slice, ...]]] = {
 
 def open_nifti(path: Path) -> tuple[Any, Volume]:
     nibabel = pytest.importorskip("nibabel")
-    image = nibabel.Nifti1Image(np.zeros(SIZE[::-1], "float32"), MATRIX)
+    image = nibabel.Nifti1Image(noise(SIZE[::-1]), MATRIX)
     image.header.set_xyzt_units("mm")
     nibabel.save(image, path)
     return image, open_volume(path)
@@ -158,7 +162,7 @@ def write_geotiff(path: Path, *, is_point: bool = False) -> None:
         (33922, "d", 6, (0.0, 0.0, 0.0, 500_000.0, 4_900_000.0, 0.0), True),
         (34735, "H", len(keys), keys, True),
     ]
-    tifffile.imwrite(path, np.zeros((36, 24), "float32"), extratags=tags, photometric="minisblack")
+    tifffile.imwrite(path, noise((36, 24)), extratags=tags, photometric="minisblack")
 
 
 # A network, the corner of its output in pixels of the image, and the size of its own.
@@ -233,7 +237,7 @@ def test_coordinates_are_those_of_the_output(kind: str) -> None:
     make: Any = Labelled if kind == "own" else pytest.importorskip("xarray").DataArray
     # Latitudes fall, as they do in files of the weather.
     coords = {"lat": ("lat", 50 - 0.25 * np.arange(36), {"units": "degrees"}), "lon": ("lon", 5 + 0.5 * np.arange(24))}
-    array = make(np.zeros((36, 24), "float32"), dims=("lat", "lon"), coords=coords)
+    array = make(noise((36, 24)), dims=("lat", "lon"), coords=coords)
     net = settled(nn.Conv2d(1, 1, (5, 2), stride=(1, 2)))
     found = predict_whole(net, array, tile=8, quiet=True)
     np.testing.assert_array_equal(np.asarray(found.coords["lat"]), 50 - 0.25 * np.arange(2, 34))
@@ -261,7 +265,7 @@ class Skipping(nn.Module):
 
 
 def test_paths_that_disagree_are_warned_of_where_a_place_is_written(tmp_path: Path) -> None:
-    volume = Volume(np.zeros((16, 16), "float32"), ImageMetadata("YX", {"Y": 0.5, "X": 0.5}, origin={"X": 3.0}))
+    volume = Volume(noise((16, 16)), ImageMetadata("YX", {"Y": 0.5, "X": 0.5}, origin={"X": 3.0}))
     with pytest.warns(UserWarning, match="place") as caught:
         predict_whole(settled(Skipping()), volume, tile=8, out=tmp_path / "out.zarr", quiet=True)
     (text,) = {str(each.message) for each in caught if "place" in str(each.message)}
@@ -269,10 +273,23 @@ def test_paths_that_disagree_are_warned_of_where_a_place_is_written(tmp_path: Pa
     assert open_volume(tmp_path / "out.zarr").metadata.origin == {"X": 3.0}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*place")
-        predict_whole(settled(Skipping()), np.zeros((16, 16), "float32"), tile=8, quiet=True)
+        predict_whole(settled(Skipping()), noise((16, 16)), tile=8, quiet=True)
 
 
 def test_parts_of_a_geotiff_begin_at_the_corner_of_their_first_pixel(tmp_path: Path) -> None:
     write_geotiff(tmp_path / "in.tif")
     part = open_volume(tmp_path / "in.tif").crop({"Y": slice(1, None, 3), "X": slice(None, None, 2)})
     np.testing.assert_array_equal(part.metadata.matrix("XY"), [[20, 0, 499_995], [0, -30, 4_900_000], [0, 0, 1]])
+
+
+@pytest.mark.parametrize("size", [(64, 60), (63, 61)])
+def test_positions_of_a_level_lie_between_those_of_the_finest(size: tuple[int, int], tmp_path: Path) -> None:
+    described = {"axes": "YX", "PhysicalSizeY": 0.5, "PhysicalSizeX": 0.25}
+    with tifffile.TiffWriter(tmp_path / "in.ome.tif") as file:
+        file.write(np.zeros(size, "uint8"), subifds=2, metadata=described)
+        for factor in (2, 4):
+            file.write(np.zeros([length // factor for length in size], "uint8"), subfiletype=1)
+    found = open_volume(tmp_path / "in.ome.tif", level=2).metadata
+    assert found.spacing == {"Y": 2.0, "X": 1.0}
+    assert found.origin == {"Y": 0.75, "X": 0.375}
+    assert not open_volume(tmp_path / "in.ome.tif").metadata.origin

@@ -396,16 +396,18 @@ class Planner:
                 along.append(None)
                 continue
             scale, offset = places.get(axis, stretch(length, info.shape[place]))
-            ends = [int(each / abs(scale)) for each in (before, after)]
+            ends = [int(each / abs(scale)) for each in (before, after)][:: 1 if scale > 0 else -1]
+            own_place = Place(scale, offset + ends[0] * scale - before)
             if scale < 0:
-                ends.reverse()
                 doubts[axis] = "it is flipped, which a voxel size does not tell"
             elif axis in recording.places.doubts:
                 doubts[axis] = f"{recording.places.doubts[axis]}, of which it has the first"
             elif axis not in places and info.shape[place] != length:
                 doubts[axis] = "no rule tells it, and it is taken to be as long as the volume"
+            elif own_place != Place() and info.shape[place] == length:
+                doubts[axis] = f"it has the volume's positions, as in training, and by its layers stands at {own_place}"
             kept[place - 2] = ends[0], info.shape[place] - ends[1]
-            along.append((place, Place(scale, offset + ends[0] * scale - before)))
+            along.append((place, own_place))
         if any(start >= stop for start, stop in kept):
             raise refusal(
                 ShapeError,

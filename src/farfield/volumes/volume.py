@@ -234,7 +234,7 @@ def open_volume(
 
     Returns:
         The volume. Its array is mapped into memory where the file allows that, or else read as it is sliced. Its origin
-        is that of the region; its voxel size is that of the level.
+        is that of the region, in the middle of the first position; its voxel size is that of the level.
 
     Raises:
         TypeError: If it is no path.
