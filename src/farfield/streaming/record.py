@@ -84,7 +84,10 @@ class _Recorder(TorchDispatchMode):
             return self.number_of(args[0])
         if function is torch.ops.farfield_streaming.layer.default:
             return self.run_layer(*args)
-        outputs = function(*args, **(kwargs or {}))
+        try:
+            outputs = function(*args, **(kwargs or {}))
+        except DynamicOutputShapeException:
+            return self.compute_known(function, args, kwargs or {})
         if tensors(outputs):
             self.add(function, args, kwargs or {}, outputs)
         return outputs
@@ -109,6 +112,17 @@ class _Recorder(TorchDispatchMode):
         for tensor, value in zip(outputs if isinstance(outputs, tuple | list) else (outputs,), values, strict=True):
             if isinstance(tensor, Tensor):
                 self.known[id(tensor)] = value, tensor
+
+    def compute_known(self, function: Any, args: Any, kwargs: Any) -> Tensor:
+        """Return a new tensor of the shape that an operation computes from numbers, if these are the network's own."""
+        values, known = map_values((args, kwargs), Tensor, self.value_of), dict[Value, Tensor]()
+        map_values(values, Value, lambda value: known.update({value: self.numbers_of(value)}))
+        with with_numbers():
+            args, kwargs = map_values(values, Value, known.__getitem__)
+            numbers = function(*args, **kwargs)
+        result = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu")
+        self.note(result, [self.write.constant(numbers)])
+        return result
 
     def run_layer(self, number: int, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Record a layer as one node, and return a new tensor of its result's shape."""
