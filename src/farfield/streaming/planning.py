@@ -373,10 +373,14 @@ class Planner:
         """Return what is known of the output; refuse one whose axes are not those of the volume."""
         labelled, size, graph = plan.labelled, recording.size, recording.graph
         info, layout = graph.info(graph.output), labelled.layouts[graph.output]
-        if axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
-            raise GraphError("the axes of its output are not those of the volume")
         own = {dim[0].axis: place for place, dim in enumerate(layout) if dim[0].axis is not None}
         there, places, doubts = recording.output_axes | own, recording.places.of[graph.output], {}
+        moved = (plan.cut or any(map(any, padding))) and any(place < 2 for place in there.values())
+        if moved or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
+            raise GraphError(
+                f"its output {info.shape} is no grid (batch, channels, *size) of the volume's axes; fix: a module around "
+                "it that returns one: self.network(grid)[:, None] where it has no channels, .movedim(-1, 1) where last"
+            )
         along: list[tuple[int, Place] | None] = []
         kept = [(0, length) for length in info.shape[2:]]
         for axis, (length, (before, after)) in enumerate(zip(size, padding, strict=True)):
