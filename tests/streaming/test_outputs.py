@@ -15,6 +15,7 @@ import zarr
 from torch import Tensor, nn
 
 from farfield.streaming import predict_whole, respond_whole
+from farfield.streaming.labels import GraphError
 from farfield.tasks.restore_stack import restore
 from farfield.volumes import ImageMetadata, Volume
 from helpers.drawn_networks import Layer
@@ -204,6 +205,26 @@ def test_labels_as_a_volume_are_not_rounded_without_a_word(dtype: str) -> None:
     with pytest.warns(UserWarning, match=r"float32 rounds those beyond 16,777,216: .*; fix: model.double\(\)") as told:
         predict_whole(Numbers(0, torch.float32), volume, tile=7, quiet=True)
     assert len(told) == 1
+
+
+# ---- axes ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tile", [5, (None, 5), (5, None)])
+@pytest.mark.parametrize(
+    ("function", "fixed"),
+    [
+        (lambda grid, own: own(grid)[:, 0], lambda output: output[:, None]),
+        (lambda grid, own: own(grid).argmax(1), lambda output: output[:, None]),
+        (lambda grid, own: own(grid).movedim(1, -1), lambda output: output.movedim(-1, 1)),
+    ],
+)
+def test_outputs_whose_axes_are_others_are_refused_with_a_fix(function: Any, fixed: Any, tile: Any) -> None:
+    convolution, volume = nn.Conv2d(1, 3, 3, padding=1), torch.rand(1, 1, *SIZE, dtype=torch.float64)
+    net = Layer(function, convolution).double().eval()
+    with pytest.raises(GraphError, match=r"\(1, 12, 14(, 3)?\) .*fix: .*\[:, None\].*movedim"):
+        predict_whole(net, volume, tile=tile, quiet=True)
+    whole = Layer(lambda grid, own: fixed(own(grid)), net).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(predict_whole(whole, volume, tile=tile, quiet=True), fixed(net(volume)))
 
 
 # ---- dtypes ----------------------------------------------------------------------------------------------------------

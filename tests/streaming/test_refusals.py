@@ -303,7 +303,7 @@ FLAT = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten()).eval()
             lambda: nn.Sequential(nn.Conv2d(1, 1, 1), Turned()).eval(),
             (32, 32),
             {"tile": (8, 32)},
-            "Sequential does not run in tiles: the axes of its output are not those of the volume",
+            r"Sequential does not run in tiles: its output \(1, 32, 1, 32\) is no grid .*",
         ),
         (lambda: settled(Hourglass("softmax", 2)), (40, 40), {"tile": 20}, "the summary of softmax at .* is its grid"),
         (

@@ -472,6 +472,92 @@ def test_what_follows_from_no_volume_runs_by_boxes(name: str, monkeypatch: pytes
             assert labelled.known - labelled.kept, f"{tile}"
 
 
+# ---- positions that the network names --------------------------------------------------------------------------------
+class Indexed(nn.Module):
+    """A function of a grid `(1, 4, 23, 17)` and of the module, which has masks and places as buffers."""
+
+    def __init__(self, function: Callable[[Tensor, nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("keep", torch.tensor([True, False, True, True]))
+        self.register_buffer("rows", torch.arange(23) % 3 > 0)
+        self.register_buffer("plane", torch.arange(23 * 17).view(23, 17) % 5 > 1)
+        self.register_buffer("none", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("pair", torch.tensor([2, -4]))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.function(grid.clone(), self)
+
+
+def write_to(find: Callable[[nn.Module], tuple], number: Callable[[Tensor], Tensor | float]) -> Indexed:
+    """Return a network that writes to places of its grid."""
+
+    def write(grid: Tensor, own: nn.Module) -> Tensor:
+        grid[find(own)] = number(grid)
+        return grid
+
+    return Indexed(write)
+
+
+EVERY = slice(None)
+INDEXED: dict[str, Indexed] = {
+    "kept channels": Indexed(lambda grid, own: grid[:, own.keep]),
+    "kept rows": Indexed(lambda grid, own: grid[:, :, own.rows]),
+    "kept by numbers": Indexed(lambda grid, own: grid[:, own.keep.nonzero().squeeze(1)]),
+    "kept where": Indexed(lambda grid, own: grid[:, torch.where(own.keep)[0]]),
+    "numbers of a mask": Indexed(lambda grid, own: grid * own.plane[own.plane].sum()),
+    "a number to channels": write_to(lambda own: (EVERY, [0, 2]), lambda grid: 0.0),
+    "a number to places": write_to(lambda own: (EVERY, own.pair), lambda grid: 1.0),
+    "a number to kept channels": write_to(lambda own: (EVERY, own.keep), lambda grid: 2.0),
+    "a number to rows": write_to(lambda own: (EVERY, EVERY, own.rows), lambda grid: 3.0),
+    "a number to a plane": write_to(lambda own: (..., own.plane), lambda grid: 4.0),
+    "a number to nothing": write_to(lambda own: (EVERY, own.none), lambda grid: 5.0),
+    "a number to a part": write_to(lambda own: (EVERY, [2, 0], slice(3, 9)), lambda grid: 6.0),
+    "a number where it holds": write_to(lambda own: (0, own.keep), lambda grid: grid.mean()),
+    "channels to channels": write_to(lambda own: (EVERY, own.pair), lambda grid: grid[:, [1, 3]]),
+    "one channel to several": write_to(lambda own: (EVERY, own.keep), lambda grid: grid[:, 1:2] * 2),
+    "rows to rows": write_to(lambda own: (EVERY, EVERY, own.rows), lambda grid: grid[:, :, own_rows()] * 2),
+    "rows in another order": write_to(lambda own: (EVERY, EVERY, [7, 3, 22]), lambda grid: grid[:, :, [1, 2, 3]]),
+    "the last of several": write_to(lambda own: (EVERY, [1, 1]), lambda grid: grid[:, 2:] * 2),
+    "numbers to channels": write_to(
+        lambda own: (EVERY, own.pair), lambda grid: torch.tensor([[[1.0]], [[2.0]]]).to(grid)
+    ),
+}
+
+
+def own_rows() -> Tensor:
+    return torch.arange(23) % 3 > 0
+
+
+@pytest.mark.parametrize("tile", CUTS[AREA], ids=str)
+@pytest.mark.parametrize("name", INDEXED)
+def test_places_that_a_network_names(name: str, tile: tuple[int, ...]) -> None:
+    volume = values_of("normal", AREA).double()
+    want, got = INDEXED[name](volume), run_in_tiles(INDEXED[name], volume, tile).output
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("function", "fixed"),
+    [
+        (
+            lambda grid: (grid * (grid > 0))[grid > 0].sum() + grid,
+            lambda grid: torch.where(grid > 0, grid, 0).sum() + grid,
+        ),
+        (lambda grid: grid + grid[:, :, torch.arange(391).view(23, 17) > 9].mean(), None),
+    ],
+)
+def test_masks_that_are_computed_or_lie_across_axes_are_refused(
+    function: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor] | None
+) -> None:
+    net, volume, tile = Layer(function).eval(), values_of("normal", AREA).double(), (7, 5)
+    with pytest.raises(GraphError, match=r"fix: (torch\.where|tile with None for that axis)"):
+        predict_whole(net, volume, tile=tile, quiet=True)
+    net, tile = (net, (None, None)) if fixed is None else (Layer(fixed).eval(), tile)
+    with torch.no_grad():
+        torch.testing.assert_close(predict_whole(net, volume, tile=tile, quiet=True), net(volume))
+
+
 def test_each_rule_is_reached() -> None:
     reached: set[str] = set()
     for name, (_, shape) in CASES.items():

@@ -230,29 +230,21 @@ class Planner:
             raise refusal(
                 ValueError, f"{type(self.model).__name__} does not take a grid of size {size}: {error}"
             ) from error
-        self.recordings[key] = Recording(graph, size, self.halo)
+        record = partial(self._record, batch, reduced=reduced)
+        self.recordings[key] = Recording(graph, size, self.halo, record)
         return self.recordings[key]
 
     def _record_first(self, batch: int, sizes: Sequence[tuple[int, ...]]) -> Recording | None:
         """Record the network on the first of these sizes that it takes."""
         for size in sizes:
             with suppress(ValueError):
-                return self._compare(self._record(batch, size), batch)
+                return self._record(batch, size)
         return None
 
     def _mixes_samples(self, size: tuple[int, ...]) -> bool:
         """Whether the result of a sample depends on others, on their number, or on its place among them."""
         several, one = (self._record_first(batch, [size]) for batch in (self.batch, 1))
         return several is None or one is None or not several.runs_as(one)
-
-    def _compare(self, recording: Recording, batch: int) -> Recording:
-        """Record a network that resizes on another size too: what is resized to one size has no stride."""
-        if recording.is_resized:
-            with suppress(ValueError):
-                other = self._record(batch, (2 * _DIVISIBLE,) * len(self.size))
-                if [node.op for node in other.graph.nodes] == [node.op for node in recording.graph.nodes]:
-                    return replace(recording, other=other)
-        return recording
 
     def record_calls(self) -> Recording:
         """Record two samples on a size that strides divide, or on the volume's if the network does not take that.
@@ -266,7 +258,7 @@ class Planner:
     def _record_whole(self, batch: int, size: tuple[int, ...], probe: Recording | None) -> Recording:
         """Record the network on the whole volume; an error has sizes that it takes if the strides are why."""
         try:
-            return self._compare(self._record(batch, size), batch)
+            return self._record(batch, size)
         except (GraphError, ReductionError):
             raise
         except ValueError as error:
@@ -381,10 +373,14 @@ class Planner:
         """Return what is known of the output; refuse one whose axes are not those of the volume."""
         labelled, size, graph = plan.labelled, recording.size, recording.graph
         info, layout = graph.info(graph.output), labelled.layouts[graph.output]
-        if axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
-            raise GraphError("the axes of its output are not those of the volume")
         own = {dim[0].axis: place for place, dim in enumerate(layout) if dim[0].axis is not None}
         there, places, doubts = recording.output_axes | own, recording.places.of[graph.output], {}
+        moved = (plan.cut or any(map(any, padding))) and any(place < 2 for place in there.values())
+        if moved or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
+            raise GraphError(
+                f"its output {info.shape} is no grid (batch, channels, *size) of the volume's axes; fix: a module around "
+                "it that returns one: self.network(grid)[:, None] where it has no channels, .movedim(-1, 1) where last"
+            )
         along: list[tuple[int, Place] | None] = []
         kept = [(0, length) for length in info.shape[2:]]
         for axis, (length, (before, after)) in enumerate(zip(size, padding, strict=True)):

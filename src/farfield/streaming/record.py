@@ -84,7 +84,15 @@ class _Recorder(TorchDispatchMode):
             return self.number_of(args[0])
         if function is torch.ops.farfield_streaming.layer.default:
             return self.run_layer(*args)
-        outputs = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (aten.index, aten.index_put):
+            indices = [place for each in args[1] for place in self.find_places(each, function is aten.index.Tensor)]
+            args = (args[0], indices, *args[2:])
+        try:
+            outputs = function(*args, **(kwargs or {}))
+        except DynamicOutputShapeException:
+            if not all(self.write.is_known(self.value_of(each)) for each in tensors([args, kwargs])):
+                raise
+            return self.compute_known(function, args, kwargs or {})
         if tensors(outputs):
             self.add(function, args, kwargs or {}, outputs)
         return outputs
@@ -109,6 +117,23 @@ class _Recorder(TorchDispatchMode):
         for tensor, value in zip(outputs if isinstance(outputs, tuple | list) else (outputs,), values, strict=True):
             if isinstance(tensor, Tensor):
                 self.known[id(tensor)] = value, tensor
+
+    def find_places(self, index: Tensor | None, of_all: bool) -> Sequence[Tensor | None]:
+        """Return the places along each dimension where a mask of the network itself holds; another index as it is."""
+        is_mask = index is not None and index.dtype == torch.bool and (of_all or index.dim() == 1)
+        if not is_mask or not self.write.is_known(self.value_of(index)):
+            return [index]
+        return self.compute_known(aten.nonzero_numpy.default, (index,), {})
+
+    def compute_known(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Return new tensors of the shapes that an operation computes from numbers of the network itself."""
+        with with_numbers():
+            given = map_values((args, kwargs), Tensor, lambda each: run_whole(self.graph, [], self.value_of(each)))
+            numbers = function(*given[0], **given[1])
+        several = numbers if isinstance(numbers, tuple | list) else (numbers,)
+        results = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in several]
+        self.note(results, [self.write.constant(each) for each in several])
+        return results if several is numbers else results[0]
 
     def run_layer(self, number: int, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Record a layer as one node, and return a new tensor of its result's shape."""
@@ -280,7 +305,10 @@ def _record(
         with torch.no_grad(), autocast, recorder, _NetworkFunctions(recorder), recorded_for_tiles():
             graph.output = recorder.value_of(functionalize(lambda *given: finish(fake(*given)))(*inputs))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise RecordingError(f"{recorder.write.path} computes a shape from numbers, {error.func}") from error
+        fix = "torch.where with the mask, in place of an index or an if"
+        raise RecordingError(
+            f"{recorder.write.path} computes a shape from numbers, {error.func}; fix: {fix}"
+        ) from error
     except UnsupportedOperatorException as error:
         raise RecordingError(f"{recorder.write.path} runs {error.func}, whose shapes are unknown to torch") from error
     except RuntimeError as error:

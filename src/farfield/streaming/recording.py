@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -54,8 +55,8 @@ class Recording:
     graph: Graph
     size: tuple[int, ...]
     halo: Sequence[int] | None
-    # The same network on another size, of one that resizes.
-    other: Recording | None = None
+    # Records the same network on another size.
+    record: Callable[[tuple[int, ...]], Recording] | None = None
     _labelled: dict[tuple[int, ...], LabelledGraph] = field(default_factory=dict)
 
     def label(self, axes: Sequence[int]) -> LabelledGraph:
@@ -89,25 +90,29 @@ class Recording:
             self._try_label(axes) or label_graph(self.graph, self.size, axes, halo=self.halo, refused={})
         )
 
-    @property
-    def is_resized(self) -> bool:
-        """Whether it resizes to sizes, of which it is not told whether they follow from the volume's."""
-        nodes = (self.graph.nodes[index] for index in self.graph.needed())
-        return any("adaptive" in node.op or ("upsample" in node.op and node.args[-1] is None) for node in nodes)
+    def _scales_twice_the_size(self) -> dict[Value, Scales]:
+        """Return the scales on twice the size, of a network that resizes to sizes that may follow from the volume's."""
+        nodes = [self.graph.nodes[index] for index in self.graph.needed()]
+        resizes = any("adaptive" in node.op or ("upsample" in node.op and node.args[-1] is None) for node in nodes)
+        if resizes and self.record is not None:
+            with suppress(ValueError):
+                other = self.record(tuple(2 * length for length in self.size))
+                if [node.op for node in other.graph.nodes] == [node.op for node in self.graph.nodes]:
+                    return other.scales
+        return self.scales
 
-    @property
+    @cached_property
     def strides(self) -> tuple[int, ...]:
         """For each axis, the least common multiple of all strides to the volume, which are those of any size."""
         strides: list[set[int]] = [{1} for _ in self.size]
+        others = self._scales_twice_the_size()
         for value, own in self.scales.items():
             node = self.graph.nodes[value.node]
             if node.op == "view":  # which takes windows apart: it computes nothing, and has no stride
                 continue
-            there = own if self.other is None else self.other.scales.get(value, {})
-            for axis, scale in own.items():
-                if scale == there.get(axis) and any(
-                    self.scales.get(source, {}).get(axis, scale) != scale for source in node.inputs
-                ):
+            # What is resized to one size has another scale there, and no stride.
+            for axis, scale in own.items() & others.get(value, {}).items():
+                if any(self.scales.get(source, {}).get(axis, scale) != scale for source in node.inputs):
                     strides[axis].add(scale.numerator)
         return tuple(math.lcm(*own) for own in strides)
 

@@ -157,27 +157,41 @@ def _slice_scatter(
     first, last, _ = slice(start, stop).indices(length)
     if step == 1 or last <= first:
         return _put(write, value, source, dim, first, max(first, last))
-    # Every step-th position is chosen from the source, whose positions are repeated to those of the tensor.
-    behind = write.shape(source)[dim] - 1
-    nearest = [min(max((place - first) // step, 0), behind) for place in range(length)]
-    chosen = [first <= place < last and (place - first) % step == 0 for place in range(length)]
+    return _choose(write, value, source, dim, range(first, last, step))
+
+
+def _choose(write: Writer, value: Value, source: Value, dim: int, places: Sequence[int]) -> Value:
+    """Choose between a value and a source whose positions are written to places of it, the last to the same one."""
+    numbers, last, nearest = {place: number for number, place in enumerate(places)}, 0, []
+    for place in range(write.shape(value)[dim]):
+        last = numbers.get(place, last)
+        nearest.append(last)
     with with_numbers():
-        mask = torch.tensor(chosen, device="cpu").view([-1 if axis == dim else 1 for axis in range(len(output.shape))])
+        mask = torch.tensor([place in numbers for place in range(len(nearest))], device="cpu")
+        mask = mask.view(-1, *[1] * (len(write.shape(value)) - 1 - dim))
     return write.where(write.constant(mask), write.take(source, dim, nearest), value)
 
 
 def _index_put(
     write: Writer, output: Info, value: Value, indices: Sequence[Value | None], number: Value, accumulate: bool, *_: Any
 ) -> Value | None:
-    """One number written where a condition holds: a choice."""
-    mask = indices[0]
-    if accumulate or len(indices) != 1 or math.prod(write.shape(number)) != 1 or mask is None:
+    """Numbers written to known positions along one dimension, or one where a condition holds: a choice."""
+    given = [(dim, each) for dim, each in enumerate(indices) if each is not None]
+    if accumulate or len(given) != 1:
         return None
-    shape, dtype = write.graph.info(mask)
-    if dtype != torch.bool:
+    ((dim, index),) = given
+    shape, dtype = write.graph.info(index)
+    if dtype == torch.bool and math.prod(write.shape(number)) == 1:
+        condition = write.view(index, [*shape, *[1] * (len(output.shape) - dim - len(shape))])
+        return write.where(condition, write.view(number, ()), value)
+    if dtype == torch.bool or len(shape) != 1 or not write.is_known(index):
         return None
-    condition = write.view(mask, [*shape, *[1] * (len(output.shape) - len(shape))])
-    return write.where(condition, write.view(number, ()), value)
+    with with_numbers():
+        places = (run_whole(write.graph, [], index) % output.shape[dim]).tolist()
+    if not places:
+        return value
+    number = write.append("expand", (number,), (*output.shape[:dim], len(places), *output.shape[dim + 1 :]))
+    return _choose(write, value, number, dim, places)
 
 
 def _count_windows(size: Sequence[int], windows: Sequence[Sequence[int]]) -> list[int]:
