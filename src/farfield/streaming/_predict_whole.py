@@ -25,7 +25,7 @@ from farfield.streaming.planning import Planner
 from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished, refuse_shared
 from farfield.streaming.skipping import check_fill, open_mask, open_mask_file
-from farfield.streaming.streaming_plan import StreamingPlan, check_plan
+from farfield.streaming.streaming_plan import StreamingPlan, check_plan, describe_graph
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
 from farfield.volumes.sink import FileOutput, output_for
@@ -84,7 +84,8 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
             else), and so is an unfinished file of another call. An unfinished file of this call is resumed.
         quiet: Whether to print neither the plan nor the progress on standard error.
         plan: What `plan_whole` returned for this network and a volume of this shape, in place of `tile` and `pad`.
-            It reduces as it was planned. Parameters and buffers are those that `model` has now.
+            It reduces as it was planned. Parameters and buffers are those that `model` has now; a model that runs other
+            operations than it did, because of an attribute, a hook or a number that it reads in Python, is refused.
         client: A `dask.distributed.Client`, whose workers run the tiles: the result is that of one process, byte for
             byte on processors of one kind. They must see the folder of `out`, a path ending in .zarr, by the same
             path, and a volume is best one of `open_volume`, which each worker opens itself.
@@ -211,12 +212,16 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
 
 
 def _identify(prediction: Prediction, path: Path | None) -> dict[str, str]:
-    plan = prediction.plan
+    plan, model, graph = prediction.plan, prediction.model, prediction.plan.graph_plan.labelled.graph
     halo = plan.graph_plan.labelled.halo
+    named = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    others = [tensor for name, tensor in graph.constants.items() if name not in named]
     settings = (plan.tile, halo, plan.patch_size, plan.stored, prediction.on_disk, str(path and path.absolute()))
     return {
         "tile or halo": repr(settings),
         "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",
+        # Hooks, and what is read from around the model, are in it alone.
+        "graph of the model": fingerprint([describe_graph(graph.nodes), others]),
         # Summaries and stored values are known by their node, and another version may record other nodes.
         "version of torch": torch.__version__,
     }

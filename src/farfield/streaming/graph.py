@@ -41,11 +41,11 @@ class RecordedLayer:
 
     path: str
     # None in a saved plan without a network.
-    module: Any = None
+    module: Any = field(default=None, repr=False)
     # Its MACs while the whole grid is summarized; the others are those of responses.
-    summing: int = 0
+    summing: int = field(default=0, repr=False)
     # Of a summary that has a slot for each key.
-    summary_bytes: int = 0
+    summary_bytes: int = field(default=0, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Save all but the layer, which is that of the network that the plan runs."""

@@ -44,7 +44,7 @@ from farfield.streaming.progress import Saved
 from farfield.streaming.record import record_network
 from farfield.streaming.recording import Recording, Scales, make_patch_plan, plan_check
 from farfield.streaming.spans import axes_of
-from farfield.streaming.streaming_plan import AxisScale, PlannedOutput, StreamingPlan, describe_structure
+from farfield.streaming.streaming_plan import AxisScale, PlannedOutput, StreamingPlan
 from farfield.volumes.source import MODES, AxisLayout
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
@@ -181,7 +181,6 @@ class Planner:
             outputs=self.outputs,
             on_disk=on_disk and bool(plan.stored),
             reduction=fingerprint(self.reduce),
-            structure=describe_structure(self.model),
             check=plan_check(partial(self._record, batch, reduced=False), plan, recording.strides, samples),
             graph_plan=plan,
         )

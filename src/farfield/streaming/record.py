@@ -55,6 +55,8 @@ _PLACES = ("device", "pin_memory", "layout", "generator")
 _STILL = {"dropout_p": 0.0, "train": False, "training": False}
 # Operations that update running statistics beside what they return, if they are given and `training` is set.
 _BATCH_NORMS = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional)
+# The path of what runs before or behind the network.
+AROUND = "the network"
 # While a network is recorded, a layer that needs the whole grid is this operation. It has no kernel: the recorder sees
 # it with the tensors that functionalization unwrapped.
 _LIBRARY = torch.library.Library("farfield_streaming", "DEF")
@@ -69,7 +71,7 @@ class _Recorder(TorchDispatchMode):
         # The tensors are kept, so that no other gets the same id.
         self.known: dict[int, tuple[Value, Tensor]] = {}
         # Each writes what a module runs that has not returned yet.
-        self.running = [Writer(self.graph, "the network")]
+        self.running = [Writer(self.graph, AROUND)]
         # Each layer that needs the whole grid, and its forward without numbers.
         self.layers: list[tuple[RecordedLayer, partial[Tensor]]] = []
 

@@ -11,19 +11,18 @@ import torch
 from torch import nn
 
 from farfield._checks import ShapeError
-from farfield._fingerprint import ADDRESS, fingerprint
+from farfield._fingerprint import fingerprint
 from farfield._refusals import door, refusal
-from farfield.streaming.adapt import Outputs, Reduce
-from farfield.streaming.arguments import parse_layouts
-from farfield.streaming.graph import RecordedLayer, Value
+from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, one_grid
+from farfield.streaming.arguments import parse_layouts, refuse_training
+from farfield.streaming.graph import Graph, Node, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
 from farfield.streaming.plan import GraphPlan, PatchPlan, PlannedPass, RegionCheck, join_halos
+from farfield.streaming.record import AROUND, record_network
 from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
 _WORK = 4
-# Names of constants that are no parameters or buffers begin with these.
-_UNNAMED = ("tensor ", "constant ")
 
 
 class AxisScale(NamedTuple):
@@ -61,7 +60,6 @@ class StreamingPlan:
         outputs: The names of several outputs.
         on_disk: Whether values that passes store for later ones are in files; else they are in memory.
         reduction: The fingerprint of the argument `reduce`.
-        structure: The fingerprint of the network's modules, without their numbers.
         check: The check on a region of the volume before the first pass, or why there is none.
         graph_plan: How the recorded network runs on one sample, or on all where layers mix them.
     """
@@ -76,7 +74,6 @@ class StreamingPlan:
     outputs: Outputs
     on_disk: bool
     reduction: str
-    structure: str
     check: RegionCheck | str
     graph_plan: GraphPlan = field(repr=False)
 
@@ -132,7 +129,7 @@ class StreamingPlan:
         return self.stored_bytes if self.on_disk else 0
 
     def __getstate__(self) -> dict[str, object]:
-        """Save what describes the graph; its constants that are parameters or buffers come from the network again."""
+        """Save what describes the graph; its constants come from the network again, but those of `reduce`."""
         return vars(self) | self._convert(_without_labels)
 
     def _convert(self, function: Callable[[LabelledGraph], LabelledGraph]) -> dict[str, Any]:
@@ -145,12 +142,13 @@ class StreamingPlan:
         return {"graph_plan": plan, "check": check}
 
     def bind(self, caller: str, network: nn.Module) -> StreamingPlan:
-        """Return the plan with the parameters, buffers and layers of a network; refuse another than was planned."""
+        """Return the plan with the tensors and layers of a network; refuse one that runs others than was planned.
+
+        The network is recorded again: what it reads in Python, such as attributes and `tensor.item()`, is in its graph.
+        """
         with door(caller):
-            bound = replace(self, **self._convert(lambda labelled: _bind_graph(labelled, network)))
-            if describe_structure(network) != self.structure:
-                raise _other_network(network, "other modules, or another forward, than were recorded")
-        return bound
+            refuse_training(network.network if isinstance(network, MeanOverFlips) else network)
+            return replace(self, **self._convert(lambda labelled: _bind_graph(labelled, network)))
 
     def __str__(self) -> str:
         """Return the text that `predict_whole` prints."""
@@ -200,49 +198,54 @@ def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def describe_structure(network: nn.Module) -> str:
-    """Return a fingerprint of a network's modules and their code, without numbers."""
-    modules = []
-    for path, module in network.named_modules():
-        kind = type(module)
-        # The code of torch changes with its version alone.
-        code = None if kind.__module__.startswith("torch.") else kind.forward
-        modules.append((path, kind.__module__, kind.__qualname__, ADDRESS.sub("", module.extra_repr()), code))
-    return fingerprint(modules)
-
-
 def _without_labels(labelled: LabelledGraph) -> LabelledGraph:
-    """Return a graph without labels, which follow from it, and without parameters and buffers of its network."""
-    constants = {name: each for name, each in labelled.graph.constants.items() if name.startswith(_UNNAMED)}
-    graph = replace(labelled.graph, constants=constants, calls=[])
+    """Return a graph without labels, which follow from it, and without constants of its network."""
+    planned = labelled.graph
+    graph = replace(planned, constants=_constants_of(planned, _nodes_around(planned)), calls=[])
     return LabelledGraph(graph, labelled.size, labelled.cut, labelled.halo, levels=labelled.levels)
 
 
+def _nodes_around(graph: Graph) -> list[Node]:
+    """Return the nodes that ran behind the network: of `reduce`, and where several outputs are joined."""
+    return [node for node in graph.nodes if node.path == AROUND]
+
+
+def _constants_of(graph: Graph, nodes: Sequence[Node]) -> dict[str, Any]:
+    return {node.args[0]: graph.constants[node.args[0]] for node in nodes if node.op == "constant"}
+
+
+def describe_graph(nodes: Sequence[Node]) -> list[str]:
+    """Return a text for each node: equal ones give equal numbers from equal constants, whose names do not count."""
+    return [repr(node._replace(args=() if node.op == "constant" else node.args, path="", macs=0)) for node in nodes]
+
+
 def _bind_graph(labelled: LabelledGraph, network: nn.Module) -> LabelledGraph:
-    """Return a graph with its labels, and the parameters, buffers and layers of a network; refuse one without."""
-    graph = labelled.graph
-    named, modules = dict([*network.named_parameters(), *network.named_buffers()]), dict(network.named_modules())
-    constants, nodes = dict(graph.constants), list(graph.nodes)
-    for index in graph.needed():
-        node = nodes[index]
-        name: Any = node.args[0] if node.args else None
-        if node.op == "constant" and not name.startswith(_UNNAMED):
-            tensor = named.get(name)
-            if tensor is None or (tuple(tensor.shape), tensor.dtype) != tuple(node.outputs[0]):
-                raise _other_network(network, f'no "{name}" of shape {node.outputs[0].shape}')
-            constants[name] = tensor.detach()
-        if isinstance(name, RecordedLayer):
-            if name.path not in modules:
-                raise _other_network(network, f'no "{name.path}"')
-            nodes[index] = node._replace(args=(replace(name, module=modules[name.path]), *node.args[1:]))
-    bound = replace(graph, constants=constants, nodes=nodes)
+    """Return a graph with its labels, and the tensors and layers of a network; refuse one that runs other operations."""
+    planned = labelled.graph
+    volumes = [planned.info(value) for value in planned.inputs]
+    try:
+        graph = record_network(network, volumes, lambda output: one_grid(network, volumes[0].shape, output)[0])
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise _other_network(network, f"does not run on a volume of shape {volumes[0].shape}: {error}") from error
+    count = len(graph.nodes)
+    pairs = zip(describe_graph(graph.nodes), describe_graph(planned.nodes), strict=False)
+    other = next((index for index, (own, was) in enumerate(pairs) if own != was), None)
+    if other is not None:
+        own, was = (f"{each.nodes[other].op} in {each.nodes[other].path}" for each in (graph, planned))
+        raise _other_network(network, f"runs {own}, and the plan {was}" + " with other arguments" * (own == was))
+    reduced = planned.nodes[count:]
+    ends = {value for node in reduced for value in node.inputs if value.node < count} or {planned.output}
+    if ends != {graph.output} or len(_nodes_around(planned)) != len(_nodes_around(graph)) + len(reduced):
+        raise _other_network(network, "returns the result of another operation")
+    constants = _constants_of(planned, reduced) | graph.constants
+    bound = replace(graph, constants=constants, nodes=graph.nodes + reduced, output=planned.output)
     # Levels are those of the plan: on patches, they are not those that follow from the labels.
     return replace(label_graph(bound, labelled.size, labelled.cut, halo=labelled.halo), levels=labelled.levels)
 
 
 def _other_network(network: nn.Module, why: str) -> ValueError:
     return refusal(
-        ValueError, f"plan is of another network: {type(network).__name__} has {why}; fix: plan_whole of this network."
+        ValueError, f"plan is of another network: {type(network).__name__} {why}; fix: plan_whole of this network."
     )
 
 
