@@ -198,7 +198,6 @@ def wide() -> nn.Module:
     [
         (nn.Conv2d(1, 512, 99, padding=49).eval(), (200, 180), (200, 180), "one tile"),
         (wide(), (128, 96), 64, "two strides"),
-        (network(), (200, 180), Tiles(50, statistics="tile"), "norms and pooling"),
     ],
 )
 def test_a_plan_tells_why_it_is_not_checked(net: nn.Module, size: tuple[int, int], tile: object, reason: str) -> None:
@@ -249,6 +248,20 @@ def test_what_is_not_checked_is_a_warning(quiet: bool) -> None:
     assert seen[0].filename == __file__
     with pytest.warns(UserWarning, match="not checked"):
         predict_whole(wide(), torch.randn(1, 128, 96), tile=64, quiet=quiet)
+
+
+@pytest.mark.parametrize("statistics", ["whole", "tile"])
+def test_a_wrong_rule_is_found_whatever_norms_see(monkeypatch: pytest.MonkeyPatch, statistics: str) -> None:
+    op, net, volume = "aten.upsample_bilinear2d.default", network(), torch.randn(1, 200, 180)
+    tile, rule = Tiles(50, statistics=statistics), RULES[op]
+    plan = plan_whole(net, volume.shape, tile=tile)
+    assert isinstance(plan.check, check.RegionCheck)
+    assert 0 < plan.check.macs <= recording._SHARE * sum(each.macs for each in plan.passes)
+    predict_whole(net, volume, plan=plan, quiet=True)
+    monkeypatch.setitem(RULES, op, rule._replace(run=lambda *given: 1.1 * rule.run(*given)))
+    for options in ({"tile": tile}, {"plan": plan}):
+        with pytest.raises(check.TilesDifferError, match=re.escape(op)):
+            predict_whole(net, volume, **options, quiet=True)
 
 
 def test_predict_whole_finds_a_wrong_rule_before_the_first_pass(

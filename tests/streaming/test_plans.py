@@ -278,7 +278,7 @@ def test_a_plan_of_a_network_that_was_changed(name: str, pickled: bool, reduce: 
     change(net)
     net.eval()
     if not is_same:
-        with pytest.raises(ValueError, match="predict_whole: plan is of another network: Gain .*fix: plan_whole"):
+        with pytest.raises(ValueError, match=r"predict_whole: plan is of another network: Gain .*fix: plan_whole"):
             predict_whole(net, volume, plan=plan, quiet=True)
         plan = plan_whole(net, volume.shape, tile=6, reduce=reduce)
     with torch.no_grad():

@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield.nn import SqueezeExcite
 from farfield.streaming import MeanOverFlips, Tiles, plan_whole, predict_whole
+from farfield.streaming.labels import GraphError
+from helpers.explaining import explains
+from helpers.partly import in_turn
 from helpers.streamed_nets import attention, relative, settled
 
 VOLUME = torch.randn(1, 1, 46, 39, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.5, 4, 39) + 3
@@ -199,6 +204,122 @@ def test_the_plan_states_it() -> None:
     # Values of patches depend on the tile: none is stored.
     plan = plan_whole(net, (64, 64), tile=Tiles(16, statistics="tile", disk=1e9))
     assert (plan.stored, plan.disk_bytes) == ((), 0)
+
+
+# ---- what has no statistics is the whole's ---------------------------------------------------------------------------
+class Made(nn.Module):
+    """A network without statistics: two convolutions, and a function of these and of the grid."""
+
+    def __init__(self, run: Callable[[nn.Module, nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.run, self.first, self.second = run, nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.run(self.first, self.second, grid)
+
+
+def rows(grid: Tensor) -> Tensor:
+    return torch.arange(grid.shape[2], device=grid.device)[:, None]
+
+
+def in_windows(grid: Tensor, window: int) -> Tensor:
+    """Attention of the positions of each window."""
+    batch, channels, height, width = grid.shape
+    apart = grid.view(batch, channels, height // window, window, width // window, window)
+    tokens = apart.permute(0, 2, 4, 3, 5, 1).reshape(-1, window**2, channels)
+    tokens = (tokens @ tokens.transpose(1, 2)).softmax(-1) @ tokens
+    apart = tokens.view(batch, height // window, width // window, window, window, channels)
+    return apart.permute(0, 5, 1, 3, 2, 4).reshape(grid.shape)
+
+
+def resize(grid: Tensor, **options: Any) -> Tensor:
+    return F.interpolate(grid, **{"mode": "bilinear", "scale_factor": 2, **options})
+
+
+# What patches compute as the whole does, whatever the tile.
+SAME: dict[str, Callable[[nn.Module, nn.Module, Tensor], Tensor]] = {
+    "twice as large": lambda first, second, x: second(resize(first(x))),
+    "twice as large, cubic": lambda first, second, x: resize(first(x), mode="bicubic"),
+    "half as large again": lambda first, second, x: resize(first(x), scale_factor=1.5),
+    "to the size before": lambda first, second, x: resize(F.avg_pool2d(x, 2), scale_factor=None, size=x.shape[2:]),
+    "a stride of 3": lambda first, second, x: F.conv_transpose2d(
+        F.conv2d(x, first.weight, stride=3), first.weight, stride=3
+    ),
+    "without padding": lambda first, second, x: F.conv2d(x, first.weight),
+    "negative padding": lambda first, second, x: F.pad(first(x), (-2, -1, -3, 0)),
+    "wide padding": lambda first, second, x: F.pad(first(x), (6, 5, 7, 9)),
+    "wide padding before": lambda first, second, x: first(F.pad(x, (6, 5, 7, 9))),
+    "wide reflection": lambda first, second, x: first(F.pad(x, (6, 5, 7, 9), mode="reflect")),
+    "windows of 2": lambda first, second, x: in_windows(first(x), 2),
+    "windows of 4": lambda first, second, x: in_windows(first(x), 4),
+    "each second row": lambda first, second, x: first(x)[:, :, 1::2],
+    "flipped inside": lambda first, second, x: second(first(x.flip(2)).flip(2)),
+    "a count of neighbours": lambda first, second, x: first(x) / F.avg_pool2d(torch.ones_like(x[:, :1]), 3, 1, 1),
+}
+# What they do not, or not for each tile.
+OTHER: dict[str, Callable[[nn.Module, nn.Module, Tensor], Tensor]] = {
+    "places": lambda first, second, x: first(x) + rows(x) / 24,
+    "places as a channel": lambda first, second, x: first(
+        torch.cat([x.mean(1, True), (rows(x) / 24).expand_as(x[:, :1])], 1)
+    ),
+    "places in a condition": lambda first, second, x: torch.where(rows(x) < 24, first(x), 0.0),
+    "rotations": lambda first, second, x: torch.view_as_real(
+        torch.view_as_complex(first(x)[:, :2].movedim(1, -1).contiguous())
+        * torch.polar(torch.ones(1), rows(x) * 1.0)[..., 0, None]
+    ).movedim(-1, 1),
+    "a window over the whole": lambda first, second, x: first(x) * torch.hann_window(x.shape[3]),
+    "a pattern of 2": lambda first, second, x: first(x) * (rows(x) % 2),
+    "a pattern of 16": lambda first, second, x: first(x) * (rows(x) % 16),
+    "the border": lambda first, second, x: first(x) * (rows(x) > 2),
+    "a table": lambda first, second, x: (
+        first(x) + resize(first.weight[:, :1].mean(0)[None], scale_factor=None, size=x.shape[2:])
+    ),
+    "1.3 times as large": lambda first, second, x: resize(first(x), scale_factor=1.3),
+    "corners": lambda first, second, x: resize(first(x), align_corners=True),
+    "its size": lambda first, second, x: first(x) / x.shape[2],
+    "a dilation of its size": lambda first, second, x: F.conv2d(
+        x, first.weight, padding=1 + x.shape[2] // 16, dilation=1 + x.shape[2] // 16
+    ),
+    "its middle": lambda first, second, x: first(x)[:, :, x.shape[2] // 4 : -(x.shape[2] // 4)],
+    "a fixed size": lambda first, second, x: F.adaptive_avg_pool2d(first(x), (16, 13)),
+}
+
+
+@pytest.mark.parametrize(*in_turn(name=[*SAME, *OTHER], tile=[16, (7, 13), (12, 20)]))
+def test_without_statistics_patches_are_the_whole(name: str, tile: int | tuple[int, ...]) -> None:
+    """They are, or the network is refused, and the fix works."""
+    net = settled(Made((SAME | OTHER)[name])).double()
+    grid = torch.randn(1, 2, 48, 52, generator=torch.Generator().manual_seed(1)).double()
+    tiles = Tiles(tile, statistics="tile")
+    with torch.no_grad():
+        want = net(grid)
+    if name in SAME:
+        assert relative(predict_whole(net, grid, tile=tiles, quiet=True), want) < 1e-12
+        return
+    with explains(GraphError, "predict_whole", "Made", 'statistics="whole"'):
+        predict_whole(net, grid, tile=tiles, quiet=True)
+    assert relative(predict_whole(net, grid, tile=Tiles(tile, statistics="whole"), quiet=True), want) < 1e-12
+
+
+def test_what_a_plan_of_patches_reads_is_looked_at_again() -> None:
+    """A table of places that was zero when it was planned, and is not when it runs."""
+
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.table = nn.Conv2d(1, 1, 3, padding=1), nn.Parameter(torch.zeros(1, 1, 4, 4))
+
+        def forward(self, grid: Tensor) -> Tensor:
+            return self.first(grid) + resize(self.table, scale_factor=None, size=grid.shape[2:])
+
+    net = settled(Placed())
+    net.table.data.zero_()
+    plan = plan_whole(net, VOLUME.shape, tile=Tiles(16, statistics="tile"))
+    with torch.no_grad():
+        assert relative(predict_whole(net, VOLUME, plan=plan, quiet=True), net(VOLUME)) < 1e-5
+    net.table.data.normal_()
+    with pytest.raises(GraphError, match=r'predict_whole: .*aten.add.*fix: Tiles\(…, statistics="whole"\)'):
+        predict_whole(net, VOLUME, plan=plan, quiet=True)
 
 
 def test_other_names_are_refused() -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from farfield.streaming.arguments import axis_spans, cores, cut_axes
 from farfield.streaming.graph import Node, Value
 from farfield.streaming.labels import LabelledGraph, count_bytes, find_regions, summarized_boxes
-from farfield.streaming.spans import Box, Layout, Piece, Region, Span, hull, is_empty, region_of, whole_box
+from farfield.streaming.spans import Box, Layout, Region, Span, hull, is_empty, region_of, whole_box
 
 # Tiles at each end of an axis whose cost is counted one by one.
 _ENDS = 2
@@ -242,27 +242,30 @@ class PatchPlan(GraphPlan):
         """The nodes that see the whole: attention."""
         return [index for index in self.labelled.reductions if self.labelled.graph.nodes[index].op == "layer"]
 
+    @cached_property
+    def multiples(self) -> tuple[int, ...]:
+        """For each axis, where patches begin: at a position of each value, windows included."""
+        along = [[own[axis].numerator for own in self.scales.values() if axis in own] for axis in range(len(self.tile))]
+        return tuple(math.lcm(*own) for own in along)
+
     def region(self, tile: Sequence[Span]) -> tuple[Span, ...]:
         """Return the patch of a tile: all have the same size, also at the border of the volume."""
-        size, region = self.labelled.size, []
-        for (start, stop), positions, length in zip(self.halo.around(tile, size), self.patch.size, size, strict=True):
-            last = max(stop, min(length, start + positions))
-            region.append((min(start, max(0, last - positions)), last))
-        return tuple(region)
+        lengths, spans = self.labelled.size, self.halo.around(tile, self.labelled.size)
+        each = zip(spans, self.patch.size, lengths, self.multiples, strict=True)
+        starts = (min(start // own * own, length - positions) for (start, _), positions, length, own in each)
+        return tuple((start, start + positions) for start, positions in zip(starts, self.patch.size, strict=True))
+
+    def first(self, value: Value, axis: int, region: Sequence[Span], length: int) -> Fraction:
+        """Return where a patch begins in a value that has a length along an axis."""
+        return region[axis][0] / self.scales[value].get(axis, Fraction(self.labelled.size[axis], length))
 
     def part(self, value: Value, region: Sequence[Span]) -> Box:
-        """Return where a region of the volume lies in a value; the end of the volume is the end of the value."""
-        size, scales = self.labelled.size, self.scales[value]
-
-        def span(piece: Piece) -> Span:
-            if piece.axis is None:
-                return 0, piece.length
-            (start, stop), length = region[piece.axis], piece.length
-            scale = scales.get(piece.axis, Fraction(size[piece.axis], length))
-            first, end = min(int(start / scale), length), min(int(stop / scale), length)
-            return first, length if stop == size[piece.axis] else end
-
-        return tuple(tuple(map(span, dim)) for dim in self.labelled.layouts[value])
+        """Return where the value of a patch lies in that of the whole, of which each dimension is one piece."""
+        shape, box = self.patch.graph.info(value).shape, []
+        for (piece,), length in zip(self.labelled.layouts[value], shape, strict=True):
+            start = 0 if piece.axis is None else int(self.first(value, piece.axis, region, piece.length))
+            box.append(((start, start + length),))
+        return tuple(box)
 
     def patch_boxes(self, values: Collection[Value]) -> dict[Value, Box]:
         """Return the whole boxes of values on a patch, of those that depend on the volume."""

@@ -39,10 +39,11 @@ from farfield.streaming.arguments import (
 )
 from farfield.streaming.graph import Info, RecordingError, Value
 from farfield.streaming.labels import GraphError, LabelledGraph
+from farfield.streaming.patches import make_patch_plan
 from farfield.streaming.plan import GraphPlan, PatchPlan, find_stored, fit_stored, make_graph_plan
 from farfield.streaming.progress import Saved
 from farfield.streaming.record import record_network
-from farfield.streaming.recording import Recording, Scales, make_patch_plan, plan_check
+from farfield.streaming.recording import Recording, Scales, plan_check
 from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import AxisScale, PlannedOutput, StreamingPlan
 from farfield.volumes.source import MODES, AxisLayout
@@ -286,7 +287,7 @@ class Planner:
     def _plan_patches(self, recording: Recording, plan: GraphPlan, batch: int) -> PatchPlan:
         """Plan how the network runs on patches, so that norms, means and pooling see what a tile reads."""
         try:
-            patches = make_patch_plan(plan.labelled, plan.tile, recording.strides, partial(self._record, batch))
+            patches = make_patch_plan(plan.labelled, plan.tile, partial(self._record, batch))
         except GraphError:
             raise
         except ValueError as error:

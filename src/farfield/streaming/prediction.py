@@ -19,9 +19,9 @@ from farfield.streaming.arguments import Tiles, arrange_volumes, axis_spans
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.masks import mask_plan
 from farfield.streaming.passes import ReadVolume, Skips, Store, TiledRun, WriteOutput
+from farfield.streaming.patches import run_patch
 from farfield.streaming.plan import GraphPlan, PatchPlan
 from farfield.streaming.progress import Saved, Stream
-from farfield.streaming.recording import run_patch
 from farfield.streaming.skipping import find_skipped, layout_of_mask, open_mask
 from farfield.streaming.spans import Box, box_shape
 from farfield.streaming.streaming_plan import StreamingPlan

@@ -1,21 +1,15 @@
-"""A recorded network: the axes along which it is cut, its strides, and how parts of the volume run by themselves.
-
-Parts are patches, on which norms, means and pooling see what a tile reads and only attention the whole volume, and the
-region of a check.
-"""
+"""A recorded network: the axes along which it is cut, its strides, and the region on which it is checked."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from farfield.streaming.arguments import round_up
 from farfield.streaming.graph import Graph, RecordedLayer, Value, map_values
@@ -28,11 +22,9 @@ from farfield.streaming.labels import (
     find_regions,
     label_graph,
 )
-from farfield.streaming.plan import GraphPlan, Halo, PatchPlan, RegionCheck, find_stored, join_halos, make_graph_plan
+from farfield.streaming.plan import GraphPlan, PatchPlan, RegionCheck, find_stored, join_halos, make_graph_plan
 from farfield.streaming.rules import POINTWISE, find_rule
-from farfield.streaming.rules.rule import OperationCall, Parts, Reduction
-from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.spans import Box, Layout, Piece, Span, read_box, region_of, whole_box
+from farfield.streaming.spans import Box, Layout, Piece, Span, whole_box
 
 # Positions whose distance is a multiple of this have the same phase of interpolation.
 _PHASES = (5040, 240, 24, 4, 2, 1)
@@ -54,8 +46,6 @@ _MOVES = ("view", "expand", "permute", "aten.clone.default")
 
 # Axis of the volume -> positions of the volume from one position of a value to the next.
 Scales = dict[int, Fraction]
-# (volume, box) -> its numbers
-ReadVolume = Callable[[int, Box], Tensor]
 
 
 @dataclass
@@ -91,7 +81,7 @@ class Recording:
     def scales(self) -> dict[Value, Scales]:
         """The scales of each value along all these axes, where it has even steps."""
         labelled = self._try_label(self.cuttable)
-        return _find_scales(labelled) if labelled else {}
+        return find_scales(labelled) if labelled else {}
 
     @property
     def is_resized(self) -> bool:
@@ -178,7 +168,7 @@ def _list_steps(graph: Graph) -> Iterator[tuple[int, str]]:
         yield index, f"{node.op} {node.path} {args}"
 
 
-def _find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
+def find_scales(labelled: LabelledGraph) -> dict[Value, Scales]:
     scales: dict[Value, Scales] = {}
     for value, layout in labelled.layouts.items():
         along = {axis: _scale_along(labelled, scales, value, axis, end) for axis, (_, end) in whole_of(layout).items()}
@@ -232,70 +222,6 @@ def whole_of(layout: Layout) -> dict[int, Span]:
     return spans_along(layout, whole_box(layout))
 
 
-def make_patch_plan(
-    labelled: LabelledGraph, tile: Sequence[int], strides: Sequence[int], record: Callable[[tuple[int, ...]], Recording]
-) -> PatchPlan:
-    """Plan how a network, which `record` records on the size of a patch, runs on patches; or raise GraphError."""
-    nodes = labelled.graph.nodes
-    if labelled.gathered:
-        path = nodes[min(labelled.gathered).node].path
-        raise GraphError(f"{path} needs all positions of the volume for each of its own")
-    # All reductions but attention are those of a tile, and need no pass.
-    levels: dict[int, int] = {}
-    for index in labelled.order:
-        before = max((levels[value.node] for value in nodes[index].inputs), default=0)
-        levels[index] = before + (index in labelled.reductions and nodes[index].op == "layer")
-    whole = make_graph_plan(replace(labelled, levels=levels), tile, [])
-    halo = join_halos(each.halo for each in whole.passes)
-    halo = Halo(*(tuple(map(round_up, side, strides)) for side in halo))
-    # A patch has the remainder of the volume's size, so that the last starts at a multiple of the strides.
-    size = tuple(
-        min(length, own + before + after + length % stride)
-        for length, own, before, after, stride in zip(labelled.size, whole.tile, *halo, strides, strict=True)
-    )
-    patch = record(size).label([])
-    if [node.op for node in nodes] != [node.op for node in patch.graph.nodes]:
-        raise GraphError("it runs other operations on a patch than on the whole volume")
-    return PatchPlan(whole.labelled, whole.tile, {}, patch, halo, _find_scales(labelled))
-
-
-def run_patch(
-    plan: PatchPlan, stage: int, tile: Sequence[Span], read_volume: ReadVolume, parts: Mapping[int, Parts]
-) -> tuple[dict[int, Parts], tuple[Box, Tensor] | None]:
-    """Run a pass on a tile's patch: the parts of each attention, and in the last pass its box of the output."""
-    labelled, region, graph = plan.labelled, plan.region(tile), plan.patch.graph
-    summarized, wanted = plan.wanted(stage, tile)
-
-    def move(value: Value, box: Box) -> Box:
-        """Return where a box of a value on the patch lies in the whole; each dimension is one piece."""
-        return tuple(
-            ((first + start, first + stop),)
-            for ((first, _),), ((start, stop),) in zip(plan.part(value, region), box, strict=True)
-        )
-
-    def reduce(index: int) -> Reduction:
-        whole = labelled.reductions[index]
-
-        def finish(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], own: Parts) -> Tensor:
-            return whole.finish(labelled.calls[index], output, move(Value(index, output), box), tensors, own)
-
-        return whole._replace(finish=finish)
-
-    def read(value: Value, box: Box) -> Tensor:
-        return read_volume(graph.inputs.index(value), move(value, box))
-
-    patch = copy.copy(plan.patch)
-    patch.reductions = {index: reduce(index) for index in plan.reductions}
-    known = compute(patch, plan.patch_boxes(wanted), graph.inputs, read, parts)
-
-    def part(value: Value, box: Box) -> Tensor:
-        return read_box(known[value], region_of(plan.part(value, region)), box)
-
-    own = {index: summarize_tile(labelled, index, boxes, part, tile) for index, boxes in summarized.items()}
-    box = plan.own_box(graph.output, tile) if plan.stages[stage].last else None
-    return own, None if box is None else (box, part(graph.output, box))
-
-
 def plan_check(
     record: Callable[[tuple[int, ...]], Recording], plan: GraphPlan, strides: Sequence[int], samples: int
 ) -> RegionCheck | str:
@@ -303,8 +229,6 @@ def plan_check(
 
     What takes few of both is no matter of a share, such as the whole of a small volume.
     """
-    if isinstance(plan, PatchPlan):
-        return "norms and pooling see what a tile reads"
     labelled, size = plan.labelled, None
     most = max(_SHARE * samples * sum(each.macs for each in plan.passes), _FEW_MACS)
     room = max(_FEW_BYTES, *(each.bytes for each in plan.passes))
@@ -320,8 +244,10 @@ def plan_check(
             size = each
     if size is None:
         return "the volume is one tile" if not plan.cut else "a region of two strides takes too much work, or memory"
+    # A patch runs in one piece, of whatever size.
+    cut = () if isinstance(plan, PatchPlan) else plan.cut
     try:
-        recorded = record(size).label(plan.cut)
+        recorded = record(size).label(cut)
     except (GraphError, ValueError, TypeError) as error:
         return f"the network does not run on a region of size {size} ({str(error).splitlines()[0]:.80})"
     if any(0 in info.shape for index in recorded.order for info in recorded.graph.nodes[index].outputs):
@@ -330,7 +256,7 @@ def plan_check(
     if set(plan.stored) <= stored:
         stored = {*recorded.gathered, *plan.stored}
     # Tiles of a region take their time however few positions they have: two where the volume has few.
-    halved = plan.cut if len(plan.tiles) > _MANY else plan.cut[-1:]
+    halved = cut if len(plan.tiles) > _MANY else cut[-1:]
     tile = [
         round_up(length // stride, 2) // 2 * stride if axis in halved and length >= 2 * stride else length
         for axis, (length, stride) in enumerate(zip(size, strides, strict=True))

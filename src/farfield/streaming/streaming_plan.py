@@ -17,6 +17,7 @@ from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, one_grid
 from farfield.streaming.arguments import parse_layouts, refuse_training
 from farfield.streaming.graph import Graph, Node, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
+from farfield.streaming.patches import refuse_moved
 from farfield.streaming.plan import GraphPlan, PatchPlan, PlannedPass, RegionCheck, join_halos
 from farfield.streaming.record import AROUND, record_network
 from farfield.volumes.source import AxisLayout, Region, Span
@@ -148,7 +149,10 @@ class StreamingPlan:
         """
         with door(caller):
             refuse_training(network.network if isinstance(network, MeanOverFlips) else network)
-            return replace(self, **self._convert(lambda labelled: _bind_graph(labelled, network)))
+            bound = replace(self, **self._convert(lambda labelled: _bind_graph(labelled, network)))
+            if isinstance(bound.graph_plan, PatchPlan):
+                refuse_moved(bound.graph_plan)
+        return bound
 
     def __str__(self) -> str:
         """Return the text that `predict_whole` prints."""
@@ -220,7 +224,7 @@ def describe_graph(nodes: Sequence[Node]) -> list[str]:
 
 
 def _bind_graph(labelled: LabelledGraph, network: nn.Module) -> LabelledGraph:
-    """Return a graph with its labels, and the tensors and layers of a network; refuse one that runs other operations."""
+    """Return a graph with its labels, and the tensors and layers of a network; refuse one of other operations."""
     planned = labelled.graph
     volumes = [planned.info(value) for value in planned.inputs]
     try:
