@@ -256,7 +256,6 @@ def test_a_wrong_rule_is_found_whatever_norms_see(monkeypatch: pytest.MonkeyPatc
     tile, rule = Tiles(50, statistics=statistics), RULES[op]
     plan = plan_whole(net, volume.shape, tile=tile)
     assert isinstance(plan.check, check.RegionCheck)
-    assert 0 < plan.check.macs <= recording._SHARE * sum(each.macs for each in plan.passes)
     predict_whole(net, volume, plan=plan, quiet=True)
     monkeypatch.setitem(RULES, op, rule._replace(run=lambda *given: 1.1 * rule.run(*given)))
     for options in ({"tile": tile}, {"plan": plan}):
