@@ -118,6 +118,14 @@ def test_workers_of_a_cluster(case: str, suffix: str, client: Any, wanted: dict,
     assert {each.name for each in tmp_path.iterdir()} <= {out.name, f"want {case}{suffix}"}
 
 
+def test_workers_compute_in_the_precision_of_the_caller(client: Any, tmp_path: Path) -> None:
+    with torch.autocast("cpu"):
+        call("labels", tmp_path / "want.zarr")
+        call("labels", tmp_path / "out.zarr", client=client)
+    call("labels", tmp_path / "other.zarr")
+    assert content(tmp_path / "out.zarr") == content(tmp_path / "want.zarr") != content(tmp_path / "other.zarr")
+
+
 def test_a_warning_of_workers_is_shown_once_by_the_client(client: Any, tmp_path: Path) -> None:
     half, volume = nn.Conv2d(1, 1, 1).half().eval(), torch.full((1, 40, 40), 6e4, dtype=torch.float16)
     nn.init.constant_(half.weight, 2.0)

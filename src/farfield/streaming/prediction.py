@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from farfield._refusals import refusal
 from farfield.nn.devices import device_of
+from farfield.ops.modes import autocast_dtype
 from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import Tiles, arrange_volumes, axis_spans
 from farfield.streaming.check import RegionCheck, run_check
@@ -46,6 +47,7 @@ class Prediction:
         mask: The argument.
         fill: The argument.
         found: Which tiles are skipped, if that is known before the mask is read.
+        autocast: The dtype in which autocast computed where it was sent.
     """
 
     model: nn.Module
@@ -57,6 +59,7 @@ class Prediction:
     mask: Any = None
     fill: float = 0.0
     found: np.ndarray | None = None
+    autocast: torch.dtype | None = None
     caller = "predict_whole"
 
     @cached_property
@@ -137,11 +140,13 @@ class Prediction:
         several = self.volume if isinstance(self.volume, tuple) else None
         sent = tuple(convert(f"volume-{each}", own) for each, own in enumerate(several or (self.volume,)))
         mask, found = (None, None) if self.mask is None else (convert("mask", self.mask), self.skipped)
-        return replace(self, volume=sent if several else sent[0], mask=mask, found=found)
+        autocast = autocast_dtype(torch.empty(0, device=device_of(self.model)))
+        return replace(self, volume=sent if several else sent[0], mask=mask, found=found, autocast=autocast)
 
     def bind(self) -> Prediction:
         """Return the prediction with its plan bound to the network, after it was sent."""
-        return replace(self, plan=self.plan.bind("predict_whole", self.model))
+        with _autocast(device_of(self.model), self.autocast):
+            return replace(self, plan=self.plan.bind("predict_whole", self.model))
 
     def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, TiledRun]:
         plan, graph = self.plan, self.graph
@@ -157,7 +162,7 @@ class Prediction:
         return stream, TiledRun(graph, on_patch, store, *connected, stream.parts_of, plan.samples, *skips)
 
     def surroundings(self) -> AbstractContextManager[None]:
-        return _outside_inference(device_of(self.model))
+        return _outside_inference(device_of(self.model), self.autocast)
 
     def check_region(self, stream: Stream) -> None:
         """Compare tiles with the network itself on a region of the volume; warn if that is not possible."""
@@ -206,11 +211,17 @@ def _check_chunks(graph: GraphPlan, plan: StreamingPlan, spec: OutputSpec) -> No
 
 
 @contextmanager
-def _outside_inference(device: torch.device) -> Iterator[None]:
+def _outside_inference(device: torch.device, autocast: torch.dtype | None) -> Iterator[None]:
     """Leave `torch.inference_mode`, whose tensors cannot be used in it and outside, and make tensors on a device."""
     # Each call of torch within a device takes microseconds longer.
-    with torch.inference_mode(False), nullcontext() if device == torch.get_default_device() else device:
+    on_device = nullcontext() if device == torch.get_default_device() else device
+    with torch.inference_mode(False), _autocast(device, autocast), on_device:
         yield
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """Return the context in which a call was made that was sent."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def _connect(stream: Stream, prediction: Prediction) -> tuple[ReadVolume, WriteOutput]:

@@ -64,7 +64,7 @@ _LIBRARY.define("layer(int number, Tensor grid, Tensor? mask) -> Tensor")
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, constants: dict[int, tuple[str, Tensor]]) -> None:
+    def __init__(self, constants: dict[int, tuple[str, Tensor]], before: Graph) -> None:
         super().__init__()
         # id of a fake tensor of the network -> its name, and the real tensor.
         self.graph, self.constants = Graph(), constants
@@ -74,6 +74,12 @@ class _Recorder(TorchDispatchMode):
         self.running = [Writer(self.graph, AROUND)]
         # Each layer that needs the whole grid, and its forward without numbers.
         self.layers: list[tuple[RecordedLayer, partial[Tensor]]] = []
+        # Path and operands of a layer's call -> the layer with its costs, its MACs and its result.
+        self.costed: dict[tuple[Any, ...], tuple[RecordedLayer, int, Info]] = {
+            (node.args[0].path, *map(before.info, node.inputs)): (node.args[0], node.macs, node.outputs[0])
+            for node in before.nodes
+            if node.op == "layer"
+        }
 
     @property
     def write(self) -> Writer:
@@ -137,20 +143,15 @@ class _Recorder(TorchDispatchMode):
 
     def run_layer(self, number: int, grid: Tensor, mask: Tensor | None) -> Tensor:
         """Record a layer as one node, and return a new tensor of its result's shape."""
-        layer, forward = self.layers[number]
-        module = forward.args[0]
+        own, forward = self.layers[number]
         given: dict[str, Any] = {} if mask is None else {"mask": mask}
         values = [self.value_of(each) for each in (grid, *given.values())]
-        attention = isinstance(module, GridAttention)
-        # The layer does not run by this graph, so its costs are those of its own way.
-        with recorded_for_tiles(False), MacCounter() as counter:
-            summary = (make_streamable(module) if attention else module).summarize(grid, **given)
-        kept = summary_bytes(summary) if attention and has_grid_summary(module) else 0
-        layer = replace(layer, summing=counter.macs, summary_bytes=kept)
-        with recorded_for_tiles(False), MacCounter() as counter:
-            result = forward(grid, **given)
-        result = grid.new_empty(result.shape, dtype=result.dtype)
-        node = self.graph.add("layer", (layer, *values), {}, [_info(result)], path=self.write.path, macs=counter.macs)
+        call = own.path, *map(self.graph.info, values)
+        if call not in self.costed:
+            self.costed[call] = _cost_layer(own, forward, grid, given)
+        layer, macs, info = self.costed[call]
+        layer, result = replace(layer, module=own.module), grid.new_empty(info.shape, dtype=info.dtype)
+        node = self.graph.add("layer", (layer, *values), {}, [info], path=self.write.path, macs=macs)
         self.note(result, [node])
         return result
 
@@ -199,6 +200,21 @@ class _Recorder(TorchDispatchMode):
             raise RecordingError(f"{self.write.path} reads a computed number in Python (item, float, if); fix: {fix}")
         with with_numbers():
             return run_whole(self.graph, [], value).item()
+
+
+def _cost_layer(
+    layer: RecordedLayer, forward: partial[Tensor], grid: Tensor, given: dict[str, Any]
+) -> tuple[RecordedLayer, int, Info]:
+    module = forward.args[0]
+    attention = isinstance(module, GridAttention)
+    # The layer does not run by the graph, so its costs are those of its own way.
+    with recorded_for_tiles(False), MacCounter() as counter:
+        summary = (make_streamable(module) if attention else module).summarize(grid, **given)
+    kept = summary_bytes(summary) if attention and has_grid_summary(module) else 0
+    layer = replace(layer, summing=counter.macs, summary_bytes=kept)
+    with recorded_for_tiles(False), MacCounter() as counter:
+        result = forward(grid, **given)
+    return layer, counter.macs, _info(result)
 
 
 def _info(output: Any) -> Info:
@@ -267,9 +283,15 @@ def _pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
 
 
 def record_network(
-    network: nn.Module, volumes: Sequence[Info], finish: Callable[[Any], Any] = lambda output: output
+    network: nn.Module,
+    volumes: Sequence[Info],
+    finish: Callable[[Any], Any] = lambda output: output,
+    before: Graph | None = None,
 ) -> Graph:
-    """Record a network in eval mode on volumes; `finish` makes one grid of what it returns."""
+    """Record a network in eval mode on volumes; `finish` makes one grid of what it returns.
+
+    Costs of layers are those of an earlier recording, of calls that are in it.
+    """
     known = {id(tensor): name for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
     constants: dict[int, tuple[str, Tensor]] = {}
 
@@ -280,7 +302,7 @@ def record_network(
 
     # In inference mode, operations that consist of others are not taken apart.
     with torch.inference_mode(False), without_numbers(), copied(network, make, discard=True) as fake:
-        graph = _record(_Recorder(constants), fake, network, volumes, finish)
+        graph = _record(_Recorder(constants, before or Graph()), fake, network, volumes, finish)
     # Outside of the context, in which the results of operations have no numbers.
     graph.constants = {name: tensor.detach() for name, tensor in graph.constants.items()}
     sweep(graph)

@@ -225,7 +225,7 @@ def _bind_graph(labelled: LabelledGraph, network: nn.Module) -> LabelledGraph:
     planned = labelled.graph
     volumes = [planned.info(value) for value in planned.inputs]
     try:
-        graph = record_network(network, volumes, lambda output: one_grid(network, volumes[0].shape, output)[0])
+        graph = record_network(network, volumes, lambda output: one_grid(network, volumes[0].shape, output)[0], planned)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise _other_network(network, f"does not run on a volume of shape {volumes[0].shape}: {error}") from error
     count = len(graph.nodes)
