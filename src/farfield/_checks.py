@@ -76,7 +76,7 @@ def check_network(network: Any, name: str, call: str) -> None:
     if isinstance(network, Mapping):
         fix = "the network that it has the weights of, after network.load_state_dict(…)"
     elif given is not None and given.suffix.lower() not in _FOREIGN:
-        fix = f'the network itself, after network.load_state_dict(torch.load("{given}")), or torch.jit.load of TorchScript'
+        fix = f'the network, after network.load_state_dict(torch.load("{given}")), or torch.jit.load("{given}")'
     elif given is not None or library in _FOREIGN:
         fix = "the same network in torch: those of other libraries are not run"
     elif isinstance(network, type):

@@ -367,11 +367,9 @@ def _channels_fix(expected: int, channels: int, size: tuple[int, ...], is_batch:
     if size[-1] == expected > 1:
         return f"numpy.moveaxis(volume, -1, {int(is_batch)}), if the last axis has the channels"
     if expected > 1:
-        count = f"a volume of {expected} channels"
-        same = (
-            f"{count}, numpy.repeat(volume{'' if is_batch else '[None]'}, {expected}, {int(is_batch)}) if all are one"
-        )
-        return same if channels == 1 else count
+        one = "volume" if is_batch else f"volume.reshape({(1, *size)})"
+        alike = f", numpy.repeat({one}, {expected}, {int(is_batch)}) if all are alike" if channels == 1 else ""
+        return f"a volume of {expected} channels{alike}"
     if size[-1] in _COLOURS:
         return "one channel of it, volume[..., 0], if the last axis has colours"
     what = "planes" if len(size) == 2 else "grids"

@@ -24,6 +24,7 @@ from farfield.maps.health import PARTS
 from farfield.maps.layer import place_on_image, tokens_before
 from farfield.tasks.checkpoints import read
 from farfield.tasks.runs import PREFIX, checkpoints, newest
+from farfield.volumes.readers import READERS
 
 # The largest height or width of a shown photograph, in pixels.
 _SHOWN = 800
