@@ -354,8 +354,8 @@ def refuse_axes(
     elif convolution.in_channels != inputs[0]:
         fix = _channels_fix(convolution.in_channels, inputs[0], size, is_batch)
         text = (
-            f"{error}\n  fix: {fix}; (*size) is one channel, and in (channels, *size) this one has {inputs[0]} of size "
-            f"{size}."
+            f"{error}\n  fix: {fix}; (*size) is one channel, and in (channels, *size) this one has {inputs[0]} "
+            f"channels of size {size}."
         )
     else:
         return
@@ -372,9 +372,11 @@ def _channels_fix(expected: int, channels: int, size: tuple[int, ...], is_batch:
         return f"a volume of {expected} channels{alike}"
     if size[-1] in _COLOURS:
         return "one channel of it, volume[..., 0], if the last axis has colours"
+    one, samples = "volume[:1]", "volume[:, None]"
+    if is_batch:
+        one, samples = "volume[:, :1]", "volume.reshape(-1, 1, *volume.shape[2:])"
     what = "planes" if len(size) == 2 else "grids"
-    samples = "volume.reshape(-1, 1, *volume.shape[2:])" if is_batch else "volume[:, None]"
-    return f"{samples}, a stack of {what} as samples, for a {len(size)}-D network"
+    return f"one of them, {one}, or each as a sample, {samples}, such as the {what} of a stack"
 
 
 def refuse_large_summary(name: str, size: int, free: int) -> None:
