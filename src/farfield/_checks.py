@@ -8,7 +8,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farfield._operators import FACTS
 from farfield._refusals import refusal
+
+# Suffixes of networks that are not torch's, and packages of their classes.
+_FOREIGN = (".onnx", ".keras", ".h5", ".pb", ".tflite", "onnx", "onnxruntime", "keras", "tensorflow", "flax")
 
 
 class ShapeError(ValueError):
@@ -62,6 +65,29 @@ def install_command(extra: str) -> str:
         editable = "-e " if source.get("dir_info", {}).get("editable") else ""
         return f'pip install {editable}"{path}[{extra}]"'
     return f'pip install "farfield[{extra}]"'
+
+
+def check_network(network: Any, name: str, call: str) -> None:
+    """Refuse what is no module; `call` is the call as it should be."""
+    if isinstance(network, nn.Module):
+        return
+    kind, given = type(network), Path(network) if isinstance(network, str | Path) else None
+    fix, library = f"the network comes first, {call}", kind.__module__.partition(".")[0]
+    if isinstance(network, Mapping):
+        fix = "the network that it has the weights of, after network.load_state_dict(…)"
+    elif given is not None and given.suffix.lower() not in _FOREIGN:
+        fix = f'the network, after network.load_state_dict(torch.load("{given}")), or torch.jit.load("{given}")'
+    elif given is not None or library in _FOREIGN:
+        fix = "the same network in torch: those of other libraries are not run"
+    elif isinstance(network, type):
+        fix = f"an instance of it, {network.__name__}(…)"
+    elif callable(network):
+        builder = getattr(network, "__name__", "builder")
+        fix = (
+            f"its result, {builder}(…), if it builds the network; else wrap it in a torch.nn.Module whose forward "
+            "calls it"
+        )
+    raise refusal(TypeError, f"{name} must be a torch.nn.Module, got {kind.__name__}; fix: {fix}.")
 
 
 def check_grid(name: str, grid: Tensor) -> None:

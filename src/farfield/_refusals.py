@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -49,6 +51,7 @@ class door:  # noqa: N801  # read as a word: `with door("insert"):`
 
     Args:
         name: The name of the public function, as it is called.
+        others: Arguments that other functions of its kind have, and what takes their place in this one.
 
     Example:
         >>> with door("insert"):
@@ -57,8 +60,8 @@ class door:  # noqa: N801  # read as a word: `with door("insert"):`
         ValueError: insert: where names no place.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, others: Mapping[str, str] | None = None) -> None:
+        self.name, self.others = name, others or {}
 
     def __call__(self, function: _Function) -> _Function:
         name = self.name
@@ -68,10 +71,27 @@ class door:  # noqa: N801  # read as a word: `with door("insert"):`
             try:
                 return function(*args, **kwargs)
             except Exception as error:
+                if type(error) is TypeError and error.__traceback__ and error.__traceback__.tb_next is None:
+                    self._explain_call(error, function, args, kwargs)
                 put_name(name, error)
                 raise
 
         return inner  # type: ignore[return-value]
+
+    def _explain_call(self, error: TypeError, function: Any, args: Sequence[Any], names: Iterable[str]) -> None:
+        """Make a refusal of the error of a call whose arguments are not those of the function."""
+        parameters = inspect.signature(function).parameters
+        by_name = [each.name for each in parameters.values() if each.kind is each.KEYWORD_ONLY]
+        unknown, most = next((each for each in names if each not in parameters), None), len(parameters) - len(by_name)
+        if unknown is not None:
+            near = difflib.get_close_matches(unknown, parameters, 1) or [f"one of {', '.join(parameters)}"]
+            text = f"no argument {unknown}; fix: {self.others.get(unknown, near[0])}."
+        elif len(args) > most:
+            text = f"{most} arguments go by position, got {len(args)}; fix: others by name, {', '.join(by_name)}."
+        else:
+            return
+        error.args = (text,)
+        vars(error)["is_unnamed"] = True
 
     def __enter__(self) -> None:
         """Enter the block."""

@@ -51,7 +51,7 @@ def test_odd_paths() -> None:
     net = Net()
     net.trunk = net.stem
     refused(ValueError, 'insert: "trunk" and "stem" are one module; fix: name one of them.', net, ["trunk", "stem"])
-    text = "insert: model must be a torch.nn.Module, got str; fix: insert(model, where, make, example=…)."
+    text = "insert: model must be a torch.nn.Module, got str; fix: the network, after network.load_state_dict("
     refused(TypeError, text, "net", "stem")
     refused(ValueError, "insert: layout must be one of channels_first, channels_last", Net(), "stem", layout="NCHW")
 
@@ -85,7 +85,7 @@ def test_a_list_of_modules_is_never_called() -> None:
 def test_shared_activation() -> None:
     text = (
         "insert: stage.1.relu is called 2 times while stage.1 is called once, and one addition would change the output "
-        "of every call.\n  fix: insert at stage.1, or at a module that it calls once."
+        'of every call.\n  fix: insert at "stage.1" or "stage" or "stem", which is called once.'
     )
     refused(ValueError, text, Net(), ["stem", "stage.1.relu"])
 

@@ -115,7 +115,7 @@ def test_arrays_of_the_callers(volume: np.ndarray, net: torch.nn.Module, tmp_pat
 @pytest.mark.parametrize(
     ("path", "error", "text"),
     [
-        ("out.png", ValueError, rf'must end in one of {", ".join(FORMATS)}; fix: ".*out.png.zarr"'),
+        ("out.png", ValueError, rf'must end in one of {", ".join(FORMATS)}; fix: ".*out.zarr"'),
         ("/", ValueError, rf'must end in one of {", ".join(FORMATS)}; fix: "/restored.zarr"'),
         ("nowhere/out.npy", FileNotFoundError, 'no folder ".*nowhere" for "out.npy"; fix: make that folder first'),
     ],

@@ -403,7 +403,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "training": (lambda: freeze_statistics(make_small().train(), torch.rand(1, 16, 16)), ValueError, "model.eval"),
     "no patches": (lambda: freeze_statistics(make_small(), []), ValueError, "there are no patches"),
     "a path": (lambda: freeze_statistics(make_small(), "a.tif"), TypeError, "open_volume"),
-    "channels": (lambda: freeze_statistics(make_small(), torch.rand(2, 3, 16, 16)), ValueError, "volume of 1 channels"),
+    "channels": (
+        lambda: freeze_statistics(make_small(), torch.rand(2, 3, 16, 16)),
+        ValueError,
+        "a sample, volume.reshape",
+    ),
     "channels of the second": (
         lambda: freeze_statistics(make_small(), [torch.rand(1, 9, 9), torch.rand(3, 9, 9)]),
         ValueError,

@@ -64,6 +64,8 @@ def linearize_network(
     if out.is_file():
         raise CommandLineError(f"--out {out} is a file; fix: a folder")
     torch.manual_seed(0)
+    if images is not None and not model.startswith("timm:"):
+        raise CommandLineError(f"--images are for a network of timm; fix: timm:{model}, or --texts in their place")
     if model.startswith("timm:"):
         network, inputs = _load_images(model.removeprefix("timm:"), images)
     else:
@@ -89,6 +91,8 @@ def _load_texts(model: str, texts: list[Path] | None, tokens: int) -> tuple[nn.M
     """Return an encoder of transformers, and batches of passages of texts in a drawn order."""
     if not texts:
         raise CommandLineError("give texts to train on, --texts corpus.txt")
+    if missing := next((path for path in texts if not path.is_file()), None):
+        raise CommandLineError(f"there is no file {missing}; fix: --texts FILE")
     try:
         from transformers import AutoModel, AutoTokenizer
     except ImportError as error:
@@ -132,6 +136,8 @@ def _load_images(name: str, folder: Path | None) -> tuple[nn.Module, Any]:
     """Return a network of timm, and batches of the images of a folder, which are read as they are needed."""
     if folder is None:
         raise CommandLineError("give images to train on, --images FOLDER")
+    if not folder.is_dir():
+        raise CommandLineError(f"there is no folder {folder}; fix: --images FOLDER")
     try:
         import timm
     except ImportError as error:

@@ -254,7 +254,7 @@ def _explain(name: str, group: str, names: Sequence[str], is_flag: bool) -> str:
     ends = [each.rpartition(".") for each in names]
     near = difflib.get_close_matches(last, {end for _, _, end in ends}, n=3, cutoff=0.65)
     nearest = [(place, f"{dashes}{place}{dot}{end}") for other in near for place, dot, end in ends if end == other]
-    nearest = [each for each in nearest if each[0] == group] or nearest
+    nearest = list(dict.fromkeys([each for each in nearest if each[0] == group] or nearest))
     own = dict.fromkeys(end for place, _, end in ends if place == group)
     hint = (
         f"nearest: {', '.join(text for _, text in nearest[:3])}" if nearest else f"{group or 'it'} has {', '.join(own)}"

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from farfield._checks import ShapeError
+from farfield._checks import ShapeError, check_network
+from farfield._refusals import door
 from farfield.nn import GridAttention, SqueezeExcite
 from farfield.nn.devices import dtype_of
 from farfield.nn.leftovers import leftovers_cleared
@@ -88,11 +89,8 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
         >>> cost.count(torch.nn.Conv2d(3, 8, 3, padding=1), (1, 3, 10, 10)).macs == 3 * 8 * 9 * 100
         True
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"cost.count: module must be a torch.nn.Module, got {type(module).__name__}; "
-            f"fix: cost.count(module, (1, 3, 224, 224)), for example."
-        )
+    with door("cost.count"):
+        check_network(module, "module", "cost.count(module, (1, 3, 224, 224)), for example")
     with leftovers_cleared("cost.count", module):
         cost = run(module, inputs)[0]
         # Once more without hooks: blocks then fold layers that they otherwise call one by one, as for a user.

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from farfield._checks import check_network
 from farfield._fingerprint import fingerprint
 from farfield._refusals import door
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce
-from farfield.streaming.arguments import Tiles, arrange_volumes, check_network, parse_tiles, refuse_meta
+from farfield.streaming.arguments import OF_WINDOWS, Tiles, arrange_volumes, parse_tiles, refuse_meta
 from farfield.streaming.engines.cluster import check_cluster, run_on_cluster
 from farfield.streaming.engines.local import run_local
 from farfield.streaming.engines.parts import Part, check_part, plan_in_turns, run_part
@@ -32,7 +33,7 @@ from farfield.volumes.sink import FileOutput, output_for
 
 
 @partial(looks_at_a_copy, scripted=True)
-@door("predict_whole")
+@door("predict_whole", OF_WINDOWS)
 def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     model: nn.Module,
     volume: Any,

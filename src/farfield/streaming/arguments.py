@@ -27,6 +27,20 @@ from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.source import AxisLayout, Span, parse_layout
 from farfield.volumes.volume import split_volume, take_samples
 
+# What sliding windows and other functions take, by argument -> what takes its place here.
+_NOTHING = "leave it out: a tile reads all that its result depends on, and nothing is blended"
+_SIZE = "tile=64, for example"
+OF_WINDOWS = {
+    **dict.fromkeys(("overlap", "stride", "step", "mode", "blend", "sigma_scale", "padding_mode"), _NOTHING),
+    **dict.fromkeys(("roi_size", "patch_size", "tile_size", "window_size", "block_size", "chunk_size"), _SIZE),
+    **dict.fromkeys(("batch_size", "sw_batch_size", "num_workers"), "leave it out: one tile runs after the other"),
+    **dict.fromkeys(("device", "sw_device"), "model.to(device), where the volume then is read to"),
+    **{name: f"tile=Tiles(…, {name}=…)" for name in ("halo", "memory", "disk", "statistics")},
+    **dict.fromkeys(("progress", "verbose"), "quiet=False"),
+    **dict.fromkeys(("output", "path", "output_path"), "out=…"),
+}
+# Lengths of a last axis that is one of colours.
+_COLOURS = (3, 4)
 # Bytes of memory below which a number is one of gigabytes.
 _LEAST_MEMORY = 2**10
 # Bytes that the list of tiles and what is recorded of each take, for one.
@@ -251,22 +265,6 @@ def arrange_letters(
     return taken, metadata.with_axes("".join(axes[place] for place in order)), layout
 
 
-def check_network(network: Any, name: str, call: str) -> None:
-    """Refuse what is no module; `call` is the call as it should be."""
-    if isinstance(network, nn.Module):
-        return
-    fix = f"the network comes first, {call}"
-    if isinstance(network, type):
-        fix = f"an instance of it, {network.__name__}(…)"
-    elif callable(network):
-        builder = getattr(network, "__name__", "builder")
-        fix = (
-            f"its result, {builder}(…), if it builds the network; else wrap it in a torch.nn.Module whose forward "
-            "calls it"
-        )
-    raise refusal(TypeError, f"{name} must be a torch.nn.Module, got {type(network).__name__}; fix: {fix}.")
-
-
 def check_arguments(model: nn.Module, count: int) -> None:
     """Refuse another number of inputs than the network's `forward` takes."""
     try:
@@ -356,21 +354,31 @@ def refuse_axes(
             f"have {', '.join(map(str, inputs))}."
         )
     elif convolution.in_channels != inputs[0]:
+        fix = _channels_fix(convolution.in_channels, inputs[0], size, is_batch)
         text = (
-            f"{error}\n  fix: a volume of {convolution.in_channels} channels; (*size) is one channel, and in "
-            f"(channels, *size) this one has {inputs[0]} channels of size {size}."
+            f"{error}\n  fix: {fix}; (*size) is one channel, and in (channels, *size) this one has {inputs[0]} "
+            f"channels of size {size}."
         )
-        if size[-1] == convolution.in_channels:
-            text += (
-                f"\n  fix: channels first, if the last axis has them, {size[-1]}: "
-                f"numpy.moveaxis(volume, -1, {int(is_batch)})."
-            )
-        elif convolution.in_channels == 1 and not is_batch:
-            what = "planes" if len(size) == 2 else "grids"
-            text += f"\n  fix: a stack of {what} for a {len(size)}-D network is samples: volume[:, None]."
     else:
         return
     raise refusal(ValueError, text) from error
+
+
+def _channels_fix(expected: int, channels: int, size: tuple[int, ...], is_batch: bool) -> str:
+    """Return the fix for a volume of other channels: what its axes probably are, as an expression."""
+    if size[-1] == expected > 1:
+        return f"numpy.moveaxis(volume, -1, {int(is_batch)}), if the last axis has the channels"
+    if expected > 1:
+        one = "volume" if is_batch else f"volume.reshape({(1, *size)})"
+        alike = f", numpy.repeat({one}, {expected}, {int(is_batch)}) if all are alike" if channels == 1 else ""
+        return f"a volume of {expected} channels{alike}"
+    if size[-1] in _COLOURS:
+        return "one channel of it, volume[..., 0], if the last axis has colours"
+    one, samples = "volume[:1]", "volume[:, None]"
+    if is_batch:
+        one, samples = "volume[:, :1]", "volume.reshape(-1, 1, *volume.shape[2:])"
+    what = "planes" if len(size) == 2 else "grids"
+    return f"one of them, {one}, or each as a sample, {samples}, such as the {what} of a stack"
 
 
 def refuse_large_summary(name: str, size: int, free: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farfield._checks import unknown
+from farfield._checks import check_network, unknown
 from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.network_copy import Copier, clone
@@ -19,7 +19,6 @@ from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.arguments import (
     Tiles,
     arrange_volumes,
-    check_network,
     parse_layouts,
     refuse_meta,
     refuse_training,

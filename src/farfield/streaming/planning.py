@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farfield._checks import ShapeError, unknown
+from farfield._checks import ShapeError, check_network, unknown
 from farfield._fingerprint import fingerprint
 from farfield._refusals import door, is_refusal, refusal
 from farfield.nn.devices import device_of, dtype_of, free_bytes
@@ -24,9 +24,9 @@ from farfield.nn.scripted_network import ScriptError
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, ReductionError, check_reduction, one_grid
 from farfield.streaming.arguments import (
+    OF_WINDOWS,
     Tiles,
     check_arguments,
-    check_network,
     cut_axes,
     parse_layouts,
     parse_tiles,
@@ -55,7 +55,7 @@ _DIVISIBLE = 2**6 * 3 * 5 * 7
 
 
 @partial(looks_at_a_copy, scripted=True)
-@door("plan_whole")
+@door("plan_whole", OF_WINDOWS)
 def plan_whole(
     model: nn.Module,
     shape: Sequence[int] | Sequence[Sequence[int]],

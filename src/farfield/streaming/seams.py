@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farfield._checks import ShapeError
+from farfield._checks import ShapeError, check_network
 from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.nn.tracing import looks_at_a_copy
@@ -21,7 +21,6 @@ from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import (
     Tiles,
     arrange_volumes,
-    check_network,
     parse_layouts,
     parse_tiles,
     refuse_meta,

@@ -58,8 +58,10 @@ def known_format(path: Path) -> Format:
     """Return the format of a path; refuse another suffix."""
     by_suffix = find_format(path)
     if by_suffix is None:
-        fix = path if path.name else path / "restored"
-        raise refusal(ValueError, f'out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{fix}.zarr".')
+        # Without the suffix of another format, and that of its compression.
+        fix = (path.with_suffix("") if path.suffix.lower() == ".gz" else path) if path.name else path / "restored"
+        fix = fix.with_suffix(".zarr")
+        raise refusal(ValueError, f'out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{fix}".')
     return by_suffix
 
 

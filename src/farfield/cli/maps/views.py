@@ -24,6 +24,7 @@ from farfield.maps.health import PARTS
 from farfield.maps.layer import place_on_image, tokens_before
 from farfield.tasks.checkpoints import read
 from farfield.tasks.runs import PREFIX, checkpoints, newest
+from farfield.volumes.readers import READERS
 
 # The largest height or width of a shown photograph, in pixels.
 _SHOWN = 800
@@ -50,7 +51,8 @@ def read_photograph(path: Path) -> Photograph:
         raise ValueError(f"{path} is a folder; fix: one of the images in it.") from error
     # On a damaged file Pillow's readers raise any kind of error.
     except Exception as error:
-        raise ValueError(f"{path} cannot be read as an image: {error}.") from error
+        fix = "a photograph" + ": of a volume, one plane saved as one" * path.name.lower().endswith(tuple(READERS))
+        raise ValueError(f"{path} cannot be read as an image: {error}; fix: {fix}.") from error
     small = image.copy()
     small.thumbnail((_SHOWN, _SHOWN))
     pixels, shown = (torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in (image, small))

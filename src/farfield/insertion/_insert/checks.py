@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farfield._checks import ShapeError, unknown
+from farfield._checks import ShapeError, check_network, unknown
 from farfield._refusals import refusal
 from farfield.insertion._insert.additions import Entries, child_of, grid_of, places_of
 from farfield.insertion._insert.effects import Effects
@@ -34,8 +34,7 @@ _CALLS = {"insert": "insert({}, where, make, example=…)", "remove": "remove({}
 def check_open(caller: str, model: nn.Module, path: str = "") -> None:
     """Refuse a place in a model that is compiled, scripted or wrapped, and what is no module."""
     fix = _CALLS[caller].format("model")
-    if not isinstance(model, nn.Module):
-        raise refusal(TypeError, f"model must be a torch.nn.Module, got {type(model).__name__}; fix: {fix}.")
+    check_network(model, "model", fix)
     for at in (*reversed(parents(path)), path):
         reason = _closed_reason(caller, model.get_submodule(at) if at else model, at)
         if reason is not None:
@@ -137,7 +136,8 @@ def record_places(model: nn.Module, places: Iterable[Place], example: Any) -> Se
             raise ValueError(f"insert: {problem}.\n  fix: {fix}")
         if not seen.is_called_once(path):
             problem = f"{path} is called {_times(calls)} while {around} is called {_times(seen.calls[parent])}"
-            fix = f"insert at {around}, or at a module that it calls once."
+            once = [Place(parent)] * bool(parent) + _find_alternatives(model, Place(""), seen, example)
+            fix = f"{_fix_text(once)}, which is called once."
             raise ValueError(
                 f"insert: {problem}, and one addition would change the output of every call.\n  fix: {fix}"
             )

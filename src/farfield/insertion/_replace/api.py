@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from farfield._checks import check_network
 from farfield._refusals import door
 from farfield.insertion._places import parents
 from farfield.insertion._replace.calls import read_widths
@@ -140,11 +141,8 @@ def _undo_after_error(model: nn.Module) -> Iterator[None]:
 
 def _check_model(model: nn.Module) -> None:
     """Refuse a compiled or scripted model: it would keep running its old code."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{CALLER}: model must be a torch.nn.Module, got {type(model).__name__}; "
-            f"fix: {CALLER}(model, operator, where=…)."
-        )
+    with door(CALLER):
+        check_network(model, "model", f"{CALLER}(model, operator, where=…)")
     for module in model.modules():
         compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
         if compiled or isinstance(module, torch.jit.ScriptModule):
