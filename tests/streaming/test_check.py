@@ -271,19 +271,6 @@ def test_a_wrong_rule_is_found_whatever_norms_see(monkeypatch: pytest.MonkeyPatc
             predict_whole(net, volume, **options, quiet=True)
 
 
-@pytest.mark.parametrize("statistics", ["whole", "tile"])
-def test_a_wrong_rule_is_found_whatever_norms_see(monkeypatch: pytest.MonkeyPatch, statistics: str) -> None:
-    op, net, volume = "aten.upsample_bilinear2d.default", network(), torch.randn(1, 200, 180)
-    tile, rule = Tiles(50, statistics=statistics), RULES[op]
-    plan = plan_whole(net, volume.shape, tile=tile)
-    assert isinstance(plan.check, check.RegionCheck)
-    predict_whole(net, volume, plan=plan, quiet=True)
-    monkeypatch.setitem(RULES, op, rule._replace(run=lambda *given: 1.1 * rule.run(*given)))
-    for options in ({"tile": tile}, {"plan": plan}):
-        with pytest.raises(check.TilesDifferError, match=re.escape(op)):
-            predict_whole(net, volume, **options, quiet=True)
-
-
 def test_predict_whole_finds_a_wrong_rule_before_the_first_pass(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

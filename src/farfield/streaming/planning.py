@@ -378,8 +378,9 @@ class Planner:
         moved = (plan.cut or any(map(any, padding))) and any(place < 2 for place in there.values())
         if moved or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
             raise GraphError(
-                f"its output {info.shape} is no grid (batch, channels, *size) of the volume's axes; fix: a module around "
-                "it that returns one: self.network(grid)[:, None] where it has no channels, .movedim(-1, 1) where last"
+                f"its output {info.shape} is no grid (batch, channels, *size) of the volume's axes; fix: a module "
+                "around it that returns one: self.network(grid)[:, None] where it has no channels, .movedim(-1, 1) "
+                "where they are last"
             )
         along: list[tuple[int, Place] | None] = []
         kept = [(0, length) for length in info.shape[2:]]
