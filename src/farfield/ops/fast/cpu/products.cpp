@@ -457,10 +457,9 @@ class Queries {
         if (of.factor == Factor::OF_SUM) divisor = z == 0 ? Lanes{} + 1 : divisor;
         else store(to + count * block, -z);
         store(&divisors[h * block + i], divisor);
-        const Lanes e = numerator(divisor);
-        // The inverse of a divisor that is no normal number would be infinite.
+        const Quotient quotient = divide_by(divisor);
         for (int64_t r = 0; r < count; ++r)
-          store(to + r * block, sums[r] * load(feature + r * block) / divisor * e);
+          store(to + r * block, sums[r] * load(feature + r * block) * quotient.lift * quotient.factor);
       }
     }
     return own.data();
@@ -483,18 +482,29 @@ class Queries {
   // With products p = u ∘ f, z = Σ p, a divisor d = z + ε, and a numerator e, which is 1 or d + 1: c = p / d · e.
   Lanes numerator(Lanes divisor) const { return of.factor == Factor::OF_MAGNITUDE ? divisor + 1 : Lanes{} + 1; }
 
+  // p / d · e is p · lift · factor: the inverse of a divisor that is no normal number would be infinite.
+  struct Quotient {
+    Lanes lift, factor;
+  };
+
+  Quotient divide_by(Lanes divisor) const {
+    const Lanes lift = (divisor < 0x1p-100f) & (divisor > -0x1p-100f) ? Lanes{} + 0x1p100f : Lanes{} + 1;
+    return {lift, numerator(divisor) / (divisor * lift)};
+  }
+
   // ∂p = (∂c − Σ c ∘ ∂c / e²) / d · e, less the gradient of the last coefficient, -z.
   void derive_factor(int64_t head, int64_t i, const float* sums, float* grads) {
     const int64_t first = head * step * block + i;
     const float *feature = features + first, *coefficient = own.data() + first;
     float* grad = grads + first;
     const Lanes divisor = load(&divisors[head * block + i]), e = numerator(divisor);
+    const Quotient quotient = divide_by(divisor);
     const auto product = [&](int64_t r) { return load(coefficient + r * block) * load(grad + r * block); };
     const Lanes mean = sum_rows(count, product) / (e * e);
     const Lanes last = of.factor == Factor::OF_MAGNITUDE ? load(grad + count * block) : Lanes{};
     for (int64_t r = 0; r < count; ++r) {
       float *to = grad + r * block, *total = &grads_of_sums[(head * count + r) * WIDTH];
-      const Lanes of_product = (load(to) - mean) / divisor * e - last;
+      const Lanes of_product = (load(to) - mean) * quotient.lift * quotient.factor - last;
       store(total, load(total) + load(feature + r * block) * of_product);
       store(to, sums[r] * of_product);
     }
