@@ -160,7 +160,11 @@ HOSTS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]
         lambda m: m(TOKENS),
         "softmax",
     ),
-    "TimeSformer": (lambda: hugging_face("Timesformer", "TimesformerSelfAttention"), lambda m: m(TOKENS), "softmax"),
+    "TimeSformer": (
+        lambda: hugging_face("Timesformer", "TimesformerSelfAttention"),
+        lambda m: m(TOKENS, False),
+        "softmax",
+    ),
 }
 ROTARY = ("Flux", "AttentionRope", "AttentionRope, groups, gate, key mask", "EvaAttention")
 

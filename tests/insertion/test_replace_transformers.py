@@ -565,6 +565,21 @@ def test_cross_attention_of_t5_has_no_bias(original: str) -> None:
     assert relative(model(**TEXT_PAIR).last_hidden_state, wanted) < 100 * torch.finfo(torch.float32).eps
 
 
+def test_a_bias_that_the_encoder_makes_is_refused_at_once() -> None:
+    boxes = torch.zeros(2, 7, 4, dtype=torch.long)
+    flags = {"has_relative_attention_bias": True, "has_spatial_attention_bias": True, "visual_embed": False}
+    model = build("LayoutLMv3", **TEXT, **flags, coordinate_size=2, shape_size=4)
+    wanted = model(WORDS, bbox=boxes).last_hidden_state
+    with pytest.raises(ValueError, match=r"adds a bias .*encoder.rel_pos_bias.weight.*; fix: leave it out by where="):
+        replace_attention(model, "linear_elu")
+    assert torch.equal(model(WORDS, bbox=boxes).last_hidden_state, wanted)
+    plain = build(
+        "LayoutLMv3", **TEXT, **flags | dict.fromkeys(list(flags)[:2], False), coordinate_size=2, shape_size=4
+    )
+    assert len(replace_attention(plain, "linear_elu")) == 2
+    assert plain(WORDS, bbox=boxes).last_hidden_state.isfinite().all()
+
+
 @pytest.mark.parametrize(("host", "kind"), [("Wav2Vec2Conformer", "relative"), ("Wav2Vec2Conformer", "rotary")])
 def test_conformers(host: str, kind: str) -> None:
     model = build(host, **SPEECH, position_embeddings_type=kind)

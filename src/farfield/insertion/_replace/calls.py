@@ -69,8 +69,6 @@ class CallingAttention(Replaced):
     """An attention whose calls of `scaled_dot_product_attention` an operator answers; from `replace_attention`."""
 
     host: type[nn.Module]
-    # Numbers of channels of the host's layers; none are known of one that was replaced before there was this.
-    widths: frozenset[int] = frozenset()
 
     @classmethod
     def find_code(cls, module: Any) -> Callable[..., Any] | None:

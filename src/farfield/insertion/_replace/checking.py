@@ -13,7 +13,7 @@ from farfield.insertion._replace.finding import CALLER, find_learned, find_origi
 from farfield.insertion._replace.hugging_face import configured_models, find_attention_obstacle, uses_interface
 from farfield.insertion._replace.kinds import find_kind, see_replaced
 from farfield.insertion._replace.learned import find_heads
-from farfield.insertion._replace.reading import ANGLES, ROTATIONS, find_bias, read_names
+from farfield.insertion._replace.reading import ANGLES, BIASES, ROTATIONS, find_bias, read_names
 from farfield.ops.table import Operator
 
 _ROTATE = "queries and keys by their positions, which gives distances only in products of queries and keys"
@@ -53,11 +53,12 @@ def _find_code(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _find_shared_bias(model: nn.Module, path: str, code: Callable[..., Any]) -> str | None:
-    """Return the bias that an attention is called with: that of the attention in the same place of another block."""
+    """Return the bias that an attention is called with, of a module around it or of its place in another block."""
     if not any("bias" in name for name in inspect.signature(code).parameters):
         return None
-    alike = [(other, each) for other, each in model.named_modules() if star_numbers(other) == star_numbers(path)]
-    return next((f"{other}.{bias}" for other, each in alike if (bias := find_bias(each))), None)
+    found = ((name, BIASES.search(name)) for name, _ in model.named_parameters())
+    holders = ((name, name[: name.rfind(".", 0, match.start()) + 1]) for name, match in found if match)
+    return next((name for name, place in holders if f"{star_numbers(path)}.".startswith(star_numbers(place))), None)
 
 
 def _read_names(around: Sequence[nn.Module]) -> set[str]:

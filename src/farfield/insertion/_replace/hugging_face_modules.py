@@ -12,7 +12,7 @@ from farfield.insertion._replace.modules import Replaced, split_heads
 
 
 class SeparateAttention(Replaced, nn.Module):
-    """The self-attention of ViLT, FLAVA and TimeSformer with any operator; created by `replace_attention`."""
+    """The self-attention of ViLT and of FLAVA with any operator; created by `replace_attention`."""
 
     @property
     def head_dim(self) -> int:
@@ -40,6 +40,14 @@ class SeparateAttention(Replaced, nn.Module):
             query, key, value, valid, scale=scale, dropout=dropout, weights=output_attentions
         )
         return (response.flatten(2),) if matrix is None else (response.flatten(2), matrix)
+
+
+class TimesformerAttention(SeparateAttention):
+    """The attention of TimeSformer, which has no mask; created by `replace_attention`."""
+
+    def forward(self, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Attend with tokens `(b, n, c)`; the matrix follows if requested."""
+        return super().forward(hidden_states, None, output_attentions)
 
 
 class BlipVisionAttention(SeparateAttention):

@@ -10,7 +10,11 @@ from torch import nn
 
 from farfield.insertion._replace.calls import find_caller
 from farfield.insertion._replace.hugging_face import uses_interface
-from farfield.insertion._replace.hugging_face_modules import BlipVisionAttention, SeparateAttention
+from farfield.insertion._replace.hugging_face_modules import (
+    BlipVisionAttention,
+    SeparateAttention,
+    TimesformerAttention,
+)
 from farfield.insertion._replace.modules import Replaced, TorchAttention
 from farfield.insertion._replace.monai_modules import MonaiCrossAttention, MonaiSelfAttention
 from farfield.insertion._replace.multi_scale import LiteMlaAttention, SanaMultiscaleAttention
@@ -27,7 +31,7 @@ KINDS: dict[tuple[str, str], type[Replaced]] = {
     ("transformers.models.vilt.modeling_vilt", "ViltSelfAttention"): SeparateAttention,
     ("transformers.models.flava.modeling_flava", "FlavaSelfAttention"): SeparateAttention,
     ("transformers.models.blip.modeling_blip", "BlipAttention"): BlipVisionAttention,
-    ("transformers.models.timesformer.modeling_timesformer", "TimesformerSelfAttention"): SeparateAttention,
+    ("transformers.models.timesformer.modeling_timesformer", "TimesformerSelfAttention"): TimesformerAttention,
 }
 
 

@@ -27,6 +27,8 @@ class Replaced:
     __prepare_scriptable__ = staticmethod(refuse_to_script)
     operator: Operator
     operator_name: str
+    # Numbers of channels of the host's layers; none in one that was replaced before there was this.
+    widths: frozenset[int] = frozenset()
 
     @classmethod
     def find_original(cls, module: Any) -> str:

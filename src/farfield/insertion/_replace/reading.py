@@ -10,16 +10,18 @@ from typing import Any
 
 from torch import nn
 
-# Parameters that are added to the products of queries and keys.
-_BIASES = re.compile("relative|rel_pos|rel_attn|attention_bias|pos(ition)?_bias|sinks")
+# Parameters and flags of what is added to the products of queries and keys.
+BIASES = re.compile("relative|rel_pos|rel_attn|attention_bias|pos(ition)?_bias|distance_embedding|sinks")
 # Names of what rotates queries and keys, other than "property"; and of what a rotation needs, and more than that.
 ROTATIONS = re.compile("rope(?!r)|rotary|rotat|freqs", re.IGNORECASE)
 ANGLES = re.compile("(?<![a-z])sin(?![a-z])|polar|view_as_complex")
 
 
 def find_bias(module: nn.Module) -> str | None:
-    """Return the name of a parameter that is added to the products of queries and keys, by its name; None if none."""
-    return next((name for name, _ in module.named_parameters() if _BIASES.search(name)), None)
+    """Return the parameter or the flag of what is added to the products of queries and keys, by its name, or None."""
+    flags = [name for name, value in vars(module).items() if value is True]
+    names = [name for name, _ in module.named_parameters()]
+    return next(filter(BIASES.search, names + flags), None)
 
 
 def read_names(module: nn.Module, function: Callable[..., Any]) -> set[str]:
