@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -379,3 +380,47 @@ def test_a_check_that_takes_more_than_a_tile_says_so() -> None:
     assert plan.check.bytes > plan.tile_bytes
     assert plan.check.bytes == 8 * (unfolded + sum(each.numel() for each in net.parameters()))
     assert f"{plan.check.bytes:,} bytes for parameters" in str(plan)
+
+
+def trained_network(scale: float, layers: int = 1) -> nn.Module:
+    """A network whose batch norms have seen numbers from 0 to a scale."""
+    blocks = [(nn.Conv2d(1 if not layer else 6, 6, 3, padding=1), nn.BatchNorm2d(6)) for layer in range(layers)]
+    net = nn.Sequential(*(module for block in blocks for module in block), nn.Conv2d(6, 2, 1)).train()
+    with torch.no_grad():
+        for _ in range(60):
+            net(scale * torch.rand(2, 1, 32, 32))
+    return net.eval()
+
+
+BYTES = np.random.default_rng(0).integers(0, 256, (64, 64)).astype("uint8")
+RANGES: dict[str, tuple[float, np.ndarray, bool]] = {
+    "bytes for numbers up to 1": (1.0, BYTES, True),
+    "bytes as floats": (1.0, BYTES.astype("float32"), True),
+    "16 bits for bytes": (255.0, BYTES.astype("uint16") * 257, True),
+    "bytes for bytes": (255.0, BYTES, False),
+    "numbers up to 1": (1.0, BYTES.astype("float32") / 255, False),
+    "another contrast": (1.0, BYTES.astype("float32") / 40, False),
+    "numbers up to 1 for bytes": (255.0, BYTES.astype("float32") / 255, False),
+}
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", RANGES)
+def test_numbers_unlike_those_of_training_are_told(kind: str, layers: int) -> None:
+    scale, volume, is_told = RANGES[kind]
+    torch.manual_seed(0)
+    net = trained_network(scale, layers)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        predict_whole(net, volume, tile=16, quiet=True)
+    assert [("first batch norm" in str(each.message), "; fix: " in str(each.message)) for each in told] == [
+        (True, True)
+    ] * is_told
+    assert not net[1]._forward_pre_hooks
+
+
+def test_norms_that_were_not_trained_tell_nothing() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predict_whole(net, BYTES, tile=16, quiet=True)

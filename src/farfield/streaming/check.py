@@ -7,6 +7,7 @@ tiles by the recorded graph. Tiles may differ by `_ALLOWED` times what the preci
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from farfield._refusals import refusal
 from farfield.nn.network_copy import copied, share_parameters
@@ -29,6 +31,8 @@ from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, 
 
 # The distance from the untiled network that is allowed, in its own distance from float64.
 _ALLOWED = 4
+# How many times as far apart as in training numbers are at least where bytes are given for numbers up to 1: the root.
+_FAR = 16
 # Where the volume is looked at for a region that is not constant: shares of the free room, the middle first.
 _PLACES = (0.5, 0.25, 0.75, 0.0, 1.0)
 # (sample, volume, box of the volume) -> its numbers
@@ -46,6 +50,7 @@ def run_check(
     size: Sequence[int],
     read: _ReadBox,
     samples: int = 1,
+    warn: Callable[[str], object] | None = None,
 ) -> str:
     """Compare tiles with a copy of the network on a region; return why it was not checked; refuse a difference.
 
@@ -69,7 +74,7 @@ def run_check(
         reads = [partial(_read_known, plan, own) for own in each]
     grids = [torch.cat(own) for own in zip(*each, strict=True)]
     try:
-        want = _run_copy(network, finish, grids, None)
+        want = _run_copy(network, finish, grids, None, None if noisy else warn)
     except (RuntimeError, IndexError, ValueError) as error:
         if not noisy:
             raise
@@ -145,15 +150,30 @@ def _varies(grid: Tensor) -> bool:
 
 
 def _run_copy(
-    network: nn.Module, finish: Callable[[Any], Tensor], grids: Sequence[Tensor], dtype: torch.dtype | None
+    network: nn.Module,
+    finish: Callable[[Any], Tensor],
+    grids: Sequence[Tensor],
+    dtype: torch.dtype | None,
+    warn: Callable[[str], object] | None = None,
 ) -> Tensor:
-    """Run a copy of the network, in another precision if one is given."""
+    """Run a copy of the network, in another precision if one is given; warn of numbers unlike those of training."""
 
     def convert(tensor: Tensor) -> Tensor:
         shared = share_parameters(tensor)
         return shared.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else shared
 
+    def compare(norm: Any, given: Any) -> None:
+        spread = given[0].transpose(0, 1).flatten(1).var(1) / (norm.running_var + norm.eps)
+        if warn is not None and (factor := float(spread.median().sqrt())) > _FAR:
+            warn(
+                f"predict_whole: the first batch norm gets numbers that are {factor:.0f} times as far apart as in "
+                "training; fix: the volume as in training, such as volume / 255 of bytes."
+            )
+
     with copied(network, convert, discard=True) as own, without_fast_attention():
+        norms = (each for each in own.modules() if isinstance(each, _BatchNorm) and each.num_batches_tracked)
+        for norm in itertools.islice(norms, 1):
+            norm.register_forward_pre_hook(compare)
         return finish(own(*(grid.clone() if dtype is None else grid.to(dtype) for grid in grids)))
 
 

@@ -178,7 +178,7 @@ class Prediction:
         # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
         read = partial(self.read_box, lambda name, region, sample: self.sources[name].read(region, sample))
         with torch.no_grad():
-            problem = run_check(plan.check, model, finish, plan.size, read, plan.samples)
+            problem = run_check(plan.check, model, finish, plan.size, read, plan.samples, stream.warn)
         if problem:
             stream.warn(f"predict_whole: tiles are not checked: {problem}.")
 
