@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from farfield import ShapeError, ops
 from farfield.nn import GridAttention
-from farfield.streaming import respond_whole
+from farfield.ops.grid import ALL, AXES
+from farfield.streaming import predict_whole, respond_whole
 from helpers.grids import draw_mask
 from helpers.seeding import seeded_generator
 from helpers.streamed_nets import attention, relative, settled
 
 ROWS = tuple(ops.OPERATORS)
 TOLERANCE = 1e-5
+SOFTMAX = ops.OPERATORS["softmax"].coefficients
 
 
 def whole(layer: GridAttention, *inputs: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
@@ -140,3 +145,78 @@ def test_batches_that_differ_are_refused_before_anything_is_read() -> None:
     layer, grid, context = settled(attention("siamese")), torch.randn(2, 6, 8, 9), torch.randn(3, 6, 8, 9)
     with pytest.raises(ShapeError, match="respond_whole: grid and context must have the same batch"):
         respond_whole(layer, grid, context=context, tile=(4, 9), quiet=True)
+
+
+# ---- operators of the user -------------------------------------------------------------------------------------------
+def weigh_keys(key: Tensor, valid: Tensor) -> tuple[Tensor, None]:
+    return key.exp() * valid, None
+
+
+def ramp(positions: Tensor) -> Tensor:
+    return torch.linspace(0, 1, positions.shape[-1]).to(positions)
+
+
+# What is computed of each position alone, but for one function.
+PLACED = {
+    "keys by their place": {"basis": lambda key, valid: (key.exp() * ramp(key) * valid, None)},
+    "keys by all others": {"basis": lambda key, valid: (key.softmax(-1) * valid, None)},
+    "keys by their neighbors": {"basis": lambda key, valid: (key.roll(1, -1).exp() * valid, None)},
+    "keys by their number": {
+        "basis": lambda key, valid: (key.exp() * valid / key.shape[-1], None),
+        "per": lambda *_: 1,
+    },
+    "keys that are sums along axes": {"keys_from": AXES},
+    "queries by their place": {"coefficients": lambda query, summary: query.softmax(2) * ramp(query)},
+    "queries by their number": {"coefficients": lambda query, summary: query.softmax(2) / query.shape[-1]},
+    "slots by their place": {
+        "basis": None,
+        "coefficients": lambda query, summary: summary.keys @ query * ramp(summary.keys.mT)[:, None],
+    },
+}
+
+
+def own_operator(**functions: Any) -> ops.Operator:
+    return ops.Operator(**{"basis": weigh_keys, "coefficients": lambda query, _: query.softmax(2)} | functions)
+
+
+def run_both(layer: GridAttention, grid: Tensor) -> None:
+    net = nn.Sequential(nn.Conv2d(8, 8, 1), layer).eval()
+    assert relative(respond_whole(layer, grid, tile=(5, 6), quiet=True), whole(layer, grid)) < TOLERANCE
+    assert relative(predict_whole(net, grid, tile=5, quiet=True), whole(net, grid)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_an_operator_that_depends_on_the_place_is_refused(name: str) -> None:
+    layer, grid = (
+        settled(GridAttention(8, own_operator(**PLACED[name]), heads=2, project="qkv")),
+        torch.randn(1, 8, 12, 14),
+    )
+    for run in (
+        lambda: respond_whole(layer, grid, tile=(5, 6), quiet=True),
+        lambda: predict_whole(nn.Sequential(nn.Conv2d(8, 8, 1), layer).eval(), grid, tile=5, quiet=True),
+    ):
+        with pytest.raises(ValueError, match=r"_whole: .*its operator depends on .*fix: .* added to the grid"):
+            run()
+
+
+def test_what_depends_on_the_place_is_added_before() -> None:
+    class Placed(nn.Module):
+        """What the refusal names as the fix."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.attention = nn.Conv2d(8, 8, 1), GridAttention(8, own_operator())
+
+        def forward(self, grid: Tensor) -> Tensor:
+            return self.attention(self.first(grid) + ramp(grid) + ramp(grid.mT)[:, None])
+
+    net, grid = settled(Placed()), torch.randn(1, 8, 12, 14)
+    assert relative(predict_whole(net, grid, tile=5, quiet=True), whole(net, grid)) < TOLERANCE
+
+
+@pytest.mark.parametrize("keys_from", ["all", "pooled", "axes"])
+def test_an_operator_of_each_position_alone_runs_wherever_keys_come_from(keys_from: str) -> None:
+    where = {"all": ALL, "pooled": ops.pooled((3, 2)), "axes": AXES}[keys_from]
+    bases = ({}, {"basis": ops.OPERATORS["flare"].basis}) if keys_from != "axes" else ()
+    for functions in (*bases, {"basis": None, "coefficients": SOFTMAX}):
+        run_both(settled(GridAttention(8, own_operator(keys_from=where, **functions))), torch.randn(1, 8, 12, 14))

@@ -103,12 +103,12 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         fill: The number that the network reads where the mask is False, whatever the volume holds there, NaN included.
 
     Returns:
-        The result, with the volume's axes (several channels always have an axis); 0 where all that a position stands
-        for is not valid. Without `out` a tensor on the volume's device if the volume is a tensor, else an array of
-        NumPy (with the matrix of a tensor of MONAI, the names and coordinates of an array of xarray), or a dict or
-        tuple of these as the model returns several; otherwise the user's array, or the file at the path, opened for
-        reading. An array or file has several outputs as channels, one after the other; `open_volume` reads their names
-        in a file.
+        The result, in the network's dtype or that of the caller's autocast (float32 for bfloat16, where it is no
+        tensor), with the volume's axes (several channels always have an axis); 0 where all that a position stands for
+        is not valid. Without `out` a tensor on the volume's device if the volume is a tensor, else an array of NumPy
+        (with the matrix of a tensor of MONAI, the names and coordinates of an array of xarray), or a dict or tuple of
+        these as the model returns several; otherwise the user's array, or the file at the path, opened for reading. An
+        array or file has several outputs as channels, one after the other; `open_volume` reads their names in a file.
 
     Raises:
         ValueError: If the model is in training mode or does not take the volume's size; if an operation does not run in

@@ -242,6 +242,8 @@ def _check(layer: GridAttention, given: Mapping[str, Any]) -> None:
         )
     if layer.training and layer.coefficient_norm is not None:
         raise refusal(ValueError, "batch norm in training needs the whole grid; fix: layer.eval().")
+    if problem := layers.find_dependence(layer):
+        raise refusal(ValueError, f"{problem}.")
 
 
 def _order_inputs(

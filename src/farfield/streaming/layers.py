@@ -6,15 +6,19 @@ Summaries merge in float64, so that rounding does not add up over many tiles.
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from farfield.nn import GridAttention
-from farfield.ops.grid import Gathered, Pool
+from farfield.ops.grid import ALL, Gathered, Pool
 from farfield.ops.slots import Summary
+from farfield.ops.table import OPERATORS
 from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError, take_dims, widen
 from farfield.streaming.spans import Box, Layout, Piece, is_cut, whole_dim
 
@@ -31,6 +35,33 @@ def make_streamable(attention: GridAttention) -> GridAttention:
     twin = copy.copy(attention)
     twin.operator = operator
     return twin
+
+
+def find_dependence(attention: GridAttention) -> str:
+    """Return why an operator of the user has other responses in tiles: parts and the whole of some grid differ."""
+    weight = next(attention.parameters(), torch.empty(0))
+    if attention.operator in OPERATORS.values() or weight.is_meta:
+        return ""
+    operator = attention.operator.in_linear_order()
+    twin, count = copy.copy(attention), 1000
+    # Its functions get positions side by side, wherever these come from.
+    twin.operator = replace(operator, keys_from=ALL, queries_from=ALL)
+    grid = torch.arange(float(count * twin.channels), device=weight.device).sin().to(weight.dtype)
+    grid = grid.view(1, twin.channels, count)
+    parts = [(part, (383 * index,), (count,)) for index, part in enumerate(grid.split(383, 2))]
+    with torch.no_grad():
+        want = twin.respond(grid, twin.summarize(grid))
+        # In another order, as tiles of several axes.
+        summaries = [twin.summarize(part, origin=origin, size=size) for part, origin, size in reversed(parts)]
+        merged = functools.reduce(Summary.merge, summaries)
+        got = torch.cat([twin.respond(part, merged, origin=origin, size=size) for part, origin, size in parts], 2)
+    # Half of the digits, as of an operation in a check.
+    is_other = float((got - want).abs().max()) > math.sqrt(torch.finfo(want.dtype).eps) * float(want.abs().max())
+    # Of sums along axes, a tile has its part alone.
+    return (is_other or (operator.basis is not None and not operator.keys_from.side_by_side)) * (
+        "a function of its operator depends on other positions, their number or their place, of which a tile has its "
+        "own; fix: functions of one position alone, keys_from=ALL, and what depends on the place added to the grid"
+    )
 
 
 def has_grid_summary(attention: GridAttention) -> bool:
@@ -123,6 +154,8 @@ def _reduce(call: OperationCall) -> Reduction | None:
 
 def _reduce_attention(call: OperationCall, module: GridAttention) -> Reduction:
     layout, size, attention = call.operands[0].layout, call.shape[2:], make_streamable(module)
+    if problem := find_dependence(module):
+        raise RuleError(problem)
 
     def place(box: Box, tensors: Sequence[Tensor]) -> dict[str, Any]:
         mask = tensors[1] if len(tensors) > 1 else None
