@@ -69,7 +69,8 @@ class Tiles:
         statistics: What norms, means and pooling see: "whole", all positions of the volume, or "tile", the positions
             that a tile reads, as in training on patches. Tiles then all read as many positions, their halo included,
             rounded up to multiples of the strides, and the result depends on where they are cut. Nothing is stored.
-            `GridAttention` and layers with `summarize` and `respond` see the whole in either case.
+            `GridAttention` and layers with `summarize` and `respond` see the whole in either case. A network that has
+            other constants on a patch than there in the whole, such as coordinates, is refused.
 
     Example:
         >>> from torch import nn

@@ -207,7 +207,7 @@ class Planner:
 
     def _record(self, batch: int, size: tuple[int, ...], *, reduced: bool = True) -> Recording:
         """Record the network on volumes of this size; raise ValueError if it does not take them."""
-        key = batch, size, reduced
+        key = batch, size, reduced and self.reduce is not None
         if key in self.recordings:
             return self.recordings[key]
         dtype = self.dtype or dtype_of(self.model)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from farfield._checks import ShapeError
 from farfield._fingerprint import fingerprint
@@ -145,7 +145,7 @@ class StreamingPlan:
         """
         with door(caller):
             refuse_training(network.network if isinstance(network, MeanOverFlips) else network)
-            bound = replace(self, **self._convert(lambda labelled: _bind_graph(labelled, network)))
+            bound = replace(self, **self._convert(lambda labelled: _bind_graph(labelled, network, self.outputs)))
             if isinstance(bound.graph_plan, PatchPlan):
                 refuse_moved(bound.graph_plan)
         return bound
@@ -220,12 +220,19 @@ def describe_graph(nodes: Sequence[Node]) -> list[str]:
     return [repr(node._replace(args=() if node.op == "constant" else node.args, path="", macs=0)) for node in nodes]
 
 
-def _bind_graph(labelled: LabelledGraph, network: nn.Module) -> LabelledGraph:
+def _bind_graph(labelled: LabelledGraph, network: nn.Module, outputs: Outputs) -> LabelledGraph:
     """Return a graph with its labels, and the tensors and layers of a network; refuse one of other operations."""
     planned = labelled.graph
     volumes = [planned.info(value) for value in planned.inputs]
+    found = outputs
+
+    def finish(output: Any) -> Tensor:
+        nonlocal found
+        grid, found = one_grid(network, volumes[0].shape, output, outputs.taken)
+        return grid
+
     try:
-        graph = record_network(network, volumes, lambda output: one_grid(network, volumes[0].shape, output)[0], planned)
+        graph = record_network(network, volumes, finish, planned)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise _other_network(network, f"does not run on a volume of shape {volumes[0].shape}: {error}") from error
     count = len(graph.nodes)
@@ -236,8 +243,10 @@ def _bind_graph(labelled: LabelledGraph, network: nn.Module) -> LabelledGraph:
         raise _other_network(network, f"runs {own}, and the plan {was}" + " with other arguments" * (own == was))
     reduced = planned.nodes[count:]
     ends = {value for node in reduced for value in node.inputs if value.node < count} or {planned.output}
-    if ends != {graph.output} or len(_nodes_around(planned)) != len(_nodes_around(graph)) + len(reduced):
-        raise _other_network(network, "returns the result of another operation")
+    if (ends, found) != ({graph.output}, outputs) or len(_nodes_around(planned)) != len(_nodes_around(graph)) + len(
+        reduced
+    ):
+        raise _other_network(network, "returns other results")
     constants = _constants_of(planned, reduced) | graph.constants
     bound = replace(graph, constants=constants, nodes=graph.nodes + reduced, output=planned.output)
     # Levels are those of the plan: on patches, they are not those that follow from the labels.
