@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from farfield import cost, insert, insertion, maps, replace_attention
-from farfield.nn import GridAttention
-from farfield.streaming import plan_whole, predict_whole, respond_whole
+from farfield.nn import GridAttention, attention_for
+from farfield.streaming import find_seams, freeze_statistics, plan_whole, predict_whole, respond_whole
 from helpers.networks_with_state import CHANNELS, INSIDE, OUTSIDE, SIZE, Base, build, contents, forget
 from helpers.partly import in_turn
 
@@ -140,6 +140,37 @@ def test_a_network_with_compiled_parts_runs_as_before(make: Callable[[], nn.Modu
             look(net, name)
         torch.testing.assert_close(net(volume), expected)
         net(volume[..., :20])
+
+
+class Writing(nn.Module):
+    """A network that writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Conv2d(CHANNELS, 8, 3, padding=1), GridAttention(8, "siamese")
+        self.last = nn.Sequential(nn.InstanceNorm2d(8), nn.Conv2d(8, 2, 1))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.last(self.attention(self.first(grid.sub_(0.4).mul_(3.0))))
+
+
+GIVEN: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "insert": lambda net, given: insert(net, "first", attention_for, example=given),
+    "places": lambda net, given: insertion.places(net, given),
+    "layers": lambda net, given: maps.layers(net, given),
+    "health": lambda net, given: maps.health(net, given),
+    "freeze_statistics": lambda net, given: freeze_statistics(net, given),
+    "find_seams": lambda net, given: find_seams(net, given[0], tile=8),
+    "predict_whole": lambda net, given: predict_whole(net, given, tile=8, quiet=True),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_is_given_to_a_network_that_writes_to_it_is_as_before(name: str) -> None:
+    given = torch.rand(1, CHANNELS, 40, 36)
+    kept = given.clone()
+    GIVEN[name](Writing().eval(), given)
+    assert torch.equal(given, kept)
 
 
 def fakes() -> list[FakeTensor]:

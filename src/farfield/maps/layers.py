@@ -21,6 +21,7 @@ from farfield.nn.attention import GridAttention
 from farfield.nn.network_copy import copied, share_parameters
 from farfield.nn.norm import CoefficientNorm
 from farfield.nn.token_attention import TokenCall, record_token_calls
+from farfield.nn.tracing import call
 
 # Most tokens before the patches: class and distillation tokens and up to 8 registers, with room. Detection tokens, of
 # which YOLOS has 100, stand behind the patches.
@@ -72,7 +73,7 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
         originals: dict[Any, Any] = dict(zip(own.modules(), network.modules(), strict=True))
         recorded = record_layers(own)
         with _record_tokens(own, recorded):
-            own.eval()(*inputs)
+            call(own.eval(), inputs)
     check_has_attention(network, recorded)
     return {
         name: layer._replace(attention=originals.get(layer.attention, layer.attention))

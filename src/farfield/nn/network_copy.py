@@ -167,9 +167,9 @@ class Copier:
     def copy_function(self, function: types.FunctionType) -> Any:
         """Copy a function with what it encloses; share one that has a name in its module, or encloses nothing."""
         # What the compiler made of a function belongs to it, as a compiled call of a module does.
-        function = vars(function).get("_torchdynamo_orig_callable", function)
-        if not isinstance(function, types.FunctionType):
-            return self.copy(function)
+        written: Any = vars(function).get("_torchdynamo_orig_callable")
+        if written is not None:
+            return self.copy(written)
         home = vars(sys.modules.get(function.__module__ or "", types))
         kept = (function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function))
         if home.get(function.__name__) is function or not any(kept):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from farfield.nn.leftovers import FakeTensors, leftovers_cleared, sweep
 from farfield.nn.network_copy import CannotCopyError, copied, make_empty, share_parameters
@@ -37,10 +37,14 @@ def keep_random_numbers(model: nn.Module) -> Iterator[None]:
 
 
 def call(model: nn.Module, example: Any) -> Any:
-    """Call a model with a dict of named arguments, a tuple of arguments, or the one argument."""
+    """Call a model with a dict of named arguments, a tuple of arguments, or the one argument: it may write to them."""
     if isinstance(example, Mapping):
-        return model(**example)
-    return model(*example) if isinstance(example, tuple) else model(example)
+        return model(**{name: _clone(each) for name, each in example.items()})
+    return model(*map(_clone, example if isinstance(example, tuple) else (example,)))
+
+
+def _clone(argument: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.clone, argument)
 
 
 def tensors(outputs: Any) -> list[Tensor]:

@@ -147,7 +147,7 @@ def check_reduction(reduce: Any) -> None:
         )
 
 
-def _reduce_grid(reduce: Reduce, grid: Tensor) -> Tensor:
+def _reduce_grid(reduce: Any, grid: Tensor) -> Tensor:
     if reduce is None:
         return grid
     if isinstance(reduce, str) and grid.shape[1] == 1:

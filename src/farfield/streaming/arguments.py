@@ -276,11 +276,11 @@ def check_arguments(model: nn.Module, count: int) -> None:
         signature.bind(*range(count))
     except TypeError as error:
         inputs = "1 input" if count == 1 else f"{count} inputs"
-        names = [name for name, each in signature.parameters.items() if each.default is each.empty]
+        names = [f"{name}," for name, each in signature.parameters.items() if each.default is each.empty]
         raise refusal(
             TypeError,
             f"{type(model).__name__}.forward{signature} does not take {inputs}: {error}; fix: a tuple of "
-            f"volumes of one size, ({', '.join(names)}), or a module around the network that has the others.",
+            f"volumes of one size, ({' '.join(names)}), or a module around the network that has the others.",
         ) from error
 
 
@@ -330,7 +330,7 @@ class _Convolution(NamedTuple):
 def _first_convolution(model: nn.Module) -> _Convolution | None:
     for module in model.modules():
         if isinstance(module, _ConvNd):
-            return _Convolution(module.weight.dim() - 2, module.in_channels)
+            return _Convolution(len(module.kernel_size), module.in_channels)
         if isinstance(module, ScriptedNetwork) and (found := module.first_convolution()) is not None:
             return _Convolution(*found)
     return None

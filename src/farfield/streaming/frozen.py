@@ -197,7 +197,8 @@ class ObservedNetwork:
             return result
 
         with FollowedRun(_OBSERVED, answer):
-            return self.network(*grids), found
+            # It may write to them, and they are of the user's volume.
+            return self.network(*(grid.clone() for grid in grids)), found
 
 
 _OBSERVED = "observed"

@@ -44,6 +44,8 @@ def read_photograph(path: Path) -> Photograph:
     """Read a photograph and rotate it by its EXIF orientation; raise if it is missing or cannot be read."""
     try:
         with Image.open(path) as file:
+            if file.format == "TIFF" and (planes := getattr(file, "n_frames", 1)) > 1:
+                raise ValueError(f"it has {planes} planes")
             image = ImageOps.exif_transpose(file).convert("RGB")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no image {path}.") from error
