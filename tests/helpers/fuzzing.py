@@ -603,7 +603,9 @@ def compare(drawn: Drawn, results: Results) -> Outcome:
             max(limit, roundings * (m + eps * float(w.norm()) + spacing_of(dtype) / 2 * math.sqrt(w.numel())))
             for limit, m, w in zip(limits, moved, want, strict=True)
         ]
-        if all(distance <= limit for distance, limit in zip(distances, limits, strict=True)):
+        # Where a masked query's 0 meets a slot, the library's form alone holds what exceeds the range.
+        within = (distance <= limit for distance, limit in zip(distances, limits, strict=True))
+        if everywhere.isfinite().all() and all(within):
             break
     if not everywhere.isfinite().all():
         return Outcome("wrong", "a response is not finite")
