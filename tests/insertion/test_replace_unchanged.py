@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from farfield import replace_attention
+from farfield.insertion import linearize
 from farfield.insertion._replace import api, hugging_face, learned, saving
 
 TOKENS = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0))
@@ -170,6 +171,14 @@ def test_what_it_learns_is_like_the_weights_around_it() -> None:
     tokens = TOKENS.double()
     network(tokens).sum().backward()
     assert network.attend.query_map.grad.abs().sum() > 0
+
+
+def test_attention_without_weights_is_linearized_by_the_weights_around_it() -> None:
+    network = nn.Sequential(Block(), nn.LayerNorm(16)).eval()
+    inputs = [TOKENS, TOKENS.flip(0), TOKENS.flip(1)]
+    report = linearize(network, "linear_elu", inputs, steps=(0, 2), tune="all", quiet=True)
+    assert len(report.losses) == 2
+    assert network(TOKENS).isfinite().all()
 
 
 # ---- parameters of the host's own ------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def _replace(model: nn.Module, operator: Operator, paths: Sequence[str], local: 
 def _measure_cost(module: nn.Module, operator: Operator, tokens: int) -> AttentionCost:
     """Measure the attention of a layer for one sample of random tokens, by torch's kernel and by the operator."""
     heads, width = find_heads(module) or (1, 64)
-    like = next(module.parameters())
+    like = next(module.parameters(), torch.empty(0))
     query, key, value = (like.new_empty(1, heads, tokens, width).normal_() for _ in range(3))
 
     def softmax() -> Tensor:
