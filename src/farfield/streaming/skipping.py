@@ -91,11 +91,8 @@ class _Stated(SlicedArray):
 def open_mask(mask: Any, volume: Any, arranged: Sequence[Any]) -> Any:
     """Return a mask as an array with its axes in the order of a volume's; refuse one of floats."""
     if isinstance(mask, str):
-        parts = [
-            part
-            for part in zip(arranged[1].values(), arranged[2], find_nodata(volume), strict=True)
-            if part[2] is not None
-        ]
+        given = zip(arranged[1].values(), arranged[2], find_nodata(volume), strict=True)
+        parts = [(array, layout, nodata) for array, layout, nodata in given if nodata is not None]
         if not parts or any(layout is None for _, layout, _ in parts):
             text = f'mask="{NODATA}" needs a volume of open_volume whose file states what is no number; fix: an array'
             raise refusal(ValueError, f"{text}, such as volume[:] != -9999.")

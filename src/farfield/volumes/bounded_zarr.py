@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numcodecs.abc import Codec as Numcodec  # type: ignore[import-untyped]
@@ -54,8 +54,10 @@ TELLING: dict[str, Callable[[bytes], int | None]] = {
 
 
 # Those that make some times as many bytes at most.
-KEEPING = ("adler32", "astype", "bitround", "crc32", "crc32c", "delta", "fixedscaleoffset", "fletcher32")
-KEEPING += ("jenkins_lookup3", "packbits", "quantize", "shuffle")
+KEEPING = (
+    *("adler32", "astype", "bitround", "crc32", "crc32c", "delta", "fixedscaleoffset", "fletcher32"),
+    *("jenkins_lookup3", "packbits", "quantize", "shuffle"),
+)
 
 
 def zstd_size(data: bytes) -> int | None:
@@ -171,13 +173,13 @@ def bound(codec: Codec, chunk_bytes: int) -> Codec:
             each and BoundedNumcodec(check_known(each), chunk_bytes) for each in (old.compressor, *(old.filters or ()))
         )
         return replace(old, compressor=compressor, filters=tuple(filters) or None)
-    described: Any = codec.to_dict()
+    inner, described = cast(Any, codec), cast(Any, codec.to_dict())
     name = described["name"].removeprefix("numcodecs.")
     if isinstance(codec, BytesCodec | Crc32cCodec) or (isinstance(codec, ArrayArrayCodec) and name not in KEEPING):
         return codec
     settings = described.get("configuration", {}) if name in ("lzma", *KEEPING) else {}
     numcodec = check_known(get_codec({"id": name, **settings}))
-    return codec if name in KEEPING else BoundedCodec(codec, numcodec)
+    return codec if name in KEEPING else BoundedCodec(inner, numcodec)
 
 
 def check_known(codec: Any) -> Any:
