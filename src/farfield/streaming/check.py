@@ -238,7 +238,7 @@ def _find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
     for index in labelled.order:
         node = graph.nodes[index]
         run_node(graph, index, known, grids)
-        if index in labelled.calls and not node.known:
+        if index in labelled.calls and Value(index) not in labelled.kept:
             got = _run_operation(plan, index, known)
             if distance(got, known[Value(index)]) > math.sqrt(_eps(got)):
                 return f"the first operation that differs is {node.op} in {node.path}"
