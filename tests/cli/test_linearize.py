@@ -58,7 +58,7 @@ def test_an_encoder_becomes_linear_and_loads_again(run: Callable[[str], str]) ->
     [
         ("bert --texts text.txt --out bert", "would replace bert"),
         ("bert --texts text.txt --out text.txt", "would replace text.txt"),
-        ("bert --texts none.txt --out linear --tokens 16", "none.txt is no text"),
+        ("bert --texts none.txt --out linear --tokens 16", "there is no file none.txt"),
         ("bert --texts text.txt --out linear --tokens 80", "fix: --tokens 64"),
         ("bert --texts text.txt --out linear --tokens 60", "fix: more text, or fewer --tokens"),
         ("bert --out linear", "--texts corpus.txt"),
