@@ -19,6 +19,7 @@ from farfield.streaming.labels import GraphError, label_graph
 from farfield.streaming.layers import has_grid_summary, make_streamable, summary_bytes
 from farfield.streaming.rules import windows
 from farfield.streaming.run import compute
+from farfield.volumes import ImageMetadata, Volume
 from helpers.drawn_networks import Layer
 from helpers.partly import UNLIKE, partly
 from helpers.recorded import record_network
@@ -128,6 +129,16 @@ def test_a_bare_attention_is_a_network_too() -> None:
         match=r"spatial dims is unknown, because GridAttention has no convolution.*fix: tile with one number",
     ):
         predict_whole(layer, grid, tile=7, quiet=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 24, 26), (1, 2, 9, 10, 12)])
+def test_a_network_without_convolution_takes_a_volume_as_torch_does(shape: tuple[int, ...]) -> None:
+    net, grid = settled(Layer(lambda grid: grid * 2 + grid.mean((2, 3), keepdim=True))), torch.randn(shape)
+    assert relative(predict_whole(net, grid, tile=5, quiet=True), whole(net, grid)) < TOLERANCE
+    # Letters tell it first.
+    space = Volume(torch.randn(3, 9, 10, 12).numpy(), ImageMetadata("CZYX"))
+    got = predict_whole(net, space, tile=5, quiet=True)
+    assert relative(torch.as_tensor(got), whole(net, torch.from_numpy(space.array)[None])[0]) < TOLERANCE
 
 
 def test_an_attention_that_is_masked_inside() -> None:

@@ -217,8 +217,10 @@ def arrange_volumes(
     layouts: list[AxisLayout | None] = [None] * len(arrays)
     try:
         dims = spatial_dims_of(model, tiles.size)
-    except (AttributeError, TypeError, ValueError):  # refused where the call is planned
-        return known, arrays, layouts
+    except (AttributeError, TypeError, ValueError):  # refused where the call is planned, if letters do not tell them
+        dims = sum(letter in "ZYX" for letter in known.axes) if known is not None else 0
+        if not dims:
+            return known, arrays, layouts
     for index, (name, each) in enumerate(zip(arrays, volume if isinstance(volume, tuple) else (volume,), strict=True)):
         metadata, array = split_volume(each)
         if metadata is None:
@@ -308,11 +310,18 @@ def parse_layouts(
     return layouts
 
 
-def spatial_dims_of(model: nn.Module, tile: object) -> int:
-    """Return the number of spatial dims of a model's input: the length of `tile`, or that of its first convolution."""
+def spatial_dims_of(model: nn.Module, tile: object, shape: Sequence[int] = (), known: AxisLayout | None = None) -> int:
+    """Return the number of spatial dims of a model's input: the length of `tile`, or that of its first convolution.
+
+    Without one, letters tell it, and then a shape as torch's modules take it: `(batch, channels, *size)`.
+    """
     if isinstance(tile, Sequence):
         return len(tile)
     convolution = _first_convolution(model)
+    if convolution is None and known is not None:
+        return known.spatial_dims
+    if convolution is None and len(shape) > 3:
+        return len(shape) - 2
     if convolution is None:
         raise refusal(
             ValueError,

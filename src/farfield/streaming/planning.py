@@ -191,7 +191,8 @@ class Planner:
             raise unknown("pad", self.pad, MODES)
         check_reduction(self.reduce)
         check_arguments(self.network, len(self.shapes))
-        dims = spatial_dims_of(self.network, self.tiles.size)
+        first = next(iter(self.known_layouts), None)
+        dims = spatial_dims_of(self.network, self.tiles.size, self.shapes[0], first)
         self.layouts = parse_layouts(self.shapes, dims, self.known_layouts)
         pairs = [own.batch_and_channels(shape) for own, shape in zip(self.layouts, self.shapes, strict=True)]
         self.batch, self.channels = pairs[0][0], tuple(channels for _, channels in pairs)

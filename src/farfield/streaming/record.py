@@ -126,8 +126,9 @@ class _Recorder(TorchDispatchMode):
 
     def find_places(self, index: Tensor | None, of_all: bool) -> Sequence[Tensor | None]:
         """Return the places along each dimension where a mask of the network itself holds; another index as it is."""
-        is_mask = index is not None and index.dtype == torch.bool and (of_all or index.dim() == 1)
-        if not is_mask or not self.write.is_known(self.value_of(index)):
+        if index is None or index.dtype != torch.bool or not (of_all or index.dim() == 1):
+            return [index]
+        if not self.write.is_known(self.value_of(index)):
             return [index]
         return self.compute_known(aten.nonzero_numpy.default, (index,), {})
 
