@@ -63,11 +63,12 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
             over flips of the volume. It may take several grids of one size as its arguments, and return several, in a
             dict, dataclass, tuple or list; one grid in any of these is one grid.
         volume: Anything with `shape` and slicing (arrays of NumPy, zarr and h5py, tensors of torch): `(*size)` of one
-            channel, `(channels, *size)` or `(batch, channels, *size)`, depending on the number of spatial dims. That
-            is the length of `tile` if it is a sequence, or else that of the model's first convolution; without one a
-            volume of four or five axes is read as `model(volume)` reads it. For a model of several inputs a tuple of these,
-            in the order of its arguments and of one size. Letters of a `farfield.volumes.Volume`, whatever their order, tell its axes: those of T, Z, Y, X that the network does
-            not have are samples, such as the planes of a stack for a 2-D network.
+            channel, `(channels, *size)` or `(batch, channels, *size)`, depending on the number of spatial dims. That is
+            the length of `tile` if it is a sequence, or else that of the model's first convolution; without one a
+            volume of four or five axes is read as `model(volume)` reads it. For a model of several inputs a tuple of
+            these, in the order of its arguments and of one size. Letters of a `farfield.volumes.Volume`, whatever their
+            order, tell its axes: those of T, Z, Y, X that the network does not have are samples, such as the planes of
+            a stack for a 2-D network.
         tile: Size of the tiles that are written, without halo: one number, or one per spatial dim, None for those that
             are not cut; rounded up to multiples of the strides; by default the largest that memory allows. `Tiles`
             also has the memory of a tile, the disk space of values that are stored between passes, the halo of
