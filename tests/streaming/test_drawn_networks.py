@@ -183,8 +183,8 @@ def test_what_is_resized_to_one_size_has_no_stride(name: str, pad: str | None) -
 
 
 def test_a_volume_of_which_nothing_is_left() -> None:
-    net = sequence(nn.Conv1d(1, 4, 7), nn.MaxPool1d(4), nn.ConvTranspose1d(4, 1, 4, stride=4), nn.Conv1d(1, 1, 3))
+    net = sequence(nn.Conv1d(1, 4, 1), nn.MaxPool1d(4), nn.ConvTranspose1d(4, 1, 4, stride=4), nn.Conv1d(1, 1, 6))
     with pytest.raises(
         ValueError, match=r"predict_whole: .*nothing of which is left without .* padded positions; fix: a larger"
     ):
-        predict_whole(net, torch.randn(1, 1, 9), tile=4, pad="constant", quiet=True)
+        predict_whole(net, torch.randn(1, 1, 5), tile=4, pad="constant", quiet=True)

@@ -150,7 +150,8 @@ class Planner:
         missing = [-length % stride for length, stride in zip(self.size, strides, strict=True)]
         padding = tuple((each // 2, each - each // 2) for each in missing)
         size = tuple(length + each for length, each in zip(self.size, missing, strict=True))
-        mixed = self.batch > 1 and self._mixes_samples(size)
+        # Of a network that took no size, it is not known.
+        mixed = self.batch > 1 and (bool(self.pad and probe is None) or self._mixes_samples(size))
         if mixed and "Z" in dict(self.layouts[0].samples):
             raise refusal(
                 ValueError,
