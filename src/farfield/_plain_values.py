@@ -1,16 +1,9 @@
-"""Files that may be untrusted: text of plain values and checks of these, and what weights a file has."""
+"""Files of plain values, which may be untrusted: their text, and checks of the values in them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
-from farfield._refusals import refusal
 
 # Largest size of a configuration file, in bytes; the recipes have about 3,000.
 _LONGEST = 2**20
@@ -52,28 +45,3 @@ def check_values(file: Path, values: Any) -> None:
             kind = type(value).__name__
             fix = "numbers, strings, booleans, null, and lists and mappings of them."
             raise ValueError(f"{file}: {place or 'it'} is of type {kind}; fix: {fix}")
-
-
-def read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the metadata of a file of weights and its tensors on the meta device; refuse a damaged file."""
-    try:
-        with safe_open(path, "pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  (no mapping)
-            return file.metadata() or {}, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    except PermissionError as error:
-        problem = f"cannot read {path}: {error.strerror}; fix: a file that you may read."
-        raise refusal(PermissionError, error.errno, problem) from error
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise refusal(ValueError, f"{path} is damaged: {error}; fix: save or download it again.") from error
-
-
-def describe_differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
-    """Return how the names and shapes of two state dicts differ, three differences at the most; "" if they do not."""
-    problems = [f"it lacks {name}" for name in expected if name not in given]
-    problems += [f"{name} is unknown" for name in given if name not in expected]
-    problems += [
-        f"{name} is {tuple(given[name].shape)} and not {tuple(expected[name].shape)}"
-        for name in expected
-        if name in given and given[name].shape != expected[name].shape
-    ]
-    return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")

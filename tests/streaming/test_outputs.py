@@ -173,7 +173,7 @@ def test_networks_of_half_precision_say_what_they_cannot_hold() -> None:
     net.half()[0].weight.data.fill_(2)
     with pytest.warns(UserWarning, match=r"the result has infinite numbers, .*float16.*; fix: model.float\(\)") as told:
         assert np.isinf(predict_whole(net, volume, tile=7, quiet=True)).all()
-    assert [each.filename for each in told] == [__file__]
+    assert {each.filename for each in told} == {__file__}
     np.testing.assert_array_equal(predict_whole(net.float(), volume, tile=7, quiet=True), 2.0 * volume)
 
 

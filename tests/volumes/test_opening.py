@@ -654,8 +654,8 @@ def test_chunks_are_decoded_once_a_pass(chunks: tuple[int, ...]) -> None:
     found = predict_whole(net, counting, tile=(4, 8, 8), quiet=True)
     np.testing.assert_array_equal(found, predict_whole(net, stack, tile=(4, 8, 8), quiet=True))
     count = int(np.prod([-(-length // own) for length, own in zip(stack.shape, chunks, strict=True)]))
-    # The region that is checked before the first pass reads them too, by the same cache.
-    assert counting.decoded <= count
+    # Once in the check before the first pass, which reads a small volume as a whole.
+    assert counting.decoded <= 2 * count
 
 
 def test_masks_of_chunks_are_seen() -> None:

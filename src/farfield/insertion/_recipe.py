@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from farfield._files import stage_files
-from farfield._plain_values import check_values, describe_differences, read_header, read_text
+from farfield._plain_values import check_values, read_text
 from farfield._refusals import door, refusal
+from farfield._weights import describe_differences, read_header
 from farfield.insertion._insert.additions import ChannelsLast, additions, attach_addition, read_watches, watch_places
 from farfield.insertion._places import CHILD, Place, join
 from farfield.insertion._replace.api import replace_attention

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from farfield._plain_values import describe_differences
 from farfield._refusals import door
+from farfield._weights import describe_differences
 from farfield.models.storage import read_weights
 from farfield.nn.transformer import TransformerLayer
 

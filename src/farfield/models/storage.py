@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from farfield._files import stage_files
-from farfield._plain_values import describe_differences, read_header
 from farfield._refusals import door, refusal
+from farfield._weights import describe_differences, read_header
 from farfield.models.card import is_edited, list_operators, write_card
 from farfield.models.choices import check_choice
 from farfield.models.description import FORMAT, check_arguments, read_config, translate

@@ -87,7 +87,7 @@ def _sum_positions(
     """Summarize positions, `weigh` being the operator's basis."""
     basis, peak = weigh(key, valid)  # (b, h, r, n)
     basis = basis if complete else basis.masked_fill(valid == 0, 0)  # a projection can make NaN of a masked zero
-    weights = basis.sum(-1, keepdim=True)
+    weights = (basis if complete else basis * valid).sum(-1, keepdim=True)
     # Values that heads share are read once for all heads.
     if value.shape[1] < basis.shape[1] and not is_recorded_for_onnx():
         values = sum_over_positions(basis.flatten(1, 2), value[:, 0]).unflatten(1, basis.shape[1:3])

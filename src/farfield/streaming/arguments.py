@@ -278,11 +278,12 @@ def check_arguments(model: nn.Module, count: int) -> None:
         signature.bind(*range(count))
     except TypeError as error:
         inputs = "1 input" if count == 1 else f"{count} inputs"
-        names = [f"{name}," for name, each in signature.parameters.items() if each.default is each.empty]
+        names = ", ".join(name for name, each in signature.parameters.items() if each.default is each.empty)
+        names += "," * ("," not in names)
         raise refusal(
             TypeError,
             f"{type(model).__name__}.forward{signature} does not take {inputs}: {error}; fix: a tuple of "
-            f"volumes of one size, ({' '.join(names)}), or a module around the network that has the others.",
+            f"volumes of one size, ({names}), or a module around the network that has the others.",
         ) from error
 
 

@@ -33,6 +33,8 @@ from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, 
 _ALLOWED = 4
 # How many times as far apart as in training numbers are at least where bytes are given for numbers up to 1: the root.
 _FAR = 16
+# What rounds in float64, in what rounds in float32.
+_NARROW = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 # Where the volume is looked at for a region that is not constant: shares of the free room, the middle first.
 _PLACES = (0.5, 0.25, 0.75, 0.0, 1.0)
 # (sample, volume, box of the volume) -> its numbers
@@ -64,8 +66,12 @@ def run_check(
         spans = zip(region, box[2:], strict=True)
         return read(sample, volume, (*box[:2], *(((first + a, first + b),) for (first, _), ((a, b),) in spans)))
 
-    region = find_varied(check.size, size, partial(read_part, 0, 0, whole[0]))
-    each = [[read_part(sample, volume, box, region) for volume, box in enumerate(whole)] for sample in apart]
+    region, first = find_varied(check.size, size, partial(read_part, 0, 0, whole[0]))
+    rest = [
+        [read_part(sample, volume, box, region) for volume, box in enumerate(whole) if sample or volume]
+        for sample in apart
+    ]
+    each = [[first, *rest[0]], *rest[1:]]
     reads = [partial(read_part, sample, region=region) for sample in apart]
     noisy = not all(_varies(own[0]) and all(bool(grid.isfinite().all()) for grid in own) for own in each)
     if noisy:
@@ -76,21 +82,25 @@ def run_check(
     try:
         want = _run_copy(network, finish, grids, None, None if noisy else warn)
     except (RuntimeError, IndexError, ValueError) as error:
-        if not noisy:
-            raise
-        return f"the network does not run on a region of noise ({str(error).splitlines()[0]:.80})"
+        return f"the network does not run on a region of size {check.size} ({str(error).splitlines()[0]:.80})"
     if not want.isfinite().all():
         return "the result on a region has numbers that are not finite"
     got = torch.cat([run_tiles(plan, own, want.device) for own in reads])
-    # Each operation in series rounds at least once: nearer, no run in float64 is needed, which is slow.
+    # Each operation in series rounds at least once: nearer, no run in another precision is needed, which is slow.
     if distance(got, want) <= _eps(want) * _count_in_series(graph):
         return ""
+    # Of float64 there is no wider one: float32 rounds as often, and by so much more.
+    is_wide = want.dtype == torch.float64
+    dtype, share = (torch.float32, _NARROW) if is_wide else (torch.float64, 1.0)
     try:
-        wide = _run_copy(network, finish, grids, torch.float64)
+        other = _run_copy(network, finish, grids, dtype)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         # A network of the user may take one precision alone, and refuse others by any of these.
-        return f"the network does not run on a region in float64 ({str(error).splitlines()[0]:.80})"
-    allowed = _ALLOWED * (distance(want, wide) + _eps(want))
+        return f"the network does not run on a region in {dtype} ({str(error).splitlines()[0]:.80})"
+    own = distance(want, other)
+    if is_wide and math.isinf(own):
+        return f"the result on a region has numbers that are not finite in {dtype}"
+    allowed = _ALLOWED * (share * own + _eps(want))
     if distance(got, want) <= allowed:
         return ""
     problem = _find_problem(plan, each, got, want, allowed)
@@ -134,15 +144,15 @@ def _add_noise(grid: Tensor) -> Tensor:
 
 def find_varied(
     own: Sequence[int], size: Sequence[int], read: Callable[[tuple[Span, ...]], Tensor]
-) -> tuple[Span, ...]:
-    """Return a region of its own size, where what is read is finite and not constant if that is found."""
+) -> tuple[tuple[Span, ...], Tensor]:
+    """Return a region of its own size, where what is read is finite and not constant if that is found, and that."""
     for place in _PLACES:
         starts = [int(place * (length - each)) for length, each in zip(size, own, strict=True)]
         region = tuple((start, start + each) for start, each in zip(starts, own, strict=True))
         grid = read(region)
         if _varies(grid) and bool(grid.isfinite().all()):
             break
-    return region
+    return region, grid
 
 
 def _varies(grid: Tensor) -> bool:

@@ -240,6 +240,8 @@ class Stream:
         state = _read_saved(output.path, overwrite)
         changed = [name for name, own in self.identity.items() if state and state["identity"].get(name) != own]
         if changed and not overwrite:
+            # Another graph follows from another model or reduction.
+            changed = [name for name in changed if name != "graph of the model" or len(changed) == 1]
             raise refusal(
                 ValueError,
                 f'"{output.folder}" holds an unfinished prediction with another '

@@ -301,8 +301,8 @@ def record_network(
         constants[id(empty)] = known.get(id(tensor), f"tensor {len(constants)}"), tensor
         return empty
 
-    # In inference mode, operations that consist of others are not taken apart.
-    with torch.inference_mode(False), without_numbers(), copied(network, make, discard=True) as fake:
+    # In inference mode, operations that consist of others are not taken apart; modes of the caller count what is run.
+    with torch.inference_mode(False), with_numbers(), without_numbers(), copied(network, make, discard=True) as fake:
         graph = _record(_Recorder(constants, before or Graph()), fake, network, volumes, finish)
     # Outside of the context, in which the results of operations have no numbers.
     graph.constants = {name: tensor.detach() for name, tensor in graph.constants.items()}

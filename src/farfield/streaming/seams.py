@@ -242,8 +242,8 @@ class _Part:
         self.planner.shapes = [(*shape[:2], *self.size) for shape in shapes]
         self.missing: tuple[int, ...] = ()
         self.halo = self._find_halo(strides)
-        region = find_varied(self.size, self.volume_size, lambda region: sources[0].read(region, 0)[:1])
-        self.grids = [source.read(region, 0)[:1] for source in sources]
+        region, first = find_varied(self.size, self.volume_size, lambda region: sources[0].read(region, 0)[:1])
+        self.grids = [first, *(source.read(region, 0)[:1] for source in sources[1:])]
         self.observed = ObservedNetwork(network, self.calls)
         self.ratios: list[Fraction] = []
 

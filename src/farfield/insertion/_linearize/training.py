@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from farfield._checks import install_command
 from farfield._files import open_replacement
-from farfield._plain_values import describe_differences, read_header
 from farfield._refusals import refusal
+from farfield._weights import describe_differences, read_header
 from farfield.insertion._linearize import features
 from farfield.insertion._linearize.alone import compare_alone, record_attentions
 from farfield.insertion._replace.learned import WITHOUT
