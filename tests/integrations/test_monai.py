@@ -38,7 +38,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "SwinUNETR": (lambda: nets.SwinUNETR(in_channels=1, out_channels=2, feature_size=12, spatial_dims=2), 32),
 }
 REFUSED = {
-    "SegResNetVAE": (lambda: nets.SegResNetVAE(WIDE, spatial_dims=2, init_filters=8, in_channels=1), "returns tuple"),
     "AutoencoderKL": (
         lambda: nets.AutoencoderKL(2, 1, 1, (1, 1), (8, 8), (False, False), norm_num_groups=4),
         "draws random numbers",

@@ -219,7 +219,7 @@ def distance(one: Tensor, other: Tensor) -> float:
     finite = other.isfinite()
     if one.shape != other.shape or not torch.equal(one.isfinite(), finite):
         return math.inf
-    one, other = one[finite].double(), other[finite].double()
+    one, other = (each[finite].to(torch.promote_types(each.dtype, torch.float64)) for each in (one, other))
     if not len(other) or torch.equal(one, other):
         return 0.0
     return float((one - other).abs().max() / other.abs().max().clamp(min=torch.finfo(torch.float64).tiny))
@@ -227,7 +227,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def _eps(result: Tensor) -> float:
     """Return how far rounding of one operation moves numbers of a dtype; integers are not moved."""
-    return torch.finfo(result.dtype).eps if result.is_floating_point() else 0.0
+    return torch.finfo(result.dtype).eps if result.is_floating_point() or result.is_complex() else 0.0
 
 
 def _count_in_series(graph: Graph) -> int:

@@ -9,6 +9,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,9 +152,11 @@ class _Moved:
 
     def _computes_same(self, value: Value, box: Box, moved: Box, needs: Sequence[tuple[Value, Box]]) -> bool:
         """Whether an operation gives the same result of any numbers."""
-        whole, random, tensors = self.plan.labelled, torch.Generator().manual_seed(0), list[Tensor]()
+        whole, random, tensors = self.plan.labelled, torch.Generator().manual_seed(0), list[Any]()
         for source, read in needs:
-            if source in whole.known and is_read(whole, source, read):
+            if not is_read(whole, source, read):
+                tensors.append(None)
+            elif source in whole.known:
                 tensors.append(_compute_known(whole, source, read))
             else:  # of integers, which may be places, the first
                 tensors.append(torch.rand(box_shape(read), generator=random).to(whole.graph.info(source).dtype))
