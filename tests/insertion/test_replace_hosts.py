@@ -330,11 +330,17 @@ def sana() -> nn.Module:
     ids=["EfficientViT", "Sana"],
 )
 def test_whole_networks_in_tiles(build: Callable[[], nn.Module], where: str, size: tuple[int, ...], tile: int) -> None:
-    model, volume = drawn(build()), torch.randn(*size)
-    wanted = model(volume[None])[0]
-    assert replace_attention(model, "linear_relu", where)
-    found = torch.as_tensor(predict_whole(model, volume, tile=tile, quiet=True))
-    assert error(found, wanted.detach()) < 1e-5
+    """In float64, since a query near zero enlarges each rounding; the hosts round to float32 within their attention."""
+    model = drawn(build()).double()
+    volume = torch.randn(*size, dtype=torch.float64)
+    eps = torch.finfo(torch.float32).eps
+    noise = eps * torch.randn_like(volume)
+    with torch.no_grad():
+        wanted = model(volume[None])[0]
+        assert replace_attention(model, "linear_relu", where)
+        whole, moved = model(volume[None])[0], model((volume + noise)[None])[0]
+    assert error(whole, wanted) < 30 * (eps + error(moved, whole))
+    assert error(torch.as_tensor(predict_whole(model, volume, tile=tile, quiet=True)), whole) < 1e-10
 
 
 # ---- networks --------------------------------------------------------------------------------------------------------
