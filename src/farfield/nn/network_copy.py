@@ -53,11 +53,11 @@ def copied(
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
-def make_empty(tensor: Tensor) -> Tensor:
-    """Return an uninitialized tensor of the same kind, shape and dtype on the CPU; call it where tensors are fake."""
+def make_empty(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """Return an uninitialized tensor of the same kind, shape and dtype on a device; call it where tensors are fake."""
     if is_lazy(tensor):
         raise CannotCopyError("a lazy layer in it has no weights yet; fix: run it once on numbers, model(example).")
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 

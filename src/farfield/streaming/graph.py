@@ -101,6 +101,8 @@ class Graph:
     output: Value = field(default_factory=lambda: Value(-1))
     # Parameters, buffers and other tensors of the network, by name.
     constants: dict[str, Tensor] = field(default_factory=dict)
+    # Where the network is.
+    device: torch.device = field(default_factory=torch.get_default_device)
     # The calls of functions of torch that ran them.
     calls: list[FunctionCall] = field(default_factory=list)
 
@@ -173,10 +175,13 @@ def run_node(graph: Graph, index: int, known: dict[Value, Tensor], inputs: Seque
     elif node.op == "layer":
         mask = {"mask": args[2]} if len(args) > 2 else {}
         outputs = args[0].module(args[1], **mask)
+    elif node.op == "full":
+        outputs = torch.full(node.outputs[0].shape, *args, dtype=node.outputs[0].dtype, device=graph.device)
     elif node.op in OWN:
         outputs = OWN[node.op](node.outputs[0], *args)
     else:
-        outputs = find_operation(node.op)(*args, **kwargs)
+        placed = {} if node.inputs else {"device": graph.device}
+        outputs = find_operation(node.op)(*args, **kwargs, **placed)
     outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
     known.update((Value(index, place), each) for place, each in enumerate(outputs))
 
@@ -205,7 +210,6 @@ OWN: dict[str, Callable[..., Tensor]] = {
     "view": lambda info, value: value.reshape(info.shape),
     "expand": lambda info, value: value.expand(info.shape),
     "permute": lambda info, value, order: value.permute(order),
-    "full": lambda info, number: torch.full(info.shape, number, dtype=info.dtype),
     "slice": _take_slice,
     "take": _take_positions,
     # Of two spatial dimensions, the positions of a window as channels: kernel, dilation, padding, stride.
@@ -213,6 +217,10 @@ OWN: dict[str, Callable[..., Tensor]] = {
     # Windows added up where they came from: the size, kernel, dilation, padding, stride.
     "fold": lambda info, value, *windows: F.fold(value.flatten(2), *windows),
     "unpool": _unpool,
+    # Of queries, keys and values: a mask, whether only earlier keys count, and the factor of products.
+    "attend": lambda info, query, key, value, mask, causal, scale: F.scaled_dot_product_attention(
+        query, key, value, mask, 0.0, causal, scale=scale
+    ),
 }
 
 

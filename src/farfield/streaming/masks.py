@@ -106,7 +106,7 @@ class _Masking:
 
     def __init__(self, labelled: LabelledGraph) -> None:
         self.labelled, self.places = labelled, _find_places(labelled)
-        self.graph = Graph(constants=labelled.graph.constants)
+        self.graph = Graph(constants=labelled.graph.constants, device=labelled.graph.device)
         # Values of the graph as it was -> those of the new one.
         self.moved: dict[Value, Value] = {}
         # Places of all axes -> the mask of these positions.

@@ -14,14 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +30,7 @@ from farfield.nn.macs import MacCounter, count_macs
 from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import tensors, without_numbers
 from farfield.ops.modes import Attending, attending, autocast_dtype, recorded_for_tiles
+from farfield.streaming.functions import run_recorded
 from farfield.streaming.graph import (
     FunctionCall,
     Graph,
@@ -46,7 +45,7 @@ from farfield.streaming.graph import (
     run_whole,
 )
 from farfield.streaming.layers import has_grid_summary, make_streamable, summary_bytes
-from farfield.streaming.rewrites import REWRITTEN, with_numbers
+from farfield.streaming.rewrites import REWRITTEN, as_attention, with_numbers
 
 aten = torch.ops.aten
 # Named arguments for where a tensor lies: a part lies where the volume lies.
@@ -64,12 +63,14 @@ _LIBRARY.define("layer(int number, Tensor grid, Tensor? mask) -> Tensor")
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, constants: dict[int, tuple[str, Tensor]], before: Graph) -> None:
+    def __init__(self, device: torch.device, constants: dict[int, tuple[str, Tensor]], before: Graph) -> None:
         super().__init__()
         # id of a fake tensor of the network -> its name, and the real tensor.
-        self.graph, self.constants = Graph(), constants
+        self.graph, self.constants = Graph(device=device), constants
         # The tensors are kept, so that no other gets the same id.
         self.known: dict[int, tuple[Value, Tensor]] = {}
+        # id of a tensor of the network -> the tensor, and the one that takes its writes.
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
         # Each writes what a module runs that has not returned yet.
         self.running = [Writer(self.graph, AROUND)]
         # Each layer that needs the whole grid, and its forward without numbers.
@@ -86,6 +87,13 @@ class _Recorder(TorchDispatchMode):
         return self.running[-1]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # tensors are those that functionalization unwrapped
+            return self.record(function, args, kwargs or {})
+
+    def record(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation without numbers, and add it to the graph."""
+        if function is torch.ops.prim.device.default:  # of a tensor without numbers, not an operation
+            return function(*args)
         if function is aten._local_scalar_dense.default:
             return self.number_of(args[0])
         if function is torch.ops.farfield_streaming.layer.default:
@@ -94,28 +102,54 @@ class _Recorder(TorchDispatchMode):
             indices = [place for each in args[1] for place in self.find_places(each, function is aten.index.Tensor)]
             args = (args[0], indices, *args[2:])
         try:
-            outputs = function(*args, **(kwargs or {}))
+            outputs = function(*args, **kwargs)
         except DynamicOutputShapeException:
             if not all(self.write.is_known(self.value_of(each)) for each in tensors([args, kwargs])):
                 raise
-            return self.compute_known(function, args, kwargs or {})
+            return self.compute_known(function, args, kwargs)
         if tensors(outputs):
-            self.add(function, args, kwargs or {}, outputs)
+            self.add(function, args, kwargs, outputs)
         return outputs
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Return a tensor whose views and writes become values; one of the network becomes such a tensor once."""
+        if torch._is_functional_tensor(tensor):
+            return tensor
+        if id(tensor) not in self.held:
+            self.held[id(tensor)] = tensor, torch._to_functional_tensor(tensor)
+        return self.held[id(tensor)][1]
+
+    def numbers_of(self, tensor: Tensor) -> Tensor:
+        """Return what a tensor is after its writes, as the recorder sees it."""
+        held = self.hold(tensor)
+        torch._sync(held)
+        return torch._from_functional_tensor(held)
+
+    def refuse_memory(self, network: nn.Module) -> None:
+        """Refuse a network that keeps something of the volume for its next run; it may count its runs."""
+        own = [
+            (name, tensor) for tensor, _ in self.held.values() for name, _ in [self.constants.get(id(tensor), ("", 0))]
+        ]
+        for name, tensor in [*own, *network.named_buffers()]:
+            last = self.numbers_of(tensor)
+            if name and last is not tensor and not self.write.is_known(self.value_of(last)):
+                fix = "model.eval(), if it is in training mode; else a module without that write"
+                raise RecordingError(f"{name} of the network is computed from the volume, for the next run; fix: {fix}")
 
     def add(self, function: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         macs = count_macs(function, args, kwargs, outputs)
         args, kwargs = _read_arguments(function, args, kwargs)
         still = self.check_repeatable(function, args, kwargs)
         if function._schema.is_mutable and not still:
-            function = self.without_writing(function, args[0])
+            raise RecordingError(f"{self.write.path} writes in place, {function}")
         args, kwargs = (map_values(part, Tensor, self.value_of) for part in (args, kwargs))
         rewrite = REWRITTEN.get(function.overloadpacket)
         several = isinstance(outputs, tuple | list)
         infos = [_info(each) for each in (outputs if several else (outputs,))]
         result = None if rewrite is None else rewrite(self.write, infos if several else infos[0], *args)
         if result is None:
-            node = self.graph.add(str(function), args, kwargs, infos, path=self.write.path, macs=macs).node
+            operation = as_attention(function, args, kwargs) or (str(function), args, kwargs)
+            node = self.graph.add(*operation, infos, path=self.write.path, macs=macs).node
             result = [Value(node, output) for output in range(len(infos))]
         self.note(outputs, [result] if isinstance(result, Value) else result)
 
@@ -138,7 +172,7 @@ class _Recorder(TorchDispatchMode):
             given = map_values((args, kwargs), Tensor, lambda each: run_whole(self.graph, [], self.value_of(each)))
             numbers = function(*given[0], **given[1])
         several = numbers if isinstance(numbers, tuple | list) else (numbers,)
-        results = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in several]
+        results = [torch.empty(each.shape, dtype=each.dtype, device=self.graph.device) for each in several]
         self.note(results, [self.write.constant(each) for each in several])
         return results if several is numbers else results[0]
 
@@ -165,22 +199,6 @@ class _Recorder(TorchDispatchMode):
         if function.overloadpacket in _BATCH_NORMS and named["training"] and named["running_mean"] is not None:
             raise RecordingError(f"{self.write.path} updates its running statistics: it is in training mode")
         return still
-
-    def without_writing(self, function: Any, tensor: Tensor) -> Any:
-        """Return the operation that returns what this one writes to its first argument."""
-        # Functionalization has replaced the writes of the network; what still writes is inside of torch, to a tensor
-        # that it made, or a write to a tensor of the network itself.
-        storage = tensor.untyped_storage()._cdata
-        others = [each for _, each in self.known.values() if each is not tensor]
-        if id(tensor) in self.constants or id(tensor) not in self.known:
-            name, _ = self.constants.get(id(tensor), ("a tensor of the network", None))
-            raise RecordingError(f"{self.write.path} writes to {name}, {function}")
-        if any(each.untyped_storage()._cdata == storage for each in others):
-            raise RecordingError(f"{self.write.path} writes to a view of a tensor, {function}")
-        packet = getattr(aten, function.overloadpacket.__name__.rstrip("_"), None)
-        if packet is None or function._overloadname not in packet.overloads():
-            raise RecordingError(f"{self.write.path} writes in place, {function}")
-        return getattr(packet, function._overloadname)
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return the value that a tensor is; a constant of the network becomes a node."""
@@ -235,7 +253,7 @@ def _read_arguments(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 class _NetworkFunctions(TorchFunctionMode):
-    """Notes the calls of a network and the tensors that it gets, which functionalization wraps; pads circularly."""
+    """Notes the calls of a network and the tensors that it gets, which functionalization wraps."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -243,12 +261,7 @@ class _NetworkFunctions(TorchFunctionMode):
         self.attending: Attending | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function in (F.pad, torch._C._nn.pad):
-            given = (*args, *(kwargs[name] for name in ("input", "pad", "mode") if name in kwargs), "constant")
-            grid, pads, mode = given[:3]
-            if mode == "circular":  # torch writes to views below what can be recorded
-                return _pad_circularly(grid, pads)
+        args, kwargs = map_values((tuple(args), kwargs or {}), Tensor, self.recorder.hold)
         if function in (Tensor.numpy, Tensor.__array__):  # of memory in which nothing was computed
             path = self.recorder.write.path
             raise RecordingError(
@@ -264,23 +277,12 @@ class _NetworkFunctions(TorchFunctionMode):
         own = self.recorder.write.path, name_function(function) if whole is None else whole.function
         first, number = len(graph.nodes), self.counts[own]
         self.counts[own] += 1
-        outputs = function(*args, **kwargs)
+        outputs = run_recorded(function, *args, **kwargs)
         note_outputs(outputs)
         if len(graph.nodes) > first or whole is not None:
             shapes = tuple(tuple(each.shape) for each in tensors(outputs))
             graph.calls.append(FunctionCall(*own, number, (first, len(graph.nodes)), shapes))
         return outputs
-
-
-def _pad_circularly(grid: Tensor, pads: Sequence[int]) -> Tensor:
-    """Pad the last dimensions with what stands at their other ends; negative padding crops before."""
-    for place in range(len(pads) // 2):
-        (before, after), dim = pads[2 * place : 2 * place + 2], grid.dim() - 1 - place
-        length = grid.shape[dim] + min(before, 0) + min(after, 0)
-        grid = grid.narrow(dim, max(-before, 0), length)
-        first, last = max(before, 0), max(after, 0)
-        grid = torch.cat([grid.narrow(dim, length - first, first), grid, grid.narrow(dim, 0, last)], dim)
-    return grid.contiguous()
 
 
 def record_network(
@@ -293,19 +295,20 @@ def record_network(
 
     Costs of layers are those of an earlier recording, of calls that are in it.
     """
+    device = device_of(network)
     known = {id(tensor): name for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
     constants: dict[int, tuple[str, Tensor]] = {}
 
     def make(tensor: Tensor) -> Tensor:
-        empty = make_empty(tensor)
+        empty = make_empty(tensor, device)
         constants[id(empty)] = known.get(id(tensor), f"tensor {len(constants)}"), tensor
         return empty
 
     # In inference mode, operations that consist of others are not taken apart; modes of the caller count what is run.
     with torch.inference_mode(False), with_numbers(), without_numbers(), copied(network, make, discard=True) as fake:
-        graph = _record(_Recorder(constants, before or Graph()), fake, network, volumes, finish)
+        graph = _record(_Recorder(device, constants, before or Graph()), fake, network, volumes, finish)
     # Outside of the context, in which the results of operations have no numbers.
-    graph.constants = {name: tensor.detach() for name, tensor in graph.constants.items()}
+    graph.constants = {name: tensor.detach().to(device) for name, tensor in graph.constants.items()}
     sweep(graph)
     for node in graph.nodes:
         if holds((node.args, node.kwargs), Tensor):  # it would be that of the whole, in every tile
@@ -318,15 +321,21 @@ def _record(
 ) -> Graph:
     _follow(recorder, fake, network)
     graph = recorder.graph
-    inputs = [torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in volumes]
+    device = graph.device
+    inputs = [torch.empty(info.shape, dtype=info.dtype, device=device) for info in volumes]
     graph.inputs = [graph.add("input", (index,), {}, [info]) for index, info in enumerate(volumes)]
     recorder.note(inputs, graph.inputs)
+    torch._enable_functionalization(reapply_views=True)
     try:
         # Within a mode of functions, attention of torch runs by its operations, not as one whose parts cannot be told.
-        dtype = autocast_dtype(torch.empty(0, device=device_of(network)))
-        autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
-        with torch.no_grad(), autocast, recorder, _NetworkFunctions(recorder), recorded_for_tiles():
-            graph.output = recorder.value_of(functionalize(lambda *given: finish(fake(*given)))(*inputs))
+        dtype = autocast_dtype(torch.empty(0, device=device))
+        autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
+        # cuDNN has operations of its own for what torch has on each device.
+        cudnn = torch.backends.cudnn.flags(enabled=False)
+        with torch.no_grad(), autocast, cudnn, recorder, _NetworkFunctions(recorder), recorded_for_tiles():
+            output = finish(fake(*map(recorder.hold, inputs)))
+            graph.output = recorder.value_of(recorder.numbers_of(output))
+            recorder.refuse_memory(fake)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         fix = "torch.where with the mask, in place of an index or an if"
         raise RecordingError(
@@ -334,10 +343,8 @@ def _record(
         ) from error
     except UnsupportedOperatorException as error:
         raise RecordingError(f"{recorder.write.path} runs {error.func}, whose shapes are unknown to torch") from error
-    except RuntimeError as error:
-        if "mutating a non-functional tensor" not in str(error):
-            raise
-        raise RecordingError(f"{recorder.write.path} writes to a tensor of the network") from error
+    finally:
+        torch._disable_functionalization()
     return graph
 
 

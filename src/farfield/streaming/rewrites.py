@@ -248,6 +248,18 @@ def _copy(write: Writer, output: Info, _: Value, value: Value, *__: Any) -> Valu
     return value
 
 
+def as_attention(
+    function: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[str, list[Any], dict[str, Any]] | None:
+    """Return a kernel of attention, of whichever device, as torch's function; None for another operation."""
+    if "scaled_dot_product" not in str(function):
+        return None
+    names = [argument.name for argument in function._schema.arguments]
+    given = {"scale": None} | dict(zip(names, args, strict=False)) | kwargs
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    return "attend", [given["query"], given["key"], given["value"], mask, given["is_causal"], given["scale"]], {}
+
+
 _VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze, aten.unflatten)
 _ZEROS = (aten.new_zeros, aten.zeros_like, aten.zeros, aten.zero, aten.new_empty, aten.empty, aten.empty_like)
 _ONES = (aten.new_ones, aten.ones_like, aten.ones)
@@ -269,7 +281,7 @@ REWRITTEN: dict[Any, Callable[..., Value | list[Value] | None]] = {
     aten.unbind: lambda write, outputs, value, dim: [
         _select(write, output, value, dim, index) for index, output in enumerate(outputs)
     ],
-    **dict.fromkeys((aten.split, aten.split_with_sizes), _split),
+    **dict.fromkeys((aten.split, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_split_with_sizes), _split),
     aten.index_select: _index_select,
     **dict.fromkeys((aten.index, aten._unsafe_index), _index),
     aten.roll: _roll,

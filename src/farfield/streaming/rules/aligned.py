@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.streaming.rules.rule import (
@@ -107,10 +108,9 @@ def _sampled(call: OperationCall) -> Dims:
 
 
 def _recurrent(call: OperationCall) -> Dims:
-    """The samples of steps and of states, which stand behind the weights."""
-    _, *weights, first, second = (len(each.layout) for each in call.operands)
-    states = ([*[None] * (count - 2), 1, None] for count in (first, second))
-    return [[None, 1, None], *([None] * each for each in weights), *states]
+    """The samples of steps and of states, and all of their weights."""
+    _, weights, states = call.args[:3]
+    return [[None, 1, None], *([None] * len(each.layout) for each in weights), *([[None, 1, None]] * len(states))]
 
 
 def _distances(call: OperationCall) -> Dims:
@@ -128,14 +128,15 @@ def _attended(call: OperationCall) -> Dims:
 
 
 def _attend(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    (query, key, value, _, causal), options = call.bind(tensors)
-    mask, rows = options.get("attn_mask"), call.layouts[0][-2]
+    (query, key, value, mask, causal, scale), _ = call.bind(tensors)
+    rows = call.layouts[0][-2]
     if causal and box[-2] != whole_dim(rows):
         places = positions_of([piece.length for piece in rows], box[-2]).to(query.device)
         later, causal = places[:, None] < torch.arange(key.shape[-2], device=query.device), False
         mask = torch.zeros(later.shape, dtype=query.dtype, device=query.device).masked_fill(later, -torch.inf)
-    packet = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return packet(query, key, value, 0.0, causal, attn_mask=mask, scale=options.get("scale"))[output]
+    # Kernels that do not make all products at once need numbers of a position side by side.
+    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale)
 
 
 def _multiplied(call: OperationCall) -> Dims:
@@ -207,7 +208,7 @@ def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
 # Pointwise operations that torch does not tag as such.
 UNTAGGED = """
     _to_copy masked_fill.Scalar masked_fill.Tensor fill.Scalar fill.Tensor hardswish log_sigmoid_forward _prelu_kernel
-    rrelu_with_noise rsub.Tensor floor_divide complex polar _conj _neg_view isin.Tensor_Scalar
+    rrelu_with_noise_functional rsub.Tensor floor_divide complex polar _conj _neg_view isin.Tensor_Scalar
     fake_quantize_per_tensor_affine_cachemask
 """
 ALONG = """
@@ -237,9 +238,9 @@ ALIGNED_RULES: dict[str, Rule] = {
     **named(aligned(lambda call: [range(len(call.shape)), [None]]), "bucketize.Tensor"),
     **named(aligned(_indexed), "index.Tensor"),
     **named(aligned(_sampled), "grid_sampler_2d grid_sampler_3d"),
-    **named(aligned(_recurrent), "mkldnn_rnn_layer"),
+    "farfield_streaming.recurrent.default": aligned(_recurrent),
     **named(aligned(lambda call: [[0, None], [None]]), "mv"),
     **named(aligned(_distances), "_euclidean_dist _cdist_forward"),
     **named(aligned(_multiplied, gathers=True)._replace(reduce=_reduce_product), "mm bmm addmm baddbmm"),
-    **named(aligned(_attended, _attend, gathers=True), "_scaled_dot_product_flash_attention_for_cpu"),
+    "attend": aligned(_attended, _attend, gathers=True),
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -174,7 +175,7 @@ def _run_cat(call: OperationCall, output: int, box: Box, tensors: Sequence[Tenso
 class Taps(NamedTuple):
     """How positions along a dimension are read from others: result[i] = Σ_t weights[t, i] · value[places[t, i]]."""
 
-    places: Tensor
+    places: np.ndarray
     weights: Tensor | None = None
     place: Place | None = None
     moves: bool = True
@@ -187,7 +188,7 @@ class Taps(NamedTuple):
     def apply(self, tensor: Tensor, dim: int, span: Span) -> Tensor:
         """Return a span of the result from the positions that it reads."""
         index = self.places[:, span[0] : span[1]]
-        index = (index - index.min()).to(tensor.device)
+        index = torch.from_numpy(index - index.min()).to(tensor.device)
         result = tensor.index_select(dim, index[0])
         if self.weights is None:
             return result
@@ -223,20 +224,18 @@ def _tapped(find: Callable[[OperationCall], Mapping[int, Taps]]) -> Rule:
 def _known_taps(positions: tuple[int, ...]) -> Taps:
     steps = {after - before for before, after in itertools.pairwise(positions)} or {1}
     is_even = len(steps) == 1 and 0 not in steps
-    return Taps(
-        torch.tensor(positions)[None], place=Place(Fraction(*steps), Fraction(positions[0])) if is_even else None
-    )
+    return Taps(np.array([positions]), place=Place(Fraction(*steps), Fraction(positions[0])) if is_even else None)
 
 
 @functools.lru_cache(256)
 def _padded_taps(op: str, length: int, before: int, result: int) -> Taps:
     """Return the positions of reflecting or replicating padding."""
-    index, place = torch.arange(result) - before, Place(offset=Fraction(-before))
+    index, place = np.arange(result) - before, Place(offset=Fraction(-before))
     if "replication" in op:
-        return Taps(index.clamp(0, length - 1)[None], place=place)
+        return Taps(index.clip(0, length - 1)[None], place=place)
     period = max(2 * (length - 1), 1)
-    index = index.abs() % period
-    return Taps(torch.minimum(index, period - index)[None], place=place)
+    index = abs(index) % period
+    return Taps(np.minimum(index, period - index)[None], place=place)
 
 
 def _pad_taps(call: OperationCall) -> Mapping[int, Taps]:
@@ -275,7 +274,7 @@ def _nearest_taps(op: str, axis: _Axis, dims: int, wide: bool) -> Taps:
     ramp = torch.arange(length, dtype=dtype).view(1, 1, *[1] * (dims - 1), length)
     places = find_operation(op)(ramp, [*[129 if wide else 1] * (dims - 1), result], *[None] * (dims - 1), scale)
     places = places[(0, 0, *[0] * (dims - 1))].long()[None]
-    return Taps(places, place=_place_nearest(_find_step(axis), "exact" in op))
+    return Taps(places.numpy(), place=_place_nearest(_find_step(axis), "exact" in op))
 
 
 @functools.lru_cache(256)
@@ -294,18 +293,43 @@ def _weighted_taps(cubic: bool, axis: _Axis, corners: bool) -> Taps:
         source = source.clamp(min=0)
         low = source.long().clamp(max=length - 1)
         share = source - low
-        return Taps(torch.stack([low, (low + 1).clamp(max=length - 1)]), torch.stack([1 - share, share]), place)
+        index = torch.stack([low, (low + 1).clamp(max=length - 1)])
+        return Taps(index.numpy(), torch.stack([1 - share, share]), place)
     low = source.floor()
     share = source - low
     index = torch.stack([(low.long() + tap).clamp(0, length - 1) for tap in (-1, 0, 1, 2)])
     weights = [_cubic_weight(each) for each in (share + 1, share, 1 - share, 2 - share)]
-    return Taps(index, torch.stack(weights), place)
+    return Taps(index.numpy(), torch.stack(weights), place)
 
 
 def _cubic_weight(distance: Tensor) -> Tensor:
     near = (1.25 * distance - 2.25) * distance * distance + 1
     far = ((-0.75 * distance + 3.75) * distance - 6) * distance + 3
     return torch.where(distance <= 1, near, far)
+
+
+@functools.lru_cache(256)
+def _averaged_taps(cubic: bool, axis: _Axis, corners: bool) -> Taps:
+    """Return what antialiased interpolation averages: the positions within a filter that is as wide as its step."""
+    length, result, scale, dtype = axis
+    given = (length - 1) / max(result - 1, 1) if corners else 1 / scale if scale else length / result
+    step = torch.tensor(given, dtype=dtype)
+    wide = step.clamp(min=1)
+    center, reach = step * (torch.arange(result) + 0.5), (2 if cubic else 1) * wide
+    start, stop = (center - reach + 0.5).long().clamp(min=0), (center + reach + 0.5).long().clamp(max=length)
+    index = start + torch.arange(int((stop - start).max()))[:, None]
+    distance = ((index - center + 0.5) / wide).abs()
+    weights = _smooth_weight(distance) if cubic else (1 - distance).clamp(min=0)
+    weights = weights.where(index < stop, 0)
+    return Taps(
+        index.minimum(stop - 1).numpy(), weights / weights.sum(0), Place(_find_step(axis), (_find_step(axis) - 1) / 2)
+    )
+
+
+def _smooth_weight(distance: Tensor) -> Tensor:
+    near = (1.5 * distance - 2.5) * distance * distance + 1
+    far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
+    return torch.where(distance <= 1, near, far.where(distance < 2, 0))
 
 
 def _upsample_taps(call: OperationCall) -> Mapping[int, Taps]:
@@ -318,7 +342,8 @@ def _upsample_taps(call: OperationCall) -> Mapping[int, Taps]:
     if nearest:
         wide = count == 2 and sum(results) > 128
         return at_last(call, [_nearest_taps(call.op, axis, count, wide) for axis in axes])
-    return at_last(call, [_weighted_taps(cubic, axis, bool(call.args[2])) for axis in axes])
+    find = _averaged_taps if call.op.endswith("_aa.default") else _weighted_taps
+    return at_last(call, [find(cubic, axis, bool(call.args[2])) for axis in axes])
 
 
 def local(halo: Sequence[int], size: Sequence[int]) -> Rule:
@@ -355,6 +380,7 @@ UPSAMPLES = """
     upsample_nearest1d upsample_nearest2d upsample_nearest3d
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa
 """
 READING_RULES: dict[str, Rule] = {
     "view": Rule(_label_view, _needs_view, _run_view),
