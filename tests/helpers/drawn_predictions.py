@@ -79,7 +79,10 @@ NUMBERS: dict[str, Run] = {
         ).real.mean(-1, keepdim=True)
     ),
     "complex sum": lambda grid: grid + torch.polar(grid.abs(), grid).sum(axes(grid), keepdim=True).angle(),
-    "long sum": lambda grid: grid + ((grid * 2**56).long().sum(axes(grid), keepdim=True) % 1001).to(grid) / 1001,
+    # Of few values, which rounding of the grid hardly moves: a last bit would change all that is left of a remainder.
+    "long sum": lambda grid: (
+        grid + (((grid.tanh() * 99).round().long() * (2**53 + 1)).sum(axes(grid), keepdim=True) % 1001).to(grid) / 1001
+    ),
     "long product": lambda grid: grid + ((grid > 0).long() * 2 + 1).prod(-1, keepdim=True).remainder(97).to(grid),
 }
 PLACES: dict[str, Run] = {

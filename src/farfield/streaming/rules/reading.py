@@ -315,7 +315,7 @@ def _averaged_taps(cubic: bool, axis: _Axis, corners: bool) -> Taps:
     given = (length - 1) / max(result - 1, 1) if corners else 1 / scale if scale else length / result
     step = torch.tensor(given, dtype=dtype)
     wide = step.clamp(min=1)
-    center, reach = step * (torch.arange(result) + 0.5), (2 if cubic else 1) * wide
+    center, reach = step * (torch.arange(result, dtype=dtype) + 0.5), (2 if cubic else 1) * wide
     start, stop = (center - reach + 0.5).long().clamp(min=0), (center + reach + 0.5).long().clamp(max=length)
     index = start + torch.arange(int((stop - start).max()))[:, None]
     distance = ((index - center + 0.5) / wide).abs()
