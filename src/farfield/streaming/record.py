@@ -116,7 +116,10 @@ class _Recorder(TorchDispatchMode):
         if torch._is_functional_tensor(tensor):
             return tensor
         if id(tensor) not in self.held:
-            self.held[id(tensor)] = tensor, torch._to_functional_tensor(tensor)
+            held = torch._to_functional_tensor(tensor)
+            # Whether it needs a gradient decides by which operations torch multiplies matrices.
+            torch._mirror_autograd_meta_to(tensor, held)
+            self.held[id(tensor)] = tensor, held
         return self.held[id(tensor)][1]
 
     def numbers_of(self, tensor: Tensor) -> Tensor:
