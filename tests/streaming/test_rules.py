@@ -304,6 +304,9 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
     "sampled": (sample_constant, AREA),
     "sampled in space": (sample_constant_space, SPACE),
     "recurrent": (run_recurrent, AREA),
+    "product of matrices": (lambda g: (g[0, 0] @ torch.linspace(0, 1, 85).view(17, 5).to(g))[None, None], AREA),
+    "antialiased": (lambda g: F.interpolate(g, size=(9, 8), mode="bilinear", antialias=True), AREA),
+    "antialiased curves": (lambda g: F.interpolate(g, scale_factor=0.7, mode="bicubic", antialias=True), AREA),
     "copied": (
         lambda g: g.to(torch.float64).floor_divide(2).to(torch.float32) + F.logsigmoid(g) + F.hardswish(g),
         AREA,

@@ -49,8 +49,10 @@ def _take_steps(
     return list(getattr(_VF, kind)(steps, given, weights, biases, layers, 0.0, False, both, False))
 
 
-def _find_shapes(steps: Tensor, weights: Any, states: list[Tensor], *_: Any) -> list[Tensor]:
-    channels = states[0].shape[-1] * (2 if _[-1] else 1)
+def _find_shapes(
+    steps: Tensor, weights: list[Tensor], states: list[Tensor], kind: str, biases: bool, layers: int, both: bool
+) -> list[Tensor]:
+    channels = (1 + both) * states[0].shape[-1]
     return [steps.new_empty(*steps.shape[:2], channels), *map(torch.empty_like, states)]
 
 
@@ -88,10 +90,9 @@ def _split_gates(
 
 
 def _lstm_cell(input: Tensor, states: Sequence[Tensor], *weights: Any) -> tuple[Tensor, Tensor]:
-    gates = [one + other for one, other in _split_gates(4, input, states[0], *weights)]
-    into, kept, new, out = (torch.tanh(each) if place == 2 else each.sigmoid() for place, each in enumerate(gates))
-    cell = kept * states[1] + into * new
-    return out * cell.tanh(), cell
+    into, kept, new, out = (one + other for one, other in _split_gates(4, input, states[0], *weights))
+    cell = kept.sigmoid() * states[1] + into.sigmoid() * new.tanh()
+    return out.sigmoid() * cell.tanh(), cell
 
 
 def _gru_cell(input: Tensor, state: Tensor, *weights: Any) -> Tensor:
