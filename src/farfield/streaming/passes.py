@@ -13,7 +13,8 @@ from torch import Tensor
 
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
-from farfield.streaming.plan import GraphPlan
+from farfield.streaming.patches import run_patch
+from farfield.streaming.plan import GraphPlan, PatchPlan
 from farfield.streaming.records import Merge, Record, Records, empty_record
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
@@ -22,11 +23,6 @@ from farfield.streaming.store import SUFFIX, StoredInBlocks, StoredInFile, Store
 
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
-# (pass, tile, (volume, box) -> its numbers, merged parts) -> the tile's parts, and its box of the output
-RunPatch = Callable[
-    [int, Sequence[Span], Callable[[int, Box], Tensor], Mapping[int, Parts]],
-    tuple[dict[int, Parts], tuple[Box, Tensor] | None],
-]
 # (sample, box, numbers) writes the output; None are the zeros of a tile that is skipped
 WriteOutput = Callable[[int, Box, Tensor | None], None]
 # (sample, pass, tile) -> whether the tile is skipped
@@ -167,7 +163,6 @@ class TiledRun(Run):
     def __init__(
         self,
         plan: GraphPlan,
-        run_patch: RunPatch | None,  # if norms and pooling see what a tile reads
         store: Store,
         read_volume: ReadVolume,
         write_output: WriteOutput,
@@ -175,7 +170,7 @@ class TiledRun(Run):
         samples: int = 1,
         skips: Skips = lambda *_: False,
     ) -> None:
-        self.plan, self.run_patch, self.store, self.skips = plan, run_patch, store, skips
+        self.plan, self.store, self.skips = plan, store, skips
         self.read_volume, self.write_output, self.parts_of = read_volume, write_output, parts_of
         self.samples, self.sample, self.sums = samples, -1, Sums(plan, parts_of)
         # The pass of the last task, over all samples.
@@ -206,9 +201,9 @@ class TiledRun(Run):
             self.number = number
         if self.skips(sample, stage, index):
             return self._skip(stage, index)
-        return (
-            self._run_regions(stage, index) if self.run_patch is None else self._run_patch(self.run_patch, stage, index)
-        )
+        if isinstance(self.plan, PatchPlan):
+            return self._run_patch(self.plan, stage, index)
+        return self._run_regions(stage, index)
 
     def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
         """Go on with a pass of which some tiles are finished; False if what was stored for it is gone."""
@@ -246,13 +241,13 @@ class TiledRun(Run):
         own = self.store[value].checksums.get(index)
         record["stored"] |= {} if own is None else {name_value(value): {str(index): own}}
 
-    def _run_patch(self, run_patch: RunPatch, stage: int, index: int) -> Record:
-        tile = self.plan.tiles[index]
+    def _run_patch(self, plan: PatchPlan, stage: int, index: int) -> Record:
+        tile = plan.tiles[index]
 
         def read(volume: int, box: Box) -> Tensor:
             return self.read_volume(self.sample, volume, index, box)
 
-        summarized, output = run_patch(stage, tile, read, self.sums)
+        summarized, output = run_patch(plan, stage, tile, read, self.sums)
         if output is not None:
             self.write_output(self.sample, *output)
         return empty_record() | {"parts": self._check(summarized, tile)}
@@ -295,7 +290,7 @@ class TiledRun(Run):
 def run_in_memory(plan: GraphPlan, store: Store, read_volume: ReadVolume, write_output: WriteOutput) -> None:
     """Run all passes of a plan on one sample, one tile after the other."""
     records: list[Records] = []
-    run = TiledRun(plan, None, store, read_volume, write_output, lambda number: records[number].read()["parts"])
+    run = TiledRun(plan, store, read_volume, write_output, lambda number: records[number].read()["parts"])
     for each in run.passes:
         records.append(Records(each.tiles, each.merge))
         for index in range(each.tiles):

@@ -201,18 +201,14 @@ def _list_names(names: Sequence[str]) -> str:
 
 def _without_labels(labelled: LabelledGraph) -> LabelledGraph:
     """Return a graph without labels, which follow from it, and without constants of its network."""
-    planned = labelled.graph
-    graph = replace(planned, constants=_constants_of(planned, _nodes_around(planned)), calls=[])
+    graph = replace(labelled.graph, constants=_constants_around(labelled.graph), calls=[])
     return LabelledGraph(graph, labelled.size, labelled.cut, labelled.halo, levels=labelled.levels)
 
 
-def _nodes_around(graph: Graph) -> list[Node]:
-    """Return the nodes that ran behind the network: of `reduce`, and where several outputs are joined."""
-    return [node for node in graph.nodes if node.path == AROUND]
-
-
-def _constants_of(graph: Graph, nodes: Sequence[Node]) -> dict[str, Any]:
-    return {node.args[0]: graph.constants[node.args[0]] for node in nodes if node.op == "constant"}
+def _constants_around(graph: Graph) -> dict[str, Tensor]:
+    """Return the constants of what ran behind the network: of `reduce`, and where several outputs are joined."""
+    names = (node.args[0] for node in graph.nodes if node.op == "constant" and node.path == AROUND)
+    return {name: graph.constants[name] for name in names}
 
 
 def describe_graph(nodes: Sequence[Node]) -> list[str]:
@@ -243,11 +239,10 @@ def _bind_graph(labelled: LabelledGraph, network: nn.Module, outputs: Outputs) -
         raise _other_network(network, f"runs {own}, and the plan {was}" + " with other arguments" * (own == was))
     reduced = planned.nodes[count:]
     ends = {value for node in reduced for value in node.inputs if value.node < count} or {planned.output}
-    if (ends, found) != ({graph.output}, outputs) or len(_nodes_around(planned)) != len(_nodes_around(graph)) + len(
-        reduced
-    ):
+    around, own_around = (sum(node.path == AROUND for node in each.nodes) for each in (planned, graph))
+    if (ends, found) != ({graph.output}, outputs) or around != own_around + len(reduced):
         raise _other_network(network, "returns other results")
-    constants = _constants_of(planned, reduced) | graph.constants
+    constants = _constants_around(planned) | graph.constants
     bound = replace(graph, constants=constants, nodes=graph.nodes + reduced, output=planned.output)
     # Levels are those of the plan: on patches, they are not those that follow from the labels.
     return replace(label_graph(bound, labelled.size, labelled.cut, halo=labelled.halo), levels=labelled.levels)
