@@ -28,7 +28,7 @@ from farfield.streaming.streaming_plan import StreamingPlan
 from farfield.volumes.file_formats import OutputSpec, chunk_lengths
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import ArrayOutput, FileOutput, numpy_dtype
-from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
+from farfield.volumes.source import AxisLayout, Region, VolumeSource, index_within, overlap, parse_layout, size_of
 from farfield.volumes.volume import describe_output
 
 
@@ -104,7 +104,7 @@ class Prediction:
     @cached_property
     def spec(self) -> OutputSpec:
         plan, output, layout = self.plan, self.plan.output, self.plan.layout
-        shape = layout.shape(output.shape[0], output.shape[1], [stop - start for start, stop in output.kept])
+        shape = layout.shape(output.shape[0], output.shape[1], size_of(output.kept))
         box = [*shape[: len(shape) - len(output.written)], *output.written]
         if plan.samples > 1:
             box[: layout.batch] = [1] * layout.batch
@@ -231,14 +231,9 @@ def _connect(stream: Stream, prediction: Prediction) -> tuple[ReadVolume, WriteO
                 return
             numbers = torch.zeros(box_shape(box), dtype=plan.output.dtype)
         spans = [spans[0] for spans in box[2:]]
-        both = [(max(start, low), min(stop, high)) for (start, stop), (low, high) in zip(spans, kept, strict=True)]
-        if any(start >= stop for start, stop in both):
+        if (both := overlap(spans, kept)) is None:
             return
-        inside, target = (
-            tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(both, origin, strict=True))
-            for origin in (spans, kept)
-        )
-        part = numbers[(slice(None), slice(None), *inside)]
+        part, target = numbers[(slice(None), slice(None), *index_within(both, spans))], index_within(both, kept)
         shape = plan.layout.shape(part.shape[0], part.shape[1], part.shape[2:])
         leading = [slice(None)] * (len(shape) - len(target))
         if apart:
