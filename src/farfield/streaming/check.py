@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from farfield._refusals import refusal
 from farfield.nn.network_copy import copied, share_parameters
 from farfield.streaming.graph import Graph, Value, run_node, run_whole
-from farfield.streaming.labels import summarized_boxes
+from farfield.streaming.labels import last_uses, summarized_boxes
 from farfield.streaming.passes import Store, run_in_memory
 from farfield.streaming.plan import GraphPlan, RegionCheck
 from farfield.streaming.rules.rule import Parts
@@ -249,8 +248,7 @@ def _find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
     # Operands are untiled, so a difference is the operation's own: it is one from half of the digits of its dtype on.
     labelled = plan.labelled
     graph = labelled.graph
-    users = Counter(value for index in labelled.order for value in set(graph.nodes[index].inputs))
-    known: dict[Value, Tensor] = {}
+    freed, known = last_uses(graph, list(map(Value, labelled.order)), (), ()), dict[Value, Tensor]()
     for index in labelled.order:
         node = graph.nodes[index]
         run_node(graph, index, known, grids)
@@ -258,10 +256,8 @@ def _find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
             got = _run_operation(plan, index, known)
             if distance(got, known[Value(index)]) > math.sqrt(_eps(got)):
                 return f"the first operation that differs is {node.op} in {node.path}"
-        for value in set(node.inputs):
-            users[value] -= 1
-            if not users[value]:
-                del known[value]
+        for value in freed[Value(index)]:
+            del known[value]
     return ""
 
 
