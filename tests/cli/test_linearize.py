@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import transformers
 
+from farfield._checks import install_command
 from farfield.cli import main
 from farfield.insertion import apply_recipe
 from farfield.insertion._linearize import api
@@ -73,3 +75,14 @@ def test_mistakes(run: Callable[[str], str], text: str, fact: str, monkeypatch: 
     assert fact in run(text)
     assert Path("bert/model.safetensors").read_bytes() == weights
     assert not Path("linear").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "package"),
+    [("bert --texts text.txt --out linear", "transformers"), ("timm:vit --images . --out linear", "timm")],
+)
+def test_a_missing_library_is_named_with_its_extra(
+    run: Callable[[str], str], text: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"{package} is not installed; fix: {install_command(package)}" in run(text)

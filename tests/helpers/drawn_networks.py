@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -906,6 +907,16 @@ class Outcome(NamedTuple):
 
     result: str
     reason: str = ""
+
+
+def count_outcomes(compare: Callable[[int], Outcome], seeds: range, few: Mapping[str, float]) -> None:
+    """Compare drawn networks: all are right, but for shares of other outcomes."""
+    outcomes = {seed: compare(seed) for seed in seeds}
+    others = {seed: each for seed, each in outcomes.items() if each.result not in ("right", *few)}
+    assert not others, others
+    counts = Counter(outcome.result for outcome in outcomes.values())
+    for result, share in few.items():
+        assert counts[result] <= share * len(seeds), result
 
 
 def change_last_bits(volume: Tensor) -> Iterator[Tensor]:

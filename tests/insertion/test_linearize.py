@@ -842,6 +842,14 @@ def test_a_checkpoint_of_another_call_or_a_damaged_one_is_refused(tmp_path: Path
         linearize(encoder(), "hedgehog", inputs, steps=2, folder=tmp_path, **QUIET)
 
 
+def trained(folder: Path) -> tuple[dict[str, Any], Path, dict[str, Tensor], dict[str, str]]:
+    """Return the options of a call that ended, and its checkpoint, with what that has."""
+    options, path = {"steps": 2, "folder": folder, **QUIET}, folder / "linearize.safetensors"
+    linearize(encoder(), "hedgehog", grids(2, 12, 16), **options)
+    with safe_open(path, "pt") as file:
+        return options, path, load_file(path), file.metadata()
+
+
 def one_of(tensors: dict[str, Tensor], start: str) -> str:
     return next(name for name in tensors if name.startswith(start))
 
@@ -849,12 +857,7 @@ def one_of(tensors: dict[str, Tensor], start: str) -> str:
 @pytest.mark.parametrize("part", ["now.", "best.", "exp_avg.", "exp_avg_sq.", "step.", "losses", "numbers"])
 @pytest.mark.parametrize("change", ["left out", "broadcast", "not finite", "another dim"])
 def test_a_checkpoint_of_other_tensors_is_refused(part: str, change: str, tmp_path: Path) -> None:
-    options = {"steps": 2, "folder": tmp_path, **QUIET}
-    linearize(encoder(), "hedgehog", grids(2, 12, 16), **options)
-    path = tmp_path / "linearize.safetensors"
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
+    options, path, tensors, metadata = trained(tmp_path)
     name = one_of(tensors, part)
     value = tensors.pop(name)
     if change != "left out":
@@ -872,12 +875,7 @@ def test_a_checkpoint_of_other_tensors_is_refused(part: str, change: str, tmp_pa
 
 @pytest.mark.parametrize("done", [-1, 3, 10**9])
 def test_a_checkpoint_of_too_many_steps_is_refused(done: int, tmp_path: Path) -> None:
-    options = {"steps": 2, "folder": tmp_path, **QUIET}
-    linearize(encoder(), "hedgehog", grids(2, 12, 16), **options)
-    path = tmp_path / "linearize.safetensors"
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
+    options, path, tensors, metadata = trained(tmp_path)
     tensors["numbers"][0] = done
     save_file(tensors, path, metadata)
     with pytest.raises(ValueError, match=r"linearize: .*linearize\.safetensors is no checkpoint.*fix: remove it"):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
-from helpers.drawn_networks import KINDS, compare
+from helpers.drawn_networks import KINDS, compare, count_outcomes
 
-# The share of drawn networks that may be refused.
-REFUSED = 0.05
-# The share of which the graph on the whole may have other bits than the network.
-ROUNDED = 0.01
+# The share of drawn networks that may be refused, and of which the graph on the whole may have other bits.
+FEW = {"refused": 0.05, "rounded": 0.01}
 
 
 def test_there_are_many_kinds() -> None:
@@ -25,20 +21,10 @@ def test_each_kind_of_layer_gives_in_tiles_what_it_gives_of_the_whole(kind: str)
         assert outcome.result == "right", outcome
 
 
-def count_outcomes(first: int, count: int) -> None:
-    """Run drawn networks: none is wrong, and few are refused."""
-    outcomes = {seed: compare(seed) for seed in range(first, first + count)}
-    counts = Counter(outcome.result for outcome in outcomes.values())
-    others = {seed: each for seed, each in outcomes.items() if each.result not in ("right", "rounded", "refused")}
-    assert not others, others
-    assert counts["refused"] <= REFUSED * count
-    assert counts["rounded"] <= ROUNDED * count
-
-
 def test_drawn_networks() -> None:
-    count_outcomes(0, 60)
+    count_outcomes(compare, range(60), FEW)
 
 
 @pytest.mark.long
 def test_many_drawn_networks() -> None:
-    count_outcomes(1000, 600)
+    count_outcomes(compare, range(1000, 1600), FEW)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
+from helpers.drawn_networks import count_outcomes
 from helpers.drawn_predictions import CHANNELS, NUMBERS, PLACES, SAMPLES, compare_prediction, draw_prediction
 
 # The share of drawn predictions that may be refused: operations on a whole axis, and what is another on a patch.
-REFUSED = 0.15
-
-
-def count_outcomes(first: int, count: int) -> None:
-    outcomes = {seed: compare_prediction(seed) for seed in range(first, first + count)}
-    counts = Counter(outcome.result for outcome in outcomes.values())
-    others = {seed: each for seed, each in outcomes.items() if each.result in ("wrong", "failed")}
-    assert not others, others
-    assert counts["refused"] <= REFUSED * count
+FEW = {"refused": 0.15}
 
 
 def test_drawn_predictions() -> None:
-    count_outcomes(0, 40)
+    count_outcomes(compare_prediction, range(40), FEW)
 
 
 @pytest.mark.long
 def test_many_drawn_predictions() -> None:
-    count_outcomes(1000, 300)
+    count_outcomes(compare_prediction, range(1000, 1300), FEW)
 
 
 def test_every_kind_is_drawn() -> None:

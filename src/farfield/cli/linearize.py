@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from farfield._checks import install_command
 from farfield._files import open_replacement
 from farfield._outputs import check_not_input
 from farfield.cli.values import CommandLineError, Device
@@ -93,11 +92,8 @@ def _load_texts(model: str, texts: list[Path] | None, tokens: int) -> tuple[nn.M
         raise CommandLineError("give texts to train on, --texts corpus.txt")
     if missing := next((path for path in texts if not path.is_file()), None):
         raise CommandLineError(f"there is no file {missing}; fix: --texts FILE")
-    try:
-        from transformers import AutoModel, AutoTokenizer
-    except ImportError as error:
-        fix = install_command("transformers")
-        raise CommandLineError(f"transformers is not installed; fix: {fix}") from error
+    from transformers import AutoModel, AutoTokenizer
+
     try:
         network = AutoModel.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -138,10 +134,8 @@ def _load_images(name: str, folder: Path | None) -> tuple[nn.Module, Any]:
         raise CommandLineError("give images to train on, --images FOLDER")
     if not folder.is_dir():
         raise CommandLineError(f"there is no folder {folder}; fix: --images FOLDER")
-    try:
-        import timm
-    except ImportError as error:
-        raise CommandLineError(f"timm is not installed; fix: {install_command('timm')}") from error
+    import timm
+
     try:
         network = timm.create_model(name, pretrained=True)
     except RuntimeError as error:

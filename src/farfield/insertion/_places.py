@@ -162,9 +162,7 @@ def matching(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 def no_match(model: nn.Module, path: str) -> LookupError:
     """Return the error for a path that matches nothing: the children where the match ends, and the nearest paths."""
-    segments = path.split(".")
-    stems = [".".join(segments[:end]) for end in reversed(range(len(segments)))]
-    stem, parent = next((stem, module) for stem in stems for _, module in matching(model, stem))
+    stem, parent = next((stem, module) for stem in parents(path) for _, module in matching(model, stem))
     children = ", ".join(parent._modules) or "no children"
     close = difflib.get_close_matches(path, [name for name, _ in model.named_modules() if name], n=3, cutoff=0.6)
     hint = f"; nearest: {', '.join(close)}" if close else ""

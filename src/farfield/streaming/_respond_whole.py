@@ -32,7 +32,7 @@ from farfield.volumes.checks import check_volume
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import ArrayOutput, FileOutput, box_index, numpy_dtype, output_for
-from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
+from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout, size_of
 from farfield.volumes.volume import describe_output, split_volume
 
 # Bytes of a tile by default; computing its response takes a few times as much memory.
@@ -176,13 +176,13 @@ class _Call:
 
     @property
     def tiles_of_keys(self) -> tuple[int, ...]:
-        return _size_of(self.volumes[self.keys][1][0])
+        return size_of(self.volumes[self.keys][1][0])
 
     @cached_property
     def spec(self) -> OutputSpec:
         layer, (source, tiles) = self.layer, self.volumes["grid"]
         channels = layer.value_channels if layer.output is None else layer.channels
-        shape, positions = self.layout.shape(source.batch, channels, source.size), _size_of(tiles[0])
+        shape, positions = self.layout.shape(source.batch, channels, source.size), size_of(tiles[0])
         metadata = describe_output(self.ordered[1], self.layout, source.channels, channels)
         lettered = list(zip(metadata.axes, shape, strict=True))[: len(shape) - len(positions)]
         # Each time and plane is a chunk.
@@ -197,7 +197,7 @@ class _Call:
     def tile_bytes(self) -> int:
         """The memory of a tile, its projections and its response."""
         source, tiles = self.volumes["grid"]
-        return 4 * source.batch * source.channels * source.dtype.itemsize * math.prod(_size_of(tiles[0]))
+        return 4 * source.batch * source.channels * source.dtype.itemsize * math.prod(size_of(tiles[0]))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what follows from the arguments."""
@@ -212,16 +212,12 @@ class _Call:
 
     def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, _Response]:
         """Return the tasks, and what runs them."""
-        planned = Saved(_size_of(self.volumes["grid"][1][0]), shared=self.shared)
+        planned = Saved(size_of(self.volumes["grid"][1][0]), shared=self.shared)
         stream = Stream(output, self.identity, planned, self.volumes)
         return stream, _Response(self.layer, self.keys, stream)
 
     def surroundings(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-def _size_of(region: Region) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in region)
 
 
 def _check(layer: GridAttention, given: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from farfield._refusals import refusal
 from farfield.nn.network_copy import copied, share_parameters
 from farfield.streaming.graph import Graph, Value, run_node, run_whole
-from farfield.streaming.labels import summarized_boxes
+from farfield.streaming.labels import last_uses, summarized_boxes
 from farfield.streaming.passes import Store, run_in_memory
 from farfield.streaming.plan import GraphPlan, RegionCheck
 from farfield.streaming.rules.rule import Parts
@@ -67,13 +66,12 @@ def run_check(
         return read(sample, volume, (*box[:2], *(((first + a, first + b),) for (first, _), ((a, b),) in spans)))
 
     region, first = find_varied(check.size, size, partial(read_part, 0, 0, whole[0]))
-    rest = [
-        [read_part(sample, volume, box, region) for volume, box in enumerate(whole) if sample or volume]
+    each = [
+        [read_part(sample, volume, box, region) if sample or volume else first for volume, box in enumerate(whole)]
         for sample in apart
     ]
-    each = [[first, *rest[0]], *rest[1:]]
     reads = [partial(read_part, sample, region=region) for sample in apart]
-    noisy = not all(_varies(own[0]) and all(bool(grid.isfinite().all()) for grid in own) for own in each)
+    noisy = not all(_is_varied(own[0]) and all(bool(grid.isfinite().all()) for grid in own[1:]) for own in each)
     if noisy:
         # Norms of what does not vary make rounding as large as the result.
         each = [[_add_noise(grid) for grid in own] for own in each]
@@ -89,6 +87,25 @@ def run_check(
     # Each operation in series rounds at least once: nearer, no run in another precision is needed, which is slow.
     if distance(got, want) <= _eps(want) * _count_in_series(graph):
         return ""
+    allowed = _find_allowed(network, finish, grids, want)
+    if isinstance(allowed, str):
+        return allowed
+    problem = "" if distance(got, want) <= allowed else _find_problem(plan, each, got, want, allowed)
+    if not problem:
+        return ""
+    name, axes = type(network).__name__, (None,) * len(size)
+    fix = f"tile={axes} without plan, which runs the volume in" if plan.cut else f"{name}(volume), as the volume is"
+    raise refusal(
+        TilesDifferError,
+        f"{name} has another result in tiles than untiled, on a region of size {check.size}: the largest difference "
+        f"is {float((got.double() - want.double()).abs().max()):.3g}; {problem}; fix: {fix} one piece.",
+    )
+
+
+def _find_allowed(
+    network: nn.Module, finish: Callable[[Any], Tensor], grids: Sequence[Tensor], want: Tensor
+) -> float | str:
+    """Return how far tiles may be from what the network gives: by its own distance in another precision, or why not."""
     # Of float64 there is no wider one: float32 rounds as often, and by so much more.
     is_wide = want.dtype == torch.float64
     dtype, share = (torch.float32, _NARROW) if is_wide else (torch.float64, 1.0)
@@ -100,19 +117,7 @@ def run_check(
     own = distance(want, other)
     if is_wide and math.isinf(own):
         return f"the result on a region has numbers that are not finite in {dtype}"
-    allowed = _ALLOWED * (share * own + _eps(want))
-    if distance(got, want) <= allowed:
-        return ""
-    problem = _find_problem(plan, each, got, want, allowed)
-    if not problem:
-        return ""
-    name, axes = type(network).__name__, (None,) * len(size)
-    fix = f"tile={axes} without plan, which runs the volume in" if plan.cut else f"{name}(volume), as the volume is"
-    raise refusal(
-        TilesDifferError,
-        f"{name} has another result in tiles than untiled, on a region of size {check.size}: the largest difference "
-        f"is {float((got.double() - want.double()).abs().max()):.3g}; {problem}; fix: {fix} one piece.",
-    )
+    return _ALLOWED * (share * own + _eps(want))
 
 
 def _find_problem(plan: GraphPlan, each: Sequence[Sequence[Tensor]], got: Tensor, want: Tensor, allowed: float) -> str:
@@ -150,13 +155,13 @@ def find_varied(
         starts = [int(place * (length - each)) for length, each in zip(size, own, strict=True)]
         region = tuple((start, start + each) for start, each in zip(starts, own, strict=True))
         grid = read(region)
-        if _varies(grid) and bool(grid.isfinite().all()):
+        if _is_varied(grid):
             break
     return region, grid
 
 
-def _varies(grid: Tensor) -> bool:
-    return bool((grid != grid.flatten()[0]).any())
+def _is_varied(grid: Tensor) -> bool:
+    return bool((grid != grid.flatten()[0]).any() and grid.isfinite().all())
 
 
 def _run_copy(
@@ -243,8 +248,7 @@ def _find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
     # Operands are untiled, so a difference is the operation's own: it is one from half of the digits of its dtype on.
     labelled = plan.labelled
     graph = labelled.graph
-    users = Counter(value for index in labelled.order for value in set(graph.nodes[index].inputs))
-    known: dict[Value, Tensor] = {}
+    freed, known = last_uses(graph, list(map(Value, labelled.order)), (), ()), dict[Value, Tensor]()
     for index in labelled.order:
         node = graph.nodes[index]
         run_node(graph, index, known, grids)
@@ -252,10 +256,8 @@ def _find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
             got = _run_operation(plan, index, known)
             if distance(got, known[Value(index)]) > math.sqrt(_eps(got)):
                 return f"the first operation that differs is {node.op} in {node.path}"
-        for value in set(node.inputs):
-            users[value] -= 1
-            if not users[value]:
-                del known[value]
+        for value in freed[Value(index)]:
+            del known[value]
     return ""
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
 from farfield.streaming.rules.rule import OperationCall, convert_number, given_dims, spatial_dims, widen
 from farfield.streaming.rules.sums import find_norm
 from farfield.streaming.spans import Piece, axes_of, length_of, lengths_along
+from farfield.volumes.place import Place
 
 _INF = math.inf
 # Operations that sum over positions, and the number that changes none of their results.
@@ -60,41 +60,31 @@ def find_mask(graph: Graph, node: Node) -> Value | None:
     return None if {value.node for value in graph.inputs[:-1]} & {*graph.needed(mask)} else mask
 
 
-class _Place(NamedTuple):
-    """Where a value lies along an axis: its first position stands for those from `start` on, `scale` many."""
-
-    start: Fraction
-    scale: Fraction
-    is_flipped: bool = False  # if it is the volume flipped along this axis
-
-
 def _place_along(
-    labelled: LabelledGraph, places: dict[Value, dict[int, _Place]], value: Value, axis: int, length: int
-) -> _Place | None:
+    labelled: LabelledGraph, places: dict[Value, dict[int, Place]], value: Value, axis: int, length: int
+) -> Place | None:
     """Return where a value lies, around the middle of what its positions read; None if that is not even."""
     node, layouts = labelled.graph.nodes[value.node], labelled.layouts
     if node.op == "input":
-        return _Place(Fraction(0), Fraction(1))
+        return Place()
     for source, _, step in find_steps(labelled, value, axis):
         own = places[source].get(axis)
         if own is None:
             continue
-        scale = own.scale * abs(step.scale)
-        middle = own.start + own.scale * (step.offset + Fraction(1, 2))
-        start = (middle if step.scale > 0 else labelled.size[axis] - middle) - scale / 2
+        place = own.take(step)
         if step.scale > 0:
             # Kernels whose middle lies between two positions move by less than one.
-            start = own.start + math.trunc((start - own.start) / scale) * scale
+            moved = place.corner - own.corner
+            place = Place(place.scale, place.offset - moved + math.trunc(moved / place.scale) * place.scale)
         # What is joined along the axis may be rolled: then some of the volume lies behind its ends.
         joined = node.op == "aten.cat.default" and axis in axes_of(layouts[value][node.args[1] :][:1])
-        if joined and (start > 0 or start + scale * length < labelled.size[axis]):
-            return None
-        return _Place(start, scale, own.is_flipped != (step.scale < 0))
+        ends = sorted((place.corner, place.corner + place.scale * length))
+        return None if joined and (ends[0] > 0 or ends[1] < labelled.size[axis]) else place
     return None
 
 
-def _find_places(labelled: LabelledGraph) -> dict[Value, dict[int, _Place]]:
-    places: dict[Value, dict[int, _Place]] = {}
+def _find_places(labelled: LabelledGraph) -> dict[Value, dict[int, Place]]:
+    places: dict[Value, dict[int, Place]] = {}
     for value, layout in labelled.layouts.items():
         along = {axis: _place_along(labelled, places, value, axis, end) for axis, end in lengths_along(layout).items()}
         places[value] = {axis: place for axis, place in along.items() if place is not None}
@@ -160,7 +150,7 @@ class _Masking:
         mask = write.append("expand", (mask,), wide) if wide != fine else mask
         return write.view(mask, [*map(length_of, dims)])
 
-    def _mask_grid(self, write: Writer, along: dict[int, tuple[_Place, int]]) -> Value:
+    def _mask_grid(self, write: Writer, along: dict[int, tuple[Place, int]]) -> Value:
         """Return the mask of a grid with these places and lengths along some axes, and of length 1 along others."""
         key = tuple(sorted(along.items()))
         if key in self.grids:
@@ -172,11 +162,13 @@ class _Masking:
             if place is None:
                 mask = write.append("aten.any.dim", (mask, axis, True), shape)
                 continue
-            if place.is_flipped:
+            start, scale = place.corner, abs(place.scale)
+            if place.scale < 0:
+                start = length - start
                 mask = write.append("aten.flip.default", (mask, [axis]), write.shape(mask))
-            if place.start or place.scale != 1 or shape[axis] != length:
-                least = math.lcm(place.start.denominator, place.scale.denominator)
-                blocks = (int(place.start * least), int(place.scale * least), least)
+            if start or scale != 1 or shape[axis] != length:
+                least = math.lcm(start.denominator, scale.denominator)
+                blocks = (int(start * least), int(scale * least), least)
                 mask = write.append("cover", (mask, axis, *blocks), shape)
         self.grids[key] = mask
         return mask

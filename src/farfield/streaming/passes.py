@@ -13,7 +13,8 @@ from torch import Tensor
 
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
-from farfield.streaming.plan import GraphPlan
+from farfield.streaming.patches import compute_patch
+from farfield.streaming.plan import GraphPlan, PatchPlan
 from farfield.streaming.records import Merge, Record, Records, empty_record
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
@@ -22,11 +23,6 @@ from farfield.streaming.store import SUFFIX, StoredInBlocks, StoredInFile, Store
 
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
-# (pass, tile, (volume, box) -> its numbers, merged parts) -> the tile's parts, and its box of the output
-RunPatch = Callable[
-    [int, Sequence[Span], Callable[[int, Box], Tensor], Mapping[int, Parts]],
-    tuple[dict[int, Parts], tuple[Box, Tensor] | None],
-]
 # (sample, box, numbers) writes the output; None are the zeros of a tile that is skipped
 WriteOutput = Callable[[int, Box, Tensor | None], None]
 # (sample, pass, tile) -> whether the tile is skipped
@@ -167,7 +163,6 @@ class TiledRun(Run):
     def __init__(
         self,
         plan: GraphPlan,
-        run_patch: RunPatch | None,  # if norms and pooling see what a tile reads
         store: Store,
         read_volume: ReadVolume,
         write_output: WriteOutput,
@@ -175,7 +170,7 @@ class TiledRun(Run):
         samples: int = 1,
         skips: Skips = lambda *_: False,
     ) -> None:
-        self.plan, self.run_patch, self.store, self.skips = plan, run_patch, store, skips
+        self.plan, self.store, self.skips = plan, store, skips
         self.read_volume, self.write_output, self.parts_of = read_volume, write_output, parts_of
         self.samples, self.sample, self.sums = samples, -1, Sums(plan, parts_of)
         # The pass of the last task, over all samples.
@@ -204,11 +199,7 @@ class TiledRun(Run):
             # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
             self.store.begin(sample, stage)
             self.number = number
-        if self.skips(sample, stage, index):
-            return self._skip(stage, index)
-        return (
-            self._run_regions(stage, index) if self.run_patch is None else self._run_patch(self.run_patch, stage, index)
-        )
+        return self._run_tile(stage, index)
 
     def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
         """Go on with a pass of which some tiles are finished; False if what was stored for it is gone."""
@@ -230,49 +221,33 @@ class TiledRun(Run):
         """Let go of stored values."""
         self.store.close()
 
-    def _skip(self, stage: int, index: int) -> Record:
-        """Store zeros in place of what a tile would store, and write none."""
-        plan, tile, record = self.plan, self.plan.tiles[index], empty_record()
-        for value in plan.stages[stage].writes:
-            if (box := plan.own_box(value, tile)) is not None:
-                zeros = torch.zeros(box_shape(box), dtype=plan.labelled.graph.info(value).dtype)
-                self._store(record, value, index, box, zeros)
-        if plan.stages[stage].last and (box := plan.own_box(plan.labelled.graph.output, tile)) is not None:
-            self.write_output(self.sample, box, None)
-        return record
-
     def _store(self, record: Record, value: Value, index: int, box: Box, numbers: Tensor) -> None:
         self.store[value].write(index, box, numbers)
         own = self.store[value].checksums.get(index)
         record["stored"] |= {} if own is None else {name_value(value): {str(index): own}}
 
-    def _run_patch(self, run_patch: RunPatch, stage: int, index: int) -> Record:
-        tile = self.plan.tiles[index]
-
-        def read(volume: int, box: Box) -> Tensor:
-            return self.read_volume(self.sample, volume, index, box)
-
-        summarized, output = run_patch(stage, tile, read, self.sums)
-        if output is not None:
-            self.write_output(self.sample, *output)
-        return empty_record() | {"parts": self._check(summarized, tile)}
-
-    def _run_regions(self, stage: int, index: int) -> Record:
+    def _run_tile(self, stage: int, index: int) -> Record:
         plan, labelled, tile = self.plan, self.plan.labelled, self.plan.tiles[index]
-        summarized, wanted = plan.wanted(stage, tile)
         inputs, output = labelled.graph.inputs, labelled.graph.output
+        # A tile that is skipped sums nothing, stores zeros, and writes none.
+        summarized, wanted = ({}, {}) if self.skips(self.sample, stage, index) else plan.wanted(stage, tile)
 
         def read(value: Value, box: Box) -> Tensor:
             if value in inputs:
                 return self.read_volume(self.sample, inputs.index(value), index, box)
             return self.store[value].read(index, box)
 
-        known = compute(labelled, wanted, plan.given(stage), read, self.sums)
+        if isinstance(plan, PatchPlan):
+            known, boxes = compute_patch(plan, tile, wanted, read, self.sums)
+        else:
+            known, boxes = compute(labelled, wanted, plan.given(stage), read, self.sums), wanted
 
         def part(value: Value, box: Box) -> Tensor:
-            return read_box(known[value], region_of(wanted[value]), box)
+            if not known:
+                return torch.zeros(box_shape(box), dtype=labelled.graph.info(value).dtype)
+            return read_box(known[value], region_of(boxes[value]), box)
 
-        parts = {node: summarize_tile(labelled, node, boxes, part, tile) for node, boxes in summarized.items()}
+        parts = {node: summarize_tile(labelled, node, own, part, tile) for node, own in summarized.items()}
         record = empty_record() | {"parts": self._check(parts, tile)}
         for value in plan.stages[stage].writes:
             if (box := plan.own_box(value, tile)) is not None:
@@ -281,7 +256,7 @@ class TiledRun(Run):
                     raise _not_finite_in(labelled.graph.nodes[value.node].path, tile)
                 self._store(record, value, index, box, numbers)
         if plan.stages[stage].last and (box := plan.own_box(output, tile)) is not None:
-            self.write_output(self.sample, box, part(output, box))
+            self.write_output(self.sample, box, part(output, box) if known else None)
         return record
 
     def _check(self, parts: Mapping[int, Parts], tile: Sequence[Span]) -> dict[str, Parts]:
@@ -295,7 +270,7 @@ class TiledRun(Run):
 def run_in_memory(plan: GraphPlan, store: Store, read_volume: ReadVolume, write_output: WriteOutput) -> None:
     """Run all passes of a plan on one sample, one tile after the other."""
     records: list[Records] = []
-    run = TiledRun(plan, None, store, read_volume, write_output, lambda number: records[number].read()["parts"])
+    run = TiledRun(plan, store, read_volume, write_output, lambda number: records[number].read()["parts"])
     for each in run.passes:
         records.append(Records(each.tiles, each.merge))
         for index in range(each.tiles):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,11 +23,9 @@ from farfield.streaming.plan import Halo, PatchPlan, join_halos, make_graph_plan
 from farfield.streaming.recording import Recording, find_scales
 from farfield.streaming.rules.reading import READING_RULES
 from farfield.streaming.rules.rule import OperationCall, Parts, Reduction
-from farfield.streaming.run import compute, summarize_tile
+from farfield.streaming.run import Read, compute
 from farfield.streaming.spans import Box, Layout, Piece, Span, box_shape, lengths_along, read_box, region_of, whole_box
 
-# (volume, box) -> its numbers
-ReadVolume = Callable[[int, Box], Tensor]
 # Rounding of places and of what follows from them, in units in the last place of numbers up to their length.
 _ROUNDING = 8
 
@@ -197,12 +195,11 @@ def _are_equal(one: Tensor, other: Tensor, length: int = 1) -> bool:
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
-def run_patch(
-    plan: PatchPlan, stage: int, tile: Sequence[Span], read_volume: ReadVolume, parts: Mapping[int, Parts]
-) -> tuple[dict[int, Parts], tuple[Box, Tensor] | None]:
-    """Run a pass on a tile's patch: the parts of each attention, and in the last pass its box of the output."""
-    labelled, region, graph = plan.labelled, plan.region(tile), plan.patch.graph
-    summarized, wanted = plan.wanted(stage, tile)
+def compute_patch(
+    plan: PatchPlan, tile: Sequence[Span], wanted: Collection[Value], read: Read, parts: Mapping[int, Parts]
+) -> tuple[dict[Value, Tensor], dict[Value, Box]]:
+    """Compute values on a tile's patch; return also the boxes that these are in the whole."""
+    labelled, region = plan.labelled, plan.region(tile)
 
     def move(value: Value, box: Box) -> Box:
         """Return where a box of a value on the patch lies in the whole; each dimension is one piece."""
@@ -219,16 +216,8 @@ def run_patch(
 
         return whole._replace(finish=finish)
 
-    def read(value: Value, box: Box) -> Tensor:
-        return read_volume(graph.inputs.index(value), move(value, box))
-
     patch = copy.copy(plan.patch)
     patch.reductions = {index: reduce(index) for index in plan.reductions}
-    known = compute(patch, plan.patch_boxes(wanted), graph.inputs, read, parts)
-
-    def part(value: Value, box: Box) -> Tensor:
-        return read_box(known[value], region_of(plan.part(value, region)), box)
-
-    own = {index: summarize_tile(labelled, index, boxes, part, tile) for index, boxes in summarized.items()}
-    box = plan.own_box(graph.output, tile) if plan.stages[stage].last else None
-    return own, None if box is None else (box, part(graph.output, box))
+    boxes, inputs = plan.patch_boxes(wanted), patch.graph.inputs
+    known = compute(patch, boxes, inputs, lambda value, box: read(value, move(value, box)), parts)
+    return known, {value: plan.part(value, region) for value in known}

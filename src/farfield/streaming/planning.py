@@ -43,9 +43,7 @@ from farfield.streaming.plan import GraphPlan, PatchPlan, find_stored, fit_store
 from farfield.streaming.progress import Saved
 from farfield.streaming.record import record_network
 from farfield.streaming.recording import Recording, plan_check
-from farfield.streaming.spans import axes_of
-from farfield.streaming.streaming_plan import PlannedOutput, StreamingPlan
-from farfield.volumes.place import Place, stretch
+from farfield.streaming.streaming_plan import StreamingPlan, plan_output
 from farfield.volumes.source import MODES, AxisLayout
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
@@ -165,8 +163,8 @@ class Planner:
         plan, on_disk = self._plan_saved(recording, tile) or self._choose_tiles(recording, tile)
         self._refuse_large_summaries(plan.labelled)
         if self.tiles.statistics == "tile" and plan.cut:
-            plan = self._plan_patches(recording, plan, batch)
-        output = self._plan_output(recording, plan, padding, samples)
+            plan = self._plan_patches(plan, batch)
+        output = plan_output(recording, plan, padding, samples)
         if any(map(any, padding)) and not isinstance(plan, PatchPlan):
             plan = replace(plan, kept=output.kept)
         return StreamingPlan(
@@ -275,7 +273,7 @@ class Planner:
                 ) from error
             raise
 
-    def _plan_patches(self, recording: Recording, plan: GraphPlan, batch: int) -> PatchPlan:
+    def _plan_patches(self, plan: GraphPlan, batch: int) -> PatchPlan:
         """Plan how the network runs on patches, so that norms, means and pooling see what a tile reads."""
         try:
             patches = make_patch_plan(plan.labelled, plan.tile, partial(self._record, batch))
@@ -364,58 +362,3 @@ class Planner:
             if node.op == "layer" and node.args[0].summary_bytes:
                 name = f"the summary of {node.args[0].module.operator_name} at {node.path}"
                 refuse_large_summary(name, node.args[0].summary_bytes, free)
-
-    def _plan_output(
-        self,
-        recording: Recording,
-        plan: GraphPlan,
-        padding: Sequence[tuple[int, int]],
-        samples: int,
-    ) -> PlannedOutput:
-        """Return what is known of the output; refuse one whose axes are not those of the volume."""
-        labelled, size, graph = plan.labelled, recording.size, recording.graph
-        info, layout = graph.info(graph.output), labelled.layouts[graph.output]
-        own = {dim[0].axis: place for place, dim in enumerate(layout) if dim[0].axis is not None}
-        there, places, doubts = recording.output_axes | own, recording.places.of[graph.output], {}
-        moved = (plan.cut or any(map(any, padding))) and any(place < 2 for place in there.values())
-        if moved or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
-            raise GraphError(
-                f"its output {info.shape} is no grid (batch, channels, *size) of the volume's axes; fix: a module "
-                "around it that returns one: self.network(grid)[:, None] where it has no channels, .movedim(-1, 1) "
-                "where they are last"
-            )
-        along: list[tuple[int, Place] | None] = []
-        kept = [(0, length) for length in info.shape[2:]]
-        for axis, (length, (before, after)) in enumerate(zip(size, padding, strict=True)):
-            # Labels do not tell an axis along which the network cannot be cut, nor one of a single position.
-            known = axis not in labelled.cut or axis in places
-            same = known and len(layout) == len(size) + 2 and axis + 2 not in there.values()
-            place = there.get(axis, axis + 2 if same else None)
-            if place is None:
-                along.append(None)
-                continue
-            scale, offset = places.get(axis, stretch(length, info.shape[place]))
-            ends = [int(each / abs(scale)) for each in (before, after)][:: 1 if scale > 0 else -1]
-            own_place = Place(scale, offset + ends[0] * scale - before)
-            if scale < 0:
-                doubts[axis] = "it is flipped, which a voxel size does not tell"
-            elif axis in recording.places.doubts:
-                doubts[axis] = f"{recording.places.doubts[axis]}, of which it has the first"
-            elif axis not in places and info.shape[place] != length:
-                doubts[axis] = "no rule tells it, and it is taken to be as long as the volume"
-            elif own_place != Place() and info.shape[place] == length:
-                doubts[axis] = f"it has the volume's positions, as in training, and by its layers stands at {own_place}"
-            kept[place - 2] = ends[0], info.shape[place] - ends[1]
-            along.append((place, own_place))
-        if any(start >= stop for start, stop in kept):
-            raise refusal(
-                ShapeError,
-                f"the network returns {info.shape[2:]} for size {size}, nothing of which is left "
-                f"without the {tuple(padding)} padded positions; fix: a larger volume, or one that needs no padding.",
-            )
-        box = labelled.core(layout, plan.tiles[0])
-        written = tuple(
-            min(stop - start, high - low) for ((start, stop),), (low, high) in zip(box[2:], kept, strict=True)
-        )
-        shape = (info.shape[0] * samples, *info.shape[1:])
-        return PlannedOutput(shape, info.dtype, tuple(along), tuple(kept), written, doubts)

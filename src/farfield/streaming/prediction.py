@@ -20,8 +20,7 @@ from farfield.streaming.arguments import Tiles, arrange_volumes, axis_spans
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.masks import mask_plan
 from farfield.streaming.passes import ReadVolume, Skips, Store, TiledRun, WriteOutput
-from farfield.streaming.patches import run_patch
-from farfield.streaming.plan import GraphPlan, PatchPlan
+from farfield.streaming.plan import GraphPlan
 from farfield.streaming.progress import Saved, Stream
 from farfield.streaming.skipping import find_skipped, layout_of_mask, open_mask
 from farfield.streaming.spans import Box, box_shape
@@ -29,7 +28,7 @@ from farfield.streaming.streaming_plan import StreamingPlan
 from farfield.volumes.file_formats import OutputSpec, chunk_lengths
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import ArrayOutput, FileOutput, numpy_dtype
-from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout
+from farfield.volumes.source import AxisLayout, Region, VolumeSource, index_within, overlap, parse_layout, size_of
 from farfield.volumes.volume import describe_output
 
 
@@ -105,7 +104,7 @@ class Prediction:
     @cached_property
     def spec(self) -> OutputSpec:
         plan, output, layout = self.plan, self.plan.output, self.plan.layout
-        shape = layout.shape(output.shape[0], output.shape[1], [stop - start for start, stop in output.kept])
+        shape = layout.shape(output.shape[0], output.shape[1], size_of(output.kept))
         box = [*shape[: len(shape) - len(output.written)], *output.written]
         if plan.samples > 1:
             box[: layout.batch] = [1] * layout.batch
@@ -145,7 +144,7 @@ class Prediction:
 
     def bind(self) -> Prediction:
         """Return the prediction with its plan bound to the network, after it was sent."""
-        with _autocast(device_of(self.model), self.autocast):
+        with self._autocast():
             return replace(self, plan=self.plan.bind("predict_whole", self.model))
 
     def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, TiledRun]:
@@ -156,29 +155,37 @@ class Prediction:
         stream = Stream(output, self.identity, Saved(plan.tile, plan.stored, self.on_disk, self.shared), tiled)
         folder = output.folder if isinstance(output, FileOutput) else None
         store = Store(graph, self.on_disk, folder, device_of(self.model), shared=self.shared)
-        on_patch = partial(run_patch, graph) if isinstance(graph, PatchPlan) else None
         skips: list[Skips] = [] if self.mask is None else [self.skipped.item]
         connected = _connect(stream, self)
-        return stream, TiledRun(graph, on_patch, store, *connected, stream.parts_of, plan.samples, *skips)
+        return stream, TiledRun(graph, store, *connected, stream.parts_of, plan.samples, *skips)
 
-    def surroundings(self) -> AbstractContextManager[None]:
-        return _outside_inference(device_of(self.model), self.autocast)
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Leave `torch.inference_mode`, whose tensors cannot be used in it and outside; make tensors on a device."""
+        device = device_of(self.model)
+        # Each call of torch within a device takes microseconds longer.
+        on_device = nullcontext() if device == torch.get_default_device() else device
+        with torch.inference_mode(False), self._autocast(), on_device:
+            yield
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        """Return the context in which a call was made that was sent."""
+        device = device_of(self.model)
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     def check_region(self, stream: Stream) -> None:
         """Compare tiles with the network itself on a region of the volume; warn if that is not possible."""
         plan, model = self.plan, self.model
-        if not isinstance(plan.check, RegionCheck):
-            if plan.graph_plan.cut:
-                stream.warn(f"predict_whole: tiles are not checked: {plan.check}.")
-            return
 
         def finish(output: Any) -> Tensor:
             return one_grid(model, plan.size, output, plan.outputs.taken)[0]
 
-        # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
-        read = partial(self.read_box, lambda name, region, sample: self.sources[name].read(region, sample))
-        with torch.no_grad():
-            problem = run_check(plan.check, model, finish, plan.size, read, plan.samples, stream.warn)
+        problem = plan.check if plan.graph_plan.cut else ""
+        if isinstance(plan.check, RegionCheck):
+            # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
+            read = partial(self.read_box, lambda name, region, sample: self.sources[name].read(region, sample))
+            with torch.no_grad():
+                problem = run_check(plan.check, model, finish, plan.size, read, plan.samples, stream.warn)
         if problem:
             stream.warn(f"predict_whole: tiles are not checked: {problem}.")
 
@@ -210,20 +217,6 @@ def _check_chunks(graph: GraphPlan, plan: StreamingPlan, spec: OutputSpec) -> No
                 )
 
 
-@contextmanager
-def _outside_inference(device: torch.device, autocast: torch.dtype | None) -> Iterator[None]:
-    """Leave `torch.inference_mode`, whose tensors cannot be used in it and outside, and make tensors on a device."""
-    # Each call of torch within a device takes microseconds longer.
-    on_device = nullcontext() if device == torch.get_default_device() else device
-    with torch.inference_mode(False), _autocast(device, autocast), on_device:
-        yield
-
-
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    """Return the context in which a call was made that was sent."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
 def _connect(stream: Stream, prediction: Prediction) -> tuple[ReadVolume, WriteOutput]:
     """Return how passes read boxes of the volumes, and write those of the output, without what stands for padding."""
     plan = prediction.plan
@@ -238,14 +231,9 @@ def _connect(stream: Stream, prediction: Prediction) -> tuple[ReadVolume, WriteO
                 return
             numbers = torch.zeros(box_shape(box), dtype=plan.output.dtype)
         spans = [spans[0] for spans in box[2:]]
-        both = [(max(start, low), min(stop, high)) for (start, stop), (low, high) in zip(spans, kept, strict=True)]
-        if any(start >= stop for start, stop in both):
+        if (both := overlap(spans, kept)) is None:
             return
-        inside, target = (
-            tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(both, origin, strict=True))
-            for origin in (spans, kept)
-        )
-        part = numbers[(slice(None), slice(None), *inside)]
+        part, target = numbers[(slice(None), slice(None), *index_within(both, spans))], index_within(both, kept)
         shape = plan.layout.shape(part.shape[0], part.shape[1], part.shape[2:])
         leading = [slice(None)] * (len(shape) - len(target))
         if apart:

@@ -23,7 +23,7 @@ from farfield.streaming.records import DamagedError, Record, Records, empty_reco
 from farfield.streaming.rules.rule import Parts
 from farfield.volumes.input_files import InputFiles
 from farfield.volumes.sink import ArrayOutput, FileOutput, box_checksum, check_path, overwrite_fix, to_numpy
-from farfield.volumes.source import Region, VolumeSource, checksum
+from farfield.volumes.source import Region, VolumeSource, checksum, index_within, overlap
 from farfield.volumes.unfinished import STATE, explain_disk_errors, unfinished_folder, was_moved
 
 # Of the file that tells what the records beside it are of.
@@ -169,11 +169,9 @@ class Stream:
         """Read a region of a volume for a tile, of all samples by default; refuse own positions that have changed."""
         source, tiles = self.volumes[name]
         grid, own = source.read(region, sample, index), tiles[index]
-        spans = list(zip(own, region, strict=True))
-        if any(start < first or stop > last for (start, stop), (first, last) in spans):
+        if overlap(own, region) != own:
             return grid
-        inside = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in spans)
-        new_sum = checksum(grid[(slice(None), slice(None), *inside)])
+        new_sum = checksum(grid[(slice(None), slice(None), *index_within(own, region))])
         key = str(index) if sample is None else f"{sample} {index}"
         if key not in self.checksums.setdefault(name, {}):
             self.checksums[name][key] = self.record["read"].setdefault(name, {})[key] = new_sum

@@ -36,7 +36,7 @@ from farfield.streaming.plan import GraphPlan, Halo, PatchPlan, join_halos
 from farfield.streaming.planning import Planner
 from farfield.streaming.seam_report import GlobalLayer, SeamReport, compare_tilings
 from farfield.streaming.spans import Span
-from farfield.volumes.source import VolumeSource
+from farfield.volumes.source import VolumeSource, overlap, size_of
 
 # Tiles of the part of a volume that is examined, at most; and the share of the free memory that it may take untiled.
 _MOST_TILES, _MEMORY_SHARE = 16, 0.25
@@ -178,8 +178,7 @@ def _find_removed(
     pairs = []
     for places in itertools.product(*(range(len(tiles)) for tiles in tilings)):
         cores = (tiles[place][0] for tiles, place in zip(tilings, places, strict=True))
-        both = tuple((max(one[0], other[0]), min(one[1], other[1])) for one, other in zip(*cores, strict=True))
-        if all(start < stop for start, stop in both):
+        if (both := overlap(*cores)) is not None:
             pairs.append((places, both))
 
     def differ(chosen: Sequence[tuple[Any, _Region]], results: Callable[[int, int], Tensor]) -> list[float]:
@@ -307,7 +306,7 @@ class _Part:
             text = f"{type(self.network).__name__} does not run on a tile of size {size}: {error}"
             raise refusal(ValueError, f"{text}\n  fix: a tile that it takes.") from error
         grid = one_grid(self.network, grids[0].shape, output)[0]
-        self._check_output(grid, tuple(stop - start for start, stop in region))
+        self._check_output(grid, size_of(region))
         return grid, statistics
 
     def _check_output(self, grid: Tensor, size: Sequence[int]) -> None:

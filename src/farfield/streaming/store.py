@@ -20,8 +20,8 @@ from farfield._checks import install_command
 from farfield._files import replace_file
 from farfield._refusals import is_refusal, refusal
 from farfield.streaming.graph import Info
-from farfield.streaming.spans import Box, Layout, Span, box_shape, read_box, region_of, whole_box, write_box
-from farfield.volumes.source import release
+from farfield.streaming.spans import Box, Layout, box_shape, read_box, region_of, whole_box, write_box
+from farfield.volumes.source import index_within, overlap, release, size_of
 from farfield.volumes.unfinished import FULL_DISK, REASONS
 
 try:
@@ -144,12 +144,12 @@ class StoredInFile:
         if not self._is_intact(index):
             raise self._changed(f"in tile {index}")
         spans = [span for dim in box for span in dim]
-        result = torch.empty(_lengths(spans), dtype=self.info.dtype, device="cpu")
+        result = torch.empty(size_of(spans), dtype=self.info.dtype, device="cpu")
         for place, part in enumerate(self.parts):
-            if part is None or (both := _overlap(spans, part)) is None:
+            if part is None or (both := overlap(spans, part)) is None:
                 continue
             block = torch.from_numpy(np.asarray(mapped := self._map_block(place))).view(self.info.dtype)
-            result[_within(both, spans)] = block.view(_lengths(part))[_within(both, part)]
+            result[index_within(both, spans)] = block.view(size_of(part))[index_within(both, part)]
             release(mapped)  # after each block, or all neighbors of a tile would be resident at once
         return result.reshape(box_shape(box)).to(self.device)
 
@@ -299,20 +299,3 @@ class StoredInBlocks(StoredInFile):
                 return np.memmap(file, np.uint8, "r+", shape=(length,))
         except FileNotFoundError:
             raise self._changed(f"and has no block of tile {index}") from None
-
-
-def _lengths(spans: Sequence[Span]) -> list[int]:
-    return [stop - start for start, stop in spans]
-
-
-def _overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span] | None:
-    both = []
-    for (start, stop), (first, last) in zip(one, other, strict=True):
-        if start >= last or first >= stop:  # most tiles, along the first axis
-            return None
-        both.append((max(start, first), min(stop, last)))
-    return both
-
-
-def _within(spans: Sequence[Span], outer: Sequence[Span]) -> tuple[slice, ...]:
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(spans, outer, strict=True))

@@ -15,11 +15,13 @@ from farfield._refusals import door, refusal
 from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, one_grid
 from farfield.streaming.arguments import parse_layouts, refuse_training
 from farfield.streaming.graph import Graph, Node, Value
-from farfield.streaming.labels import LabelledGraph, label_graph
+from farfield.streaming.labels import GraphError, LabelledGraph, label_graph
 from farfield.streaming.patches import refuse_moved
 from farfield.streaming.plan import GraphPlan, PatchPlan, PlannedPass, RegionCheck, join_halos
 from farfield.streaming.record import AROUND, record_network
-from farfield.volumes.place import Place
+from farfield.streaming.recording import Recording
+from farfield.streaming.spans import axes_of
+from farfield.volumes.place import Place, stretch
 from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
@@ -40,6 +42,54 @@ class PlannedOutput(NamedTuple):
     written: tuple[int, ...]
     # By axis of the volume, what makes the place of the output along it uncertain.
     doubts: dict[int, str]
+
+
+def plan_output(recording: Recording, plan: GraphPlan, padding: Sequence[Span], samples: int) -> PlannedOutput:
+    """Return what is known of the output; refuse one whose axes are not those of the volume."""
+    labelled, size, graph = plan.labelled, recording.size, recording.graph
+    info, layout = graph.info(graph.output), labelled.layouts[graph.output]
+    own = {dim[0].axis: place for place, dim in enumerate(layout) if dim[0].axis is not None}
+    there, places, doubts = recording.output_axes | own, recording.places.of[graph.output], {}
+    moved = (plan.cut or any(map(any, padding))) and any(place < 2 for place in there.values())
+    if moved or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
+        raise GraphError(
+            f"its output {info.shape} is no grid (batch, channels, *size) of the volume's axes; fix: a module "
+            "around it that returns one: self.network(grid)[:, None] where it has no channels, .movedim(-1, 1) "
+            "where they are last"
+        )
+    along: list[tuple[int, Place] | None] = []
+    kept = [(0, length) for length in info.shape[2:]]
+    for axis, (length, (before, after)) in enumerate(zip(size, padding, strict=True)):
+        # Labels do not tell an axis along which the network cannot be cut, nor one of a single position.
+        known = axis not in labelled.cut or axis in places
+        same = known and len(layout) == len(size) + 2 and axis + 2 not in there.values()
+        place = there.get(axis, axis + 2 if same else None)
+        if place is None:
+            along.append(None)
+            continue
+        scale, offset = places.get(axis, stretch(length, info.shape[place]))
+        ends = [int(each / abs(scale)) for each in (before, after)][:: 1 if scale > 0 else -1]
+        own_place = Place(scale, offset + ends[0] * scale - before)
+        if scale < 0:
+            doubts[axis] = "it is flipped, which a voxel size does not tell"
+        elif axis in recording.places.doubts:
+            doubts[axis] = f"{recording.places.doubts[axis]}, of which it has the first"
+        elif axis not in places and info.shape[place] != length:
+            doubts[axis] = "no rule tells it, and it is taken to be as long as the volume"
+        elif own_place != Place() and info.shape[place] == length:
+            doubts[axis] = f"it has the volume's positions, as in training, and by its layers stands at {own_place}"
+        kept[place - 2] = ends[0], info.shape[place] - ends[1]
+        along.append((place, own_place))
+    if any(start >= stop for start, stop in kept):
+        raise refusal(
+            ShapeError,
+            f"the network returns {info.shape[2:]} for size {size}, nothing of which is left "
+            f"without the {tuple(padding)} padded positions; fix: a larger volume, or one that needs no padding.",
+        )
+    box = labelled.core(layout, plan.tiles[0])
+    written = tuple(min(stop - start, high - low) for ((start, stop),), (low, high) in zip(box[2:], kept, strict=True))
+    shape = (info.shape[0] * samples, *info.shape[1:])
+    return PlannedOutput(shape, info.dtype, tuple(along), tuple(kept), written, doubts)
 
 
 @dataclass
@@ -201,18 +251,14 @@ def _list_names(names: Sequence[str]) -> str:
 
 def _without_labels(labelled: LabelledGraph) -> LabelledGraph:
     """Return a graph without labels, which follow from it, and without constants of its network."""
-    planned = labelled.graph
-    graph = replace(planned, constants=_constants_of(planned, _nodes_around(planned)), calls=[])
+    graph = replace(labelled.graph, constants=_constants_around(labelled.graph), calls=[])
     return LabelledGraph(graph, labelled.size, labelled.cut, labelled.halo, levels=labelled.levels)
 
 
-def _nodes_around(graph: Graph) -> list[Node]:
-    """Return the nodes that ran behind the network: of `reduce`, and where several outputs are joined."""
-    return [node for node in graph.nodes if node.path == AROUND]
-
-
-def _constants_of(graph: Graph, nodes: Sequence[Node]) -> dict[str, Any]:
-    return {node.args[0]: graph.constants[node.args[0]] for node in nodes if node.op == "constant"}
+def _constants_around(graph: Graph) -> dict[str, Tensor]:
+    """Return the constants of what ran behind the network: of `reduce`, and where several outputs are joined."""
+    names = (node.args[0] for node in graph.nodes if node.op == "constant" and node.path == AROUND)
+    return {name: graph.constants[name] for name in names}
 
 
 def describe_graph(nodes: Sequence[Node]) -> list[str]:
@@ -243,11 +289,10 @@ def _bind_graph(labelled: LabelledGraph, network: nn.Module, outputs: Outputs) -
         raise _other_network(network, f"runs {own}, and the plan {was}" + " with other arguments" * (own == was))
     reduced = planned.nodes[count:]
     ends = {value for node in reduced for value in node.inputs if value.node < count} or {planned.output}
-    if (ends, found) != ({graph.output}, outputs) or len(_nodes_around(planned)) != len(_nodes_around(graph)) + len(
-        reduced
-    ):
+    around, own_around = (sum(node.path == AROUND for node in each.nodes) for each in (planned, graph))
+    if (ends, found) != ({graph.output}, outputs) or around != own_around + len(reduced):
         raise _other_network(network, "returns other results")
-    constants = _constants_of(planned, reduced) | graph.constants
+    constants = _constants_around(planned) | graph.constants
     bound = replace(graph, constants=constants, nodes=graph.nodes + reduced, output=planned.output)
     # Levels are those of the plan: on patches, they are not those that follow from the labels.
     return replace(label_graph(bound, labelled.size, labelled.cut, halo=labelled.halo), levels=labelled.levels)

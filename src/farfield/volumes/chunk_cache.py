@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -33,7 +32,8 @@ class ChunkCache(SlicedArray):
         self.is_computed = any(isinstance(own, tuple) for own in array.chunks)
         # Where the chunks of each axis start, and where the last ends, at most behind the axis.
         self.edges = [_find_edges(own, length) for own, length in zip(array.chunks, self.shape, strict=True)]
-        self.largest = math.prod(map(_find_longest, self.edges)) * self.dtype.itemsize
+        longest = (max(own) if isinstance(own, tuple) else own for own in array.chunks)
+        self.largest = math.prod(longest) * self.dtype.itemsize
 
     def read(self, wanted: Sequence[range]) -> np.ndarray:
         if self.largest > self.most or any(part.step != 1 for part in wanted):
@@ -78,10 +78,6 @@ def _find_edges(chunk: int | tuple[int, ...], length: int) -> Sequence[int]:
     if isinstance(chunk, int):
         return range(0, length + chunk, chunk)
     return list(itertools.accumulate((each for each in chunk if each), initial=0))
-
-
-def _find_longest(edges: Sequence[int]) -> int:
-    return edges.step if isinstance(edges, range) else max(map(operator.sub, edges[1:], edges))
 
 
 def keep_chunks(array: Any) -> Any:

@@ -221,19 +221,6 @@ def refuse_ome_zarr(path: Path, spec: OutputSpec) -> str | None:
     return reason and f"OME-Zarr cannot hold it: {reason}"
 
 
-def hold_all(path: Path, spec: OutputSpec) -> None:
-    """Refuse nothing: the format holds arrays of any dtype and axes."""
-
-
-def leave(path: Path, spec: OutputSpec) -> None:
-    """Do nothing: the file is complete when all tiles are written."""
-
-
-def no_levels(spec: OutputSpec) -> list[tuple[int, ...]]:
-    """Return nothing: the file is one array."""
-    return []
-
-
 class Format(NamedTuple):
     """How files of a format are made and opened."""
 
@@ -241,10 +228,11 @@ class Format(NamedTuple):
     open: Callable[[Path, OutputSpec, Mode], Any]
     # One memory map: its disk space is reserved at once, as writing to one on a full disk kills the process.
     mapped: bool
-    refuse: Callable[[Path, OutputSpec], str | None] = hold_all  # why the format cannot hold the array; None if it can
-    complete: Callable[[Path, OutputSpec], None] = leave  # called when all tiles are written
+    # Why the format cannot hold the array; None if it can.
+    refuse: Callable[[Path, OutputSpec], str | None] = lambda path, spec: None
+    complete: Callable[[Path, OutputSpec], None] = lambda path, spec: None  # called when all tiles are written
     # The number of chunks along each axis of coarser levels, which are written after all tiles.
-    levels: Callable[[OutputSpec], list[tuple[int, ...]]] = no_levels
+    levels: Callable[[OutputSpec], list[tuple[int, ...]]] = lambda spec: []
 
 
 FORMATS = {

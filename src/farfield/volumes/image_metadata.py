@@ -94,16 +94,15 @@ class ImageMetadata:
     def placed(self, places: Mapping[str, Place]) -> ImageMetadata:
         """Return the metadata of a grid whose positions stand at `places[letter]` of those of an axis."""
         spacing, origin, affine = dict(self.spacing), dict(self.origin), dict(self.affine)
-        for letter, (scale, offset) in places.items():
+        for letter, place in places.items():
             if letter in spacing:
-                if offset:
-                    origin[letter] = _at(origin.get(letter, 0.0), spacing[letter], offset)
-                spacing[letter] = _at(0.0, spacing[letter], abs(scale))
+                if place.offset:
+                    origin[letter] = _at(origin.get(letter, 0.0), spacing[letter], place.offset)
+                spacing[letter] = _at(0.0, spacing[letter], abs(place.scale))
             if letter in affine:
-                # The corner of the first position lies half of it before its middle.
-                moved = offset + (1 - scale) / 2 if self._has_corner else offset
+                moved = place.corner if self._has_corner else place.offset
                 affine["origin"] = tuple(map(_at, affine["origin"], affine[letter], [moved] * len(affine[letter])))
-                affine[letter] = tuple(_at(0.0, step, scale) for step in affine[letter])
+                affine[letter] = tuple(_at(0.0, step, place.scale) for step in affine[letter])
         return replace(self, spacing=spacing, origin=origin, affine=affine)
 
     @property

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class InputFiles:
     def __init__(self, arrays: Mapping[str, Any], out: Any) -> None:
         written = {file_key(place.file) for place in places(out) if place.file is not None}
         found = {name: _find_files(array, written) for name, array in arrays.items()}
-        self.files = {name: (files, _look(files)) for name, files in found.items()}
+        self.files = {name: (files, _look(files())) for name, files in found.items()}
         self.due = 0.0
 
     def check(self, *, between: bool = False) -> None:
@@ -42,9 +43,9 @@ class InputFiles:
         if between and start < self.due:
             return
         for name, (files, before) in self.files.items():
-            changed = np.flatnonzero(_look(files) != before)
+            changed = np.flatnonzero(_look(files()) != before)
             if len(changed):
-                file = next(itertools.islice(files, int(changed[0]), None))
+                file = next(itertools.islice(files(), int(changed[0]), None))
                 what = "has been changed" if os.path.exists(file) else "is gone"
                 raise refusal(
                     ValueError,
@@ -56,39 +57,35 @@ class InputFiles:
         self.due = end + (end - start) / _SHARE
 
 
-class _Chunks:
-    """The metadata and the chunks of a zarr array in a folder, as paths; millions of them are counted, not listed."""
-
-    def __init__(self, folder: Path, array: Any, positions: Sequence[Sequence[int]]) -> None:
-        self.folder, self.array = folder, array
-        self.places = [
-            # Neighbours that are no farther apart than a chunk is long leave none out.
-            range(min(each) // length, max(each) // length + 1)
-            if isinstance(each, range) and abs(each.step) <= length
-            else sorted({position // length for position in each})
-            for each, length in zip(positions, array.shards or array.chunks, strict=True)
-        ]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from (os.path.join(self.folder, name) for name in _METADATA)
-        for place in itertools.product(*self.places):
-            yield os.path.join(self.folder, self.array.metadata.encode_chunk_key(place))
-
-
-def _find_files(array: Any, written: set[Any]) -> list[str] | _Chunks:
-    """Return the files of an array, but those that are written; of zarr in a folder, those of its positions."""
+def _find_files(array: Any, written: set[Any]) -> Callable[[], Iterable[str]]:
+    """Return what lists the files of an array, but those that are written; of zarr in a folder, of its positions."""
     positions: list[Sequence[int]] = [range(length) for length in array.shape]
     while isinstance(array, AxesView | ChunkCache):
         positions = array.choose(positions) if isinstance(array, AxesView) else positions
         array = array.array
     # HDF5 writes what a file that is opened for writing has in memory when it likes to, and locks it for others.
     if getattr(getattr(array, "file", None), "mode", "r") != "r":
-        return []
+        return tuple
     files = [place.file for place in places(array) if place.file is not None and file_key(place.file) not in written]
-    return _Chunks(files[0], array, positions) if files and files[0].is_dir() else list(map(str, files))
+    if not files or not files[0].is_dir():
+        return partial(map, str, files)
+    return partial(_list_chunks, files[0], array, positions)
 
 
-def _look(files: Any) -> np.ndarray:
+def _list_chunks(folder: Path, array: Any, positions: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Iterate over the metadata and the chunks of a zarr array, which can be millions."""
+    chunks = [
+        # Neighbours that are no farther apart than a chunk is long leave none out.
+        range(min(each) // length, max(each) // length + 1)
+        if isinstance(each, range) and abs(each.step) <= length
+        else sorted({position // length for position in each})
+        for each, length in zip(positions, array.shards or array.chunks, strict=True)
+    ]
+    yield from (os.path.join(folder, name) for name in _METADATA)
+    yield from (os.path.join(folder, array.metadata.encode_chunk_key(place)) for place in itertools.product(*chunks))
+
+
+def _look(files: Iterable[str]) -> np.ndarray:
     """Return a number for each file, which is another where the file is; 0 for one that is not there."""
     return np.fromiter(map(_look_at, files), np.int64)
 

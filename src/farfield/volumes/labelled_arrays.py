@@ -38,9 +38,8 @@ def _read_matrix(tensor: Any) -> ImageMetadata | None:
     """Read the matrix from a tensor's positions to millimeters; its axes are called Z, Y, X in their order."""
     matrix = tensor.affine.detach().cpu().numpy().astype(float)
     letters, is_batch = "ZYX"[-(len(matrix) - 1) :], bool(getattr(tensor, "is_batch", False))
-    if tensor.dim() != 1 + is_batch + len(
-        letters
-    ):  # MONAI's tensors have channels, and may have a matrix of other axes
+    # MONAI's tensors have channels, and may have a matrix of other axes.
+    if tensor.dim() != 1 + is_batch + len(letters):
         return None
     affine = {letter: tuple(map(float, matrix[:-1, place])) for place, letter in enumerate(letters)}
     spacing = {letter: float(np.linalg.norm(step)) for letter, step in affine.items()}

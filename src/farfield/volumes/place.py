@@ -17,6 +17,11 @@ class Place(NamedTuple):
         sign = "-" if self.offset < 0 else "+"
         return f"p · {self.scale}" + (f" {sign} {abs(self.offset)}" if self.offset else "")
 
+    @property
+    def corner(self) -> Fraction:
+        """Where the first position begins, half of it before its centre, from where the first of the others begins."""
+        return self.offset + (1 - self.scale) / 2
+
     def take(self, inner: Place) -> Place:
         """Return the place of positions that stand at `inner` of these."""
         return Place(self.scale * inner.scale, self.offset + self.scale * inner.offset)

@@ -49,13 +49,14 @@ def _find_reader(text: str, level: int, series: int | None) -> tuple[FileName, C
         return FileName(text, "", level, series), _open_zarr
     name, _, dataset = (text, "", "") if os.path.lexists(text) else text.partition("::")
     file = Path(name)
-    is_pattern = not os.path.lexists(file) and bool(set(file.name) & set("*?[")) and bool(list_planes(file))
-    if not os.path.lexists(file) and not is_pattern:
+    is_there = os.path.lexists(file)
+    # What is not there may be a pattern of the names of planes.
+    if not is_there and not (set(file.name) & set("*?[") and list_planes(file)):
         raise refusal(FileNotFoundError, f'there is no "{file}"; fix: the path of a file, or of a zarr folder.')
     suffix = max((each for each in READERS if file.name.lower().endswith(each)), key=len, default="")
     reader = READERS.get(suffix)
-    if file.is_dir() or is_pattern:
-        reader = open_planes if is_pattern or not is_zarr(file) else _open_zarr
+    if file.is_dir() or not is_there:
+        reader = _open_zarr if is_zarr(file) else open_planes
     if reader is None:
         raise refusal(
             ValueError,
@@ -65,7 +66,7 @@ def _find_reader(text: str, level: int, series: int | None) -> tuple[FileName, C
         )
     place = FileName(file, dataset, level, series)
     # What is neither blocks whoever opens it, until something is written to it.
-    if not is_pattern and not file.is_file() and not file.is_dir():
+    if is_there and not file.is_file() and not file.is_dir():
         raise refusal(ValueError, f'"{file}" is neither a file nor a folder; fix: a copy of it in a file.')
     if dataset and reader is not open_hdf5:
         raise refusal(ValueError, f'"{file}" has no datasets, got "{dataset}"; fix: the path alone.')

@@ -274,15 +274,8 @@ class ArrayOutput:
         largest = int(2 / floats.eps)  # whole numbers above are rounded
         return None if np.iinfo(kept).max <= largest else (-largest, largest)
 
-    def hold(self) -> None:
-        """Do nothing: an array is not locked."""
-
     def let_go(self) -> None:
         """Do nothing: an array is not locked."""
-
-    def levels(self) -> list[int]:
-        """Return nothing: an array has no coarser levels."""
-        return []
 
     def finish(self) -> Any:
         return self.array
@@ -300,11 +293,9 @@ def output_for(
             )
         return FileOutput(caller, Path(out), spec, overwrite)
     if out is None:
-        is_tensor = isinstance(like, Tensor)
-        empty = (
-            torch.empty(spec.shape, dtype=dtype, device=like.device) if is_tensor else np.empty(spec.shape, spec.dtype)
-        )
-        return ArrayOutput(caller, empty)
+        if isinstance(like, Tensor):
+            return ArrayOutput(caller, torch.empty(spec.shape, dtype=dtype, device=like.device))
+        return ArrayOutput(caller, np.empty(spec.shape, spec.dtype))
     if not hasattr(out, "__setitem__") or not hasattr(out, "shape"):
         raise refusal(
             TypeError,

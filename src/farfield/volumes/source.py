@@ -28,6 +28,25 @@ MODES = ("reflect", "replicate", "constant")
 WHOLE = 2**24
 
 
+def size_of(region: Sequence[Span]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in region)
+
+
+def overlap(one: Sequence[Span], other: Sequence[Span]) -> Region | None:
+    """Return what two regions have in common; None if that is nothing."""
+    both = []
+    for (start, stop), (first, last) in zip(one, other, strict=True):
+        if start >= last or first >= stop:  # most tiles, along the first axis
+            return None
+        both.append((max(start, first), min(stop, last)))
+    return tuple(both)
+
+
+def index_within(region: Sequence[Span], outer: Sequence[Span]) -> tuple[slice, ...]:
+    """Return the index of a region in what begins where another one does."""
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(region, outer, strict=True))
+
+
 class AxisLayout(NamedTuple):
     """The axes of an array: those of samples, which may have letters, of channels, and the spatial axes."""
 

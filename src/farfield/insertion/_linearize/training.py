@@ -140,7 +140,7 @@ def choose_parameters(
     own = [module._parameters.values() for module in modules.values()]
     chosen = {
         "attention": (each for module in modules.values() for each in module.parameters()),
-        "lora": itertools.chain(*own, () if adapted is None else _lora_parameters(student)),
+        "lora": itertools.chain(*own, (each for name, each in student.named_parameters() if "lora_" in name)),
         "all": student.parameters(),
     }[tune]
     wanted = {id(each) for each in chosen if each is not None and each.is_floating_point()}
@@ -176,10 +176,6 @@ def _add_lora(student: nn.Module, modules: Mapping[str, nn.Module]) -> Any:
     pattern = "|".join(map(re.escape, targets))
     config = LoraConfig(r=_LORA_RANK, lora_alpha=2 * _LORA_RANK, target_modules=pattern)
     return LoraModel(student, config, "default")
-
-
-def _lora_parameters(student: nn.Module) -> Iterator[Tensor]:
-    return (each for name, each in student.named_parameters() if "lora_" in name)
 
 
 def widen(network: nn.Module) -> dict[Tensor, torch.dtype]:

@@ -232,7 +232,8 @@ def _portable(volume: Any, file: Path) -> Any:
         return _Mapped(str(path.absolute()), offset, volume.dtype, volume.shape, volume.strides)
     with open_replacement(file) as opened:
         np.save(opened, volume)
-    return _Mapped.of(np.load(file, mmap_mode="r"), file)
+    saved: Any = np.load(file, mmap_mode="r")
+    return _Mapped(str(file.absolute()), saved.offset, saved.dtype, saved.shape, saved.strides)
 
 
 class _Mapped:
@@ -243,10 +244,6 @@ class _Mapped:
     ) -> None:
         self.layout = path, offset, dtype, shape, strides
         self.shape, self.dtype = shape, dtype
-
-    @classmethod
-    def of(cls, array: np.memmap, file: Path) -> _Mapped:
-        return cls(str(file.absolute()), array.offset, array.dtype, array.shape, array.strides)
 
     def __reduce__(self) -> Any:
         return _open_mapped, self.layout

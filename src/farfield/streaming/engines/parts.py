@@ -120,7 +120,7 @@ def run_part(part: Part, stream: Stream, quiet: bool) -> Any:
         for number, (records, each) in enumerate(zip(stream.records, stream.passes, strict=True)):
             bar.set_description(f"pass {number + 1} of {len(stream.passes)}")
             if part.index == 0:
-                _check_complete(stream, number, part)
+                _check_complete(stream, number)
                 continue
             if part.only is not None and part.only < number + 1:
                 break
@@ -139,10 +139,11 @@ def run_part(part: Part, stream: Stream, quiet: bool) -> Any:
 def _hold_finished(stream: Stream) -> None:
     """Lock the output, so that one process finishes it; refuse one that another has finished meanwhile."""
     output = stream.output
-    output.hold()
-    if isinstance(output, FileOutput) and not (output.folder / STATE).exists():
-        output.owned.remove_if_new()
-        raise refusal(FileExistsError, f'"{output.path}" was finished by another process.')
+    if isinstance(output, FileOutput):
+        output.hold()
+        if not (output.folder / STATE).exists():
+            output.owned.remove_if_new()
+            raise refusal(FileExistsError, f'"{output.path}" was finished by another process.')
 
 
 def _left(part: Part, tiles: int, finished: set[int]) -> list[int]:
@@ -158,20 +159,20 @@ def _wait(stream: Stream, number: int, part: Part) -> None:
     start, records = time.monotonic(), stream.records[number]
     while not records.is_complete():
         if time.monotonic() - start > part.timeout:
-            raise _missing(stream, number, part, f"after {part.timeout:g} seconds")
+            raise _missing(stream, number, f"after {part.timeout:g} seconds")
         time.sleep(_POLL)
         if len(records.finished()) == records.count:
             records.settle()
 
 
-def _check_complete(stream: Stream, number: int, part: Part) -> None:
+def _check_complete(stream: Stream, number: int) -> None:
     records = stream.records[number]
     records.settle()
     if not records.is_complete():
-        raise _missing(stream, number, part, "yet")
+        raise _missing(stream, number, "yet")
 
 
-def _missing(stream: Stream, number: int, part: Part, when: str) -> Exception:
+def _missing(stream: Stream, number: int, when: str) -> Exception:
     records = stream.records[number]
     left = sorted(set(range(records.count)) - records.finished())
     return refusal(

@@ -29,18 +29,7 @@ from farfield.streaming.rules.rule import (
     widen,
 )
 from farfield.streaming.rules.windows import Windows, find_padding, pad_constant, repeat
-from farfield.streaming.spans import (
-    Box,
-    Layout,
-    Piece,
-    Span,
-    Window,
-    clip,
-    flat_index,
-    is_cut,
-    length_of,
-    positions_of,
-)
+from farfield.streaming.spans import Box, Layout, Piece, Span, Window, clip, flat_index, is_cut, length_of, positions_of
 from farfield.volumes.place import Place, stretch
 
 # At most so many windows along an axis, of at least so many positions, are summed over the whole.

@@ -13,21 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.streaming.rules.rule import (
-    OperationCall,
-    Rule,
-    at_last,
-    reading,
-    single,
-)
-from farfield.streaming.spans import (
-    Box,
-    Span,
-    Window,
-    box_shape,
-    clip,
-    length_of,
-)
+from farfield.streaming.rules.rule import OperationCall, Rule, at_last, reading, single
+from farfield.streaming.spans import Box, Span, Window, box_shape, clip, length_of
 
 # Channels of a block of oneDNN on processors with AVX-512, the widest.
 BLOCK = 16
