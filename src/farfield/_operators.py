@@ -43,10 +43,10 @@ FACTS = {
     "siamese": OperatorFacts("SAN 5-6", "two", "added", "4·N·c"),
     "siamese_local": OperatorFacts("SAN Table 6", "one", "added", "2·N·c"),
     "siamese_ones": OperatorFacts("SAN Table 8", "two", "added", "4·N·c"),
-    "flare": OperatorFacts("FLARE 7-10", "one per latent", _RESCALED, "(2 + h)·N·c·s"),
+    "flare": OperatorFacts("FLARE 7-10", "one per latent", _RESCALED, "3·N·c·s"),
     "linear_relu": OperatorFacts("EfficientViT 2, Sana", _CHANNELS, "added", "2·N·c²/h"),
     "linear_elu": OperatorFacts("Katharopoulos et al. 5", _CHANNELS, "added", "2·N·c²/h"),
-    "hedgehog": OperatorFacts("Hedgehog 6", "two per key channel", "added", "(2 + 4/h)·N·c²"),
+    "hedgehog": OperatorFacts("Hedgehog 6", "two per key channel", "added", "6·N·c²/h"),
     "inline": OperatorFacts("InLine 6", f"{_CHANNELS}, and one", "added", "2·N·c·(c/h + 1)"),
     "mala": OperatorFacts("MALA", f"{_CHANNELS}, and one", "added", "2·N·c·(c/h + 1)"),
 }

@@ -206,11 +206,15 @@ def test_operations_are_those_that_torch_expects(on: None, dtype: torch.dtype, w
     check("project_and_sum", positions, torch.randn(2, 1, 8), None, torch.randn(2, 2, 7))
     for bias, valid, groups, features in product((False, True), (None, torch.ones(2, 7)), (1, 2), range(6)):
         pairs = 1 + (features == 5)
-        options = 2, groups, features, bias
-        check("project_and_summarize", positions, torch.randn(8, 8), None, valid, 4, 4, *options)
-        grads = torch.randn(2, 4 * pairs, 8 // groups), torch.randn(2, 4 * pairs), torch.randn(2, 8) if bias else None
-        options = (torch.zeros(2, 4 * pairs), *grads, grid(2, 4, 7), 4, 2, features, False, bias)
-        check("project_and_summarize_backward", positions, torch.randn(8, 8), None, valid, *options)
+        options, values = (2, groups, features, bias), None if bias else grid(2, 6, 7)
+        check("project_and_summarize", positions, values, torch.randn(8, 8), None, valid, 4, 4, *options)
+        check("project_and_summarize", positions, values, torch.randn(2, 2, 4), None, valid, 4, 4, *options)
+        summed = 8 if values is None else 6
+        grads = torch.randn(2, 4 * pairs, summed // groups), torch.randn(2, 4 * pairs)
+        grads = (torch.zeros(2, 4 * pairs), *grads, torch.randn(2, 8) if bias else None, grid(2, 4, 7))
+        for matrix, same in ((torch.randn(8, 8), False), (torch.randn(2, 2, 4), True)):
+            options = (*grads, 4, 2, features, same, bias)
+            check("project_and_summarize_backward", positions, values, matrix, None, valid, *options)
         for factor in range(3):
             queries, sums = grid(2, 8, 7), torch.rand(2, 8 * pairs) if factor else None
             slots = torch.randn(2, groups, (8 * pairs + 2 * (factor == 2)) // groups + bias, 3)
@@ -577,9 +581,9 @@ def test_a_grid_of_more_than_two_to_the_31_numbers(on: None) -> None:
     assert distance(grads[1], times * wanted[1].double()) <= 8 * EPS
     del grads
     queries, values, *_ = torch.ops.farfield.project_and_summarize(
-        grid.flatten(2), matrix, None, None, 1, 1, 1, 1, 1, True
+        grid.flatten(2), None, matrix, None, None, 1, 1, 1, 1, 1, True
     )
-    wanted = torch.ops.farfield.project_and_summarize(some.flatten(2), matrix, None, None, 1, 1, 1, 1, 1, True)
+    wanted = torch.ops.farfield.project_and_summarize(some.flatten(2), None, matrix, None, None, 1, 1, 1, 1, 1, True)
     assert torch.equal(queries.unflatten(-1, (times, -1))[:, :, -1], wanted[0])
     assert distance(values, times * wanted[1].double()) <= 8 * EPS
 

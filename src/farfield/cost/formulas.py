@@ -14,7 +14,7 @@ from typing import NamedTuple
 from farfield._checks import unknown
 from farfield._refusals import refusal
 from farfield.ops.table import OPERATORS, exponentials
-from farfield.ops.work import Work, is_quadratic_cheaper
+from farfield.ops.work import Work, is_composed, is_quadratic_cheaper
 
 
 class Sizes(NamedTuple):
@@ -182,14 +182,16 @@ FORMULAS: dict[str, Callable[[Sizes], OperatorSteps]] = {
 # ---- the steps that execute here: reduce first, project second -------------------------------------------------------
 def executed_macs(s: Sizes, steps: OperatorSteps) -> int:
     """Return the MACs of `GridAttention` that each sample adds: projections of values and outputs act on slots."""
-    queries, keys = projection_macs(s, steps, steps.queries, "q"), projection_macs(s, steps, steps.keys, "k")
-    return queries + keys * steps.keys_apart + work(s, steps).macs(steps.slots, basis=steps.basis)
+    # Where keys are not projected apart, queries are made as they are.
+    queries = projection_macs(s, steps, steps.queries, "q" if steps.keys_apart else "k")
+    queries += projection_macs(s, steps, steps.keys, "k") * steps.keys_apart
+    return queries + work(s, steps).macs(steps.slots, basis=steps.basis)
 
 
 def work(s: Sizes, steps: OperatorSteps) -> Work:
     """Return the sizes from which the MACs of the products of one sample follow."""
     channels, out = s.channels * ("v" in s.project), s.channels * ("o" in s.project)
-    return Work(steps.queries, steps.keys, s.inner, s.width, s.heads, channels, out, s.biased)
+    return Work(steps.queries, steps.keys, s.inner, s.width, s.heads, channels, out, s.biased, s.latents)
 
 
 def in_order(operator: str, s: Sizes, steps: OperatorSteps) -> OperatorSteps:
@@ -201,20 +203,31 @@ def in_order(operator: str, s: Sizes, steps: OperatorSteps) -> OperatorSteps:
 
 
 def projection_macs(s: Sizes, steps: OperatorSteps, positions: int, letter: str) -> int:
-    """Return the MACs of projecting `positions` queries (letter "q") or keys ("k"), or of multiplying them by head."""
-    outputs = s.heads * steps.rows or s.inner * (letter in s.project)
-    return positions * s.channels * outputs
+    """Return the MACs of projecting `positions` queries (letter "q") or keys ("k"), and of multiplying them by head."""
+    projected = s.channels * s.inner * (letter in s.project)
+    if not steps.rows or is_by_head(s, steps, letter):
+        return positions * (projected + s.inner * steps.rows)
+    return positions * s.channels * s.heads * steps.rows
+
+
+def is_by_head(s: Sizes, steps: OperatorSteps, letter: str) -> bool:
+    """Whether matrices act on the channels of a head, and are not composed with a projection to one for all heads."""
+    if letter in s.project:
+        return not is_composed(s.heads, steps.rows, s.inner, s.channels)
+    return steps.rows > 1
 
 
 def batch_independent_macs(s: Sizes, steps: OperatorSteps) -> int:
     """Return the MACs that do not grow with the batch: matrices by head times the projections and their biases."""
-    projections = ("q" in s.project) + ("k" in s.project)
+    projections = sum(not is_by_head(s, steps, letter) for letter in "qk" if letter in s.project)
     return steps.rows * s.inner * (s.channels + s.score_biased) * projections
 
 
 def activation_numbers(s: Sizes, steps: OperatorSteps) -> int:
     """Count the numbers that a forward pass forms on one sample."""
-    projected = 0 if steps.rows else s.inner * (steps.queries * ("q" in s.project) + steps.keys * ("k" in s.project))
+    own = [letter in s.project and (not steps.rows or is_by_head(s, steps, letter)) for letter in "qk"]
+    projected = s.inner * (steps.queries * own[0] + steps.keys * own[1])
+    projected += steps.keys * s.width * work(s, steps).projects_values_first
     slots = steps.slots * s.width
     response = s.positions * s.out
     if "o" in s.project:

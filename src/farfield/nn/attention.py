@@ -36,11 +36,11 @@ class GridAttention(nn.Module):
 
     `output(attention(query(X), key(Y), value(Y)))`, plus X if residual.
 
-    The value projection acts on the summary and not on the grid (reduce first, project second), exactly, bias included;
-    so does the output projection where that takes fewer MACs. A projection with hooks or a patched `forward` is called
-    on the positions instead. The norm acts on queries or slots, and siamese scores are part of the query and key
-    projections. One instance takes sequences, images and volumes. The equations are in
-    `ops.softmax_attention` and the functions of the other operators.
+    The value projection acts on the summary and not on the grid (reduce first, project second), exactly, bias included,
+    unless heads have so many latents that it takes more MACs; so does the output projection where that takes fewer. A
+    projection with hooks or a patched `forward` is called on the positions instead. The norm acts on queries or slots,
+    and siamese scores are part of the query and key projections. One instance takes sequences, images and volumes. The
+    equations are in `ops.softmax_attention` and the functions of the other operators.
 
     Args:
         channels: Channels of the grid and of the context.

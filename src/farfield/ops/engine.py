@@ -20,10 +20,10 @@ from farfield.ops.fast.combination import add_responses
 from farfield.ops.fast.whole import Target
 from farfield.ops.grid import Gathered, Place, Positions, in_layout_of, laid_out_for
 from farfield.ops.modes import is_recorded, is_recorded_for_tiles
-from farfield.ops.projection import Call, by_head, project_keys, project_queries, run_values, split_heads
+from farfield.ops.projection import Call, by_head, project_keys, project_queries, run_part, run_values, split_heads
 from farfield.ops.slots import Summary
 from farfield.ops.summary import respond, summarize
-from farfield.ops.work import Work, is_quadratic_cheaper
+from farfield.ops.work import is_quadratic_cheaper
 
 SWITCH = "FARFIELD_FAST"
 
@@ -67,7 +67,7 @@ def attend(
     # The responses of a target are products of slots, of which the quadratic order has more.
     if fast and target is None and call.operator.has_orders:
         positions = math.prod(query.shape[2:]), math.prod(key.shape[2:])
-        if is_quadratic_cheaper(_count_work(call, *positions, query.shape[1], value.shape[1])):
+        if is_quadratic_cheaper(call.count_work(*positions, query.shape[1], value.shape[1])):
             call = call._replace(operator=call.operator.in_quadratic_order())
     if is_recorded_for_tiles():
         call = call._replace(operator=call.operator.in_linear_order())
@@ -76,7 +76,13 @@ def attend(
     values = gathered.positions if value is key else _gather(fast, keys, value, mask).positions
     same = itself and queries.gather == keys.gather
     query_positions = gathered if same else _gather(fast, queries, query, query_mask)
-    projected, summary = _summarize_positions(fast, call, gathered, values, mask is None, query_positions is gathered)
+    key_part, gathered = run_part(call.key, gathered, keys.side_by_side)
+    if same and call.query is call.key:
+        query_part, query_positions = key_part, gathered
+    else:
+        query_part, query_positions = run_part(call.query, query_positions, queries.side_by_side)
+    call, same = call._replace(query=query_part, key=key_part), query_positions is gathered
+    projected, summary = _summarize_positions(fast, call, gathered, values, mask is None, same)
     return _respond_positions(fast, call, query, query_positions, projected, summary, target=target)
 
 
@@ -84,7 +90,9 @@ def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, plac
     """Summarize the keys and values of a grid, or of a tile at a `place`, whose summaries merge in any order."""
     fast = is_fast()
     gathered = _gather(fast, call.operator.keys_from, grid, mask, place)
-    return _summarize_positions(fast, call, gathered, gathered.positions, mask is None and place is None)[1]
+    key, keys = run_part(call.key, gathered, call.operator.keys_from.side_by_side)
+    complete = mask is None and place is None
+    return _summarize_positions(fast, call._replace(key=key), keys, gathered.positions, complete)[1]
 
 
 def respond_grid(
@@ -99,7 +107,8 @@ def respond_grid(
     """Respond `(b, out, *m)` at every position of a grid, or of a tile; with queries that are sums by `query_sums`."""
     fast = is_fast()
     query_positions = _gather(fast, call.operator.queries_from, grid, mask) if query_sums is None else query_sums
-    return _respond_positions(fast, call, grid, query_positions, None, summary, place)
+    query, query_positions = run_part(call.query, query_positions, call.operator.queries_from.side_by_side)
+    return _respond_positions(fast, call._replace(query=query), grid, query_positions, None, summary, place)
 
 
 # ---- shared by the steps ---------------------------------------------------------------------------------------------
@@ -111,11 +120,11 @@ def _summarize_positions(
     fast: bool, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
 ) -> tuple[Tensor | None, Summary]:
     """Return the queries `(b, h, d, n)` if they are projected too, as `itself_queries` may be, and the summary."""
+    call, values = run_values(call, gathered, values, complete)
     result = table.summarize(call, gathered, values, complete, itself_queries) if fast else None
     if result is None:
-        values = values if call.value.run is None else run_values(call, values, gathered.valid)
         key, shared = project_keys(call, gathered), call.value.matrix is not None
-        itself_key = call.operator.reads_keys and call.key.matrix is None and call.key.run is None
+        itself_key = call.operator.reads_keys and call.key.matrix is None
         same = values is gathered.positions and itself_key and not shared
         # Every head summarizes all channels where values are projected later.
         value = key if same else values[:, None] if shared else split_heads(values, call.heads)
@@ -181,7 +190,7 @@ def _project_responses(
     last, slots, by_slots = call.output.matrix, summary.values.shape[2], None
     if last is not None:
         width = summary.values.shape[1] * summary.values.shape[3]
-        work = _count_work(call, query.shape[3], slots, query.shape[1] * query.shape[2], width)
+        work = call.count_work(query.shape[3], slots, query.shape[1] * query.shape[2], width)
         if work.folds_output(slots, basis=call.operator.basis is not None):
             last, by_slots = None, by_head(call, query.dtype)
     own = bias if last is None else None
@@ -199,17 +208,8 @@ def _project_responses(
 
 def _project_shift(call: Call, shift: Tensor | None) -> Tensor | None:
     """Return the bias of the responses: that of the output projection, plus the projected shift of the norm."""
-    matrix, bias, _ = call.output
+    matrix, bias, *_ = call.output
     if shift is None or matrix is None:
         return bias if shift is None else shift
     shift = matrix @ shift.to(matrix.dtype)
     return shift if bias is None else bias + shift
-
-
-def _count_work(call: Call, queries: int, keys: int, channels: int, width: int) -> Work:
-    """Return the sizes of one sample; channels and width are those of queries and values before projections."""
-    inner = channels if call.query.matrix is None else len(call.query.matrix)
-    value, output = call.value.matrix, call.output.matrix
-    biased = call.output.bias is not None or (call.norm is not None and call.norm.bias is not None)
-    projected, out = 0 if value is None else value.shape[1], 0 if output is None else len(output)
-    return Work(queries, keys, inner, width if value is None else len(value), call.heads, projected, out, biased)

@@ -61,7 +61,7 @@ def flare_attention(
     `factorized_gaussian_attention` of the scores Lᵀk.
 
     Cost:
-        b·(M + N)·s·(h·c + p) MACs and b·h·s·(M + N) exponentials, for s latents; s·p numbers in the summary. Where
+        b·(M + N)·s·(c + p) MACs and b·h·s·(M + N) exponentials, for s latents; s·p numbers in the summary. Where
         query is key the scores are computed once.
 
     Reference: Puri et al. 2025 (FLARE, arXiv 2508.12594), Eq. 7 to 10.

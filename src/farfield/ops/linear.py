@@ -93,7 +93,7 @@ def hedgehog_attention(
     trained; with the identity they are a start. Each head has twice as many slots as channels.
 
     Cost:
-        2·b·(M + N)·c·p/h MACs, b·(M + N)·c² of the maps, and 2·b·c·(M + N) exponentials; 2·c·p/h numbers in the
+        2·b·(M + N)·c·p/h MACs, b·(M + N)·c²/h of the maps, and 2·b·c·(M + N) exponentials; 2·c·p/h numbers in the
         summary.
 
     Reference: Zhang et al. 2024 (Hedgehog, arXiv 2402.04347), Eq. 6.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from farfield.ops.grid import Gathered
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator
+from farfield.ops.work import Work, is_composed
 
 Run = Callable[[Tensor], Tensor]  # positions (b, in, n) -> (b, out, n)
 
@@ -18,9 +20,26 @@ Run = Callable[[Tensor], Tensor]  # positions (b, in, n) -> (b, out, n)
 class Projection(NamedTuple):
     """A linear map of channels; the identity if it has neither a matrix nor a function."""
 
-    matrix: Tensor | None = None  # `(out, in)`; `out` holds the channels of all heads in order
+    matrix: Tensor | None = None  # `(out, in)`, `out` being the channels of all heads in order; or by head, `(h, r, d)`
     bias: Tensor | None = None  # `(out,)`
-    run: Run | None = None  # on positions, before the matrix: of a module that no matrix defines
+    run: Run | None = None  # on positions, before the matrix: of a module that no matrix defines, or to save MACs
+    source: tuple[Tensor, Tensor, Tensor | None] | None = None  # what `LinearRun` made these positions of, and how
+
+    def count_rows(self, channels: int) -> int:
+        """Return the channels that the matrix makes of so many."""
+        return channels if self.matrix is None else self.matrix.shape[:-1].numel()
+
+
+@dataclass(frozen=True)
+class LinearRun:
+    """A projection that runs on positions, so that no gradient needs what it made: that is made again."""
+
+    matrix: Tensor
+    bias: Tensor | None
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Project positions `(b, in, n)` to `(b, out, n)`."""
+        return project(positions, Projection(self.matrix, self.bias))
 
 
 IDENTITY = Projection()
@@ -45,9 +64,11 @@ def map_heads(
 
 def _compose_by_head(projection: Projection, matrices: Tensor) -> Projection:
     """Compose a projection with a matrix per head, `(h, r, d)`, to h·r channels: M(Wx + b) = (MW)x + Mb."""
-    heads, (matrix, bias, run) = len(matrices), projection
-    if matrix is None:
-        return Projection(_join_heads(matrices), None, run)
+    (heads, rows, depth), (matrix, bias, run, _) = matrices.shape, projection
+    if matrix is None:  # kernels of scores read positions once, for all heads
+        return Projection(_join_heads(matrices) if heads == 1 or rows == 1 else matrices, None, run)
+    if not is_composed(heads, rows, heads * depth, matrix.shape[1]):
+        return Projection(matrices, None, LinearRun(matrix, bias))
     matrix = (matrices @ matrix.to(matrices.dtype).unflatten(0, (heads, -1))).flatten(0, 1)
     if bias is not None:
         bias = (matrices @ bias.to(matrices.dtype).view(heads, -1, 1)).flatten()
@@ -69,9 +90,11 @@ def split_heads(positions: Tensor, heads: int) -> Tensor:
 
 def project(positions: Tensor, projection: Projection) -> Tensor:
     """Project positions `(b, in, n)` to `(b, out, n)` by the matrix; the identity returns them unchanged."""
-    matrix, bias, _ = projection
+    matrix, bias, *_ = projection
     if matrix is None:
         return positions
+    if matrix.dim() == 3:
+        return (matrix.to(positions.dtype) @ split_heads(positions, len(matrix))).flatten(1, 2)
     matrix = matrix.to(positions.dtype).expand(positions.shape[0], -1, -1)  # sums over half precision are float32
     if bias is None:
         return torch.bmm(matrix, positions)
@@ -110,7 +133,7 @@ class Call(NamedTuple):
     scale: float = 1.0  # of the products of queries and keys, for operators with a softmax of them
     query: Projection = IDENTITY  # to queries, or to scores for operators with a score
     key: Projection = IDENTITY  # to keys, or to scores
-    value: Projection = IDENTITY  # acts on the summary
+    value: Projection = IDENTITY  # acts on the summary, or on positions where that is cheaper
     output: Projection = IDENTITY  # acts on the summary where that is cheaper
     norm: _FoldedNorm | None = None  # of coefficients or responses
 
@@ -120,30 +143,47 @@ class Call(NamedTuple):
         same = self.query is self.key and (self.query.matrix is None or self.operator.score is not None)
         return same and self.value.matrix is None and self.output.matrix is None and self.norm is None
 
+    def count_work(self, queries: int, keys: int, channels: int, width: int) -> Work:
+        """Return the sizes of one sample; channels and width are those of queries and values before projections."""
+        inner, value, output = self.query.count_rows(channels), self.value.matrix, self.output.matrix
+        biased = self.output.bias is not None or (self.norm is not None and self.norm.bias is not None)
+        width, projected = (width, 0) if value is None else value.shape
+        out = 0 if output is None else len(output)
+        return Work(queries, keys, inner, width, self.heads, projected, out, biased, self.operator.slots)
+
 
 def by_head(call: Call, dtype: torch.dtype) -> Tensor:
     """Split the matrix of the output projection by the input channels of each head: `(h, out, c)`."""
     return cast(Tensor, call.output.matrix).to(dtype).unflatten(1, (call.heads, -1)).transpose(0, 1)
 
 
-def _run_projection(run: Run, gathered: Gathered, side_by_side: bool) -> Gathered:
-    """Run a projection on gathered positions; on the means of those that are sums, `side_by_side` False."""
-    positions, valid = gathered
-    return Gathered(run(positions) if side_by_side else run(positions / valid.clamp_min(1)) * valid, valid)
+def run_part(projection: Projection, gathered: Gathered, side_by_side: bool) -> tuple[Projection, Gathered]:
+    """Run what comes before a matrix on positions, on the means of those that are sums; return the rest, and these."""
+    (matrix, bias, run, _), (positions, valid) = projection, gathered
+    if run is None:
+        return projection, gathered
+    made = run(positions) if side_by_side else run(positions / valid.clamp_min(1)) * valid
+    source = (positions, run.matrix, run.bias) if isinstance(run, LinearRun) else None
+    return Projection(matrix, bias, None, source), Gathered(made, valid)
 
 
-def run_values(call: Call, values: Tensor, valid: Tensor) -> Tensor:
-    """Run the projection of values, which no matrix defines; masked positions stay 0."""
-    side_by_side, run = call.operator.keys_from.side_by_side, cast(Run, call.value.run)
-    return torch.where(valid > 0, _run_projection(run, Gathered(values, valid), side_by_side).positions, 0)
+def run_values(call: Call, keys: Gathered, values: Tensor, complete: bool) -> tuple[Call, Tensor]:
+    """Project values by a function, and by a matrix where sums of them take fewer MACs; masked positions stay 0."""
+    value, side_by_side = call.value, call.operator.keys_from.side_by_side
+    if value.matrix is not None and call.count_work(0, 0, 0, 0).projects_values_first:
+        value = Projection(run=LinearRun(value.matrix, value.bias))
+    if value.run is None:
+        return call, values
+    value, (values, valid) = run_part(value, Gathered(values, keys.valid), side_by_side)
+    return call._replace(value=value), values if complete else torch.where(valid > 0, values, 0)
 
 
 def project_keys(call: Call, gathered: Gathered) -> Tensor:
     """Project gathered positions to keys `(b, h, d, n)`; d is 1 for scores."""
-    side_by_side, (matrix, bias, run) = call.operator.keys_from.side_by_side, call.key
+    side_by_side = call.operator.keys_from.side_by_side
     if not call.operator.reads_keys:  # any keys do
         return gathered.valid[:, None].expand(-1, call.heads, -1, -1)
-    positions, valid = gathered if run is None else _run_projection(run, gathered, side_by_side)
+    (matrix, bias, *_), (positions, valid) = run_part(call.key, gathered, side_by_side)
     if side_by_side or bias is None:
         return split_heads(project(positions, call.key), call.heads)
     # Sums of positions give sums of keys, each with as many biases as positions.
@@ -152,8 +192,8 @@ def project_keys(call: Call, gathered: Gathered) -> Tensor:
 
 def project_queries(call: Call, gathered: Gathered) -> Tensor:
     """Project gathered positions to queries `(b, h, d, m)`, of the means of those that are sums; d is 1 for scores."""
-    side_by_side, (matrix, bias, run) = call.operator.queries_from.side_by_side, call.query
-    positions, valid = gathered if run is None else _run_projection(run, gathered, side_by_side)
+    side_by_side = call.operator.queries_from.side_by_side
+    (matrix, bias, *_), (positions, valid) = run_part(call.query, gathered, side_by_side)
     if side_by_side:
         return split_heads(project(positions, call.query), call.heads)
     queries = project(positions / valid.clamp_min(1), Projection(matrix))  # 0 for a sum without a valid position

@@ -3,9 +3,9 @@
 Autograd by itself keeps every tensor between the positions and the responses, and adds up three gradients of the size
 of the positions: one for keys, one for queries and one for values. Here the forward pass is `project`, `summarize` and
 `respond` and nothing else. The backward pass projects keys and queries again unless they are only a few numbers per
-position, and computes the gradient of the positions once, as one product:
+position, and computes the gradient of the positions once:
 
-    ∂positions = [∂valuesᵀ | matrixᵀ] · [basis(keys) ; ∂rows],     rows = matrix · positions = [keys ; queries]
+    ∂positions = ∂valuesᵀ · basis(keys) + matrixᵀ · ∂rows,     rows = matrix · positions = [keys ; queries]
 """
 
 from __future__ import annotations
@@ -40,37 +40,42 @@ from farfield.ops.slots import Summary
 from farfield.ops.summary import WIDENED, sum_over_positions, summarize
 from farfield.ops.table import Operator
 
+# Of positions and values that are kept as they are.
+_NO_SOURCE = (None, None, None)
+
 
 # ---- the equations ---------------------------------------------------------------------------------------------------
-def _plain_sums(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
+def _plain_sums(plan: RowPlan, positions: Tensor, values: Tensor, valid: Tensor, *rest: Any) -> tuple[Any, ...]:
     """Return the queries of positions `(b, c, n)`, and the values, weights, count and peak of their summary."""
-    return _sum_rows(plan, positions, valid, project(positions, stack_projections(*_pair_projections(projections))))
+    return _sum_rows(plan, values, valid, project(positions, stack_projections(*_pair_projections(rest))))
 
 
 def _pair_projections(parts: Sequence[Tensor | None]) -> tuple[Projection, Projection]:
-    matrix, bias, other_matrix, other_bias = parts
+    matrix, bias, other_matrix, other_bias, *_ = parts
     return Projection(matrix, bias), Projection(other_matrix, other_bias)
 
 
-def _sum_rows(plan: RowPlan, positions: Tensor, valid: Tensor, rows: Tensor) -> tuple[Any, ...]:
+def _sum_rows(plan: RowPlan, values: Tensor, valid: Tensor, rows: Tensor) -> tuple[Any, ...]:
     """Return the same as `_plain_sums`, from rows that are already projected."""
     heads = plan.heads
     key = split_heads(rows[:, : plan.keys], heads) if plan.keys else valid.expand(-1, heads, -1, -1)
-    value = positions[:, None] if plan.shared else split_heads(positions, heads)
+    value = values[:, None] if plan.shared else split_heads(values, heads)
     summary = summarize(plan.operator, key, value, valid, plan.complete)
     return select_queries(plan, rows), *summary[:3], summary.peak
 
 
 # ---- the same with a backward pass that keeps the positions ----------------------------------------------------------
 def project_and_summarize(
-    plan: RowPlan, positions: Tensor, valid: Tensor, key: Projection, query: Projection
+    plan: RowPlan, positions: Tensor, values: Tensor, valid: Tensor, parts: tuple[Projection, Projection, Projection]
 ) -> tuple[Tensor | None, Summary]:
-    """Return the queries `(b, h, d, n)` of positions, or None, and the summary; `query` if it is no `key`."""
-    # Of large tensors, the positions alone are kept for the backward pass.
-    queries, values, weights, count, peak, _ = _project_and_sum(
-        plan, positions, valid, key.matrix, key.bias, query.matrix, query.bias
+    """Return the queries `(b, h, d, n)` of positions, or None, and the summary, with parts of key, query and value."""
+    key, query, value = parts
+    # Of large tensors, the positions alone are kept for the backward pass, or what they were made of.
+    sources = *(key.source or _NO_SOURCE), *(value.source or _NO_SOURCE)
+    queries, sums, weights, count, peak, _ = _project_and_sum(
+        plan, positions, values, valid, key.matrix, key.bias, query.matrix, query.bias, *sources
     )
-    return queries, Summary(values, weights, count, None, peak, False, plan.complete)
+    return queries, Summary(sums, weights, count, None, peak, False, plan.complete)
 
 
 def respond_from(
@@ -85,17 +90,41 @@ def respond_from(
     """Return `(b, 1, p, m)` with a matrix `(h, p, c)` of responses, else `(b, h, c, m)`, as positions lie in memory."""
     # Kept for the backward pass are the positions, the summary, and queries of few channels.
     parts = (summary.values, summary.weights, summary.count, summary.peak)
-    return cast(Tensor, _respond(plan, positions, projection.matrix, projection.bias, query, *parts, matrix, bias))
+    source = projection.source or (positions, None, None)
+    return cast(Tensor, _respond(plan, *source, projection.matrix, projection.bias, query, *parts, matrix, bias))
 
 
-def _project_and_keep(plan: RowPlan, positions: Tensor, valid: Tensor, *projections: Tensor | None) -> tuple[Any, ...]:
+def _save_sources(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of `_plain_sums` that are kept: no positions or values that a source makes again."""
+    plan, positions, values, *rest = arguments
+    return plan, positions if rest[-5] is None else None, values if rest[-2] is None else None, *rest
+
+
+def _restore_sources(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
+    """Return the arguments of `_plain_sums`, with positions and values that were not kept."""
+    plan, positions, values, valid, *rest = arguments
+    with precision():
+        positions = _make_again(*rest[-6:-3]) if positions is None else positions
+        if values is None:
+            values = _make_again(*rest[-3:])
+            values = values if plan.complete else torch.where(valid[:, 0] > 0, values, 0)
+    return plan, positions, values, valid, *rest
+
+
+def _make_again(source: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Project `source`, by a kernel if one does."""
+    rows = project_by_kernel(source, matrix, bias)
+    return project(source, Projection(matrix, bias)) if rows is None else rows
+
+
+def _project_and_keep(plan: RowPlan, positions: Tensor, values: Tensor, valid: Tensor, *rest: Any) -> tuple[Any, ...]:
     """Return the same as `_plain_sums`, and the projected rows `(b, rows, n)` if they are small."""
-    matrix, bias, _ = stack_projections(*_pair_projections(projections))
+    matrix, bias, *_ = stack_projections(*_pair_projections(rest))
     if plan.kernel is None:
         rows = project(positions, Projection(matrix, bias))
-        *outputs, rows = *_sum_rows(plan, positions, valid, rows), rows
+        *outputs, rows = *_sum_rows(plan, values, valid, rows), rows
     else:
-        *outputs, rows = plan.kernel.run(plan, positions, valid, matrix, bias)
+        *outputs, rows = plan.kernel.run(plan, positions, values, valid, matrix, bias)
     small = matrix is not None and rows is not None and are_small(rows.shape[1], positions)
     return *outputs, rows if small else None
 
@@ -108,17 +137,19 @@ def _gradients_of_sums(
     precision: Any,
 ) -> Iterator[Tensor | None]:
     """Return the gradients of `_plain_sums`; keys that were not kept are projected again."""
-    (plan, positions, valid, *projections), (_, peak, rows) = arguments, kept
+    (plan, positions, values, valid, *projections), (_, peak, rows) = arguments, kept
     grad_queries, grad_values, grad_weights = grad_outputs
     projection, other = _pair_projections(projections)
-    (matrix, bias, _), grad_rows, grad_matrix = stack_projections(projection, other), None, None
+    (matrix, bias, *_), grad_rows, grad_matrix = stack_projections(projection, other), None, None
     grads_of_outputs = (grad_queries, grad_values, grad_weights)
     kernel = plan.kernel
     if kernel is not None and kernel.derive is not None and kernels.why_not(*grads_of_outputs, ordered=False) is None:
-        grad_positions, *of_projection = kernel.derive(
-            plan, positions, valid, matrix, bias, peak, wanted[1], grads_of_outputs
+        stacked = Projection(matrix, bias)
+        *grads, grad_matrix, grad_bias = kernel.derive(
+            plan, positions, values, valid, stacked, peak, wanted[1], grads_of_outputs
         )
-        return iter((None, grad_positions, None, *split_gradients(Projection(*of_projection), projection, other)))
+        grads_of_projections = split_gradients(Projection(grad_matrix, grad_bias), projection, other)
+        return iter((None, *grads, None, *grads_of_projections, *_NO_SOURCE, *_NO_SOURCE))
     key = valid.expand(-1, plan.heads, -1, -1)
     if plan.keys:
         with precision():
@@ -132,13 +163,14 @@ def _gradients_of_sums(
         if plan.keys and kernel is not None and kernel.derive is None:
             grad_rows, grad_matrix = gradients_of_rows(plan, positions, valid, grad_queries, grad_values, grad_weights)
         else:
-            grad_basis = _gradient_of_basis(plan, positions, valid, grad_values, grad_weights)
+            grad_basis = _gradient_of_basis(plan, values, valid, grad_values, grad_weights)
             grad_rows = _join_rows(plan, _gradient(basis, key, grad_basis), grad_queries, positions)
-        grad_positions = None
-        if wanted[1]:
-            grad_positions = _gradient_of_positions(plan, positions, grad_values, basis, matrix, grad_rows)
-        grads = _gradients_of_projection(positions, matrix, bias, grad_rows, grad_matrix)
-    return iter((None, grad_positions, None, *split_gradients(Projection(*grads), projection, other)))
+        grads = None, None
+        if wanted[1] or plan.apart:
+            grads = _gradients_of_positions(plan, positions, values, grad_values, basis, matrix, grad_rows)
+        of_projection = _gradients_of_projection(positions, matrix, bias, grad_rows, grad_matrix)
+    grads_of_projections = split_gradients(Projection(*of_projection), projection, other)
+    return iter((None, *grads, None, *grads_of_projections, *_NO_SOURCE, *_NO_SOURCE))
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -184,25 +216,32 @@ def _join_rows(plan: RowPlan, grad_keys: Tensor, grad_queries: Tensor | None, po
     return rows + queries if plan.same else torch.cat([rows, queries], 1)
 
 
-def _gradient_of_positions(
+def _gradients_of_positions(
     plan: RowPlan,
     positions: Tensor,
+    values: Tensor,
     grad_values: Tensor,
     basis: Tensor,
     matrix: Tensor | None,
     grad_rows: Tensor | None,
-) -> Tensor:
-    """Return `(b, c, n)`: the contributions of values, keys and queries, as one product."""
-    values, basis = grad_values.to(positions.dtype), basis.to(positions.dtype)
-    if plan.heads > 1 and not plan.shared:  # each head's values are channels of its own
-        heads = torch.eye(plan.heads, dtype=positions.dtype, device=positions.device)[:, None, :, None]
-        values = (values[:, :, :, None] * heads).flatten(3)  # (b, h, r, c)
-    left, right = values.flatten(1, 2), basis.flatten(1, 2)
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return `(b, c, n)`: the contributions of keys and queries, and that of values, or the sum of them and None."""
     if matrix is not None and grad_rows is not None:
-        left = torch.cat([left, matrix.to(left.dtype).expand(left.shape[0], -1, -1)], 1)
-        right = torch.cat([right, grad_rows], 1)
-    grad = (right.mT @ left).mT if in_channels_last(positions) else left.mT @ right
-    return grad if matrix is not None or grad_rows is None else grad + grad_rows
+        matrix = matrix.view(-1, *matrix.shape[-2:])  # (1, rows, c) or (h, r, d)
+        grads = split_heads(grad_rows, len(matrix))
+        grad_rows = _multiply_groups(matrix.expand(len(positions), -1, -1, -1), grads, positions)
+    left, right = (part.flatten(1, 2)[:, None] if plan.shared else part for part in (grad_values, basis))
+    of_values = _multiply_groups(left, right, values)
+    if plan.apart:
+        return grad_rows, of_values
+    return of_values if grad_rows is None else of_values + grad_rows, None
+
+
+def _multiply_groups(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
+    """Return `(b, c, n)`, leftᵀ · right of groups `(b, g, r, c / g)` and `(b, g, r, n)`, one in the order of `like`."""
+    left, right = left.to(like.dtype), right.to(like.dtype)
+    grad = (right.mT @ left).mT if left.shape[1] == 1 and in_channels_last(like) else left.mT @ right
+    return grad.flatten(1, 2)
 
 
 def _gradients_of_projection(
@@ -215,47 +254,45 @@ def _gradients_of_projection(
     """Return `(rows, c)`, which is `grad_matrix` if that is given, and `(rows,)`: sums over positions and samples."""
     if matrix is None or grad_rows is None:
         return None, None
-    grad = (sum_over_positions(grad_rows, positions).sum(0) if grad_matrix is None else grad_matrix).to(matrix.dtype)
+    if grad_matrix is None:
+        heads = len(matrix) if matrix.dim() == 3 else 1
+        grad_matrix = sum_over_positions(split_heads(grad_rows, heads), split_heads(positions, heads)).sum(0)
+    grad = grad_matrix.view(matrix.shape).to(matrix.dtype)
     return grad, None if bias is None else grad_rows.sum((0, 2), dtype=grad.dtype).to(bias.dtype)
 
 
-def _respond_to(
-    plan: ResponsePlan,
-    positions: Tensor,
-    matrix: Tensor | None,
-    bias: Tensor | None,
-    query: Tensor,
-    *parts: Tensor | None,
-) -> Tensor:
+def _respond_to(plan: ResponsePlan, positions: Tensor, *arguments: Any) -> Tensor:
     """Respond as `respond_from` does, to the parts of a summary."""
+    query, *parts = arguments[4:]
     coefficients, slots = _factors(plan.operator, query, *parts)
     return combine(slots, coefficients, positions, parts[-1] is not None)
 
 
 def _save_query(arguments: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments of `_respond_to` that are kept: the positions, and the queries only if they are small."""
-    plan, positions, matrix, bias, query, *parts = arguments
+    plan, positions, *projections = arguments[:6]
+    query, *parts = arguments[6:]
     small = are_small(math.prod(query.shape[1:3]), positions)
-    return plan, positions, matrix, bias, query if small else (query.shape[1], query.dtype), *parts
+    return plan, positions, *projections, query if small else (query.shape[1], query.dtype), *parts
 
 
 def _restore_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
     """Return the arguments of `_respond_to`, with the queries projected again if they were not kept."""
-    plan, positions, matrix, bias, query, *parts = arguments
+    plan, positions, *projections = arguments[:6]
+    query, *parts = arguments[6:]
     if isinstance(query, tuple):
         heads, dtype = query
         with precision():
-            rows = project_by_kernel(positions, matrix, bias)
-            rows = project(positions, Projection(matrix, bias)) if rows is None else rows
-            query = split_heads(rows, heads).to(dtype)
-    return plan, positions, matrix, bias, query, *parts
+            made = _make_again(_make_again(positions, *projections[:2]), *projections[2:])
+            query = split_heads(made, heads).to(dtype)
+    return plan, positions, *projections, query, *parts
 
 
 def _gradients_of_response(
     arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], wanted: Sequence[bool], precision: Any
 ) -> Iterator[Tensor | None]:
     """Return gradients of `_respond_to` for the query, the summary, and the projection and bias of the responses."""
-    (plan, _, _, _, query, *parts), (grad_output,) = arguments, grad_outputs
+    (plan, *_), (query, *parts), (grad_output,) = arguments[:6], arguments[6:], grad_outputs
     query, rest = _leaf(query), [None if part is None else _leaf(part) for part in parts]
     if fitting := fitting_kernels(plan, query, _build_summary(rest[:4])):
         with torch.enable_grad():
@@ -266,7 +303,7 @@ def _gradients_of_response(
         if kernel is not None:
             grads = cast(Any, kernel.derive)(plan.operator, grad_output, query, slots, sums)
             grads = {output: grad for output, grad in zip((query, slots, sums), grads, strict=True) if grad is not None}
-            return iter((None, None, None, None, *_gradients([query, *rest], grads)))
+            return iter((*(None,) * 6, *_gradients([query, *rest], grads)))
     with torch.enable_grad():
         coefficients, slots = _factors(plan.operator, query, *rest)
     with full_precision(grad_output):
@@ -277,7 +314,7 @@ def _gradients_of_response(
         inner = inner[:, :, : math.prod(coefficients.shape[1:3]) // slots.shape[1]]
         grad_coefficients = inner.reshape(coefficients.shape).to(coefficients.dtype)
         grads = _gradients([query, *rest], {coefficients: grad_coefficients, slots: grad_slots})
-    return iter((None, None, None, None, *grads))
+    return iter((*(None,) * 6, *grads))
 
 
 def _factors(operator: Operator, query: Tensor, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -301,12 +338,19 @@ def _build_summary(parts: Any) -> Summary:
 
 
 _project_and_sum = accelerate(
-    _plain_sums, _project_and_keep, _gradients_of_sums, constants=2, kept=1, kernels_run=kernels.run
+    _plain_sums,
+    _project_and_keep,
+    _gradients_of_sums,
+    constants=2,
+    kept=1,
+    save=_save_sources,
+    restore=_restore_sources,
+    kernels_run=kernels.run,
 )
 _respond = accelerate(
     _respond_to,
-    lambda plan, positions, matrix, bias, query, *parts: respond_by(
-        plan, positions, query, _build_summary(parts[:4]), *parts[4:]
+    lambda plan, positions, *arguments: respond_by(
+        plan, positions, arguments[4], _build_summary(arguments[5:9]), *arguments[9:]
     ),
     _gradients_of_response,
     save=_save_query,

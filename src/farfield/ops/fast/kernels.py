@@ -90,17 +90,20 @@ def _count_scores(grid: Sequence[int], matrix: Sequence[int], both: bool, *_: An
     return 2 * math.prod(grid) * (matrix[0] + 2 * (1 + both))
 
 
-def _count_summary(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any) -> int:
-    """Count the projection, and the sums over positions of weight ⊗ position."""
-    _, _, keys, _, _, groups, number, _ = others
+def _count_summary(positions: Sequence[int], values: Sequence[int] | None, *others: Any) -> int:
+    """Count the projection, perhaps by head, and the sums over positions of weight ⊗ value."""
+    matrix, _, _, keys, _, _, groups, number, _ = others
     slots = keys * (1 + (number == PAIR))
-    return 2 * math.prod(positions) * ((matrix[0] if matrix else 0) + slots // groups)
+    rows = matrix[-2] if matrix else 0
+    return 2 * (math.prod(positions) * rows + math.prod(values or positions) * slots // groups)
 
 
-def _count_summary_backward(positions: Sequence[int], matrix: Sequence[int] | None, *others: Any) -> int:
+def _count_summary_backward(
+    positions: Sequence[int], values: Sequence[int] | None, matrix: Sequence[int] | None, *others: Any
+) -> int:
     """Count the keys again, the gradients of their weights, and those of positions and matrix."""
     (_, slots, shared), keys, each = others[3], others[7], 2 * positions[0] * positions[2]
-    of_projection = 0 if matrix is None else positions[1] * (keys + 2 * matrix[0])
+    of_projection = 0 if matrix is None else matrix[-1] * (keys + 2 * math.prod(matrix[:-1]))
     return each * (2 * slots * shared + of_projection)
 
 

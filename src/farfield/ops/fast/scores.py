@@ -27,8 +27,10 @@ def are_small(rows: int, positions: Tensor) -> bool:
     return 32 * rows <= positions.shape[1]
 
 
-def why_not_scores(plan: RowPlan, positions: Tensor, *projections: Tensor | None) -> str | None:
+def why_not_scores(plan: RowPlan, positions: Tensor, values: Tensor, *projections: Tensor | None) -> str | None:
     """Return why `sum_scores` does not run, or None."""
+    if plan.apart:
+        return "keys and values are not of the same positions"
     matrices = [each for each in projections[::2] if each is not None]
     if not matrices or plan.keys != plan.heads * (plan.operator.basis is one_and_key):
         return "keys are not scores"
@@ -37,7 +39,9 @@ def why_not_scores(plan: RowPlan, positions: Tensor, *projections: Tensor | None
     return kernels.why_not(positions, *projections, multiplied=positions)
 
 
-def sum_scores(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor, bias: Tensor | None) -> Sums:
+def sum_scores(
+    plan: RowPlan, positions: Tensor, values: Tensor, valid: Tensor, matrix: Tensor, bias: Tensor | None
+) -> Sums:
     """Project and sum as `autograd` does by torch's products, in one pass over the positions; return the rows too."""
     batch, heads = positions.shape[0], plan.heads
     offset = None if bias is None else bias.float()[:, None].expand(batch, -1, positions.shape[2]).contiguous()

@@ -63,6 +63,7 @@ class RowPlan(NamedTuple):
     same: bool  # whether the same rows are both
     shared: bool  # whether every head summarizes all channels
     complete: bool  # whether all positions are valid
+    apart: bool  # whether the values are not the positions
     kernel: kernels.Kernel | None = None  # projects and sums; None if torch does
 
 
@@ -87,6 +88,12 @@ def stack_projections(key: Projection, query: Projection) -> Projection:
         if one.matrix is not None
     ]
     return Projection(torch.cat([key.matrix, query.matrix]), torch.cat(biases))
+
+
+def are_stacked(key: Projection, query: Projection) -> bool:
+    """Whether keys and queries of the same positions are projected at once."""
+    dims = {0 if one.matrix is None else one.matrix.dim() for one in (key, query)}
+    return key is query or (len(dims) == 1 and 3 not in dims)
 
 
 def split_gradients(grads: Projection, key: Projection, query: Projection) -> Iterator[Tensor | None]:
@@ -190,28 +197,33 @@ def why_not_multiplied(plan: object, positions: Tensor, *others: Tensor | None) 
     return None
 
 
-def why_not_slots(plan: RowPlan, positions: Tensor, *projections: Tensor | None) -> str | None:
+def why_not_slots(plan: RowPlan, positions: Tensor, values: Tensor, *projections: Tensor | None) -> str | None:
     """Return why `sum_slots` does not run, or None."""
     # The equations give a basis ones, one a head, where the operator says that it does not read keys.
-    return why_not_multiplied(plan, positions, *projections) if plan.keys else "no keys are read"
+    if not plan.keys:
+        return "no keys are read"
+    return why_not_multiplied(plan, positions, *projections) or why_not_multiplied(plan, values)
 
 
 def project(positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Return `matrix · positions + bias`, `(b, rows, n)`; None if no kernel does it, or a derivative is wanted."""
     if matrix is None or not are_free(positions, matrix, bias) or why_not_multiplied(None, positions, matrix, bias):
         return None
-    options = (None, 0, len(matrix), 1, 1, _MAPS[identity], False)
-    rows = kernels.call("project_and_summarize", positions, _floats(matrix), _floats(bias), *options)[0]
+    options = (None, 0, matrix.shape[:-1].numel(), 1, 1, _MAPS[identity], False)
+    rows = kernels.call("project_and_summarize", positions, None, _floats(matrix), _floats(bias), *options)[0]
     return cast(Tensor, rows)
 
 
-def sum_slots(plan: RowPlan, positions: Tensor, valid: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Sums:
+def sum_slots(
+    plan: RowPlan, positions: Tensor, values: Tensor, valid: Tensor, matrix: Tensor | None, bias: Tensor | None
+) -> Sums:
     """Project and sum as `autograd` does by torch's products; the rows are not returned."""
     basis, heads = plan.operator.basis, plan.heads
     projected, groups, has_one = 0 if matrix is None else plan.queries, 1 if plan.shared else heads, _has_one(basis)
     rows, *sums, totals = kernels.call(
         "project_and_summarize",
         positions,
+        values if plan.apart else None,
         _floats(matrix),
         _floats(bias),
         None if plan.complete else _floats(valid[:, 0, 0]),
@@ -246,23 +258,25 @@ def _floats(tensor: Tensor | None) -> Tensor | None:
 def gradients_of_slots(
     plan: RowPlan,
     positions: Tensor,
+    values: Tensor,
     valid: Tensor,
-    matrix: Tensor | None,
-    bias: Tensor | None,
+    projection: Projection,
     peak: Tensor | None,
     wanted: bool,
     grads: tuple[Tensor | None, Tensor, Tensor],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of positions (if wanted), matrix and bias, from those of queries, values, weights."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of positions, values, matrix and bias, from those of queries, slots and weights."""
+    matrix, bias, *_ = projection
     grad_queries, grad_values, grad_weights = grads
     basis, grad_totals = plan.operator.basis, None
     if _has_one(basis):
         last = grad_values[:, :, -1]  # (b, h, c)
         grad_totals = _floats(last.sum(1) if plan.shared else last.flatten(1))
         grad_values, grad_weights = grad_values[:, :, :-1], grad_weights[:, :, :-1]
-    grad_positions, grad_matrix, grad_bias = kernels.call(
+    grad_positions, of_values, grad_matrix, grad_bias = kernels.call(
         "project_and_summarize_backward",
         positions,
+        values if plan.apart else None,
         _floats(matrix),
         _floats(bias),
         None if plan.complete else _floats(valid[:, 0, 0]),
@@ -277,8 +291,9 @@ def gradients_of_slots(
         plan.same,
         wanted,
     )
-    grad_matrix = None if matrix is None else grad_matrix.to(matrix.dtype)
-    return grad_positions if wanted else None, grad_matrix, None if bias is None else grad_bias.to(bias.dtype)
+    grad_matrix = None if matrix is None else grad_matrix.view(matrix.shape).to(matrix.dtype)
+    grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+    return grad_positions if wanted else None, of_values if plan.apart else None, grad_matrix, grad_bias
 
 
 def combine_slots(operator: Operator, query: Tensor, slots: Tensor, sums: Tensor | None, wide: bool) -> Tensor:

@@ -274,25 +274,23 @@ def summarize(
     With `itself`, the queries come from the same positions and may be projected too.
     """
     operator, (positions, valid) = call.operator, (gathered.positions, gathered.valid[:, None])
-    if operator.basis is None or not operator.keys_from.side_by_side or values is not positions:
-        return None
-    if call.query.run or call.key.run or call.value.run:
+    if operator.basis is None or not operator.keys_from.side_by_side:
         return None
     key = call.key if operator.reads_keys else None
-    query = call.query if itself and (call.key.matrix is None) == (call.query.matrix is None) else None
+    query = call.query if itself and steps.are_stacked(call.key, call.query) else None
     shared, channels = call.value.matrix is not None, positions.shape[1]
-    rows, others = (0 if one is None else channels if one.matrix is None else len(one.matrix) for one in (key, query))
-    plan = RowPlan(operator, call.heads, rows, others, call.key is query, shared, complete)
+    rows, others = (0 if one is None else one.count_rows(channels) for one in (key, query))
+    plan = RowPlan(operator, call.heads, rows, others, call.key is query, shared, complete, values is not positions)
     # The same projection is computed once.
     own, other = key or IDENTITY, IDENTITY if query is None or key is query else query
     lines = _SUMS.get((operator.basis,), ())
     matrices = own.matrix, own.bias, other.matrix, other.bias
-    kernel = next((line for line in lines if line.why_not(plan, positions, *matrices) is None), None)
+    kernel = next((line for line in lines if line.why_not(plan, positions, values, *matrices) is None), None)
     plan = plan._replace(kernel=kernel)
-    if kernel is None or not are_free(positions, *matrices):
-        return project_and_summarize(plan, positions, valid, own, other)
-    stacked = own if other.matrix is None else steps.stack_projections(own, other)
-    query_rows, sums, weights, count, peak, _ = kernel.run(plan, positions, valid, stacked.matrix, stacked.bias)
+    if kernel is None or not are_free(positions, values, *matrices):
+        return project_and_summarize(plan, positions, values, valid, (own, other, call.value))
+    matrix, bias, *_ = own if other.matrix is None else steps.stack_projections(own, other)
+    query_rows, sums, weights, count, peak, _ = kernel.run(plan, positions, values, valid, matrix, bias)
     return query_rows, Summary(sums, weights, count, None, peak, False, complete)
 
 
@@ -300,8 +298,9 @@ def respond(
     call: Call, query_positions: Gathered, query: Tensor, summary: Summary, matrix: Tensor | None, bias: Tensor | None
 ) -> Tensor | None:
     """Respond `(b, out, m)`, the bias being one slot more; None if the equation must."""
-    operator, positions = call.operator, query_positions.positions
-    if call.query.run is not None or operator.basis is None or not operator.queries_from.side_by_side:
+    # Responses lie in memory as the grid does, not as what a projection made of it.
+    operator, positions = call.operator, (call.query.source or query_positions)[0]
+    if operator.basis is None or not operator.queries_from.side_by_side:
         return None
     plan = ResponsePlan(operator, _RESPONSES.get((with_any_epsilon(operator.coefficients),), ()))
     if are_free(positions, *call.query, query, *summary[:3], summary.peak, matrix, bias):

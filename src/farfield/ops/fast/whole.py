@@ -77,7 +77,7 @@ def why_not_projected_means(call: Call, grid: Tensor) -> str | None:
 
 def attend_projected_means(call: Call, grid: Tensor, target: Target | None) -> Tensor:
     """Attend with projected values and responses in a few calls, in inference."""
-    (matrix, bias, _), last, size = call.value, call.output, grid.shape[2:]
+    (matrix, bias, *_), last, size = call.value, call.output, grid.shape[2:]
     factors = grid.new_ones(call.heads, dtype=torch.float32) if call.norm is None else call.norm.factors()
     with full_precision(grid):
         means = values = kernels.call("axis_means", grid)

@@ -33,6 +33,7 @@ inline float sum_of(Lanes lanes) {
 }
 
 inline int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
+inline int64_t greatest(int64_t one, int64_t other) { return one < other ? other : one; }
 
 template <class Number>
 inline void clear(Number* numbers, int64_t count) {

@@ -532,15 +532,25 @@ Tensor sum_parts(const std::vector<double>& parts, int64_t batch, int64_t count,
   return sums;
 }
 
+// A matrix `(rows, c)`, or one for the channels of each head, `(h, r, c / h)`.
+Matrix matrix_of(const Tensor& positions, const std::optional<Tensor>& matrix, const std::optional<Tensor>& bias) {
+  if (!matrix) return {nullptr, nullptr, 1, positions.size(1), positions.size(1)};
+  const int64_t dims = matrix->dim();
+  return {read(matrix), read(bias), dims == 3 ? matrix->size(0) : 1, matrix->size(dims - 2), matrix->size(dims - 1)};
+}
+
 // From positions `(b, c, n)`: the last rows of `matrix · positions + bias` are the queries, `(b, q, n)`; without a matrix
 // the rows are the positions. The first are keys; with weights that are features of them, a slot each, perhaps relative
-// to a peak `(b, s)`: the sums over positions of weight ⊗ position, `(b, s, c / groups)`, and of the weights, `(b, s)`. A
-// group of slots sums its own channels. If `totals`, also the sums of the positions, `(b, c)`.
+// to a peak `(b, s)`: the sums over positions of weight ⊗ value, `(b, s, p / groups)`, and of the weights, `(b, s)`. A
+// group of slots sums its own channels. If `totals`, also the sums of the values, `(b, p)`. Values `(b, p, n)` are the
+// positions if there are none.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> project_and_summarize(
-    const Tensor& positions, const std::optional<Tensor>& matrix, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& valid, int64_t keys, int64_t queries, int64_t heads, int64_t groups, int64_t map,
-    bool totals) {
-  const int64_t batch = positions.size(0), channels = positions.size(1), count = positions.size(2);
+    const Tensor& positions, const std::optional<Tensor>& own_values, const std::optional<Tensor>& matrix,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& valid, int64_t keys, int64_t queries, int64_t heads,
+    int64_t groups, int64_t map, bool totals) {
+  const Tensor& summed = own_values ? *own_values : positions;
+  const Matrix by = matrix_of(positions, matrix, bias);
+  const int64_t batch = positions.size(0), channels = summed.size(1), count = positions.size(2);
   const int64_t parts = parts_of(count), slots = features_of(Map{map}, keys), group = slots / groups;
   const int64_t own = channels / groups, width = padded(group), across = groups * width;
   Tensor out = allocate_positions(positions, batch, queries, count, false);
@@ -549,8 +559,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> project_and_summarize(
   std::vector<double> all(totals ? batch * parts * channels : 0);
   std::vector<float> peaks(batch * parts * slots);
   run(products.summarize,
-      Summarize{parts, count, heads, keys, matrix ? matrix->size(0) : channels, queries, groups, Map{map},
-                view_of(positions), read(matrix), read(bias), read(valid), view_of(out), peaks.data(), values.data(),
+      Summarize{parts, count, heads, keys, by.all_rows(), queries, groups, Map{map}, own_values.has_value(),
+                view_of(positions), view_of(summed), by, read(valid), view_of(out), peaks.data(), values.data(),
                 all_weights.data(), totals ? all.data() : nullptr},
       batch * parts, count / parts * channels);
   float *sum = write(sums), *weight = write(weights), *most = write(peak);
@@ -576,29 +586,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> project_and_summarize(
   return {out, sums, weights, peak, sum_parts(all, batch, parts, totals ? channels : 0)};
 }
 
-// Its gradients, of the positions (in their memory order; none if not `wanted`), the matrix and the bias. With `same`
-// the rows are both keys and queries. The gradients of queries may be absent.
-std::tuple<Tensor, Tensor, Tensor> project_and_summarize_backward(
-    const Tensor& positions, const std::optional<Tensor>& matrix, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& valid, const std::optional<Tensor>& peak, const Tensor& grad_values,
-    const Tensor& grad_weights, const std::optional<Tensor>& grad_totals, const std::optional<Tensor>& grad_queries,
-    int64_t keys, int64_t heads, int64_t map, bool same, bool wanted) {
-  const int64_t batch = positions.size(0), channels = positions.size(1), count = positions.size(2);
-  const int64_t parts = parts_of(count), rows = matrix ? matrix->size(0) : channels;
-  const int64_t width = padded(rows), learned = matrix ? batch * parts : 0;
-  Tensor out = wanted ? allocate_like(positions) : allocate_positions(positions, 0, channels, count, false);
+// Its gradients, of the positions (in their memory order; none if not `wanted`), of values that are others, the matrix and
+// the bias. With `same` the rows are both keys and queries. The gradients of queries may be absent.
+std::tuple<Tensor, Tensor, Tensor, Tensor> project_and_summarize_backward(
+    const Tensor& positions, const std::optional<Tensor>& own_values, const std::optional<Tensor>& matrix,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& valid, const std::optional<Tensor>& peak,
+    const Tensor& grad_sums, const Tensor& grad_weights, const std::optional<Tensor>& grad_totals,
+    const std::optional<Tensor>& grad_queries, int64_t keys, int64_t heads, int64_t map, bool same, bool wanted) {
+  const Matrix by = matrix_of(positions, matrix, bias);
+  const Tensor& summed = own_values ? *own_values : positions;
+  const int64_t batch = positions.size(0), channels = by.channels, count = positions.size(2);
+  const int64_t parts = parts_of(count), rows = by.all_rows(), width = by.across(), learned = matrix ? batch * parts : 0;
+  Tensor out = wanted ? allocate_like(positions) : allocate_positions(positions, 0, positions.size(1), count, false);
+  Tensor out_values = own_values ? allocate_like(summed) : allocate_positions(summed, 0, summed.size(1), count, false);
   Tensor grad_matrix = allocate({matrix ? rows : 0, channels}), grad_bias = allocate({matrix ? rows : 0});
   std::vector<double> matrices(learned * channels * width), biases(learned * rows);
-  Positions target = view_of(out);
-  target.past = past_caches(out, past_in_training);
+  Positions target = view_of(out), target_values = view_of(out_values);
+  target.past = target_values.past = past_caches(out, past_in_training);
   if (!wanted) target.numbers.start = nullptr;
   run(products.summarize_gradient,
-      SummarizeGradient{parts, count, heads, keys, rows, channels / grad_values.size(2), Map{map}, same,
-                        view_of(positions), target, grad_queries ? view_of(*grad_queries) : Positions{}, read(matrix),
-                        read(bias), read(valid), read(peak), read(grad_values), read(grad_weights), read(grad_totals),
-                        matrices.data(), biases.data()},
+      SummarizeGradient{parts, count, heads, keys, rows, summed.size(1) / grad_sums.size(2), Map{map}, same,
+                        own_values.has_value(), view_of(positions), view_of(summed), target, target_values, grad_queries ? view_of(*grad_queries) : Positions{}, by, read(valid), read(peak), read(grad_sums),
+                        read(grad_weights), read(grad_totals), matrices.data(), biases.data()},
       batch * parts, count / parts * channels);
-  if (!matrix) return {out, grad_matrix, grad_bias};
+  if (!matrix) return {out, out_values, grad_matrix, grad_bias};
   float *to = write(grad_matrix), *to_bias = write(grad_bias);
   for (int64_t r = 0; r < rows; ++r) {
     double total = 0;
@@ -609,8 +620,9 @@ std::tuple<Tensor, Tensor, Tensor> project_and_summarize_backward(
   for (int64_t task = 0; task < batch * parts; ++task)
     for (int64_t i = 0; i < channels * width; ++i) total[i] += matrices[task * channels * width + i];
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < channels; ++c) to[r * channels + c] = static_cast<float>(total[c * width + r]);
-  return {out, grad_matrix, grad_bias};
+    for (int64_t c = 0, column = r / by.rows * padded(by.rows) + r % by.rows; c < channels; ++c)
+      to[r * channels + c] = static_cast<float>(total[c * width + column]);
+  return {out, out_values, grad_matrix, grad_bias};
 }
 
 Coefficients coefficients_of(
@@ -700,12 +712,12 @@ STABLE_TORCH_LIBRARY(farfield, library) {
   library.def("outer_sum(Tensor vectors, int[] size, bool means=False, bool training=False) -> Tensor");
   library.def("project_and_sum(Tensor positions, Tensor matrix, Tensor? offset, Tensor? weights) -> (Tensor, Tensor)");
   library.def(
-      "project_and_summarize(Tensor positions, Tensor? matrix, Tensor? bias, Tensor? valid, int keys, int queries,"
-      " int heads, int groups, int map, bool totals) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "project_and_summarize(Tensor positions, Tensor? values, Tensor? matrix, Tensor? bias, Tensor? valid, int keys,"
+      " int queries, int heads, int groups, int map, bool totals) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
-      "project_and_summarize_backward(Tensor positions, Tensor? matrix, Tensor? bias, Tensor? valid, Tensor? peak,"
-      " Tensor grad_values, Tensor grad_weights, Tensor? grad_totals, Tensor? grad_queries, int keys, int heads,"
-      " int map, bool same, bool wanted) -> (Tensor, Tensor, Tensor)");
+      "project_and_summarize_backward(Tensor positions, Tensor? values, Tensor? matrix, Tensor? bias, Tensor? valid,"
+      " Tensor? peak, Tensor grad_sums, Tensor grad_weights, Tensor? grad_totals, Tensor? grad_queries, int keys,"
+      " int heads, int map, bool same, bool wanted) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "combine_slots(Tensor queries, Tensor slots, Tensor? sums, int heads, int map, int factor, float epsilon,"
       " bool wide) -> Tensor");

@@ -172,13 +172,13 @@ inline float sum_row(const float* row, int64_t block) {
   return sum_of(total);
 }
 
-// Rows of projected positions: matrix · positions + bias. Without a matrix they are the positions.
-void project(
-    const float* matrix, const float* bias, const float* positions, int64_t channels, int64_t block, int64_t first,
-    int64_t rows, float* to) {
-  if (!matrix) return void(std::memcpy(to, positions + first * block, rows * block * sizeof(float)));
-  for (int64_t r = 0; bias && r < rows; ++r) fill(to + r * block, block, bias[first + r]);
-  multiply({matrix + first * channels, channels, 1}, positions, block, to, block, rows, channels, block, bias);
+// The first rows of projected positions: matrix · positions + bias. Without a matrix they are the positions.
+void project(const Matrix& by, const float* positions, int64_t block, int64_t rows, float* to) {
+  if (!by.numbers) return void(std::memcpy(to, positions, rows * block * sizeof(float)));
+  for (int64_t r = 0; by.bias && r < rows; ++r) fill(to + r * block, block, by.bias[r]);
+  for (int64_t p = 0, some = rows / by.pieces; p < by.pieces; ++p)
+    multiply({by.numbers + p * some * by.channels, by.channels, 1}, positions + p * by.channels * block, block,
+             to + p * some * block, block, some, by.channels, block, by.bias);
 }
 
 // numbers += held, held = 0
@@ -298,17 +298,17 @@ float exponentials_of(float* row, const float* valid, int64_t length, int64_t bl
 }
 
 void summarize(const Summarize& of, int64_t begin, int64_t end) {
-  const int64_t channels = of.positions.channels, block = block_of(of.count, channels), slots = of.slots();
+  const int64_t channels = of.values.channels, most = greatest(channels, of.positions.channels);
+  const int64_t block = block_of(of.count, most), slots = of.slots(), own = channels / of.groups;
   const int64_t group = slots / of.groups, width = padded(group), across = of.groups * width;
-  const int64_t own = channels / of.groups;
   const bool in_place = slots == of.keys;
-  const Held<float> positions(channels * block), rows(of.rows * block), others(in_place ? 0 : slots * block);
+  const Held<float> positions(most * block), rows(of.rows * block), others(in_place ? 0 : slots * block);
   const Held<float> weights(block * across), held(channels * across), factors(across);
   float* features = in_place ? rows.data() : others.data();
   for (int64_t task = begin; task < end; ++task) {
     const int64_t sample = task / of.parts, part = task % of.parts;
     const int64_t last = start_of(part + 1, of.parts, of.count, block);
-    double *values = of.values + task * channels * across, *sums = of.weights + task * slots;
+    double *values = of.sums + task * channels * across, *sums = of.weights + task * slots;
     float* peaks = of.peaks + task * slots;
     fill(peaks, slots, LOWEST);
     int64_t held_positions = 0;
@@ -316,9 +316,10 @@ void summarize(const Summarize& of, int64_t begin, int64_t end) {
       const int64_t length = least(block, last - first);
       const float* valid = of.valid ? of.valid + sample * of.count + first : nullptr;
       read_block(of.positions, sample, first, length, positions.data(), block);
-      project(of.matrix, of.bias, positions.data(), channels, block, 0, of.rows, rows.data());
+      project(of.matrix, positions.data(), block, of.rows, rows.data());
       if (of.queries)
         write_block(of.out, sample, first, length, rows.data() + (of.rows - of.queries) * block, block);
+      if (of.apart) read_block(of.values, sample, first, length, positions.data(), block);
       for (int64_t c = 0; of.totals && c < channels; ++c)
         of.totals[task * channels + c] += sum_row(positions.data() + c * block, block);
       map_rows(of.map, rows.data(), of.heads, of.keys / of.heads, block, features, slots / of.heads);
@@ -356,28 +357,33 @@ void summarize(const Summarize& of, int64_t begin, int64_t end) {
 }
 
 // With E the features of the keys, ∂E = ∂values · x + ∂weights, and ∂k by the gradient of the features:
-// ∂x = ∂valuesᵀ · E + matrixᵀ · [∂k; ∂q] + ∂totals, ∂matrix = Σ [∂k; ∂q] ⊗ x.
+// ∂x = ∂valuesᵀ · E + matrixᵀ · [∂k; ∂q] + ∂totals, ∂matrix = Σ [∂k; ∂q] ⊗ x. Where values are not the positions, their
+// gradient is apart: ∂valuesᵀ · E + ∂totals.
 void summarize_gradient(const SummarizeGradient& of, int64_t begin, int64_t end) {
-  const int64_t channels = of.positions.channels, block = block_of(of.count, 2 * channels), slots = of.slots();
-  const int64_t group = slots / of.groups, own = channels / of.groups, width = padded(of.rows);
+  const int64_t channels = of.values.channels, of_positions = of.positions.channels, slots = of.slots();
+  const int64_t most = greatest(channels, of_positions), block = block_of(of.count, 2 * most);
+  const int64_t group = slots / of.groups, own = channels / of.groups, width = of.matrix.across();
+  const int64_t inner = of.matrix.channels, each = padded(of.matrix.rows);
   const int64_t depth = of.keys / of.heads, step = slots / of.heads, queries = of.same ? of.rows : of.rows - of.keys;
   const bool in_place = slots == of.keys;
-  const Held<float> positions(channels * block), grad_positions(channels * block), keys(of.keys * block);
-  const Held<float> rows(of.rows * block), mapped(in_place ? 0 : 2 * slots * block);
-  const Held<float> others(queries * block), turned(block * width), held(channels * width);
+  const Held<float> positions(of_positions * block), grad_positions(most * block), keys(of.keys * block);
+  const Held<float> rows(of.rows * block), mapped(in_place ? 0 : 2 * slots * block), own_values(of.apart ? channels * block : 0);
+  const Held<float> others(queries * block), turned(block * width), held(inner * width);
+  const float* values = of.apart ? own_values.data() : positions.data();
   float* features = in_place ? keys.data() : mapped.data();
   float* grads = in_place ? rows.data() : mapped.data() + slots * block;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t sample = task / of.parts, part = task % of.parts;
     const int64_t last = start_of(part + 1, of.parts, of.count, block);
-    double *grad_matrix = of.grad_matrix + task * channels * width, *grad_bias = of.grad_bias + task * of.rows;
+    double *grad_matrix = of.grad_matrix + task * inner * width, *grad_bias = of.grad_bias + task * of.rows;
     const float *peak = of.peak ? of.peak + sample * slots : nullptr, *grad_weight = of.grad_weights + sample * slots;
     int64_t held_positions = 0;
     for (int64_t first = start_of(part, of.parts, of.count, block); first < last; first += block) {
       const int64_t length = least(block, last - first);
       const float* valid = of.valid ? of.valid + sample * of.count + first : nullptr;
       read_block(of.positions, sample, first, length, positions.data(), block);
-      project(of.matrix, of.bias, positions.data(), channels, block, 0, of.keys, keys.data());
+      if (of.apart) read_block(of.values, sample, first, length, own_values.data(), block);
+      project(of.matrix, positions.data(), block, of.keys, keys.data());
       map_rows(of.map, keys.data(), of.heads, depth, block, features, step);
       for (int64_t k = 0; k < slots; ++k) {
         float* row = features + k * block;
@@ -395,10 +401,10 @@ void summarize_gradient(const SummarizeGradient& of, int64_t begin, int64_t end)
         hide(row, valid, length, block);
       }
       for (int64_t g = 0; g < of.groups; ++g) {
-        const float* values = of.grad_values + (sample * slots + g * group) * own;
-        multiply({values, own, 1}, positions.data() + g * own * block, block, grads + g * group * block, block,
-                 group, own, block, true);
-        multiply({values, 1, own}, features + g * group * block, block, grad_positions.data() + g * own * block,
+        const float* grad_sums = of.grad_sums + (sample * slots + g * group) * own;
+        multiply({grad_sums, own, 1}, values + g * own * block, block, grads + g * group * block, block, group, own,
+                 block, true);
+        multiply({grad_sums, 1, own}, features + g * group * block, block, grad_positions.data() + g * own * block,
                  block, own, group, block, of.grad_totals);
       }
       for (int64_t k = 0; k < slots; ++k) hide(grads + k * block, valid, length, block);
@@ -409,24 +415,30 @@ void summarize_gradient(const SummarizeGradient& of, int64_t begin, int64_t end)
         for (int64_t i = 0; i < queries * block; i += WIDTH)
           store(place + i, of.same ? load(place + i) + load(others.data() + i) : load(others.data() + i));
       }
-      if (of.matrix)
-        multiply({of.matrix, 1, channels}, rows.data(), block, grad_positions.data(), block, channels, of.rows, block,
-                 true);
-      else
-        for (int64_t i = 0; i < channels * block; i += WIDTH)
-          store(grad_positions.data() + i, load(grad_positions.data() + i) + load(rows.data() + i));
+      if (of.apart) {
+        write_block(of.grad_values, sample, first, length, grad_positions.data(), block);
+        clear(grad_positions.data(), of_positions * block);
+      }
+      for (int64_t p = 0; of.matrix.numbers && p < of.matrix.pieces; ++p)
+        multiply({of.matrix.numbers + p * of.matrix.rows * inner, 1, inner}, rows.data() + p * of.matrix.rows * block, block,
+                 grad_positions.data() + p * inner * block, block, inner, of.matrix.rows, block, true);
+      for (int64_t i = 0; !of.matrix.numbers && i < of_positions * block; i += WIDTH)
+        store(grad_positions.data() + i, load(grad_positions.data() + i) + load(rows.data() + i));
       if (of.grad_positions.numbers.start)
         write_block(of.grad_positions, sample, first, length, grad_positions.data(), block);
-      if (!of.matrix) continue;
+      if (!of.matrix.numbers) continue;
       for (int64_t r = 0; r < of.rows; ++r) grad_bias[r] += sum_row(rows.data() + r * block, block);
-      transpose(rows.data(), block, turned.data(), width, of.rows, length);
-      multiply({positions.data(), block, 1}, turned.data(), width, held.data(), width, channels, length, width, true);
+      for (int64_t p = 0; p < of.matrix.pieces; ++p) {
+        transpose(rows.data() + p * of.matrix.rows * block, block, turned.data() + p * each, width, of.matrix.rows, length);
+        multiply({positions.data() + p * inner * block, block, 1}, turned.data() + p * each, width,
+                 held.data() + p * each, width, inner, length, each, true);
+      }
       if ((held_positions += length) >= HELD) {
-        flush(held.data(), grad_matrix, channels * width);
+        flush(held.data(), grad_matrix, inner * width);
         held_positions = 0;
       }
     }
-    if (of.matrix) flush(held.data(), grad_matrix, channels * width);
+    if (of.matrix.numbers) flush(held.data(), grad_matrix, inner * width);
   }
   finish_writing();
 }

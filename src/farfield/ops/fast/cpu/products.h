@@ -39,17 +39,28 @@ inline int64_t features_of(Map map, int64_t rows) { return map == Map::SOFTMAX_P
 // where z is 0. OF_MAGNITUDE: (1 + 1 / (z + ε)) u f, and a last coefficient, -z.
 enum class Factor : int64_t { NONE, OF_SUM, OF_MAGNITUDE };
 
+// What makes rows of positions: one matrix `(1, rows, c)`, or one for the channels of each head, `(h, r, c / h)`.
+struct Matrix {
+  const float *numbers, *bias;  // bias: (all rows); both may be absent
+  int64_t pieces, rows, channels;
+
+  int64_t all_rows() const { return pieces * rows; }
+  int64_t across() const { return pieces * padded(rows); }
+};
+
 // A task of each loop is a sample and a part of its positions. Rows are keys `(h · r)` first and queries last, or both.
 // Groups: one if every head has all channels, else each head has channels of its own.
 struct Summarize {
   int64_t parts, count, heads, keys, rows, queries, groups;
   Map map;
-  Positions positions;
-  const float *matrix, *bias, *valid;  // (rows, c), (rows), (b, n), each of which may be absent
+  bool apart;                   // the values are not the positions
+  Positions positions, values;  // (b, c, n), (b, p, n)
+  Matrix matrix;
+  const float* valid;                  // (b, n), may be absent
   Positions out;                       // (b, queries, n)
   float* peaks;                        // (b, parts, slots)
-  double *values, *weights;            // (b, parts, c, groups · padded(slots / groups)), (b, parts, slots)
-  double* totals;                      // (b, parts, c), of the positions; may be absent
+  double *sums, *weights;              // (b, parts, p, groups · padded(slots / groups)), (b, parts, slots)
+  double* totals;                      // (b, parts, p), of the values; may be absent
 
   int64_t slots() const { return features_of(map, keys); }
 };
@@ -86,11 +97,12 @@ struct RespondGradient {
 struct SummarizeGradient {
   int64_t parts, count, heads, keys, rows, groups;
   Map map;
-  bool same;  // the rows are both keys and queries
-  Positions positions, grad_positions, grad_queries;  // (b, c, n) twice, (b, queries, n); the last two may be absent
-  const float *matrix, *bias, *valid, *peak;          // (rows, c), (rows), (b, n), (b, slots)
-  const float *grad_values, *grad_weights, *grad_totals;  // (b, slots, c / groups), (b, slots), (b, c) or absent
-  double *grad_matrix, *grad_bias;                        // (b, parts, c, padded(rows)), (b, parts, rows), or absent
+  bool same, apart;  // the rows are both keys and queries; the values are not the positions
+  Positions positions, values, grad_positions, grad_values, grad_queries;  // grad_positions, grad_queries may be absent
+  Matrix matrix;
+  const float *valid, *peak;                            // (b, n), (b, slots)
+  const float *grad_sums, *grad_weights, *grad_totals;  // (b, slots, p / groups), (b, slots), (b, p) or absent
+  double *grad_matrix, *grad_bias;                      // (b, parts, c of the matrix, across), (b, parts, rows), or absent
 
   int64_t slots() const { return features_of(map, keys); }
 };
