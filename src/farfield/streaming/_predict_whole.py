@@ -14,7 +14,7 @@ from torch import nn
 
 from farfield._checks import check_network
 from farfield._fingerprint import fingerprint
-from farfield._refusals import door
+from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce
@@ -191,6 +191,12 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
             planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts, dtype).plan()
         else:
             planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
+        if mask is not None and planned.outputs.has_numbers:
+            raise refusal(
+                ValueError,
+                "mask leaves positions of the output at 0, and a number beside a grid is one for all of them; fix: "
+                "reduce={key: None} for each output alone.",
+            )
         prediction = Prediction(model, planned, tiles, volume, identity, shared, mask, fill)
         prediction.arranged = known, volumes, layouts
         prediction.identity |= _identify(prediction, path)
@@ -217,7 +223,9 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     if out is not None:
         return result
     result = planned.outputs.split(result, planned.layout.batch, planned.layout.channels)
-    return result if isinstance(volume, tuple) else label_result(volume, result, prediction.spec.metadata)
+    if isinstance(volume, tuple) or planned.outputs.channels:
+        return result
+    return label_result(volume, result, prediction.spec.metadata)
 
 
 def _identify(prediction: Prediction, path: Path | None) -> dict[str, str]:
