@@ -20,7 +20,7 @@ Reduce = str | Callable[[Tensor], Tensor] | Mapping[Any, Any] | None
 
 
 # What a network may return beside grids, as it is.
-_PLAIN = type(None) | bool | int | float | complex
+_PLAIN = (type(None), bool, int, float, complex)
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,6 @@ class Outputs:
     def has_answers(self) -> bool:
         """Whether there are answers, alone or as channels beside grids."""
         return any(axes is not None for axes in self.axes)
-
-    @property
-    def has_numbers(self) -> bool:
-        """Whether there are answers as channels beside grids."""
-        return self.has_answers and any(self.channels[place] for place, axes in enumerate(self.axes) if axes is None)
 
     def channel_names(self) -> tuple[str, ...]:
         """Return a name for each channel of the joined grid: that of its output, with a number if it has several."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -21,10 +21,6 @@ _COLOURS = (3, 4)
 # Positions of a tile along an axis where none are given.
 _TILE = 256
 
-# (shape of the volume, tile) -> the axes that can be cut; an error if the network does not run so
-Shape = tuple[int, ...]
-Plan = Callable[[Shape, Any], Shape]
-
 
 def takes_grid(network: nn.Module, channels: int, size: Sequence[int]) -> bool:
     """Whether a network runs on grids of so many channels and a size, found without numbers."""
@@ -39,9 +35,12 @@ def takes_grid(network: nn.Module, channels: int, size: Sequence[int]) -> bool:
 
 
 def find_reading(
-    network: nn.Module, shape: tuple[int, ...], dims: int, tile: Any, plan: Plan
+    network: nn.Module, shape: tuple[int, ...], dims: int, tile: Any, plan: Callable[[Any, Any], Collection[int]]
 ) -> tuple[str, str] | None:
-    """Return how else than with so many spatial dims a network takes a volume, and the fix; None if it does not."""
+    """Return how else than with so many spatial dims a network takes a volume, and the fix; None if it does not.
+
+    `plan` raises the error of a call with another shape and tile, or returns the axes that can be cut.
+    """
     for expression, moved, own in _list_readings(shape):
         (samples, channels), size = (1, 1, *moved[:-own])[-2:], moved[-own:]
         is_known = isinstance(tile, tuple) if own != dims else not expression
