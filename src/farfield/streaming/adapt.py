@@ -59,12 +59,13 @@ class Outputs:
         """Return the outputs of a result joined along `axis`; `keep_axis` also where a grid has one channel."""
         if not self.channels:
             return result
-        parts, start, every = [], 0, slice(None)
-        for name, count, axes in zip(self.names or [""], self.channels, self.axes, strict=True):
-            samples, several = every if axes is None or "N" in axes else 0, slice(start, start + count)
-            is_number = (count == 1 and not keep_axis) if axes is None else "C" not in axes
-            index: tuple[Any, ...] = (samples,) * axis + (start if is_number else several,)
-            index += (0,) * (result.ndim - len(index)) if axes is not None and is_number else ()
+        parts, start, every_axes = [], 0, self.axes or [None] * len(self.channels)
+        for name, count, own in zip(self.names or [""], self.channels, every_axes, strict=True):
+            # Of a grid, S stands for its size; a number beside grids is the same in all positions.
+            axes = own if own is not None else "NCS" if keep_axis or count > 1 else "NS"
+            index: tuple[Any, ...] = (slice(None) if "N" in axes else 0,) * axis
+            index += (slice(start, start + count) if "C" in axes else start,)
+            index += (0,) * (result.ndim - len(index)) if axes in ("N", "") else ()
             parts.append(result[index] if count else self.passed[name])
             start += count
         if not self.names:

@@ -53,7 +53,8 @@ def find_reading(
                 chosen = tuple(tile or _TILE if axis in cuttable else None for axis in range(own))
                 parts.append(f"tile={chosen}")
             plan(moved, chosen)
-            return f"{samples} × {channels} channels of size {size}", ", ".join(parts)
+            several = f"{samples} samples of " if samples > 1 else ""
+            return f"{several}{channels} channels of size {size}", ", ".join(parts)
     return None
 
 
