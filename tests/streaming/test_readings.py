@@ -56,6 +56,18 @@ class Folded(nn.Module):
         return self.space(planes.view(batch, times, 4, height, width).transpose(1, 2))
 
 
+class Centred(nn.Module):
+    """Planes without the mean of their video, by the same convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plane = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        planes = (grid - grid.mean((2, 3, 4), keepdim=True)).transpose(1, 2)
+        return self.plane(planes.flatten(0, 1)).unflatten(0, planes.shape[:2]).transpose(1, 2)
+
+
 def volume(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).random(shape, "float32")
 
@@ -94,6 +106,7 @@ READ: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Any, Callable[[n
     "channels of a 3-D convolution": (Unfolded, (18, 32, 40), 16, lambda given: given),
     "the same, without a tile": (Unfolded, (18, 32, 40), None, lambda given: given),
     "times that are folded": (Folded, (3, 5, 24, 28), 12, lambda given: given),
+    "sums over an axis that is not there": (Centred, (3, 5, 24, 28), 12, lambda given: given),
     "times in front of channels": (
         lambda: nn.Conv3d(3, 2, 3, padding=1),
         (5, 3, 24, 28),

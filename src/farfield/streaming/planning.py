@@ -230,7 +230,7 @@ class Planner:
             graph = record_network(self.model, volumes, finish)
         except (RecordingError, CannotCopyError, ScriptError) as error:
             raise GraphError(str(error)) from error
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
             if is_refusal(error):
                 raise
             if str(error).startswith("MeanOverFlips: "):  # which runs in the function that was called

@@ -302,7 +302,7 @@ class _Part:
         grids = [grid[(slice(None), slice(None), *inside)] for grid in self.grids]
         try:
             output, statistics = self.observed.run(*grids, frozen=frozen or {})
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
             size = tuple(grids[0].shape[2:])
             text = f"{type(self.network).__name__} does not run on a tile of size {size}: {error}"
             raise refusal(ValueError, f"{text}\n  fix: a tile that it takes.") from error

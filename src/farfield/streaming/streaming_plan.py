@@ -244,7 +244,7 @@ def _bind_graph(labelled: LabelledGraph, network: nn.Module, outputs: Outputs) -
 
     try:
         graph = record_network(network, volumes, finish, planned)
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
         raise _other_network(network, f"does not run on a volume of shape {volumes[0].shape}: {error}") from error
     count = len(graph.nodes)
     pairs = zip(describe_graph(graph.nodes), describe_graph(planned.nodes), strict=False)
