@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -25,10 +25,7 @@ _PLAIN = (type(None), bool, int, float, complex)
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a network returns: one grid or answer, or several with names, joined along the channels while tiles run.
-
-    An answer is of the whole and has no size: a vector or a number, of each sample or of all.
-    """
+    """What a network returns: grids, and answers for the whole, which are vectors or numbers; several are joined."""
 
     # The keys of a dict, the fields of a named tuple, or "0", "1", … of another sequence; empty for one alone.
     names: tuple[str, ...] = ()
@@ -76,10 +73,7 @@ class Outputs:
 
 
 def one_grid(network: nn.Module, shape: Sequence[int], output: Any, reduce: Reduce = None) -> tuple[Tensor, Outputs]:
-    """Make one grid of what a network returns for an input of a shape: several are joined, and scores are reduced.
-
-    What has no size is one of no spatial dims, `(samples, numbers)`.
-    """
+    """Make one grid of what a network returns for an input of a shape; what has no size is `(samples, numbers)`."""
     named, name, taken = _name_outputs(output), type(network).__name__, None
     present = {key: part for key, part in named.items() if part is not None}
     if isinstance(reduce, Mapping):
@@ -101,9 +95,8 @@ def one_grid(network: nn.Module, shape: Sequence[int], output: Any, reduce: Redu
         )
     if _is_grid(output):
         return _reduce_grid(reduce, output), Outputs(taken=taken)
-    _refuse_reduction(name, reduce)
-    answer, axes = _as_answer(output, shape[0])
-    return answer, Outputs(channels=(answer.shape[1],), taken=taken, axes=(axes,))
+    answer, outputs = _join(name, shape, {"": output}, dict, reduce)
+    return answer, replace(outputs, names=(), taken=taken)
 
 
 def _name_outputs(output: Any) -> dict[str, Any]:
@@ -137,15 +130,6 @@ def _as_answer(output: Tensor, samples: int) -> tuple[Tensor, str]:
     return (output[:, None], axes) if output.dim() == 1 else (output, axes + "C")
 
 
-def _refuse_reduction(name: str, reduce: Reduce) -> None:
-    if reduce is not None:
-        raise refusal(
-            TypeError,
-            f"reduce is for grids, tile by tile, and {name} returns an answer for the whole; fix: reduce=None, and "
-            "what is wanted of the result, such as result.argmax(-1).",
-        )
-
-
 def _join(
     name: str, shape: Sequence[int], named: Mapping[str, Any], kind: type, reduce: Reduce
 ) -> tuple[Tensor, Outputs]:
@@ -160,13 +144,18 @@ def _join(
                 answer = answer.reshape(-1, 1, *(1,) * (first.dim() - 2))
             samples, size = (shape[0], answer.shape[2:]) if first is None else (len(first), first.shape[2:])
             parts[key] = answer.expand(samples, -1, *size)
-    if first is None:
-        _refuse_reduction(name, reduce)
+    if first is None and reduce is not None:
+        raise refusal(
+            TypeError,
+            f"reduce is for grids, tile by tile, and {name} returns an answer for the whole; fix: reduce=None, and "
+            "what is wanted of the result, such as result.argmax(-1).",
+        )
     _refuse_outputs(name, shape, parts, [*named], issubclass(kind, tuple | list), reduce)
     channels = tuple(parts[key].shape[1] if key in parts else 0 for key in named)
     passed = {key: part for key, part in named.items() if key not in parts}
     outputs = Outputs(tuple(named), channels, kind, None, tuple(axes.values()), passed)
-    return torch.cat(list(parts.values()), 1), outputs
+    joined, *others = parts.values()
+    return torch.cat([joined, *others], 1) if others else joined, outputs
 
 
 def _refuse_outputs(

@@ -216,7 +216,7 @@ def arrange_volumes(
     try:
         dims = spatial_dims_of(model, tiles.size)
         if known is not None and len(arrays) == 1 and not isinstance(tiles.size, Sequence):
-            dims = _choose_dims(model, *arrays.items(), known, dims)
+            dims = _choose_dims(model, next(iter(arrays.items())), known, dims)
     except (AttributeError, TypeError, ValueError):  # refused where the call is planned, if letters do not tell them
         dims = sum(letter in "ZYX" for letter in known.axes) if known is not None else 0
         if not dims:
@@ -231,10 +231,7 @@ def arrange_volumes(
 
 
 def _choose_dims(model: Any, named: tuple[str, Any], known: ImageMetadata, dims: int) -> int:
-    """Return the dims of the first convolution, or those that all letters are if the network takes a volume so alone.
-
-    It may fold the first of several axes into samples or channels, or unfold channels as one.
-    """
+    """Return the dims of the first convolution, or those that all letters are if the network takes these alone."""
     space = sum(letter in "TZYX" for letter in known.axes)
     for each in (dims, space) if space not in (0, dims) else ():
         with suppress(ValueError):

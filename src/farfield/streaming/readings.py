@@ -37,10 +37,8 @@ def takes_grid(network: nn.Module, channels: int, size: Sequence[int]) -> bool:
 def find_reading(
     network: nn.Module, shape: tuple[int, ...], dims: int, tile: Any, plan: Callable[[Any, Any], Collection[int]]
 ) -> tuple[str, str] | None:
-    """Return how else than with so many spatial dims a network takes a volume, and the fix; None if it does not.
-
-    `plan` raises the error of a call with another shape and tile, or returns the axes that can be cut.
-    """
+    """Return how else than with so many spatial dims a network takes a volume, and the fix; None if it does not."""
+    # `plan` raises the error of a call with another shape and tile, or returns the axes that can be cut.
     for expression, moved, own in _list_readings(shape):
         (samples, channels), size = (1, 1, *moved[:-own])[-2:], moved[-own:]
         is_known = isinstance(tile, tuple) if own != dims else not expression
