@@ -79,6 +79,8 @@ def check_network(network: Any, name: str, call: str) -> None:
         fix = f'the network, after network.load_state_dict(torch.load("{given}")), or torch.jit.load("{given}")'
     elif given is not None or library in _FOREIGN:
         fix = "the same network in torch: those of other libraries are not run"
+    elif hasattr(network, "graph_module"):
+        fix = "the network of an exported program, model.module()"
     elif isinstance(network, type):
         fix = f"an instance of it, {network.__name__}(…)"
     elif callable(network):

@@ -28,6 +28,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "BasicUNet": (lambda: nets.BasicUNet(2, 1, 2, (4, 4, 8, 8, 16, 4)), 1),
     "FlexibleUNet": (lambda: nets.FlexibleUNet(1, 2, "efficientnet-b0", spatial_dims=2), 1),
     "HighResNet": (lambda: nets.HighResNet(2, 1, 2), 1),
+    "DenseNet121": (lambda: nets.DenseNet121(spatial_dims=2, in_channels=1, out_channels=2, block_config=(2, 2)), 1),
     "AutoEncoder": (lambda: nets.AutoEncoder(2, 1, 1, (4, 8), (2, 2)), 1),
     "DynUNet": (lambda: nets.DynUNet(2, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2]), 4),
     "AttentionUnet": (lambda: nets.AttentionUnet(2, 1, 2, (4, 8, 16), (2, 2)), 4),
@@ -42,7 +43,6 @@ REFUSED = {
         lambda: nets.AutoencoderKL(2, 1, 1, (1, 1), (8, 8), (False, False), norm_num_groups=4),
         "draws random numbers",
     ),
-    "DenseNet121": (lambda: nets.DenseNet121(spatial_dims=2, in_channels=1, out_channels=2), "a tensor of 2 axes"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farfield.streaming import MeanOverFlips, plan_whole, predict_whole
+from farfield.streaming import MeanOverFlips, Tiles, plan_whole, predict_whole
 from farfield.volumes import open_volume
 from helpers.streamed_nets import attention, relative, settled
 
@@ -221,6 +222,82 @@ def test_one_of_several_outputs_is_taken_by_its_key(net: Callable[[], nn.Module]
         plan_whole(made, IMAGE.shape, tile=8, reduce={"other": "argmax"})
     with pytest.raises(TypeError, match="reduce"):
         plan_whole(made, IMAGE.shape, tile=8, reduce={key: 3})
+
+
+BESIDE: dict[str, Callable[[Tensor], Any]] = {
+    "numbers of Python": lambda grid: {"scale": 2.5, "out": grid, "classes": 3, "aux": None, "done": True},
+    "a dataclass": lambda grid: Scores(grid, grid.mean()),
+    "a loss, and nothing": lambda grid: (None, grid, grid.square().mean()),
+    "numbers of samples": lambda grid: Both(grid.amax((1, 2, 3)), grid),
+    "two grids, and nothing": lambda grid: [grid[:, :1], None, grid.relu()],
+    "one channel": lambda grid: {"out": grid[:, :1], "classes": 3},
+}
+
+
+def compare(got: Any, want: Any, index: Any = slice(None)) -> None:
+    """Compare outputs with those of the network, of which one sample is taken where they have samples."""
+    if isinstance(want, Scores):
+        want = vars(want)
+    assert type(got) is (tuple if isinstance(want, list) else type(want))
+    assert list(got) == list(want) if isinstance(want, dict) else len(got) == len(want)
+    for own, other in zip(parts_of(got), parts_of(want), strict=True):
+        if isinstance(other, Tensor):
+            assert relative(own, other[index] if other.dim() else other) < 1e-5
+        else:
+            assert own is other or (own == other and type(own) is type(other))
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("kind", BESIDE)
+def test_numbers_beside_grids_are_passed_on(kind: str, samples: int) -> None:
+    net, grid = settled(Returning(BESIDE[kind])), torch.from_numpy(np.stack([IMAGE] * samples)[:, None])
+    with torch.no_grad():
+        want = net(grid)
+    compare(predict_whole(net, grid, tile=8, quiet=True), want)
+    plan = pickle.loads(pickle.dumps(plan_whole(net, grid.shape, tile=8)))
+    compare(predict_whole(net, grid, plan=plan, quiet=True), want)
+    if samples == 1:
+        compare(predict_whole(net, grid[0], tile=8, quiet=True), want, 0)
+        each = zip(*flips_of(net, grid), strict=True)
+        means = [torch.stack(own).mean(0) if isinstance(own[0], Tensor) else own[0] for own in each]
+        got = parts_of(predict_whole(MeanOverFlips(net, (0,)).eval(), grid, tile=8, quiet=True))
+        for own, mean in zip(got, means, strict=True):
+            assert relative(own, mean) < 1e-5 if isinstance(mean, Tensor) else own == mean
+
+
+def flips_of(net: nn.Module, grid: Tensor) -> Iterator[list[Any]]:
+    """What a network returns of a grid, and of that flipped, flipped back."""
+    for axes in ([], [2]):
+        with torch.no_grad():
+            output = net(grid.flip(axes))
+        named = vars(output) if isinstance(output, Scores) else output
+        yield [part.flip(axes) if isinstance(part, Tensor) and part.dim() > 2 else part for part in parts_of(named)]
+
+
+def test_numbers_beside_grids_are_channels_of_a_file(tmp_path: Path) -> None:
+    net = settled(Returning(lambda grid: {"out": grid, "classes": 3, "loss": grid.mean()}))
+    written = predict_whole(net, IMAGE, tile=8, out=tmp_path / "out.ome.zarr", quiet=True)
+    assert written.shape == (4, *IMAGE.shape)
+    assert open_volume(tmp_path / "out.ome.zarr").metadata.channels == ("out 0", "out 1", "out 2", "loss")
+
+
+def test_what_a_number_beside_a_grid_cannot_have_is_refused_and_the_fix_works() -> None:
+    net = settled(Returning(lambda grid: {"out": grid, "loss": grid.mean()}))
+    calls: dict[str, tuple[Any, Any]] = {
+        "reduce ": ({"reduce": "argmax"}, {"reduce": {"out": "argmax"}}),
+        "mask ": ({"mask": IMAGE > 0}, {"mask": IMAGE > 0, "reduce": {"out": None}}),
+        "sums over the whole": ({"tile": Tiles(8, statistics="tile")}, {"tile": Tiles(8, statistics="whole")}),
+    }
+    for text, (refused, followed) in calls.items():
+        with pytest.raises((ValueError, TypeError), match=f"(?s){text}.*fix: "):
+            predict_whole(net, IMAGE, **{"tile": 8, "quiet": True} | refused)
+        predict_whole(net, IMAGE, **{"tile": 8, "quiet": True} | followed)
+
+
+def test_the_place_of_an_output_counts_those_that_are_none() -> None:
+    net = settled(Returning(lambda grid: (None, grid, grid[..., ::2])))
+    with pytest.raises(TypeError, match=r"self\.network\(grid\)\[1\]"):
+        predict_whole(net, IMAGE, tile=8, quiet=True)
 
 
 def test_outputs_that_are_no_grids_are_refused() -> None:

@@ -124,8 +124,11 @@ class WholeInferer(Inferer):
         if isinstance(result, tuple):
             parts = [self._finish(each, inputs) for each in result]
             return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
+        if not isinstance(result, Tensor):
+            return result
         moved = result.to(self.device or inputs.device)
-        return MetaTensor(moved).copy_meta_from(inputs) if isinstance(inputs, MetaTensor) else moved
+        has_places = isinstance(inputs, MetaTensor) and moved.dim() > 2
+        return MetaTensor(moved).copy_meta_from(inputs) if has_places else moved
 
 
 class _WithArguments(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 
 from farfield._checks import check_network
 from farfield._fingerprint import fingerprint
-from farfield._refusals import door
+from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import Reduce
@@ -61,7 +61,8 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     Args:
         model: Network in eval mode, from one grid `(batch, channels, *size)` to one; `MeanOverFlips` of one averages
             over flips of the volume. It may take several grids of one size as its arguments, and return several, in a
-            dict, dataclass, tuple or list; one grid in any of these is one grid.
+            dict, dataclass, tuple or list; one grid in any of these is one grid. It may also return what sums over the
+            whole: vectors `(batch, n)` or numbers, alone, or numbers beside grids.
         volume: Anything with `shape` and slicing (arrays of NumPy, zarr and h5py, tensors of torch): `(*size)` of one
             channel, `(channels, *size)` or `(batch, channels, *size)`, depending on the number of spatial dims. That is
             the length of `tile` if it is a sequence, or else that of the model's first convolution; without one a
@@ -110,6 +111,7 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         (with the matrix of a tensor of MONAI, the names and coordinates of an array of xarray), or a dict or tuple of
         these as the model returns several; otherwise the user's array, or the file at the path, opened for reading. An
         array or file has several outputs as channels, one after the other; `open_volume` reads their names in a file.
+        Of a vector or number it has an axis of numbers.
 
     Raises:
         ValueError: If the model is in training mode or does not take the volume's size; if an operation does not run in
@@ -124,8 +126,9 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
             at the path belongs to another call, or its progress is damaged; if a file of stored values is changed
             meanwhile.
         TypeError: If the volume is no array of booleans, integers or floats, tile or halo have numbers that are no
-            integers, `reduce` is no function, `mask` is of floats, `fill` is no number, the model takes another number
-            of grids or does not return grids of one size, or out has a dtype to which the result cannot be cast.
+            integers, `reduce` is no function or the model returns no grid to reduce, `mask` is of floats, `fill` is no
+            number, the model takes another number of grids or does not return grids of one size, or out has a dtype
+            to which the result cannot be cast or is a file of images where there is none.
         LookupError: If `pad` or `reduce` is unknown.
         FileNotFoundError: If the folder of the path does not exist.
         FileExistsError: If the path exists and `overwrite` is False, or is a link or a folder that is not replaced; if
@@ -191,6 +194,12 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
             planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts, dtype).plan()
         else:
             planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
+        if mask is not None and planned.outputs.has_answers and planned.outputs.names and planned.output.kept:
+            raise refusal(
+                ValueError,
+                "mask leaves positions of the output at 0, and a number beside a grid is one for all of them; fix: "
+                "reduce={key: None} for each output alone.",
+            )
         prediction = Prediction(model, planned, tiles, volume, identity, shared, mask, fill)
         prediction.arranged = known, volumes, layouts
         prediction.identity |= _identify(prediction, path)
@@ -217,7 +226,9 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     if out is not None:
         return result
     result = planned.outputs.split(result, planned.layout.batch, planned.layout.channels)
-    return result if isinstance(volume, tuple) else label_result(volume, result, prediction.spec.metadata)
+    if isinstance(volume, tuple) or planned.outputs.channels:
+        return result
+    return label_result(volume, result, prediction.spec.metadata)
 
 
 def _identify(prediction: Prediction, path: Path | None) -> dict[str, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,30 @@ from farfield._refusals import door, refusal
 Reduce = str | Callable[[Tensor], Tensor] | Mapping[Any, Any] | None
 
 
+# What a network may return beside grids, as it is.
+_PLAIN = (type(None), bool, int, float, complex)
+
+
 @dataclass(frozen=True)
 class Outputs:
-    """What a network returns: one grid, or several with names, which are joined along the channels while tiles run."""
+    """What a network returns: grids, and answers for the whole, which are vectors or numbers; several are joined."""
 
-    # The keys of a dict, the fields of a named tuple, or "0", "1", … of another sequence; empty for one grid.
+    # The keys of a dict, the fields of a named tuple, or "0", "1", … of another sequence; empty for one alone.
     names: tuple[str, ...] = ()
-    # How many each has.
+    # How many each has; 0 of what is passed on; of one grid none.
     channels: tuple[int, ...] = ()
     kind: type = dict
     # As `reduce`, the output of several that is taken, as it is; None where all are.
     taken: dict[str, None] | None = None
+    # Of each, for an answer, the axes that it has: N for samples, C for numbers; None for a grid.
+    axes: tuple[str | None, ...] = ()
+    # By name, what is no tensor.
+    passed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether there are answers, alone or as channels beside grids."""
+        return any(axes is not None for axes in self.axes)
 
     def channel_names(self) -> tuple[str, ...]:
         """Return a name for each channel of the joined grid: that of its output, with a number if it has several."""
@@ -40,47 +53,54 @@ class Outputs:
         )
 
     def split(self, result: Any, axis: int, keep_axis: bool) -> Any:
-        """Return the outputs of a result joined along `axis`; `keep_axis` also where an output has one channel."""
-        if not self.names:
+        """Return the outputs of a result joined along `axis`; `keep_axis` also where a grid has one channel."""
+        if not self.channels:
             return result
-        parts, start = [], 0
-        for count in self.channels:
-            index = start if count == 1 and not keep_axis else slice(start, start + count)
-            parts.append(result[(slice(None),) * axis + (index,)])
+        parts, start, every_axes = [], 0, self.axes or [None] * len(self.channels)
+        for name, count, own in zip(self.names or [""], self.channels, every_axes, strict=True):
+            # Of a grid, S stands for its size; a number beside grids is the same in all positions.
+            axes = own if own is not None else "NCS" if keep_axis or count > 1 else "NS"
+            index: tuple[Any, ...] = (slice(None) if "N" in axes else 0,) * axis
+            index += (slice(start, start + count) if "C" in axes else start,)
+            index += (0,) * (result.ndim - len(index)) if axes in ("N", "") else ()
+            parts.append(result[index] if count else self.passed[name])
             start += count
+        if not self.names:
+            return parts[0]
         if self.kind is dict:
             return dict(zip(self.names, parts, strict=True))
         return self.kind(*parts) if hasattr(self.kind, "_fields") else tuple(parts)
 
 
 def one_grid(network: nn.Module, shape: Sequence[int], output: Any, reduce: Reduce = None) -> tuple[Tensor, Outputs]:
-    """Make one grid of what a network returns for an input of a shape: several are joined, and scores are reduced."""
+    """Make one grid of what a network returns for an input of a shape; what has no size is `(samples, numbers)`."""
     named, name, taken = _name_outputs(output), type(network).__name__, None
+    present = {key: part for key, part in named.items() if part is not None}
     if isinstance(reduce, Mapping):
         ((key, reduce),) = reduce.items()
-        if str(key) not in named:
-            raise unknown(f"output of {name}", key, named or ["one without a name"])
-        output, taken = named[str(key)], {str(key): None}
-    elif len(named) == 1:
-        (output,) = named.values()
-    elif named and all(map(_is_grid, named.values())):
-        _refuse_outputs(name, shape, named, isinstance(output, tuple | list), reduce)
-        kind = type(output) if isinstance(output, tuple | list) and len(output) == len(named) else dict
-        outputs = Outputs(tuple(named), tuple(part.shape[1] for part in named.values()), kind)
-        return torch.cat(list(named.values()), 1), outputs
-    if not _is_grid(output):
-        returned = f"a tensor of {output.dim()} axes" if isinstance(output, Tensor) else type(output).__name__
+        if str(key) not in present:
+            raise unknown(f"output of {name}", key, present or ["one without a name"])
+        output, taken = present[str(key)], {str(key): None}
+    elif len(present) == 1:
+        (output,) = present.values()
+    elif any(isinstance(part, Tensor) for part in present.values()) and _fit_together(present.values(), shape[0]):
+        kind = type(output) if isinstance(output, tuple | list) else dict
+        return _join(name, shape, named, kind, reduce)
+    if not isinstance(output, Tensor):
         grids = "".join(f', or reduce={{"{key}": None}} of predict_whole' for key in named if _is_grid(named[key]))
         raise refusal(
             TypeError,
-            f"{name} returns {returned}, not one grid (batch, channels, *size); fix: a module around it that "
-            f"returns the grid{grids}.",
+            f"{name} returns {type(output).__name__}, not one grid (batch, channels, *size); fix: a module around it "
+            f"that returns the grid{grids}.",
         )
-    return _reduce_grid(reduce, output), Outputs(taken=taken)
+    if _is_grid(output):
+        return _reduce_grid(reduce, output), Outputs(taken=taken)
+    answer, outputs = _join(name, shape, {"": output}, dict, reduce)
+    return answer, replace(outputs, names=(), taken=taken)
 
 
 def _name_outputs(output: Any) -> dict[str, Any]:
-    """Return the outputs of a dict, dataclass, tuple or list by key, field or place; those that are None are none."""
+    """Return the outputs of a dict, dataclass, tuple or list by key, field or place."""
     named: Any = ()
     if isinstance(output, Mapping):
         named = output.items()
@@ -88,32 +108,75 @@ def _name_outputs(output: Any) -> dict[str, Any]:
         named = ((each.name, getattr(output, each.name)) for each in fields(output))
     elif isinstance(output, tuple | list):
         named = zip(getattr(output, "_fields", range(len(output))), output, strict=True)
-    return {str(key): part for key, part in named if part is not None}
+    return {str(key): part for key, part in named}
 
 
 def _is_grid(output: Any) -> bool:
     return isinstance(output, Tensor) and output.dim() > 2
 
 
+def _fit_together(parts: Collection[Any], samples: int) -> bool:
+    """Whether there are grids, alone or beside numbers, or answers alone."""
+    answers = [part for part in parts if not isinstance(part, _PLAIN) and not _is_grid(part)]
+    if not all(isinstance(part, Tensor) for part in answers):
+        return False
+    return not any(map(_is_grid, parts)) or all("C" not in _as_answer(part, samples)[1] for part in answers)
+
+
+def _as_answer(output: Tensor, samples: int) -> tuple[Tensor, str]:
+    """Return what has at most two axes as `(samples, numbers)`, and the letters of those that it has."""
+    axes = "N" * (output.dim() > 0 and len(output) == samples)
+    output = output if axes else output[None]
+    return (output[:, None], axes) if output.dim() == 1 else (output, axes + "C")
+
+
+def _join(
+    name: str, shape: Sequence[int], named: Mapping[str, Any], kind: type, reduce: Reduce
+) -> tuple[Tensor, Outputs]:
+    """Join outputs along their channels; a number beside grids fills a channel."""
+    parts = {key: part for key, part in named.items() if isinstance(part, Tensor)}
+    axes: dict[str, str | None] = dict.fromkeys(named)
+    first = next(filter(_is_grid, parts.values()), None)
+    for key, part in parts.items():
+        if not _is_grid(part):
+            answer, axes[key] = _as_answer(part, shape[0])
+            if first is not None:
+                answer = answer.reshape(-1, 1, *(1,) * (first.dim() - 2))
+            samples, size = (shape[0], answer.shape[2:]) if first is None else (len(first), first.shape[2:])
+            parts[key] = answer.expand(samples, -1, *size)
+    if first is None and reduce is not None:
+        raise refusal(
+            TypeError,
+            f"reduce is for grids, tile by tile, and {name} returns an answer for the whole; fix: reduce=None, and "
+            "what is wanted of the result, such as result.argmax(-1).",
+        )
+    _refuse_outputs(name, shape, parts, [*named], issubclass(kind, tuple | list), reduce)
+    channels = tuple(parts[key].shape[1] if key in parts else 0 for key in named)
+    passed = {key: part for key, part in named.items() if key not in parts}
+    outputs = Outputs(tuple(named), channels, kind, None, tuple(axes.values()), passed)
+    joined, *others = parts.values()
+    return torch.cat([joined, *others], 1) if others else joined, outputs
+
+
 def _refuse_outputs(
-    name: str, shape: Sequence[int], named: Mapping[str, Tensor], by_place: bool, reduce: Reduce
+    name: str, shape: Sequence[int], named: Mapping[str, Tensor], names: list[str], by_place: bool, reduce: Reduce
 ) -> None:
     listed = f"\n  input  {tuple(shape)}" + "".join(
         f"\n  {key}  {tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}" for key, part in named.items()
     )
-    index, key = max(enumerate(named), key=lambda each: named[each[1]][0, 0].numel())
+    key = max(named, key=lambda each: named[each][0, 0].numel())
     if len({(len(part), part.shape[2:], part.dtype) for part in named.values()}) > 1:
         raise refusal(
             TypeError,
             f"{name} returns grids of several sizes or dtypes, which do not fit in one output, as with deep "
             f'supervision.{listed}\n  fix: reduce={{"{key}": None}} of predict_whole, which takes one, or a module '
-            f"around it that returns one of them, self.network(grid)[{index if by_place else repr(key)}].",
+            f"around it that returns one of them, self.network(grid)[{names.index(key) if by_place else repr(key)}].",
         )
     if reduce is not None:
         own = f'"{reduce}"' if isinstance(reduce, str) else "function"
         raise refusal(
             TypeError,
-            f"reduce is for one output, and {name} returns {len(named)}.{listed}\n"
+            f"reduce is for one output, and {name} returns {len(names)}.{listed}\n"
             f'  fix: reduce={{"{key}": {own}}} takes one of them, or a module around it that reduces them, and returns '
             "grids of one dtype.",
         )
@@ -250,7 +313,14 @@ class MeanOverFlips(nn.Module):
         output = self.network(*(_flip_grid(grid, flip) for grid in grids))
         with door("MeanOverFlips"):
             grid, outputs = one_grid(self.network, grids[0].shape, output)
-        return _flip_grid(grid, flip), outputs
+            if grid.dim() not in (2, grids[0].dim()):
+                raise refusal(
+                    ShapeError,
+                    f"{type(self.network).__name__} returns {tuple(grid.shape)} for {tuple(grids[0].shape)}, and it is "
+                    "not known which of its axes are flipped; fix: a module around it that flips, or axes=().",
+                )
+        # An answer for the whole has no axis to flip back.
+        return (_flip_grid(grid, flip) if grid.dim() > 2 else grid), outputs
 
 
 def _flip_grid(grid: Tensor, axes: Sequence[int]) -> Tensor:

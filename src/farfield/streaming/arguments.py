@@ -7,20 +7,20 @@ import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from farfield._checks import ShapeError, unknown
 from farfield._refusals import refusal
 from farfield.nn.devices import free_bytes
-from farfield.nn.scripted_network import ScriptedNetwork
 from farfield.streaming.layers import SUMMARY_SHARE
+from farfield.streaming.readings import first_convolution, takes_grid
 from farfield.volumes.axes_view import order_axes
 from farfield.volumes.checks import check_volume
 from farfield.volumes.image_metadata import ImageMetadata
@@ -39,8 +39,6 @@ OF_WINDOWS = {
     **dict.fromkeys(("progress", "verbose"), "quiet=False"),
     **dict.fromkeys(("output", "path", "output_path"), "out=…"),
 }
-# Lengths of a last axis that is one of colours.
-_COLOURS = (3, 4)
 # Bytes of memory below which a number is one of gigabytes.
 _LEAST_MEMORY = 2**10
 # Bytes that the list of tiles and what is recorded of each take, for one.
@@ -217,6 +215,8 @@ def arrange_volumes(
     layouts: list[AxisLayout | None] = [None] * len(arrays)
     try:
         dims = spatial_dims_of(model, tiles.size)
+        if known is not None and len(arrays) == 1 and not isinstance(tiles.size, Sequence):
+            dims = _choose_dims(model, next(iter(arrays.items())), known, dims)
     except (AttributeError, TypeError, ValueError):  # refused where the call is planned, if letters do not tell them
         dims = sum(letter in "ZYX" for letter in known.axes) if known is not None else 0
         if not dims:
@@ -228,6 +228,18 @@ def arrange_volumes(
         arrays[name], metadata, layouts[index] = arrange_letters(name, array, metadata, model, dims)
         known = metadata if index == 0 else known
     return known, arrays, layouts
+
+
+def _choose_dims(model: Any, named: tuple[str, Any], known: ImageMetadata, dims: int) -> int:
+    """Return the dims of the first convolution, or those that all letters are if the network takes these alone."""
+    space = sum(letter in "TZYX" for letter in known.axes)
+    for each in (dims, space) if space not in (0, dims) else ():
+        with suppress(ValueError):
+            taken, _, layout = arrange_letters(*named, known, model, each)
+            _, channels = (layout or parse_layout(taken.shape, each)).batch_and_channels(taken.shape)
+            if takes_grid(model, channels, taken.shape[len(taken.shape) - each :]):
+                return each
+    return dims
 
 
 def arrange_letters(
@@ -248,7 +260,7 @@ def arrange_letters(
         )
     samples, channels = space[: len(space) - dims], "C" if "C" in axes else ""
     if "Z" in samples and not channels:
-        convolution, planes = _first_convolution(network), taken.shape[axes.index("Z")]
+        convolution, planes = first_convolution(network), taken.shape[axes.index("Z")]
         if convolution is None and planes > 1:
             raise refusal(
                 ShapeError,
@@ -314,13 +326,13 @@ def parse_layouts(
 def spatial_dims_of(model: nn.Module, tile: object, shape: Sequence[int] = (), known: AxisLayout | None = None) -> int:
     """Return the number of spatial dims of a model's input: the length of `tile`, or that of its first convolution.
 
-    Without one, letters tell it, and then a shape as torch's modules take it: `(batch, channels, *size)`.
+    Letters tell it first, and without a convolution a shape as torch's modules take it: `(batch, channels, *size)`.
     """
+    if known is not None:
+        return known.spatial_dims
     if isinstance(tile, Sequence):
         return len(tile)
-    convolution = _first_convolution(model)
-    if convolution is None and known is not None:
-        return known.spatial_dims
+    convolution = first_convolution(model)
     if convolution is None and len(shape) > 3:
         return len(shape) - 2
     if convolution is None:
@@ -330,66 +342,6 @@ def spatial_dims_of(model: nn.Module, tile: object, shape: Sequence[int] = (), k
             "tile with one number per spatial dim.",
         )
     return convolution.spatial_dims
-
-
-class _Convolution(NamedTuple):
-    spatial_dims: int
-    in_channels: int
-
-
-def _first_convolution(model: nn.Module) -> _Convolution | None:
-    for module in model.modules():
-        if isinstance(module, _ConvNd):
-            return _Convolution(len(module.kernel_size), module.in_channels)
-        if isinstance(module, ScriptedNetwork) and (found := module.first_convolution()) is not None:
-            return _Convolution(*found)
-    return None
-
-
-def refuse_axes(
-    model: nn.Module, inputs: tuple[int, ...], size: tuple[int, ...], is_batch: bool, error: ValueError
-) -> None:
-    """Raise ValueError for a volume whose channels or spatial dims are not those of the first convolution."""
-    convolution = _first_convolution(model)
-    if convolution is None:
-        return
-    expected = convolution.spatial_dims
-    if expected != len(size):
-        text = (
-            f"tile has {len(size)} numbers, and the first convolution of {type(model).__name__} takes "
-            f"{expected} spatial dims.\n  fix: tile with {expected} numbers, or one number."
-        )
-    elif len(inputs) > 1:  # it is not known which of them the convolution takes
-        text = (
-            f"{error}\n  fix: volumes with the channels that the network takes, in the order of its arguments; these "
-            f"have {', '.join(map(str, inputs))}."
-        )
-    elif convolution.in_channels != inputs[0]:
-        fix = _channels_fix(convolution.in_channels, inputs[0], size, is_batch)
-        text = (
-            f"{error}\n  fix: {fix}; (*size) is one channel, and in (channels, *size) this one has {inputs[0]} "
-            f"channels of size {size}."
-        )
-    else:
-        return
-    raise refusal(ValueError, text) from error
-
-
-def _channels_fix(expected: int, channels: int, size: tuple[int, ...], is_batch: bool) -> str:
-    """Return the fix for a volume of other channels: what its axes probably are, as an expression."""
-    if size[-1] == expected > 1:
-        return f"numpy.moveaxis(volume, -1, {int(is_batch)}), if the last axis has the channels"
-    if expected > 1:
-        one = "volume" if is_batch else f"volume.reshape({(1, *size)})"
-        alike = f", numpy.repeat({one}, {expected}, {int(is_batch)}) if all are alike" if channels == 1 else ""
-        return f"a volume of {expected} channels{alike}"
-    if size[-1] in _COLOURS:
-        return "one channel of it, volume[..., 0], if the last axis has colours"
-    one, samples = "volume[:1]", "volume[:, None]"
-    if is_batch:
-        one, samples = "volume[:, :1]", "volume.reshape(-1, 1, *volume.shape[2:])"
-    what = "planes" if len(size) == 2 else "grids"
-    return f"one of them, {one}, or each as a sample, {samples}, such as the {what} of a stack"
 
 
 def refuse_large_summary(name: str, size: int, free: int) -> None:
@@ -411,7 +363,9 @@ def refuse_meta(device: torch.device) -> None:
 
 def refuse_training(model: nn.Module) -> None:
     """Refuse a model in training mode: running statistics would change, and dropout would be active."""
-    training = [(path, module) for path, module in model.named_modules() if module.training]
+    # An exported program has no mode, and an `eval` of its own that raises: its operations have that of its export.
+    exported = {each for program in model.modules() if "eval" in vars(program) for each in program.modules()}
+    training = [each for each in model.named_modules() if each[1].training and each[1] not in exported]
     # Batch norms first: they are why it matters.
     training.sort(key=lambda each: not isinstance(each[1], _BatchNorm))
     for path, module in training[:1]:

@@ -145,7 +145,7 @@ def read_patches(caller: str, network: nn.Module, patches: Any) -> Iterator[tupl
         _, arrays, known = arrange_volumes(caller, network, Tiles(), patch, name)
         shapes = [array.shape for array in arrays.values()]
         try:
-            dims = spatial_dims_of(network, None)
+            dims = spatial_dims_of(network, None, known=known[0])
         except ValueError:
             dims = len(shapes[0]) - 2
         inputs = []

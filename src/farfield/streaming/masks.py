@@ -120,8 +120,10 @@ class _Masking:
         write = Writer(graph, "mask")
         if old.output in self.scores:
             raise self._refuse(old.nodes[old.output.node], "its result has a position for each two of the volume")
-        lengths = old.info(old.output).shape[-len(self.labelled.size) :]
-        if any(length > 1 and axis not in self.places[old.output] for axis, length in enumerate(lengths)):
+        lengths = old.info(old.output).shape[2:]
+        if len(lengths) == len(self.labelled.size) and any(
+            length > 1 and axis not in self.places[old.output] for axis, length in enumerate(lengths)
+        ):
             raise self._refuse(
                 old.nodes[old.output.node],
                 "it is not known which positions of the volume those of the result stand for",

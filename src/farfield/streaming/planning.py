@@ -30,7 +30,6 @@ from farfield.streaming.arguments import (
     cut_axes,
     parse_layouts,
     parse_tiles,
-    refuse_axes,
     refuse_large_summary,
     refuse_training,
     round_up_tile,
@@ -41,8 +40,10 @@ from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.patches import make_patch_plan
 from farfield.streaming.plan import GraphPlan, PatchPlan, find_stored, fit_stored, make_graph_plan
 from farfield.streaming.progress import Saved
+from farfield.streaming.readings import find_reading, refuse_axes
 from farfield.streaming.record import record_network
 from farfield.streaming.recording import Recording, plan_check
+from farfield.streaming.spans import axes_of
 from farfield.streaming.streaming_plan import StreamingPlan, plan_output
 from farfield.volumes.source import MODES, AxisLayout
 
@@ -126,6 +127,8 @@ class Planner:
     known_layouts: Sequence[AxisLayout | None] = ()
     # That of the volumes as the network takes them; None if these are not known.
     dtype: torch.dtype | None = None
+    # Whether it is tried how a volume is read.
+    is_trial: bool = False
     # Known once the network is recorded.
     outputs: Outputs = field(default_factory=Outputs, init=False)
     # Number of samples, size, and whether it is reduced -> the network on volumes of these.
@@ -192,7 +195,11 @@ class Planner:
         check_arguments(self.network, len(self.shapes))
         first = next(iter(self.known_layouts), None)
         dims = spatial_dims_of(self.network, self.tiles.size, self.shapes[0], first)
-        self.layouts = parse_layouts(self.shapes, dims, self.known_layouts)
+        try:
+            self.layouts = parse_layouts(self.shapes, dims, self.known_layouts)
+        except ShapeError:
+            self._name_reading(dims)
+            raise
         pairs = [own.batch_and_channels(shape) for own, shape in zip(self.layouts, self.shapes, strict=True)]
         self.batch, self.channels = pairs[0][0], tuple(channels for _, channels in pairs)
         self.size = tuple(self.shapes[0][len(self.shapes[0]) - dims :])
@@ -222,7 +229,7 @@ class Planner:
             graph = record_network(self.model, volumes, finish)
         except (RecordingError, CannotCopyError, ScriptError) as error:
             raise GraphError(str(error)) from error
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
             if is_refusal(error):
                 raise
             if str(error).startswith("MeanOverFlips: "):  # which runs in the function that was called
@@ -262,6 +269,7 @@ class Planner:
         except (GraphError, ReductionError):
             raise
         except ValueError as error:
+            self._name_reading(len(size))
             refuse_axes(self.network, self.channels, size, bool(self.layouts[0].batch), error)
             if not self.pad:
                 probe = self._record_first(1, [(_DIVISIBLE,) * len(size)])
@@ -273,8 +281,34 @@ class Planner:
                 ) from error
             raise
 
+    def _name_reading(self, dims: int) -> None:
+        """Refuse a volume that the network takes with other axes, and name these; return where none are found."""
+        shape = tuple(self.shapes[0])
+        if self.is_trial or len(self.shapes) > 1 or any(self.known_layouts) or 0 in shape:
+            return
+        found = find_reading(self.network, shape, dims, self.tiles.size, self._plan_reading)
+        if found is not None:
+            raise refusal(
+                ValueError,
+                f"{type(self.model).__name__} does not take a volume of shape {shape} with {dims} spatial dims, and "
+                f"takes it as {found[0]}\n  fix: {found[1]}, if these are its axes.",
+            )
+
+    def _plan_reading(self, shape: tuple[int, ...], tile: Any) -> tuple[int, ...]:
+        """Return the axes that can be cut of a volume that is read otherwise; raise the error of a call with it."""
+        trial = replace(self, shapes=[shape], tiles=replace(self.tiles, size=tile), saved=None, is_trial=True)
+        trial._plan()
+        one = trial._record_first(1, [trial.size])
+        return one.cuttable if one else ()
+
     def _plan_patches(self, plan: GraphPlan, batch: int) -> PatchPlan:
         """Plan how the network runs on patches, so that norms, means and pooling see what a tile reads."""
+        along = axes_of(plan.labelled.layouts[plan.labelled.graph.output])
+        if self.outputs.has_answers or not set(plan.cut) <= set(along):
+            raise GraphError(
+                'what it returns sums over the whole, and statistics="tile" sees what a tile reads; fix: '
+                'Tiles(…, statistics="whole")'
+            )
         try:
             patches = make_patch_plan(plan.labelled, plan.tile, partial(self._record, batch))
         except GraphError:

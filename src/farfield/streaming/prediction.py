@@ -85,7 +85,7 @@ class Prediction:
         }
         if self.mask is not None:
             mask, shape = self.opened_mask, next(iter(sources.values())).shape
-            layout = layout_of_mask(mask, self.plan.layout, shape, self.plan.samples < self.plan.output.shape[0])
+            layout = layout_of_mask(mask, self.plan.layout, shape, self.plan.samples < self.plan.batch)
             # Padding is valid where the border is, so that a mask of all positions changes nothing.
             mode = "reflect" if mode == "reflect" else "replicate"
             sources["mask"] = VolumeSource(mask, layout, device, torch.bool, padding=padding, mode=mode)
@@ -103,13 +103,14 @@ class Prediction:
 
     @cached_property
     def spec(self) -> OutputSpec:
-        plan, output, layout = self.plan, self.plan.output, self.plan.layout
+        plan, output, layout = self.plan, self.plan.output, self.plan.output_layout
         shape = layout.shape(output.shape[0], output.shape[1], size_of(output.kept))
         box = [*shape[: len(shape) - len(output.written)], *output.written]
         if plan.samples > 1:
             box[: layout.batch] = [1] * layout.batch
         channels = next(iter(self.sources.values())).channels
-        metadata = describe_output(self.arranged[0], layout, channels, output.shape[1], output.places)
+        known, dims = self.arranged[0], len(output.kept)
+        metadata = describe_output(known, layout, channels, output.shape[1], output.places, dims)
         if plan.outputs.names:
             metadata = replace(metadata, channels=plan.outputs.channel_names())
         return OutputSpec(shape, numpy_dtype(output.dtype), tuple(box), metadata)
@@ -177,8 +178,11 @@ class Prediction:
         """Compare tiles with the network itself on a region of the volume; warn if that is not possible."""
         plan, model = self.plan, self.model
 
+        # The first and the last sample are one batch.
+        shape = (min(plan.samples, 2) * plan.batch // plan.samples, *plan.size)
+
         def finish(output: Any) -> Tensor:
-            return one_grid(model, plan.size, output, plan.outputs.taken)[0]
+            return one_grid(model, shape, output, plan.outputs.taken)[0]
 
         problem = plan.check if plan.graph_plan.cut else ""
         if isinstance(plan.check, RegionCheck):
@@ -234,7 +238,7 @@ def _connect(stream: Stream, prediction: Prediction) -> tuple[ReadVolume, WriteO
         if (both := overlap(spans, kept)) is None:
             return
         part, target = numbers[(slice(None), slice(None), *index_within(both, spans))], index_within(both, kept)
-        shape = plan.layout.shape(part.shape[0], part.shape[1], part.shape[2:])
+        shape = plan.output_layout.shape(part.shape[0], part.shape[1], part.shape[2:])
         leading = [slice(None)] * (len(shape) - len(target))
         if apart:
             leading[: plan.layout.batch] = plan.layout.index_sample(sample)

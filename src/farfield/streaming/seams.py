@@ -215,7 +215,7 @@ class _Part:
         _, volumes, known = arrange_volumes("find_seams", network, tiles, volume)
         if tiles.size is None:
             raise refusal(TypeError, "tile must be the size of tiles, got None; fix: tile=64, for example.")
-        dims = spatial_dims_of(network, tiles.size)
+        dims = spatial_dims_of(network, tiles.size, known=known[0])
         layouts = parse_layouts([each.shape for each in volumes.values()], dims, known)
         sources = [
             VolumeSource(array, layout, device_of(network), dtype_of(network, array), caller="find_seams")
@@ -301,7 +301,7 @@ class _Part:
         grids = [grid[(slice(None), slice(None), *inside)] for grid in self.grids]
         try:
             output, statistics = self.observed.run(*grids, frozen=frozen or {})
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
             size = tuple(grids[0].shape[2:])
             text = f"{type(self.network).__name__} does not run on a tile of size {size}: {error}"
             raise refusal(ValueError, f"{text}\n  fix: a tile that it takes.") from error
@@ -311,6 +311,9 @@ class _Part:
 
     def _check_output(self, grid: Tensor, size: Sequence[int]) -> None:
         ratios = [Fraction(own, length) for own, length in zip(grid.shape[2:], size, strict=False)]
+        if grid.dim() == 2:
+            text = f"{type(self.network).__name__} returns an answer for the whole, which has no seams"
+            raise refusal(TypeError, f"{text}; fix: its part that returns a grid, before the mean over positions.")
         known = len(ratios) == grid.dim() - 2 == len(size)
         # Along an axis that is not cut, tiles have the whole, whatever its length is.
         axes = zip(ratios, self.tile, self.size, strict=False)

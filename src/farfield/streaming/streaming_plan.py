@@ -140,6 +140,17 @@ class StreamingPlan:
         return self.graph_plan.tiles
 
     @property
+    def batch(self) -> int:
+        """Number of samples of the volume."""
+        graph = self.graph_plan.labelled.graph
+        return self.samples * graph.info(graph.inputs[0]).shape[0]
+
+    @property
+    def output_layout(self) -> AxisLayout:
+        """Axes of the output: those of the volume; answers and several outputs have one of channels, also of one."""
+        return self.layout._replace(channels=True) if self.outputs.channels else self.layout
+
+    @property
     def patch_size(self) -> tuple[int, ...]:
         """The size of a patch, if norms, means and pooling see what a tile reads: statistics="tile"."""
         return self.graph_plan.patch.size if isinstance(self.graph_plan, PatchPlan) else ()
@@ -279,7 +290,7 @@ def _bind_graph(labelled: LabelledGraph, network: nn.Module, outputs: Outputs) -
 
     try:
         graph = record_network(network, volumes, finish, planned)
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
         raise _other_network(network, f"does not run on a volume of shape {volumes[0].shape}: {error}") from error
     count = len(graph.nodes)
     pairs = zip(describe_graph(graph.nodes), describe_graph(planned.nodes), strict=False)
@@ -322,7 +333,7 @@ def check_plan(
     layouts = parse_layouts([each.shape for each in volumes.values()], plan.layout.spatial_dims, known)
     size = [length - sum(positions) for length, positions in zip(plan.size, plan.padding, strict=True)]
     plan = replace(plan, layout=known[0]) if known and known[0] else plan  # a plan knows no letters
-    planned = plan.layout.shape(plan.output.shape[0], plan.channels[0], size)
+    planned = plan.layout.shape(plan.batch, plan.channels[0], size)
     first = tuple(next(iter(volumes.values())).shape)
     pairs = zip(layouts, volumes.values(), strict=True)
     if first != planned or tuple(own.batch_and_channels(each.shape)[1] for own, each in pairs) != plan.channels:

@@ -68,6 +68,8 @@ def refuse_tiff(path: Path, spec: OutputSpec) -> str | None:
     """Return why TIFF cannot hold an array; None if it can."""
     if spec.dtype == np.bool_:
         return f"TIFF has no {spec.dtype}"
+    if set(spec.metadata.axes) <= set("IC"):
+        return "TIFF holds images, and the result has no size"
     return refuse_ome(path, spec) if is_ome(path, spec) else None
 
 

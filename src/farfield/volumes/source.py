@@ -74,7 +74,7 @@ class AxisLayout(NamedTuple):
 
     def axes(self, channels: int, spatial_dims: int) -> str:
         """Return the letters of the axes of an array whose shape `shape` returns, as TIFF files name them."""
-        size = "TZYX"[-spatial_dims:] if spatial_dims <= 4 else "Q" * spatial_dims
+        size = "TZYX"[4 - spatial_dims :] if spatial_dims <= 4 else "Q" * spatial_dims
         return "I" * self.batch + "C" * (self.channels or channels > 1) + size
 
 

@@ -181,17 +181,20 @@ def describe_output(
     channels: int,
     output_channels: int,
     axis_places: Sequence[tuple[int, Place] | None] | None = None,
+    spatial_dims: int | None = None,
 ) -> ImageMetadata:
     """Return the metadata of an output: the axes of the volume, and where the output's positions stand along them."""
     # `axis_places`: for each spatial axis of the volume the axis of the output that it becomes, counted with batch and
-    # channels, and the place of its positions; None for one that the output has not.
+    # channels, and the place of its positions; None for one that the output has not, whose spatial dims are given.
     if axis_places is None:
         axis_places = [(axis + 2, Place()) for axis in range(layout.spatial_dims)]
-    count = sum(each is not None for each in axis_places)
+    count = layout.spatial_dims if spatial_dims is None else spatial_dims
     letters = list(layout.axes(output_channels, count))
     if metadata is None:
         return ImageMetadata("".join(letters))
     space = len(letters) - count
+    along = {each[0] for each in axis_places if each is not None}
+    letters[space:] = [each if place + 2 in along else "Q" for place, each in enumerate(letters[space:])]
     places = {}
     for letter, each in zip(metadata.axes[-layout.spatial_dims :], axis_places, strict=True):
         if each is not None and letter in SPACE + "T":
