@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,23 @@ def insert_again(remove: bool) -> object:
     if remove:
         insertion.remove(model, "0")
     return insert(model, "0", attention_for, example=EXAMPLE)
+
+
+def replaced(removed: bool) -> Tensor:
+    """The result of a network in which the layer of an addition is replaced by another."""
+    model = added()
+    if removed:
+        insertion.remove(model, "0")
+    model[0] = conv()
+    if removed:
+        insert(model, "0", attention_for, example=EXAMPLE)
+    return model(EXAMPLE)
+
+
+def inserted_in_rows(layout: Any) -> object:
+    """Attention behind a norm of the channels, which are last."""
+    network = Run(lambda m, x: m[1](m[0](x).movedim(1, -1)), conv(), nn.LayerNorm(2))
+    return insert(network, "layers.1", attention_for, example=EXAMPLE, layout=layout)
 
 
 ROWS = [
@@ -82,6 +101,30 @@ ROWS = [
         lambda: replace_attention(nn.Sequential(nn.MultiheadAttention(8, 2)), "kronecker_kv"),
         "factorized_gaussian",
         lambda: replace_attention(nn.Sequential(nn.MultiheadAttention(8, 2)), "factorized_gaussian"),
+    ),
+    Row(
+        "insertion/_insert/additions.py",
+        lambda: replaced(removed=False),
+        "remove() the addition, fuse or replace the layer, then insert() again",
+        lambda: replaced(removed=True),
+    ),
+    Row(
+        "insertion/_insert/api.py",
+        lambda: insertion.remove(nn.Sequential(conv())),
+        "insert one first",
+        lambda: insertion.remove(added()),
+    ),
+    Row(
+        "insertion/_insert/layout.py",
+        lambda: inserted_in_rows(None),
+        'layout="channels_last"',
+        lambda: inserted_in_rows("channels_last"),
+    ),
+    Row(
+        "insertion/_insert/probe.py",
+        lambda: insert(nn.Sequential(conv()), "0", attention_for, example=EXAMPLE[0]),
+        "example[None]",
+        lambda: insert(nn.Sequential(conv()), "0", attention_for, example=EXAMPLE[0][None]),
     ),
 ]
 
