@@ -82,10 +82,12 @@ def with_nan() -> list[Tensor]:
     return [*grids(), torch.full((2, 5, 8), torch.nan)]
 
 
-def begun(folder: str) -> object:
+def begun(removed: bool) -> object:
     """A call whose folder has another program's file in place of a checkpoint."""
-    written("begun/linearize.safetensors", "no checkpoint")
-    return linearize(encoder(1), "linear_relu", grids(), folder=folder, **OPTIONS)
+    file = written("begun/linearize.safetensors", "no checkpoint")
+    if removed:
+        file.unlink()
+    return linearize(encoder(1), "linear_relu", grids(), folder="begun", **OPTIONS)
 
 
 @functools.cache
@@ -170,9 +172,9 @@ ROWS = [
     ),
     Row(
         "insertion/_linearize/training.py",
-        lambda: begun("begun"),
+        lambda: begun(removed=False),
         "remove it",
-        lambda: begun("other"),
+        lambda: begun(removed=True),
     ),
 ]
 
