@@ -80,7 +80,7 @@ def frames() -> Path:
 
 def pairs() -> Path:
     """Pairs in folders left, right and disparity."""
-    shutil.rmtree(ROOT)
+    shutil.rmtree(ROOT, ignore_errors=True)
     for name in ("1", "2"):
         left, right, disparity = made_frames.made_pair(0)
         made_frames.write_image(ROOT / "left" / f"{name}.png", left)
