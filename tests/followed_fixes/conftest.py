@@ -13,9 +13,11 @@ from helpers.followed import VOLUME, conv
 
 
 @pytest.fixture(autouse=True)
-def files(apart: None) -> None:
+def files(apart: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(".")
     np.save("volume.npy", VOLUME)
     torch.save(conv().state_dict(), "weights.pt")
+    Path("nets.py").write_text("from helpers.followed import conv as build\n")
     Path("scan.nii").write_bytes(b"no image")
     planes = [Image.fromarray((plane * 255).astype("uint8")) for plane in np.random.default_rng(0).random((3, 40, 36))]
     planes[0].save("plane.png")

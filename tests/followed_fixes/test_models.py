@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +30,18 @@ def bert(operator: str = "dot", **options: Any) -> Any:
     return models.bert_small(operator, **SMALL | options).eval()
 
 
+def unet(**options: Any) -> Any:
+    return models.unet_care(depth=1, first_channels=2, **options).eval()
+
+
 def on_meta(build: Any, *args: Any, **options: Any) -> Any:
     with torch.device("meta"):
         return build(*args, **options)
 
 
-@functools.cache
-def saved_once() -> str:
-    """Saving takes seconds, of its model card."""
-    folder = tempfile.mkdtemp()
-    kanet().save_pretrained(folder)
-    return folder
-
-
 def saved(changed: dict[str, Any] | None = None, weights: bytes | None = None) -> str:
     """The folder of a saved network, of which the configuration or the weights are others."""
-    shutil.copytree(saved_once(), "saved", dirs_exist_ok=True)
+    unet().save_pretrained("saved")
     if changed is not None:
         config = json.loads(Path("saved/config.json").read_text())
         Path("saved/config.json").write_text(json.dumps(config | changed))
@@ -184,7 +177,7 @@ ROWS = [
     ),
     Row(
         "models/storage.py",
-        lambda: models.from_pretrained(saved({"width": 0.5})),
+        lambda: models.from_pretrained(saved({"first_channels": 4})),
         "keep the two files of one save together",
         lambda: models.from_pretrained(saved()),
     ),
@@ -202,15 +195,15 @@ ROWS = [
     ),
     Row(
         "models/unet_parts.py",
-        lambda: models.unet_care(depth=1, first_channels=2)(torch.rand(1, 8, 8, 8)),
+        lambda: unet()(torch.rand(1, 8, 8, 8)),
         "grid.unsqueeze(0)",
-        lambda: models.unet_care(depth=1, first_channels=2)(torch.rand(1, 8, 8, 8).unsqueeze(0)),
+        lambda: unet()(torch.rand(1, 8, 8, 8).unsqueeze(0)),
     ),
     Row(
         "models/unet_parts.py",
-        lambda: models.unet_care(depth=1, first_channels=2, kernel=4),
+        lambda: unet(kernel=4),
         "3 or 5",
-        lambda: models.unet_care(depth=1, first_channels=2, kernel=5),
+        lambda: unet(kernel=5),
     ),
     Row(
         "models/video.py",

@@ -26,7 +26,7 @@ from farfield.tasks.segment import Segment
 from farfield.tasks.stereo import Stereo
 from farfield.tasks.writers.filled_blanks import FilledTable
 from farfield.tasks.writers.predictions import PredictionFolder
-from helpers.followed import Row, conv, each, follow, written
+from helpers.followed import Row, conv, each, follow, trained, written
 from helpers.quiet import TASK_MARKS
 
 pytestmark = [pytest.mark.unchecked("arguments of other types reach the functions"), *TASK_MARKS]
@@ -63,17 +63,6 @@ def lost(loss: str, network: nn.Module) -> Tensor:
 def words(vocabulary: int) -> None:
     sizes = {"positions": 16, "channels": 8, "layers": 1, "heads": 2}
     MaskedLM(models.bert_small("dot", vocabulary=vocabulary, **sizes))._check_vocabulary(torch.tensor([[49]]))
-
-
-def run_of(network: str) -> object:
-    """A folder with the configuration of a run, and weights."""
-    entry = f"model:\n  network:\n    class_path: {network}\n    init_args: {{operator: dot, width: 0.25, num_classes: 10}}\n"
-    written("run/config.yaml", entry)
-    kept = {
-        f"network.{name}": each for name, each in models.kanet("dot", width=0.25, num_classes=10).state_dict().items()
-    }
-    torch.save({"state_dict": kept, "epoch": 0}, "run/best.ckpt")
-    return load_run("run")
 
 
 def disparities(network: nn.Module) -> Tensor:
@@ -169,9 +158,9 @@ ROWS = [
     ),
     Row(
         "tasks/runs.py",
-        lambda: run_of("farfield.models.kanett"),
+        lambda: load_run(trained("farfield.models.kanett")),
         "a network of models.MODELS",
-        lambda: run_of("farfield.models.kanet"),
+        lambda: load_run(trained()),
     ),
     Row(
         "tasks/segment.py",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import farfield
+from farfield import models
+from farfield.cli import _run
 from farfield.streaming import predict_whole
 
 ERRORS = (ValueError, TypeError, LookupError, OSError, AttributeError, RuntimeError, ImportError, AssertionError)
@@ -95,6 +100,23 @@ def written(path: str, text: str) -> Path:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text, encoding="utf-8")
     return Path(path)
+
+
+def command(line: str) -> None:
+    """Run a command line in this process, with its errors as they are raised."""
+    first, *words = shlex.split(line)
+    with contextlib.suppress(SystemExit):  # of a help
+        _run(first, words)
+
+
+def trained(network: str = "farfield.models.kanet") -> str:
+    """The folder of a run, with its configuration and weights."""
+    arguments = {"operator": "dot", "width": 0.25, "num_classes": 10}
+    entry = {"class_path": network, "init_args": arguments}
+    written("run/config.yaml", json.dumps({"task": "classify", "model": {"network": entry}}))
+    kept = {f"network.{name}": each for name, each in models.kanet(**arguments).state_dict().items()}
+    torch.save({"state_dict": kept, "epoch": 0}, "run/best.ckpt")
+    return "run"
 
 
 def without(package: str, call: Callable[[], object]) -> object:

@@ -130,6 +130,9 @@ def read_words(words: Sequence[str]) -> Words:
     named, task = dict(given).get("task"), "classify"
     entries: dict[str, Any] = {}
     for name, text in given:
+        if name in ("model", "trainer") and isinstance(_load(text), str) and not Path(text).is_file():
+            fix = f"--{NETWORK} {text}" if name == "model" else "its options, which --trainer.help lists"
+            raise CommandLineError(f"--{name} takes a YAML file, and there is no {text}; fix: {fix}.")
         if name == "config" or (name in PARTS and Path(text).is_file()):
             is_recipe = name == "config"
             own = _flatten(read_recipe(Path(text), PARTS) if is_recipe else {name: read_configuration(Path(text))})
@@ -221,7 +224,7 @@ def _check_value(name: str, value: Any, kind: str) -> None:
     is_list = kind.startswith(("list[", "Sequence[")) and "|" not in kind
     fits = isinstance(value, list) if is_list else kind not in _NUMBERS or _NUMBERS[kind](value)
     if value is not None and not fits:
-        fix = f"--{name}=[{value}]" if is_list else "a value of this type"
+        fix = f"--{name}=[{value}]" if is_list else "a whole number" if kind == "int" else "a number"
         raise CommandLineError(f"--{name} takes {kind}, got {value!r}; fix: {fix}.")
 
 
