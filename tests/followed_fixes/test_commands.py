@@ -217,6 +217,12 @@ ROWS = [
             "fit --config digits --trainer.accelerator auto --trainer.devices auto --trainer.fast_dev_run true"
         ),
     ),
+    Row(
+        "cli/options.py",
+        lambda: command("test --config digits --model.network kanett"),
+        "kanet",
+        lambda: checked("--config digits --model.network kanet"),
+    ),
 ]
 
 

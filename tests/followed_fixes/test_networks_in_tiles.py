@@ -141,7 +141,7 @@ ROWS = [
     Row(
         "streaming/record.py",
         lambda: predict(Run(drawn, conv())),
-        "a buffer of them",
+        "a buffer",
         lambda: predict(Run(lambda m, x: m[0](x) + NOISE, conv())),
     ),
     Row(

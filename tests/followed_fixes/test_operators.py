@@ -26,6 +26,9 @@ from helpers.followed import EXAMPLE, GRID, Row, added, conv, each, follow, pred
 pytestmark = pytest.mark.unchecked("arguments of other types reach the functions")
 
 
+WIDE = torch.randn(1, 8, 5, 6)
+
+
 def summary(operator: str) -> ops.Summary:
     return GridAttention(8, operator).summarize(GRID)
 
@@ -309,6 +312,30 @@ ROWS = [
         )
     ]
     * (not torch.cuda.is_available()),
+    Row(
+        "_checks.py",
+        lambda: ops.dot_attention(WIDE.movedim(1, -1), WIDE, WIDE),
+        "query.movedim(-1, 1)",
+        lambda: ops.dot_attention(WIDE.movedim(1, -1).movedim(-1, 1), WIDE, WIDE),
+    ),
+    Row(
+        "_checks.py",
+        lambda: ops.dot_attention(WIDE, WIDE.movedim(1, -1), WIDE),
+        "key.movedim(-1, 1)",
+        lambda: ops.dot_attention(WIDE, WIDE.movedim(1, -1).movedim(-1, 1), WIDE),
+    ),
+    Row(
+        "maps/overlays.py",
+        lambda: maps.overlay(torch.rand(3, 12, 16).numpy(), torch.rand(6, 6)),
+        "torch.as_tensor(…)",
+        lambda: maps.overlay(torch.as_tensor(torch.rand(3, 12, 16).numpy()), torch.rand(6, 6)),
+    ),
+    Row(
+        "cost/measuring.py",
+        lambda: cost.saved_bytes(conv(), (1, 1, 8, 8)),
+        "torch.randn(1, 1, 8, 8)",
+        lambda: cost.saved_bytes(conv(), torch.randn(1, 1, 8, 8)),
+    ),
 ]
 
 

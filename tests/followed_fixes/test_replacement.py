@@ -44,6 +44,14 @@ def attention(**options: Any) -> nn.MultiheadAttention:
     return nn.MultiheadAttention(8, 2, batch_first=True, **options).eval()
 
 
+def of_diffusers(processor: str) -> object:
+    from diffusers.models import attention_processor
+
+    network = nn.Sequential(attention_processor.Attention(8, heads=2, dim_head=4))
+    network[0].set_processor(getattr(attention_processor, processor)())
+    return replace_attention(network, "linear_relu")
+
+
 def attended(nested: bool) -> object:
     network = nn.Sequential(attention())
     replace_attention(network, "linear_relu")
@@ -175,6 +183,13 @@ ROWS = [
         lambda: begun(removed=False),
         "remove it",
         lambda: begun(removed=True),
+    ),
+    Row(
+        "insertion/_replace/checking.py",
+        lambda: of_diffusers("AttnProcessor"),
+        "AttnProcessor2_0()",
+        lambda: of_diffusers("AttnProcessor2_0"),
+        needs="diffusers",
     ),
 ]
 

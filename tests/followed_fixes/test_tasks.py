@@ -192,6 +192,18 @@ ROWS = [
         "name another by --predictions.path",
         lambda: begin("others"),
     ),
+    Row(
+        "_checks.py",
+        lambda: restore(STACK, unet()),
+        "restore(network, stack)",
+        lambda: restore(unet(), STACK),
+    ),
+    Row(
+        "_checks.py",
+        lambda: Restore("model.pt"),
+        'load_state_dict(torch.load("model.pt"))',
+        lambda: Restore(unet()),
+    ),
 ]
 
 

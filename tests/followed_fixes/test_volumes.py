@@ -163,7 +163,7 @@ ROWS = [
     Row(
         "volumes/bounded_zarr.py",
         lambda: open_volume(linked("scan.zarr").parent),
-        "a copy of the file in its place.",
+        "a copy of the file in its place",
         lambda: with_a_copy(Path("scan.zarr/zarr.json")),
     ),
     Row(

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from farfield._refusals import door, put_name
 from farfield.cli.command_line import Parser, explain_word, help_text
 from farfield.cli.recipes import find_configuration, recipe_files
 from farfield.cli.signatures import Signature, read_signature
@@ -121,7 +120,7 @@ class Words(NamedTuple):
 def read_words(words: Sequence[str]) -> Words:
     """Read a command line, and the files that it names."""
     expand: dict[str, Callable[[str], str]] = {
-        "config": door("farfield fit")(find_configuration),
+        "config": find_configuration,
         NETWORK: _network,
         DATA: _data,
     }
@@ -151,7 +150,7 @@ def read_words(words: Sequence[str]) -> Words:
         entries |= own
     task = named or task
     if not isinstance(task, str) or task not in TASKS:
-        raise LookupError(f"farfield fit: {no_such('task', str(task), TASKS)}")
+        raise LookupError(no_such("task", str(task), TASKS))
     return Words(task, given, entries)
 
 
@@ -317,7 +316,7 @@ def _network(name: str) -> str:
     if read_signature(path) is None:
         from farfield.cli.network_builder import unknown_network
 
-        raise put_name("farfield fit", unknown_network(name))
+        raise unknown_network(name)
     return path
 
 

@@ -109,9 +109,7 @@ def run_check(
         return ""
     name, axes = type(network).__name__, (None,) * len(size)
     in_tiles = plan.cut and problem != _OTHER  # which the graph of the whole would compute too
-    fix = (
-        f"tile={axes} without plan, which runs the volume in" if in_tiles else f"{name}(volume), the network itself in"
-    )
+    fix = f"tile={axes} without plan, which runs the volume in" if in_tiles else f"{name}(volume), itself in"
     raise refusal(
         TilesDifferError,
         f"{name} has another result in tiles than untiled, on a region of size {check.size}: the largest difference "

@@ -130,9 +130,7 @@ def _open_zarr(file: FileName, store: Any = None, inside: str = "") -> Opened:
         images = read_images(opened.attrs) if isinstance(opened, zarr.Group) else []
     # zarr raises all kinds of errors for folders that are none of its own.
     except Exception as error:
-        raise refusal(
-            ValueError, f'cannot read "{file.path}" as zarr: {str(error).removesuffix(".") or type(error).__name__}.'
-        ) from error
+        raise refusal(ValueError, f'cannot read "{file.path}" as zarr: {error or type(error).__name__}.') from error
     if isinstance(opened, zarr.Array):
         if file.level:
             raise refusal(
