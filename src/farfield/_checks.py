@@ -189,7 +189,7 @@ def check_whole(name: str, value: object, smallest: int) -> None:
         with contextlib.suppress(TypeError):  # what is no whole number, or several
             is_whole = operator.index(value) >= smallest  # type: ignore[arg-type]
         fix = f"; fix: int({value})" if is_whole else ""
-        raise refusal(ValueError, f"{name} must be a whole number from {smallest}, got {value!r}{fix}.")
+        raise refusal(ValueError, f"{name} must be a whole number from {smallest}, got {value!r:.60}{fix}.")
 
 
 def check_heads(heads: int, channels: int, owner: str) -> None:
@@ -224,7 +224,10 @@ def _check_different(query: Tensor, key: Tensor, value: Tensor) -> None:
     check_same_kind(**grids)
     if query.shape[1] != key.shape[1]:
         problem = f"query and key must have the same channels, got {query.shape[1]} and {key.shape[1]}."
-        raise shape_error(problem, _projection_fix("key", key, query.shape[1]), query=query, key=key)
+        pairs = ("query", query, key), ("key", key, query)
+        last = [name for name, one, other in pairs if one.movedim(-1, 1).shape == other.shape]
+        fix = f"{last[0]}.movedim(-1, 1), whose channels are last." if last else ""
+        raise shape_error(problem, fix or _projection_fix("key", key, query.shape[1]), query=query, key=key)
     if key.shape[2:] != value.shape[2:]:
         raise shape_error("key and value must have the same size.", "take both from one grid.", key=key, value=value)
     if not query.shape[0] == key.shape[0] == value.shape[0]:

@@ -301,7 +301,8 @@ def test_missing_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scenes", "options", "text"),
     [
-        (("TRAIN/A/0",), {}, r"no pairs to validate on: .*\n  fix: hold scenes out by their names, --data\.held_out"),
+        (("TRAIN/A/0",), {}, r"no pairs to validate on: .*\n  fix: add pairs"),
+        (("TRAIN/A/0", "TRAIN/B/0"), {}, r"no pairs to validate on: .*\n  fix: .*, --data\.held_out '\[\"A\"\]'"),
         (("TEST/A/0",), {}, "has no pairs to train on: all are tests or held out"),
         (("TRAIN/A/0",), {"held_out": ["A"]}, "has no pairs to train on"),
         (

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from farfield._refusals import door, put_name
 from farfield.cli.command_line import Parser, explain_word, help_text
 from farfield.cli.recipes import find_configuration, recipe_files
 from farfield.cli.signatures import Signature, read_signature
@@ -121,7 +120,7 @@ class Words(NamedTuple):
 def read_words(words: Sequence[str]) -> Words:
     """Read a command line, and the files that it names."""
     expand: dict[str, Callable[[str], str]] = {
-        "config": door("farfield fit")(find_configuration),
+        "config": find_configuration,
         NETWORK: _network,
         DATA: _data,
     }
@@ -130,6 +129,9 @@ def read_words(words: Sequence[str]) -> Words:
     named, task = dict(given).get("task"), "classify"
     entries: dict[str, Any] = {}
     for name, text in given:
+        if name in ("model", "trainer") and isinstance(_load(text), str) and not Path(text).is_file():
+            fix = f"--{NETWORK} {text}" if name == "model" else "its options, which --trainer.help lists"
+            raise CommandLineError(f"--{name} takes a YAML file, and there is no {text}; fix: {fix}.")
         if name == "config" or (name in PARTS and Path(text).is_file()):
             is_recipe = name == "config"
             own = _flatten(read_recipe(Path(text), PARTS) if is_recipe else {name: read_configuration(Path(text))})
@@ -148,7 +150,7 @@ def read_words(words: Sequence[str]) -> Words:
         entries |= own
     task = named or task
     if not isinstance(task, str) or task not in TASKS:
-        raise LookupError(f"farfield fit: {no_such('task', str(task), TASKS)}")
+        raise LookupError(no_such("task", str(task), TASKS))
     return Words(task, given, entries)
 
 
@@ -221,7 +223,7 @@ def _check_value(name: str, value: Any, kind: str) -> None:
     is_list = kind.startswith(("list[", "Sequence[")) and "|" not in kind
     fits = isinstance(value, list) if is_list else kind not in _NUMBERS or _NUMBERS[kind](value)
     if value is not None and not fits:
-        fix = f"--{name}=[{value}]" if is_list else "a value of this type"
+        fix = f"--{name}=[{value}]" if is_list else "a whole number" if kind == "int" else "a number"
         raise CommandLineError(f"--{name} takes {kind}, got {value!r}; fix: {fix}.")
 
 
@@ -314,7 +316,7 @@ def _network(name: str) -> str:
     if read_signature(path) is None:
         from farfield.cli.network_builder import unknown_network
 
-        raise put_name("farfield fit", unknown_network(name))
+        raise unknown_network(name)
     return path
 
 

@@ -77,9 +77,7 @@ def measure(
     if repeats < 1 or warm_up < 0:
         problem = f"repeats must be at least 1 and warm_up at least 0, got {repeats=}, {warm_up=}"
         raise ValueError(f"cost.measure: {problem}; fix: repeats=10, warm_up=2.")
-    if isinstance(module, nn.Module) and inputs and all(is_shape(given) for given in inputs):
-        shape = tuple(inputs[0])
-        raise TypeError(f"cost.measure: inputs must be tensors, got the shape {shape}; fix: torch.randn{shape}.")
+    _refuse_shapes("measure", module, inputs)
     device = device_of(inputs, module)
 
     def run() -> None:
@@ -94,6 +92,13 @@ def measure(
         seconds = [timed(run, device) for _ in range(repeats)]
         peak_bytes = peak_of(run, device)
     return Measurement(statistics.median(seconds), min(seconds), peak_bytes, repeats, device_name(device))
+
+
+def _refuse_shapes(name: str, module: object, inputs: Sequence[Any]) -> None:
+    """Refuse shapes, which `cost.count` takes, in the place of tensors."""
+    if isinstance(module, nn.Module) and inputs and all(is_shape(given) for given in inputs):
+        shape = tuple(inputs[0])
+        raise TypeError(f"cost.{name}: inputs must be tensors, got the shape {shape}; fix: torch.randn{shape}.")
 
 
 def is_shape(given: object) -> bool:
@@ -289,6 +294,7 @@ def saved_bytes(module: Callable[..., Any], *inputs: Any) -> int:
         >>> cost.saved_bytes(torch.exp, leaf), cost.saved_bytes(torch.square, leaf), cost.saved_bytes(torch.neg, leaf)
         (4000, 4000, 0)
     """
+    _refuse_shapes("saved_bytes", module, inputs)
     own = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
     kept = {tensor.untyped_storage()._cdata for tensor in own}
     # Kept alive until the end, so that no address is used twice.

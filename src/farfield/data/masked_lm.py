@@ -85,8 +85,8 @@ class TextFolder(Loading):
             error = FolderError(f"length must be 3 at least, a token between two special ones, got {length}.")
             raise put_name("TextFolder", error)
         for name, value in (("share", share), ("val_share", val_share)):
-            if not 0 < value < 1:
-                raise put_name("TextFolder", FolderError(f"{name} must lie between 0 and 1, got {value}."))
+            if not isinstance(value, int | float) or not 0 < value < 1:
+                raise put_name("TextFolder", FolderError(f"{name} must lie between 0 and 1, got {value!r}."))
         self.saved, self.vocabulary = None if tokenizer is None else Path(tokenizer), vocabulary
         self.length, self.share, self.val_share = length, share, val_share
         self.options: dict[str, Any] = {"length": length, "unit": unit, "too_long": too_long}

@@ -125,10 +125,11 @@ def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
             "  fix: add pairs outside the folders of test pairs, or hold out fewer, --data.held_out."
         )
     if not parts["val"]:
-        raise FolderError(
-            f"{root} has no pairs to validate on: no test pairs with disparities.\n"
-            "  fix: hold scenes out by their names, --data.held_out '[Adirondack, Piano]'."
-        )
+        names = [set(frame.names) for frame in parts["train"]]
+        some = sorted(set.union(*names) - set.intersection(*names))  # which leave some to train on
+        fix = f"hold scenes out by their names, --data.held_out '[\"{some[0]}\"]'" if some else "add pairs"
+        problem = f"{root} has no pairs to validate on: no test pairs with disparities"
+        raise FolderError(f"{problem}.\n  fix: {fix}.")
     missing = [str(frame.left) for part in parts.values() for frame in part if frame.disparity is None]
     fix = "add their disparities, or move these pairs to another folder."
     refuse(f"pairs in {root} have no disparities", missing, fix)

@@ -53,6 +53,9 @@ def overlay(
         >>> maps.overlay(torch.rand(3, 120, 160), torch.randn(7, 9)).shape
         torch.Size([3, 120, 160])
     """
+    for name, given in (("image", image), ("weights", weights)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"overlay: {name} must be a tensor, got {type(given).__name__}; fix: torch.as_tensor(…).")
     if image.dim() != 3 or image.shape[0] != 3 or weights.dim() != 2:
         fix = "one image without a batch, and one map: row.mean(1)[0] is the mean of the heads of the first sample."
         problem = "the image must be (3, height, width), the weights (height, width)."

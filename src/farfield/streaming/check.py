@@ -36,6 +36,7 @@ _FAR = 16
 _NARROW = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 # Where the volume is looked at for a region that is not constant: shares of the free room, the middle first.
 _PLACES = (0.5, 0.25, 0.75, 0.0, 1.0)
+_OTHER = "it computes something else than was recorded"
 # (sample, volume, box of the volume) -> its numbers
 _ReadBox = Callable[[int, int, Box], Tensor]
 
@@ -94,7 +95,8 @@ def run_check(
     if not problem:
         return ""
     name, axes = type(network).__name__, (None,) * len(size)
-    fix = f"tile={axes} without plan, which runs the volume in" if plan.cut else f"{name}(volume), as the volume is"
+    in_tiles = plan.cut and problem != _OTHER  # which the graph of the whole would compute too
+    fix = f"tile={axes} without plan, which runs the volume in" if in_tiles else f"{name}(volume), itself in"
     raise refusal(
         TilesDifferError,
         f"{name} has another result in tiles than untiled, on a region of size {check.size}: the largest difference "
@@ -132,7 +134,7 @@ def _find_problem(plan: GraphPlan, each: Sequence[Sequence[Tensor]], got: Tensor
     # Such a condition is `x > x.mean()` near the mean.
     if distance(torch.cat([run_whole(plan.labelled.graph, own) for own in each]), want) <= allowed:
         return ""
-    return "it computes something else than was recorded"
+    return _OTHER
 
 
 def _read_known(plan: GraphPlan, grids: Sequence[Tensor], volume: int, box: Box) -> Tensor:

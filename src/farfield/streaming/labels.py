@@ -191,7 +191,8 @@ def label_graph(
             _label_node(labelled, index, node)
         except RuleError as error:
             if refused is None:
-                raise GraphError(f"{node.op} in {node.path}: {error}") from error
+                fix = "" if "; fix: " in str(error) else f"; fix: tile={(None,) * len(size)}, in one piece"
+                raise GraphError(f"{node.op} in {node.path}: {error}{fix}") from error
             refused[index] = str(error)
             for output, info in enumerate(node.outputs):
                 is_grid = len(info.shape) == len(size) + first
@@ -220,7 +221,13 @@ def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
             if labelled.halo is None:
                 raise RuleError("there is no rule for it; fix: tile=Tiles(…, halo=positions) if it is local")
             rule = local(labelled.halo, labelled.size)
-    call = call._replace(layouts=tuple(rule.label(call)))
+    try:
+        layouts = rule.label(call)
+    except RuleError:
+        if any(axes_of(each.layout) for each in operands):
+            raise
+        rule, layouts = WHOLE, WHOLE.label(call)  # nothing of it is cut
+    call = call._replace(layouts=tuple(layouts))
     labelled.calls[index], labelled.rules[index] = call, rule
     labelled.layouts.update((Value(index, output), layout) for output, layout in enumerate(call.layouts))
     reduction = rule.reduce(call) if rule.reduce is not None else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 from bisect import bisect
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -136,8 +136,14 @@ class Planner:
 
     def plan(self) -> StreamingPlan:
         """Make the plan."""
-        try:
+        with self._explained():
             return self._plan()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Name the network that does not run in tiles."""
+        try:
+            yield
         except GraphError as error:
             raise refusal(GraphError, f"{type(self.model).__name__} does not run in tiles: {error}") from error
 
@@ -260,7 +266,8 @@ class Planner:
         """
         self._check()
         first = self._record_first(2, [(_DIVISIBLE,) * len(self.size)])
-        return first or self._record_whole(2, self.size, None)
+        with self._explained():
+            return first or self._record_whole(2, self.size, None)
 
     def _record_whole(self, batch: int, size: tuple[int, ...], probe: Recording | None) -> Recording:
         """Record the network on the whole volume; an error has sizes that it takes if the strides are why."""

@@ -198,7 +198,7 @@ class _Recorder(TorchDispatchMode):
         named = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
         still = any(named.get(name, self) == number for name, number in _STILL.items())
         if torch.Tag.nondeterministic_seeded in function.tags and not still:
-            raise RecordingError(f"{self.write.path} draws random numbers, {function.overloadpacket}")
+            raise RecordingError(f"{self.write.path} draws random numbers, {function.overloadpacket}; fix: a buffer")
         if function.overloadpacket in _BATCH_NORMS and named["training"] and named["running_mean"] is not None:
             raise RecordingError(f"{self.write.path} updates its running statistics: it is in training mode")
         return still

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 def _view(write: Writer, output: Info, value: Value, *_: Any) -> Value:
     if output.dtype != write.graph.info(value).dtype:
-        raise RecordingError(f"{write.path} reads a tensor as another dtype without converting it")
+        raise RecordingError(f"{write.path} reads a tensor as another dtype; fix: tensor.to(dtype), which converts it")
     return write.view(value, output.shape)
 
 
@@ -228,7 +228,7 @@ def _max_unpool(write: Writer, output: Info, value: Value, index: Value, size: S
     pooled = write.shape(pooling.inputs[0])[-len(pooling.args[1]) :] if pools else ()
     if [length for length in pooled if length > 1] != [length for length in size if length > 1]:
         raise RecordingError(
-            f"{write.path} unpools to {tuple(size)} by indices that are not those of pooling a grid of that size"
+            f"{write.path} unpools to {tuple(size)} by indices of a pooled grid of another size; fix: output_size="
         )
     # Pooling along one axis is that of two, of which the other has length 1, perhaps in another place.
     kernel, stride, padding, dilation = pooling.args[1:5]

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from farfield._checks import check_network
 from farfield._refusals import door, refusal
 from farfield.streaming import Part, Tiles, predict_whole
 from farfield.streaming.engines.local import write_whole
@@ -149,6 +150,7 @@ def scale_network(network: nn.Module, stack: Any) -> tuple[ScaledNetwork, Any, t
     `predict_whole` of the two, padded by reflection, is what `restore` returns. The multiples are those of the sizes
     that the network takes, one for each of its spatial dims.
     """
+    check_network(network, "network", "restore(network, stack)")
     known, array = split_volume(stack)
     if known is not None:
         given_array = array

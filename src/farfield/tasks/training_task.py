@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from farfield._checks import shape_error
-from farfield._refusals import put_name
+from farfield._checks import check_network, shape_error
+from farfield._refusals import door, put_name
 from farfield.tasks.checkpoints import check_same_network
 
 
@@ -25,6 +25,8 @@ class TrainingTask(LightningModule):
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
+        with door(type(self).__name__):
+            check_network(network, "network", f"{type(self).__name__}(network)")
         # Without `ignore` the network would be pickled into every checkpoint, and loading would execute its code.
         self.save_hyperparameters(ignore=["network", *self.not_saved])
         self.network: Any = network

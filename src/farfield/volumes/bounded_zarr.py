@@ -129,7 +129,7 @@ class FolderStore(LocalStore):
         leads_out = os.path.commonpath([root, path]) != root
         if leads_out or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)):
             what = f'leads out of its folder, to "{path}"' if leads_out else "is neither a file nor a folder"
-            raise refusal(ValueError, f'"{self.root / key}" {what}; fix: a copy of the file in its place.')
+            raise refusal(ValueError, f'"{self.root / key}" {what}; fix: a copy of the file in its place')
         return await super().get(key, prototype, byte_range)
 
 

@@ -121,11 +121,9 @@ def check_shown(name: str, module: GridAttention, grid: Tensor, longer: int) -> 
         raise ValueError(f"{name} has an operator of your own, which the page cannot compute; fix: another --layer.")
     if module.operator.keys_from == POOLED and module.key is not None:
         raise ValueError(f"{name} projects keys after pooling, which the page cannot do; fix: another --layer.")
-    if max(grid.shape[2:]) > longer:
-        size = "×".join(map(str, grid.shape[2:]))
-        raise ValueError(
-            f"{name} has a grid of {size}, longer than --size {longer}; fix: a coarser --layer, or --size."
-        )
+    if (longest := max(grid.shape[2:])) > longer:
+        size, fix = "×".join(map(str, grid.shape[2:])), f", or --size {longest}" if longest <= 64 else ""
+        raise ValueError(f"{name} has a grid of {size}, longer than --size {longer}; fix: a coarser --layer{fix}.")
 
 
 def _heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -147,7 +147,8 @@ def check_pairs(pairs: Sequence[Pair], classes: Sequence[str], root: Path, check
     """Decode every pair and refuse those that cannot be trained on, in one error."""
     note = Note(root, (path for pair in pairs for path in pair), f"{len(classes)} classes")
     fix = (
-        f"labels are 0 to {len(classes) - 1} and {VOID} for void, on an image of the same size; classes.txt names them."
+        f"labels are 0 to {len(classes) - 1} and {VOID} for void, in palette or grey PNG files of their image's size; "
+        "classes.txt names them."
     )
     fault = partial(find_pair_fault, classes=len(classes))
     check_each(pairs, fault, check, note, f"pairs in {root} cannot be trained on", fix)

@@ -55,6 +55,6 @@ def open_stack_volume(path: Path, spatial_dims: int, axes: str | None, channel: 
     named = volume.metadata.axes
     several = isinstance(channel, Sequence) and len(channel) > 1
     if len(volume.shape) != spatial_dims + several or (named.strip("Q") and not named.endswith(wanted)):
-        fix = f"fix: --data.channel, for a file of several channels; or a file of one stack with the axes {wanted}."
+        fix = f"fix: --data.axes C{wanted} and --data.channel 0, if these are its axes; or one stack of {wanted}."
         raise FolderError(f'{path} has the axes "{named}" {volume.shape}.\n  {fix}')
     return volume

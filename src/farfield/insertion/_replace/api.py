@@ -25,6 +25,7 @@ from farfield.insertion._replace.saving import note_operators, note_part
 from farfield.ops.table import Operator
 
 
+@door("replace_attention")
 def replace_attention(
     model: nn.Module, operator: str | Operator, where: str | Sequence[str] | None = None
 ) -> dict[str, nn.Module]:

@@ -177,7 +177,8 @@ class DiffusersAttention(CallingAttention):
         if processor.__name__ == _SANA:
             return None
         if not _calls(processor.__call__, _FUNCTION, "dispatch_attention_fn"):
-            return f"has a processor that does not call torch's {_FUNCTION}, {processor.__name__}"
+            fix = "fix: set_processor of each with one that does, AttnProcessor2_0() for example."
+            return f"has a processor that does not call torch's {_FUNCTION}, {processor.__name__}; {fix}"
         return None
 
     @classmethod

@@ -105,7 +105,7 @@ class SanaMultiscaleAttention(_MultiScaleAttention):
         """Refuse features other than those of the operator, and a processor that computes something else."""
         processor = type(module.processor).__name__
         if processor != "SanaMultiscaleAttnProcessor2_0":
-            return f"has a processor that is not known, {processor}"
+            return f"has a processor that is not known, {processor}; fix: SanaMultiscaleAttnProcessor2_0()."
         return _find_features(module.nonlinearity)
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.streaming.graph import Info, find_operation, map_values
+from farfield.streaming.graph import OWN, Info, find_operation, map_values
 from farfield.streaming.spans import (
     Box,
     Dim,
@@ -81,8 +81,10 @@ class OperationCall(NamedTuple):
         return args, kwargs
 
     def run(self, output: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Run the operation of torch on tensors in the place of operands."""
+        """Run the operation on tensors in the place of operands."""
         args, kwargs = self.bind(tensors)
+        if self.op in OWN:
+            return OWN[self.op](self.infos[output], *args)
         result = find_operation(self.op)(*args, **kwargs)
         return result[output] if isinstance(result, tuple | list) else result
 

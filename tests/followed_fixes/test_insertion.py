@@ -1,0 +1,134 @@
+"""Fixes that refusals of insertion and replacement name are followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farfield import insert, insertion, replace_attention
+from farfield.nn import attention_for
+from helpers.followed import EXAMPLE, Row, Run, added, conv, each, follow
+
+pytestmark = pytest.mark.unchecked("arguments of other types reach the functions")
+
+ONE = conv()
+
+
+class Siamese(nn.Module):
+    """An encoder that two inputs share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(16, 2, 1)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.last(torch.cat([self.encoder(grid), self.encoder(grid.flip(-1))], 1))
+
+
+def insert_again(remove: bool) -> object:
+    model = added()
+    if remove:
+        insertion.remove(model, "0")
+    return insert(model, "0", attention_for, example=EXAMPLE)
+
+
+def replaced(removed: bool) -> Tensor:
+    """The result of a network in which the layer of an addition is replaced by another."""
+    model = added()
+    if removed:
+        insertion.remove(model, "0")
+    model[0] = conv()
+    if removed:
+        insert(model, "0", attention_for, example=EXAMPLE)
+    return model(EXAMPLE)
+
+
+def inserted_in_rows(layout: Any) -> object:
+    """Attention behind a norm of the channels, which are last."""
+    network = Run(lambda m, x: m[1](m[0](x).movedim(1, -1)), conv(), nn.LayerNorm(2))
+    return insert(network, "layers.1", attention_for, example=EXAMPLE, layout=layout)
+
+
+ROWS = [
+    Row(
+        "insertion/_insert/checks.py",
+        lambda: insert(Siamese(), "encoder", attention_for, example=torch.zeros(1, 3, 8, 8)),
+        'insert at "last"',
+        lambda: insert(Siamese(), "last", attention_for, example=torch.zeros(1, 3, 8, 8)),
+    ),
+    Row(
+        "insertion/_insert/checks.py",
+        lambda: insert(Run(lambda m, x: m[0](x), conv(), conv()), "layers.1", attention_for, example=EXAMPLE),
+        "layers.0",
+        lambda: insert(Run(lambda m, x: m[0](x), conv(), conv()), "layers.0", attention_for, example=EXAMPLE),
+    ),
+    Row("insertion/_insert/checks.py", lambda: insert_again(False), 'remove(model, "0")', lambda: insert_again(True)),
+    Row(
+        "insertion/_insert/checks.py",
+        lambda: insert(torch.compile(nn.Sequential(conv())), "0", attention_for, example=EXAMPLE),
+        "model._orig_mod",
+        lambda: insert(torch.compile(nn.Sequential(conv()))._orig_mod, "0", attention_for, example=EXAMPLE),
+    ),
+    Row(
+        "insertion/_places.py",
+        lambda: insert(nn.Sequential(conv()), "1", attention_for, example=EXAMPLE),
+        "it has 0",
+        lambda: insert(nn.Sequential(conv()), "0", attention_for, example=EXAMPLE),
+    ),
+    Row(
+        "insertion/_recipe.py",
+        lambda: insertion.apply_recipe(nn.Sequential(conv()), "nothing"),
+        "save_recipe",
+        lambda: [insertion.save_recipe(added(), "recipe"), insertion.apply_recipe(nn.Sequential(conv()), "recipe")],
+    ),
+    Row(
+        "_checks.py",
+        lambda: replace_attention(ONE.state_dict(), "siamese"),
+        "load_state_dict",
+        lambda: replace_attention(nn.Sequential(nn.MultiheadAttention(8, 2)), "hedgehog"),
+    ),
+    Row(
+        "insertion/_replace/finding.py",
+        lambda: replace_attention(nn.Sequential(nn.MultiheadAttention(8, 2)), "hedgehog", where=["3"]),
+        "it has 0",
+        lambda: replace_attention(nn.Sequential(nn.MultiheadAttention(8, 2)), "hedgehog", where=["0"]),
+    ),
+    Row(
+        "insertion/_replace/masks.py",
+        lambda: replace_attention(nn.Sequential(nn.MultiheadAttention(8, 2)), "kronecker_kv"),
+        "factorized_gaussian",
+        lambda: replace_attention(nn.Sequential(nn.MultiheadAttention(8, 2)), "factorized_gaussian"),
+    ),
+    Row(
+        "insertion/_insert/additions.py",
+        lambda: replaced(removed=False),
+        "remove() the addition, fuse or replace the layer, then insert() again",
+        lambda: replaced(removed=True),
+    ),
+    Row(
+        "insertion/_insert/api.py",
+        lambda: insertion.remove(nn.Sequential(conv())),
+        "insert one first",
+        lambda: insertion.remove(added()),
+    ),
+    Row(
+        "insertion/_insert/layout.py",
+        lambda: inserted_in_rows(None),
+        'layout="channels_last"',
+        lambda: inserted_in_rows("channels_last"),
+    ),
+    Row(
+        "insertion/_insert/probe.py",
+        lambda: insert(nn.Sequential(conv()), "0", attention_for, example=EXAMPLE[0]),
+        "example[None]",
+        lambda: insert(nn.Sequential(conv()), "0", attention_for, example=EXAMPLE[0][None]),
+    ),
+]
+
+
+@each(ROWS)
+def test_a_fix_can_be_followed(row: Row) -> None:
+    follow(row)
