@@ -103,34 +103,34 @@ ROWS = [
     Row("_refusals.py", lambda: predict(ONE, titles=8), "fix: tile.", lambda: predict(ONE, tile=8)),
     Row("_refusals.py", lambda: predict_whole(ONE, VOLUME, 16), "by name, tile", lambda: predict(ONE, tile=16)),
     Row(
-        "streaming/arguments.py",
+        "streaming/planning.py",
         lambda: predict(RGB, LAST),
         "numpy.moveaxis(volume, -1, 0)",
         lambda: predict(RGB, np.moveaxis(LAST, -1, 0)),
     ),
-    Row("streaming/arguments.py", lambda: predict(ONE, LAST), "volume[..., 0]", lambda: predict(ONE, LAST[..., 0])),
-    Row("streaming/arguments.py", lambda: predict(ONE, STACK), "volume[:, None]", lambda: predict(ONE, STACK[:, None])),
-    Row("streaming/arguments.py", lambda: predict(ONE, STACK), "volume[:1]", lambda: predict(ONE, STACK[:1])),
+    Row("streaming/readings.py", lambda: predict(ONE, LAST), "volume[..., 0]", lambda: predict(ONE, LAST[..., 0])),
+    Row("streaming/readings.py", lambda: predict(ONE, STACK), "volume[:, None]", lambda: predict(ONE, STACK[:, None])),
+    Row("streaming/readings.py", lambda: predict(ONE, STACK), "volume[:1]", lambda: predict(ONE, STACK[:1])),
     Row(
-        "streaming/arguments.py",
+        "streaming/readings.py",
         lambda: predict(ONE, STACK[None]),
         "volume.reshape(-1, 1, *volume.shape[2:])",
         lambda: predict(ONE, STACK.reshape(-1, 1, *STACK.shape[1:])),
     ),
     Row(
-        "streaming/arguments.py",
+        "streaming/readings.py",
         lambda: predict(RGB, VOLUME[0]),
         "numpy.repeat(volume.reshape((1, 40, 36)), 3, 0)",
         lambda: predict(RGB, np.repeat(VOLUME[0].reshape((1, 40, 36)), 3, 0)),
     ),
     Row(
-        "streaming/arguments.py",
+        "streaming/readings.py",
         lambda: predict(RGB, VOLUME[None]),
         "numpy.repeat(volume, 3, 1)",
         lambda: predict(RGB, np.repeat(VOLUME[None], 3, 1)),
     ),
     Row(
-        "streaming/arguments.py",
+        "streaming/readings.py",
         lambda: predict(ONE, tile=(8, 8, 8)),
         "tile with 2 numbers",
         lambda: predict(ONE, tile=(8, 8)),
@@ -182,10 +182,18 @@ ROWS = [
         lambda: predict(Run(lambda m, x: (m[0](x), m[0](x)), conv()), reduce={"0": "argmax"}),
     ),
     Row(
+        "streaming/_predict_whole.py",
+        lambda: predict(Run(lambda m, x: (m[0](x), x.mean()), conv()), mask=np.ones(VOLUME.shape[1:], bool)),
+        "reduce={key: None}",
+        lambda: predict(
+            Run(lambda m, x: (m[0](x), x.mean()), conv()), mask=np.ones(VOLUME.shape[1:], bool), reduce={"0": None}
+        ),
+    ),
+    Row(
         "streaming/adapt.py",
-        lambda: predict(Run(lambda m, x: (m[0](x), x.mean()), conv())),
+        lambda: predict(Run(lambda m, x: (m[0](x), x.mean((2, 3))), conv())),
         'reduce={"0": None}',
-        lambda: predict(Run(lambda m, x: (m[0](x), x.mean()), conv()), reduce={"0": None}),
+        lambda: predict(Run(lambda m, x: (m[0](x), x.mean((2, 3))), conv()), reduce={"0": None}),
     ),
     Row(
         "streaming/adapt.py", lambda: MeanOverFlips(ONE, (0, 0)), "axes=(0, 1)", lambda: MeanOverFlips(ONE, axes=(0, 1))
