@@ -1,0 +1,269 @@
+"""Which networks of other libraries run in tiles: `python benchmarks/streamed_networks.py --sweep`.
+
+Each network runs untiled and in tiles, cut along all axes, or, where that is refused, along fewer. The verdicts:
+
+- right: the largest difference, relative to the largest number, is below 1e-4, or below 1e-6 in float64.
+- refused: for one of the reasons in `REASONS`, which no tile could know better.
+- could run: refused, for another reason.
+- wrong: the difference is larger, or the check of a region before the first pass found one.
+- crash: an error that is no refusal, or no end within `LIMIT` seconds.
+- untiled: its library does not run it, so that the table of networks is at fault.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import itertools
+import json
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from networks_of_medicine import diffusers_networks, monai_networks
+from networks_of_others import Network, smp_networks, timm_networks, torchvision_networks
+from networks_of_transformers import transformers_networks
+from streamed_networks import settle, volume
+from torch import Tensor
+
+from farfield.streaming import plan_whole, predict_whole
+from farfield.streaming.check import TilesDifferError
+
+# What a refusal says -> the reason. Operations stand there by the names that torch gives them.
+REASONS = {
+    "drawn numbers": r"draws random numbers",
+    "matching": r"linear_sum_assignment|cdist",
+    "NMS": r"\bnms\b|torchvision\.",
+    "sorting over all": r"aten\.(sort|argsort|topk|kthvalue|median|nanmedian|mode|unique)\b",
+    "scans and spectra": r"aten\.(_?fft\w*|stft|istft|cumsum|cumprod|logcumsumexp|cummax|lstm|gru|rnn\w*)\b"
+    r"|farfield_streaming\.(lstm|gru|rnn|scan)",
+    "data-dependent shapes": r"computes a shape from numbers|reads a computed number in Python"
+    r"|takes the positions where a condition holds",
+}
+RIGHT, RIGHT_IN_FLOAT64 = 1e-4, 1e-6
+LIMIT = 240
+VERDICTS = ("right", "right, an axis whole", "refused", "could run", "wrong", "crash", "untiled")
+# Name of the library, as it is imported -> its networks, and the distribution if that has another name.
+LIBRARIES: dict[str, tuple[Callable[[], Iterator[tuple[str, Network]]], str]] = {
+    "torchvision": (torchvision_networks, "torchvision"),
+    "timm": (timm_networks, "timm"),
+    "transformers": (transformers_networks, "transformers"),
+    "diffusers": (diffusers_networks, "diffusers"),
+    "monai": (monai_networks, "monai"),
+    "segmentation_models_pytorch": (smp_networks, "segmentation-models-pytorch"),
+}
+
+
+def sweep(only: Sequence[str] | None, file: Path | None) -> None:
+    """Judge all networks but those that the file has for the same versions, writing it after each; print the tables.
+
+    `only` are names, or their beginnings; these run again.
+    """
+    known = read(file)
+    for library, (networks, distribution) in LIBRARIES.items():
+        try:
+            importlib.import_module(library)
+        except ImportError:
+            print(f"{library} is not installed, so its networks are left out.", flush=True)
+            continue
+        versions = {
+            name: importlib.metadata.version(name) for name in dict.fromkeys(("farfield", "torch", distribution))
+        }
+        for own, network in networks():
+            name = f"{library}/{own}"
+            if only and not name.startswith(tuple(only)):
+                continue
+            if not only and known.get(name, {}).get("versions") == versions:
+                continue
+            result = known[name] = {"name": name, "versions": versions} | judge(network)
+            print(f"{name}: {summarize(result)}", flush=True)
+            if file is not None:
+                file.write_text("".join(f"{json.dumps(each)}\n" for each in known.values()), encoding="utf-8")
+    print_tables(list(known.values()))
+
+
+def read(file: Path | None) -> dict[str, dict[str, Any]]:
+    """Return what a record has, by the name of the network."""
+    if file is None or not file.exists():
+        return {}
+    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return {line["name"]: line for line in lines}
+
+
+def judge(network: Network) -> dict[str, Any]:
+    """Run one network untiled and in tiles, and say what came of it."""
+    start = time.process_time()
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    signal.alarm(LIMIT)
+    try:
+        result = _judge(network)
+    except Exception as error:  # noqa: BLE001  (what is not a refusal is what is looked for)
+        result = {"verdict": "crash", "text": f"{type(error).__name__}: {error}"[:600], "at": _place_of(error)}
+    finally:
+        signal.alarm(0)
+    return result | {"seconds": round(time.process_time() - start, 1)}
+
+
+def _judge(network: Network) -> dict[str, Any]:
+    torch.manual_seed(0)
+    grid = volume(network.shape)
+    try:
+        net = settle(network.build())
+        with torch.no_grad():
+            expected = net(grid[None])
+    except Exception as error:  # noqa: BLE001  (of the library)
+        return {"verdict": "untiled", "text": f"{type(error).__name__}: {error}"[:600], "at": _place_of(error)}
+    refused = ""
+    for tile in tiles(network.tile):
+        try:
+            result = predict_whole(net, grid, tile=tile, reduce=network.reduce, quiet=True)
+        except TilesDifferError as error:
+            return {"verdict": "wrong", "tile": tile, "text": str(error)[:600]}
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            refused = refused or str(error)
+            # What runs in no tile at all is not asked for again.
+            if tile == network.tile and not runs_whole(net, network):
+                break
+            continue
+        return _compare(network, net, grid, (tile, result, expected), refused)
+    reason = reason_of(refused)
+    return {"verdict": "refused" if reason else "could run", "reason": reason, "text": refused[:600]}
+
+
+def _compare(network: Network, net: Any, grid: Tensor, run: tuple[Any, Any, Any], refused: str) -> dict[str, Any]:
+    """Compare a result with that of the whole, in float64 if it is not near enough."""
+    tile, result, expected = run
+    plan = plan_whole(net, grid.shape, tile=tile, reduce=network.reduce)
+    off, precision, bound = difference(result, expected, network.reduce), "float32", RIGHT
+    if not off < bound:
+        net, grid, precision, bound = net.double(), grid.double(), "float64", RIGHT_IN_FLOAT64
+        with torch.no_grad():
+            expected = net(grid[None])
+        result = predict_whole(net, grid, tile=tile, reduce=network.reduce, quiet=True)
+        off = difference(result, expected, network.reduce)
+    right = "right" if tile == network.tile else "right, an axis whole"
+    numbers = {"tile": tile, "tiles": len(plan.cores), "passes": len(plan.passes), "work": round(plan.recomputed, 2)}
+    text = {"text": refused[:600]} if refused else {}
+    return {"verdict": right if off < bound else "wrong", "off": off, "precision": precision, **numbers, **text}
+
+
+def tiles(tile: tuple[int, ...]) -> Iterator[tuple[int | None, ...]]:
+    """Yield a tile cut along all axes, then along all but one, and so on."""
+    for whole in range(len(tile)):
+        for axes in itertools.combinations(range(len(tile)), whole):
+            yield tuple(None if axis in axes else length for axis, length in enumerate(tile))
+
+
+def runs_whole(net: Any, network: Network) -> bool:
+    """Whether a network runs where no axis is cut."""
+    try:
+        plan_whole(net, network.shape, tile=(None,) * len(network.tile), reduce=network.reduce)
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        return False
+    return True
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error says what is wrong by the name of the function that was called; torch's asserts do not."""
+    text = str(error)
+    return text.startswith(("predict_whole: ", "plan_whole: ")) and "INTERNAL ASSERT" not in text
+
+
+def reason_of(text: str) -> str:
+    """Return the reason of a refusal, or nothing where the network could run."""
+    return next((reason for reason, pattern in REASONS.items() if re.search(pattern, text)), "")
+
+
+def difference(result: Any, expected: Any, reduce: Any) -> float:
+    """Return the largest difference of any grid, relative to the largest number of the whole."""
+    if isinstance(reduce, Mapping):
+        (key,) = reduce
+        expected = expected[key]
+    pairs = zip(leaves(result), leaves(expected), strict=True)
+    return max(_off(own, want[0]) for own, want in pairs)
+
+
+def _off(own: Tensor, want: Tensor) -> float:
+    own, want = own.reshape(want.shape).double(), want.double()
+    scale = float(want.abs().max()) or 1.0
+    return float((own - want).abs().max()) / scale
+
+
+def leaves(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output, in order."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from (tensor for each in output.values() for tensor in leaves(each))
+    elif isinstance(output, tuple | list):
+        yield from (tensor for each in output for tensor in leaves(each))
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the file and line that raised, and the last ones of farfield."""
+    places, trace = [], error.__traceback__
+    while trace is not None:
+        places.append(f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    return " ".join(places[-4:])
+
+
+def _raise_timeout(*_: Any) -> None:
+    raise TimeoutError(f"no end within {LIMIT} s")
+
+
+def summarize(result: Mapping[str, Any]) -> str:
+    """Return a verdict with what belongs to it, in one line."""
+    parts = [result["verdict"], result.get("reason", "")]
+    if "off" in result:
+        parts.append(f"{result['off']:.0e} in {result['precision']}, tile {tuple(result['tile'])}")
+    if result.get("text"):
+        parts.append(" ".join(result["text"].split())[:300])
+    return "; ".join(filter(None, [*parts, f"{result['seconds']} s"]))
+
+
+def print_tables(results: Sequence[Mapping[str, Any]]) -> None:
+    """Print how many of each library have which verdict, and each network that is not right in all axes."""
+    libraries: dict[str, list[Mapping[str, Any]]] = {}
+    for each in results:
+        libraries.setdefault(each["name"].split("/")[0], []).append(each)
+    print(f"\n| library | networks | {' | '.join(VERDICTS)} |")
+    print("|---|---" + "|---" * len(VERDICTS) + "|")
+    total: Counter[str] = Counter()
+    for library, own in libraries.items():
+        counts = Counter(each["verdict"] for each in own)
+        total += counts
+        versions = own[-1]["versions"]
+        title = f"{library} {list(versions.values())[-1]}"
+        print(f"| {title} | {len(own)} | {' | '.join(str(counts[verdict] or '') for verdict in VERDICTS)} |")
+    print(f"| all | {len(results)} | {' | '.join(str(total[verdict] or '') for verdict in VERDICTS)} |")
+    print("\n| network | verdict | why |\n|---|---|---|")
+    for each in sorted(results, key=lambda each: VERDICTS.index(each["verdict"])):
+        if each["verdict"] != "right":
+            print(f"| {each['name']} | {verdict_of(each)} | {why(each)} |")
+
+
+def verdict_of(result: Mapping[str, Any]) -> str:
+    """Return the verdict, with the reason or the axes that stay whole."""
+    if result.get("reason"):
+        return f"refused: {result['reason']}"
+    if result["verdict"] == "right, an axis whole":
+        return f"right with tile=({', '.join('None' if each is None else 'n' for each in result['tile'])})"
+    return result["verdict"]
+
+
+def why(result: Mapping[str, Any]) -> str:
+    """Return what the error says, without the name of the function and the fix."""
+    text = " ".join(result.get("text", "").split()).split("; fix:")[0].split(" fix:")[0]
+    text = re.sub(r"^(predict_whole|plan_whole): \w+ (does not run in tiles: )?", "", text)
+    text = text or f"off by {result.get('off', float('nan')):.0e} in {result.get('precision', '')}"
+    return text.replace("|", "\\|")[:240]
