@@ -43,16 +43,17 @@ def monai_networks() -> Iterator[tuple[str, Network]]:
         "AttentionUnet": partial(nets.AttentionUnet, 2, 1, 2, *levels),
         "FlexibleUNet": partial(nets.FlexibleUNet, 1, 2, "efficientnet-b0", spatial_dims=2),
         "SegResNetDS": partial(nets.SegResNetDS, 2, 8, 1, 2, blocks_down=(1, 1, 1)),
-        "AutoEncoder": partial(nets.AutoEncoder, 2, 1, 1, *levels),
+        "AutoEncoder": partial(nets.AutoEncoder, 2, 1, 1, (8, 16, 32), (2, 2, 2)),
         "Quicknat": partial(nets.Quicknat, 2, 1, 8),
         "VNet": partial(nets.VNet, 2, 1, 2),
-        "Restormer": partial(nets.Restormer, 2, 1, 1, dim=8, num_blocks=(1, 1), heads=(1, 2), num_refinement_blocks=1),
+        "Restormer": partial(
+            nets.restormer.Restormer, 2, 1, 1, dim=8, num_blocks=(1, 1), heads=(1, 2), num_refinement_blocks=1
+        ),
         "MedNeXt": partial(nets.MedNeXt, 2, 8, 1, 2, encoder_expansion_ratio=2),
         "HighResNet": partial(nets.HighResNet, 2, 1, 2),
         "DiffusionModelUNet": lambda: Timed(nets.DiffusionModelUNet(2, 1, 1, **vae, num_head_channels=8)),
         "VQVAE": lambda: Item(nets.VQVAE(2, 1, 1, (8, 8), 1, (8, 8), down, up, 16, 8), 0),
         "AutoencoderKL, encode": lambda: Item(Method(nets.AutoencoderKL(2, **vae), "encode"), 0),
-        "AutoencoderKL, decode": lambda: Method(nets.AutoencoderKL(2, latent_channels=1, **vae), "decode"),
         "PatchDiscriminator": lambda: Item(nets.PatchDiscriminator(2, 8, 1), -1),
         "SwinUNETR, 2-D": partial(nets.SwinUNETR, 1, 2, **swin, spatial_dims=2),
         "SwinUNETR version 2, 2-D": partial(nets.SwinUNETR, 1, 2, **swin, spatial_dims=2, use_v2=True),
@@ -74,11 +75,12 @@ def monai_networks() -> Iterator[tuple[str, Network]]:
         "SegResNetVAE": partial(nets.SegResNetVAE, (32, 32, 80), blocks_down=(1, 1, 1, 1)),
         "RegUNet": partial(nets.RegUNet, 3, 1, 4, 2),
         "SwinUNETR": partial(nets.SwinUNETR, 1, 2, **swin),
-        "HighResNet": partial(nets.HighResNet, 3, 1, 2),
         "ResNet-10": partial(nets.resnet10, spatial_dims=3, n_input_channels=1),
     }
     for name, build in of_stacks.items():
-        yield f"{name}, 3-D", Network(build, STACK, TILE_3D)
+        yield f"{name}, 3-D", Network(build, (1, 32, 32, 96) if name == "SwinUNETR" else STACK, TILE_3D)
+    decoder = partial(nets.AutoencoderKL, 2, latent_channels=1, **vae)
+    yield "AutoencoderKL, decode", Network(lambda: Method(decoder(), "decode"), (1, 32, 48), (16, 16))
     yield "AHNet, 2-D", Network(partial(nets.AHNet, (1, 1, 1, 1), 2, 1, 2), (1, 128, 256), TILE)
     yield "DAF3D, 3-D", Network(partial(nets.DAF3D, 1, 2), (1, 32, 32, 64), TILE_3D)
     hover = partial(nets.HoVerNet, mode="fast", out_classes=3)

@@ -229,8 +229,7 @@ def torchvision_networks() -> Iterator[tuple[str, Network]]:
         yield name, Network(partial(make, name, backbone=True, num_classes=4), IMAGE, TILE)
     yield "r3d_18", Network(partial(make, "r3d_18"), (3, 8, 32, 48), (4, 16, 16))
     yield "s3d, features", Network(partial(make, "s3d", lambda net: net.features), (3, 16, 64, 96), (16, 32, 32))
-    swin = partial(make, "swin3d_t", lambda net: Method(net, "forward"))
-    yield "swin3d_t", Network(swin, (3, 8, 64, 96), (8, 32, 32))
+    yield "swin3d_t", Network(partial(make, "swin3d_t"), (3, 8, 64, 96), (8, 32, 32))
     yield "raft_small", Network(partial(make, "raft_small", lambda net: Pair(net, -1)), (6, 128, 160), TILE)
     few: dict[str, dict[str, Any]] = {
         "fasterrcnn_mobilenet_v3_large_320_fpn": {"min_size": 96, "max_size": 160, "rpn_post_nms_top_n_test": 20},
@@ -242,8 +241,13 @@ def torchvision_networks() -> Iterator[tuple[str, Network]]:
 
 
 # ---- timm ------------------------------------------------------------------------------------------------------------
-# Those that take images of other sizes than they are built for, where they are told so.
-DYNAMIC = ("vision_transformer", "deit", "eva")
+# Modules -> volumes and numbers of their networks: patches of 14 or 16, blocks of 8, many weights.
+PATCHES: tuple[int, ...] = (3, 112, 224)
+OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    **dict.fromkeys(("vision_transformer", "deit", "eva"), (PATCHES, {"dynamic_img_size": True})),
+    "deepseek_vit": (PATCHES, {"depth": 2}),
+    "byoanet": ((3, 256, 256), {}),
+}
 FEATURES = """
     resnet18 convnext_atto efficientnet_lite0 mobilenetv3_small_050 regnetx_002 edgenext_xx_small mobilevit_xxs
     poolformer_s12 inception_next_atto repvit_m0_9 ghostnet_050 mobileone_s0 efficientvit_b0 fastvit_t8 hgnetv2_b0
@@ -268,10 +272,9 @@ def timm_networks() -> Iterator[tuple[str, Network]]:
         config = timm.get_pretrained_cfg(name, allow_unregistered=True)
         options: dict[str, Any] = {}
         shape = IMAGE if config is None or not config.fixed_input_size else tuple(config.input_size)
-        if family in DYNAMIC:
-            shape, options = IMAGE, {"dynamic_img_size": True}
-        elif shape[-1] > 256:
+        if shape[-1] > 256:
             shape, options = (3, 224, 224), {"img_size": 224}
+        shape, options = OTHERS.get(family, (shape, options))
         yield name, Network(partial(make, name, **options), shape, TILE)
     for name in FEATURES.split():
 

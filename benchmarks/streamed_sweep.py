@@ -29,7 +29,7 @@ from networks_of_medicine import diffusers_networks, monai_networks
 from networks_of_others import Network, smp_networks, timm_networks, torchvision_networks
 from networks_of_transformers import transformers_networks
 from streamed_networks import settle, volume
-from torch import Tensor
+from torch import Tensor, nn
 
 from farfield.streaming import plan_whole, predict_whole
 from farfield.streaming.check import TilesDifferError
@@ -47,6 +47,8 @@ REASONS = {
 }
 RIGHT, RIGHT_IN_FLOAT64 = 1e-4, 1e-6
 LIMIT = 240
+# Of a layer's numbers to those that it reads, below which its weights are scaled.
+_LEAST = 0.5
 VERDICTS = ("right", "right, an axis whole", "refused", "could run", "wrong", "crash", "untiled")
 # Name of the library, as it is imported -> its networks, and the distribution if that has another name.
 LIBRARIES: dict[str, tuple[Callable[[], Iterator[tuple[str, Network]]], str]] = {
@@ -113,7 +115,7 @@ def _judge(network: Network) -> dict[str, Any]:
     torch.manual_seed(0)
     grid = volume(network.shape)
     try:
-        net = settle(network.build())
+        net = strengthen(settle(network.build()))
         with torch.no_grad():
             expected = net(grid[None])
     except Exception as error:  # noqa: BLE001  (of the library)
@@ -135,6 +137,20 @@ def _judge(network: Network) -> dict[str, Any]:
         return _compare(network, net, grid, (tile, result, expected), refused)
     reason = reason_of(refused)
     return {"verdict": "refused" if reason else "could run", "reason": reason, "text": refused[:600]}
+
+
+def strengthen(net: nn.Module) -> nn.Module:
+    """Scale weights that are small at the start, as those of transformers are, so that each layer shows in the result.
+
+    A layer then has numbers as large as those that it reads.
+    """
+    with torch.no_grad():
+        for weight in net.parameters():
+            if weight.dim() > 1 and weight.is_floating_point():
+                size = float(weight.std()) * weight[0].numel() ** 0.5
+                if 0 < size < _LEAST:
+                    weight.mul_(1 / size)
+    return net
 
 
 def _compare(network: Network, net: Any, grid: Tensor, run: tuple[Any, Any, Any], refused: str) -> dict[str, Any]:
