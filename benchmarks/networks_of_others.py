@@ -298,3 +298,40 @@ def smp_networks() -> Iterator[tuple[str, Network]]:
             options["encoder_name"] = encoder = "tu-vit_tiny_patch16_224"
             shape = (3, 224, 224)
         yield f"{name}, {encoder}", Network(partial(smp.create_model, name, **options), shape, TILE)
+
+
+# ---- spandrel --------------------------------------------------------------------------------------------------------
+def spandrel_networks() -> Iterator[tuple[str, Network]]:
+    """Yield networks of spandrel, which restore images and make them larger."""
+    windows = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "upsampler": "pixelshuffle"}
+    windows |= {"img_size": 32, "upscale": 2}
+    depth = {"embed_dim": 16, "depth": [2], "num_heads": [2], "img_size": 32, "upscale": 2}
+    few = {"in_nc": 3, "out_nc": 3, "nc": [8, 8, 16, 16], "nb": 1}
+    numbers: dict[str, dict[str, Any]] = {
+        "ESRGAN": {"num_filters": 16, "num_blocks": 2},
+        "Compact": {"num_feat": 16, "num_conv": 4},
+        "RCAN": {"n_resgroups": 2, "n_resblocks": 2, "n_feats": 16},
+        "SPAN": {"num_in_ch": 3, "num_out_ch": 3, "feature_channels": 16},
+        "PLKSR": {"dim": 16, "n_blocks": 2},
+        "NAFNet": {"width": 8, "enc_blk_nums": [1, 1], "dec_blk_nums": [1, 1]},
+        "DRUNet": few,
+        "FBCNN": few,
+        "DnCNN": {"in_nc": 3, "out_nc": 3, "nc": 16, "nb": 4},
+        "SwinIR": windows,
+        "Swin2SR": windows,
+        "HAT": windows | {"squeeze_factor": 4},
+        "DAT": depth,
+        "RGT": depth | {"embed_dim": 32},
+        "OmniSR": {"num_feat": 16},
+        "SCUNet": {"config": [2] * 7, "dim": 16},
+        "Uformer": {"img_size": 128, "embed_dim": 8, "depths": [1] * 9, "num_heads": [1] * 9},
+        "MixDehazeNet": {"embed_dims": [8, 16, 32, 16, 8]},
+    }
+
+    def make(name: str) -> nn.Module:
+        module = importlib.import_module(f"spandrel.architectures.{name}")
+        return getattr(module, name)(**numbers[name])
+
+    for name in numbers:
+        shape = SQUARE if name in ("SCUNet", "Uformer") else (3, 32, 48)
+        yield name, Network(partial(make, name), shape, TILE if shape == SQUARE else (16, 16))

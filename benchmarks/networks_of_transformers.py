@@ -135,7 +135,7 @@ def images() -> Iterator[tuple[str, dict[str, Any], Wrap | None, str]]:
     yield "PvtV2Model, linear attention", PYRAMID | {"linear_attention": True}, last, "PvtV2"
     levit = {"hidden_sizes": (32, 48, 64), "num_attention_heads": (2, 3, 4), "depths": (1, 1, 1), "key_dim": (8, 8, 8)}
     levit |= {"image_size": 128}
-    yield "LevitModel", levit, last, ""
+    yield "LevitModel", levit, partial(Tokens, patch=64), ""
     focal = {"embed_dim": 16, "hidden_sizes": [16, 32, 32, 32], "depths": [1, 1, 1, 1]}
     yield "FocalNetModel", focal, partial(Tokens, patch=32), ""
     yield "FocalNetBackbone", focal, features, "FocalNet"
