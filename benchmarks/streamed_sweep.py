@@ -7,7 +7,7 @@ Each network runs untiled and in tiles, cut along all axes, or, where that is re
 - could run: refused, for another reason.
 - wrong: the difference is larger, or the check of a region before the first pass found one.
 - crash: an error that is no refusal, or no end within `LIMIT` seconds.
-- untiled: its library does not run it, so that the table of networks is at fault.
+- untiled: its library does not run it, or its result is constant, so that the table of networks is at fault.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REASONS = {
     "NMS": r"\bnms\b|torchvision\.",
     "sorting over all": r"aten\.(sort|argsort|topk|kthvalue|median|nanmedian|mode|unique)\b",
     "scans and spectra": r"aten\.(_?fft\w*|stft|istft|cumsum|cumprod|logcumsumexp|cummax|lstm|gru|rnn\w*)\b"
-    r"|farfield_streaming\.(lstm|gru|rnn|scan)",
+    r"|farfield_streaming\.recurrent\b",
     "data-dependent shapes": r"computes a shape from numbers|reads a computed number in Python"
     r"|takes the positions where a condition holds",
 }
@@ -122,6 +122,8 @@ def _judge(network: Network) -> dict[str, Any]:
             expected = net(grid[None])
     except Exception as error:  # noqa: BLE001  (of the library)
         return {"verdict": "untiled", "text": f"{type(error).__name__}: {error}"[:600], "at": _place_of(error)}
+    if all(_is_constant(each) for each in leaves(expected)):
+        return {"verdict": "untiled", "text": "its result is one number everywhere, which shows nothing"}
     refused = ""
     for tile in tiles(network.tile):
         try:
@@ -201,6 +203,10 @@ def _off(own: Tensor, want: Tensor) -> float:
     own, want = own.reshape(want.shape).double(), want.double()
     scale = float(want.abs().max()) or 1.0
     return float((own - want).abs().max()) / scale
+
+
+def _is_constant(grid: Tensor) -> bool:
+    return grid.numel() > 1 and bool((grid == grid.flatten()[0]).all())
 
 
 def leaves(output: Any) -> Iterator[Tensor]:
