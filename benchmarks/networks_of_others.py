@@ -192,15 +192,15 @@ class Timed(nn.Module):
 
 
 class Detector(nn.Module):
-    """A detector of torchvision, which takes a list of images; the scores of what it finds in the first."""
+    """A detector of torchvision, which takes a list of images; the boxes of what it finds in the first."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, grid: Tensor) -> Tensor:
-        """Return the scores."""
-        return self.network(list(grid))[0]["scores"]
+        """Return the boxes."""
+        return self.network(list(grid))[0]["boxes"]
 
 
 # ---- torchvision -----------------------------------------------------------------------------------------------------
