@@ -243,24 +243,31 @@ def summarize(result: Mapping[str, Any]) -> str:
 
 
 def print_tables(results: Sequence[Mapping[str, Any]]) -> None:
-    """Print how many of each library have which verdict, and each network that is not right in all axes."""
-    libraries: dict[str, list[Mapping[str, Any]]] = {}
-    for each in results:
-        libraries.setdefault(each["name"].split("/")[0], []).append(each)
-    print(f"\n| library | networks | {' | '.join(VERDICTS)} |")
-    print("|---|---" + "|---" * len(VERDICTS) + "|")
-    total: Counter[str] = Counter()
-    for library, own in libraries.items():
-        counts = Counter(each["verdict"] for each in own)
-        total += counts
-        versions = own[-1]["versions"]
-        title = f"{library} {list(versions.values())[-1]}"
-        print(f"| {title} | {len(own)} | {' | '.join(str(counts[verdict] or '') for verdict in VERDICTS)} |")
-    print(f"| all | {len(results)} | {' | '.join(str(total[verdict] or '') for verdict in VERDICTS)} |")
-    print("\n| network | verdict | why |\n|---|---|---|")
+    """Print how many of each library have which verdict, and what is not right in all axes, by verdict and reason."""
+    counts: dict[str, Counter[str]] = {}
+    others: dict[tuple[str, str], list[str]] = {}
     for each in sorted(results, key=lambda each: VERDICTS.index(each["verdict"])):
+        library, _ = each["name"].split("/")
+        title = f"{library} {list(each['versions'].values())[-1]}"
+        counts.setdefault(title, Counter())[each["verdict"]] += 1
         if each["verdict"] != "right":
-            print(f"| {each['name']} | {verdict_of(each)} | {why(each)} |")
+            others.setdefault((verdict_of(each), why(each)), []).append(each["name"])
+    counts["all"] = sum(counts.values(), Counter())
+    shown = [verdict for verdict in VERDICTS if counts["all"][verdict] or verdict in ("wrong", "crash")]
+    print(f"\n| library | networks | {' | '.join(shown)} |\n|---|---{'|---' * len(shown)}|")
+    for title, own in counts.items():
+        print(f"| {title} | {own.total()} | {' | '.join(str(own[verdict]) for verdict in shown)} |")
+    print("\n| verdict | why | networks |\n|---|---|---|")
+    for (verdict, reason), names in others.items():
+        print(f"| {verdict} | {reason} | {list_names(names)} |")
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return names with their library once."""
+    libraries: dict[str, list[str]] = {}
+    for library, own in (name.split("/") for name in names):
+        libraries.setdefault(library, []).append(own)
+    return "; ".join(f"{library}: {', '.join(f'`{each}`' for each in own)}" for library, own in libraries.items())
 
 
 def verdict_of(result: Mapping[str, Any]) -> str:
@@ -269,12 +276,14 @@ def verdict_of(result: Mapping[str, Any]) -> str:
         return f"refused: {result['reason']}"
     if result["verdict"] == "right, an axis whole":
         return f"right with tile=({', '.join('None' if each is None else 'n' for each in result['tile'])})"
-    return result["verdict"]
+    return str(result["verdict"])
 
 
 def why(result: Mapping[str, Any]) -> str:
-    """Return what the error says, without the name of the function and the fix."""
+    """Return what the error says, without the function, the module and the fix."""
     text = " ".join(result.get("text", "").split()).split("; fix:")[0].split(" fix:")[0]
     text = re.sub(r"^(predict_whole|plan_whole): \w+ (does not run in tiles: )?", "", text)
+    text = re.sub(r"^(\S+) in \S+: ", r"`\1`: ", text)
+    text = re.sub(r"^[\w.]+ (computes|draws|reads)", r"it \1", text)
     text = text or f"off by {result.get('off', float('nan')):.0e} in {result.get('precision', '')}"
     return text.replace("|", "\\|")[:240]
