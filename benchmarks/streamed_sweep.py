@@ -38,7 +38,7 @@ from farfield.streaming.check import TilesDifferError
 # What a refusal says -> the reason. Operations stand there by the names that torch gives them.
 REASONS = {
     "drawn numbers": r"draws random numbers",
-    "matching": r"linear_sum_assignment|cdist",
+    "matching": r"linear_sum_assignment",
     "NMS": r"\bnms\b|torchvision\.",
     "sorting over all": r"aten\.(sort|argsort|topk|kthvalue|median|nanmedian|mode|unique)\b",
     "scans and spectra": r"aten\.(_?fft\w*|stft|istft|cumsum|cumprod|logcumsumexp|cummax|lstm|gru|rnn\w*)\b"
