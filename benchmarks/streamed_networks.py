@@ -2,11 +2,16 @@
 
     python benchmarks/streamed_networks.py
     python benchmarks/streamed_networks.py --network "MONAI UNet" --json streamed.json
+    python benchmarks/streamed_networks.py --sweep --json benchmarks/records/streamed_networks.jsonl
+    python benchmarks/streamed_networks.py --sweep --network timm/resnet monai/
 
 Networks have random weights, norms random scales and offsets. `tiles` is the largest difference between predict_whole
 and the network on the whole volume, relative to the largest number; `independent tiles` is that of a sliding window
 with the same tiles and overlap, in which each tile has statistics of its own. `work` is the MACs of all passes relative
 to those of the network on the whole volume: small volumes have large halos.
+
+`--sweep` judges the networks of networks_of_others.py and of the files beside it, as streamed_sweep.py says, writes the
+file after each, and does not repeat what it has for the same versions of farfield, torch and the library.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from networks_of_others import Decode, Encode
 from torch import Tensor, nn
 
 from farfield.nn import GridAttention
@@ -47,30 +53,6 @@ IN_2D, TILE_2D = (1, 92, 148), (48, 48)
 # Networks with long receptive fields: tiles are cut along the last axis.
 LONG_3D, TILE_LONG_3D = (1, 16, 16, 336), (16, 16, 64)
 LONG_2D, TILE_LONG_2D = (1, 64, 1248), (64, 128)
-
-
-class Encode(nn.Module):
-    """The encoder of an autoencoder of diffusers, without the random draw."""
-
-    def __init__(self, autoencoder: nn.Module) -> None:
-        super().__init__()
-        self.autoencoder = autoencoder
-
-    def forward(self, grid: Tensor) -> Tensor:
-        """Return the mode of the latent distribution."""
-        return self.autoencoder.encode(grid).latent_dist.mode()
-
-
-class Decode(nn.Module):
-    """The decoder of an autoencoder of diffusers."""
-
-    def __init__(self, autoencoder: nn.Module) -> None:
-        super().__init__()
-        self.autoencoder = autoencoder
-
-    def forward(self, grid: Tensor) -> Tensor:
-        """Return the decoded image."""
-        return self.autoencoder.decode(grid).sample
 
 
 def settings() -> dict[str, Setting]:
@@ -260,9 +242,15 @@ def measure(setting: Setting) -> dict[str, Any]:
 def main() -> None:
     """Measure the networks, and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", action="append", help="may be repeated; default: all")
+    parser.add_argument("--network", nargs="+", help="names, of --sweep also their beginnings; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
+    parser.add_argument("--sweep", action="store_true", help="judge networks of other libraries: right, refused, wrong")
     arguments = parser.parse_args()
+    if arguments.sweep:
+        from streamed_sweep import sweep
+
+        sweep(arguments.network, arguments.json)
+        return
     every, results = settings(), {}
     print("| network | layers that need the whole | passes | work | tiles | independent tiles |")
     print("|---|---|---|---|---|---|", flush=True)

@@ -109,10 +109,18 @@ class Binned(nn.Module):
         return torch.searchsorted(torch.linspace(-1, 1, 9), grid).float()
 
 
+class Nothing(nn.Module):
+    """The sum of no positions, which are viewed as one dimension."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return grid + grid[:, :, :0].flatten(1).sum()
+
+
 @pytest.mark.parametrize("function", [predict_whole, plan_whole])
 @pytest.mark.parametrize(
     ("layer", "text"),
     [
+        (Nothing(), r"view in 1\.1: its view splits 4 positions as no multiple of 0"),
         (Sorted(), r"aten\.sort\S* in 1\.1: it works along an axis that is cut"),
         (Binned(), r"aten\.searchsorted\S* in 1\.1: there is no rule for it; fix: tile=Tiles\(…, halo="),
     ],

@@ -184,6 +184,7 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
     "rolled flat": (lambda grid: grid[:, :, :, :16].roll(-1, 2).repeat(1, 1, 2, 1), AREA),
     "written": (lambda grid: torch.full_like(grid, 2.0).index_fill(1, torch.tensor([1]), 3.0) * grid, AREA),
     "tiled": (lambda grid: grid.tile(1, 2, 1, 2), AREA),
+    "beside none": (lambda grid: torch.cat([grid[:, :, :1].repeat(1, 1, 0, 1), grid, grid[:, :0].view(0)], 2), AREA),
     "whole sums": (of_vector(lambda x: x.sum(2) / 50 + x.nansum(2) / 60 + x.mean(2)), AREA),
     "all of it": (
         lambda g: g + g.sum() / 99 + g.mean() + g.max() - g.min() + (g > 9).any() + (g < 9).all() + (g * 0 + 1).prod(),

@@ -126,6 +126,14 @@ def _stack(write: Writer, output: Info, values: Sequence[Value], dim: int) -> Va
     return write.join([write.view(each, shape) for each in values], dim)
 
 
+def _cat(write: Writer, output: Info, values: Sequence[Value], dim: int) -> Value | None:
+    """What has no positions, as the padding of none before a causal convolution, is left out."""
+    present = [each for each in values if 0 not in write.shape(each)]
+    if len(present) in (0, len(values)):
+        return None
+    return write.append("aten.cat.default", (present, dim), *output)
+
+
 def _repeat(write: Writer, output: Info, value: Value, times: Sequence[int]) -> Value:
     """Each dimension expanded by a new one before it, and both viewed as one."""
     shape = write.shape(value)
@@ -286,6 +294,7 @@ REWRITTEN: dict[Any, Callable[..., Value | list[Value] | None]] = {
     **dict.fromkeys((aten.index, aten._unsafe_index), _index),
     aten.roll: _roll,
     aten.stack: _stack,
+    aten.cat: _cat,
     aten.repeat: _repeat,
     aten.select_scatter: _select_scatter,
     aten.slice_scatter: _slice_scatter,

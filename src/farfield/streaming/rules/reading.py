@@ -54,7 +54,7 @@ def _find_atoms(layout: Layout, shape: tuple[int, ...]) -> list[Piece]:
             left = next(targets) if left == 1 else left
             # The last part of a piece or of a dimension varies fastest: what is taken first is the coarser one.
             take = min(length, left)
-            if left % take or length % take:
+            if not left or left % take or length % take:
                 kind = "multiple" if take == left else "factor"
                 raise RuleError(f"its view splits {length} positions as no {kind} of {left}")
             atoms.append(Piece(take, axis))
