@@ -191,8 +191,7 @@ def label_graph(
             _label_node(labelled, index, node)
         except RuleError as error:
             if refused is None:
-                fix = "" if "; fix: " in str(error) else f"; fix: tile={(None,) * len(size)}, in one piece"
-                raise GraphError(f"{node.op} in {node.path}: {error}{fix}") from error
+                raise GraphError(f"{node.op} in {node.path}: {error}") from error
             refused[index] = str(error)
             for output, info in enumerate(node.outputs):
                 is_grid = len(info.shape) == len(size) + first

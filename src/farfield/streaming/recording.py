@@ -61,21 +61,34 @@ class Recording:
 
     def label(self, axes: Sequence[int]) -> LabelledGraph:
         """Return the graph with its labels for a volume that is cut along these axes; raise GraphError if it cannot."""
+        try:
+            return self._label(axes)
+        except GraphError as error:
+            if "; fix: " in str(error):
+                raise
+            tile = tuple(max(1, length // 2) if axis in self.cuttable else None for axis, length in enumerate(self.size))
+            where = "" if self.cuttable else ", in one piece"
+            raise GraphError(f"{error}; fix: tile={tile}{where}") from error
+
+    def _label(self, axes: Sequence[int]) -> LabelledGraph:
         if tuple(axes) not in self._labelled:
             self._labelled[tuple(axes)] = label_graph(self.graph, self.size, axes, halo=self.halo)
         return self._labelled[tuple(axes)]
 
     def _try_label(self, axes: Sequence[int]) -> LabelledGraph | None:
         try:
-            return self.label(axes)
+            return self._label(axes)
         except GraphError:
             return None
 
     @cached_property
     def cuttable(self) -> tuple[int, ...]:
-        """The axes along which it can be cut: all together, or else each by itself."""
+        """The axes along which it can be cut: all, or those that can by themselves, or the longest one of these."""
         axes = tuple(range(len(self.size)))
-        return axes if self._try_label(axes) else tuple(axis for axis in axes if self._try_label([axis]))
+        if self._try_label(axes):
+            return axes
+        alone = tuple(axis for axis in axes if self._try_label([axis]))
+        return alone if self._try_label(alone) else (max(alone, key=self.size.__getitem__),)
 
     @cached_property
     def scales(self) -> dict[Value, Scales]:
