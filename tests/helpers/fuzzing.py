@@ -551,9 +551,12 @@ def check_places(drawn: Drawn) -> Outcome:
             lost, spread = fast & ~plain, whole_samples(plain) & ~whole_samples(fast)
             if lost.any() or spread.any():
                 text = text or f"{int(lost.sum())} numbers and {int(spread.sum())} samples of gradient {number}"
-    if text and all(places.all() for places in finite_places(drawn, whole, False)):
+    if not text:
+        return Outcome("places")
+    is_whole = all(places.all() for places in finite_places(drawn, whole, False))
+    if is_whole and check_numbers(dataclasses.replace(drawn, broken="")).kind != "range":
         return Outcome("wrong", f"{text} are finite in one form alone")
-    return Outcome("range" if text else "places")
+    return Outcome("range")
 
 
 def finite_places(drawn: Drawn, call: Call, fast: bool) -> list[Tensor]:

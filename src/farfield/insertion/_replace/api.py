@@ -104,7 +104,7 @@ def replace_attention(
     hugging_face = [module for module in chosen.values() if uses_interface(module)]
     implementation = register_operator(name, resolved) if hugging_face else ""
     for text in find_doubts(model, name, resolved, around):
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=3)
     with _undo_after_error(model):
         for path, module in chosen.items():
             set_parameters(module, find_learned(module), drawn[path])
