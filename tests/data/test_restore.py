@@ -604,7 +604,7 @@ def test_zarr_folders_are_restored_beside_tiff_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "text"),
     [
-        ((2, 5, 8, 9), {}, 'has the axes "QQQQ" (2, 5, 8, 9).\n  fix: --data.channel, for a file of several channels'),
+        ((2, 5, 8, 9), {}, 'has the axes "QQQQ" (2, 5, 8, 9).\n  fix: --data.axes CZYX and --data.channel 0'),
         ((8, 9), {}, 'has the axes "QQ" (8, 9)'),
     ],
 )
