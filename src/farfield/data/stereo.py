@@ -125,7 +125,7 @@ def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
             "  fix: add pairs outside the folders of test pairs, or hold out fewer, --data.held_out."
         )
     if not parts["val"]:
-        names = [set(frame.names) for frame in parts["train"]]
+        names: list[set[str]] = [set(frame.names) for frame in parts["train"]]
         some = sorted(set.union(*names) - set.intersection(*names))  # which leave some to train on
         fix = f"hold scenes out by their names, --data.held_out '[\"{some[0]}\"]'" if some else "add pairs"
         problem = f"{root} has no pairs to validate on: no test pairs with disparities"

@@ -97,8 +97,8 @@ def _lstm_cell(input: Tensor, states: Sequence[Tensor], *weights: Any) -> tuple[
 
 def _gru_cell(input: Tensor, state: Tensor, *weights: Any) -> Tensor:
     reset, update, new = _split_gates(3, input, state, *weights)
-    share = sum(update).sigmoid()
-    fresh = (new[0] + sum(reset).sigmoid() * new[1]).tanh()
+    share = torch.add(*update).sigmoid()
+    fresh = (new[0] + torch.add(*reset).sigmoid() * new[1]).tanh()
     return fresh + share * (state - fresh)
 
 

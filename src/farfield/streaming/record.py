@@ -118,7 +118,7 @@ class _Recorder(TorchDispatchMode):
         if id(tensor) not in self.held:
             held = torch._to_functional_tensor(tensor)
             # Whether it needs a gradient decides by which operations torch multiplies matrices.
-            torch._mirror_autograd_meta_to(tensor, held)
+            torch._mirror_autograd_meta_to(tensor, held)  # type: ignore[attr-defined]
             self.held[id(tensor)] = tensor, held
         return self.held[id(tensor)][1]
 
@@ -151,8 +151,8 @@ class _Recorder(TorchDispatchMode):
         infos = [_info(each) for each in (outputs if several else (outputs,))]
         result = None if rewrite is None else rewrite(self.write, infos if several else infos[0], *args)
         if result is None:
-            operation = as_attention(function, args, kwargs) or (str(function), args, kwargs)
-            node = self.graph.add(*operation, infos, path=self.write.path, macs=macs).node
+            op, args, kwargs = as_attention(function, args, kwargs) or (str(function), args, kwargs)
+            node = self.graph.add(op, args, kwargs, infos, path=self.write.path, macs=macs).node
             result = [Value(node, output) for output in range(len(infos))]
         self.note(outputs, [result] if isinstance(result, Value) else result)
 

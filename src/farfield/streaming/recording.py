@@ -66,7 +66,9 @@ class Recording:
         except GraphError as error:
             if "; fix: " in str(error):
                 raise
-            tile = tuple(max(1, length // 2) if axis in self.cuttable else None for axis, length in enumerate(self.size))
+            tile = tuple(
+                max(1, length // 2) if axis in self.cuttable else None for axis, length in enumerate(self.size)
+            )
             where = "" if self.cuttable else ", in one piece"
             raise GraphError(f"{error}; fix: tile={tile}{where}") from error
 

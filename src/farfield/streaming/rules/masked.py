@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,11 +63,10 @@ def _reduce_moments(call: OperationCall) -> Reduction | None:
 @functools.lru_cache(256)
 def _find_blocks(length: int, result: int, start: int, scale: int, least: int) -> Taps:
     """Return the positions that those of another axis stand for: `scale` many from `start` on, in units of 1/least."""
-    first = start + scale * torch.arange(result)
-    start_of = torch.div(first, least, rounding_mode="floor")
-    stop = -torch.div(-(first + scale), least, rounding_mode="floor")
-    steps = torch.arange(int((stop - start_of).max()))[:, None]
-    return Taps(torch.minimum(start_of + steps, stop - 1).clamp(0, length - 1))
+    first = start + scale * np.arange(result)
+    start_of, stop = first // least, -(-(first + scale) // least)
+    steps = np.arange((stop - start_of).max())[:, None]
+    return Taps(np.minimum(start_of + steps, stop - 1).clip(0, length - 1))
 
 
 def _blocks_of(call: OperationCall) -> dict[int, Taps]:

@@ -187,8 +187,8 @@ class Taps(NamedTuple):
 
     def apply(self, tensor: Tensor, dim: int, span: Span) -> Tensor:
         """Return a span of the result from the positions that it reads."""
-        index = self.places[:, span[0] : span[1]]
-        index = torch.from_numpy(index - index.min()).to(tensor.device)
+        places = self.places[:, span[0] : span[1]]
+        index = torch.from_numpy(places - places.min()).to(tensor.device)
         result = tensor.index_select(dim, index[0])
         if self.weights is None:
             return result
