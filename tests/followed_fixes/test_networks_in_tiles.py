@@ -172,8 +172,8 @@ ROWS = [
     Row(
         "streaming/layers.py",
         lambda: predict(Run(attended, GridAttention(1, "dot")), tile=(16, 16)),
-        "tile=(None, None)",
-        lambda: predict(Run(attended, GridAttention(1, "dot")), tile=WHOLE),
+        "tile=(20, None)",
+        lambda: predict(Run(attended, GridAttention(1, "dot")), tile=(20, None)),
     ),
     Row(
         "streaming/rewrites.py",
@@ -202,8 +202,8 @@ ROWS = [
     Row(
         "streaming/rules/rule.py",
         lambda: predict(Run(sheared, conv()), tile=16),
-        "tile=(None, None)",
-        lambda: predict(Run(sheared, conv()), tile=WHOLE),
+        "tile=(20, None)",
+        lambda: predict(Run(sheared, conv()), tile=(20, None)),
     ),
     Row(
         "streaming/rules/sums.py",

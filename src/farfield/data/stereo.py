@@ -125,8 +125,8 @@ def _refuse_missing(parts: dict[str, list[Frame]], root: Path) -> None:
             "  fix: add pairs outside the folders of test pairs, or hold out fewer, --data.held_out."
         )
     if not parts["val"]:
-        names: list[set[str]] = [set(frame.names) for frame in parts["train"]]
-        some = sorted(set.union(*names) - set.intersection(*names))  # which leave some to train on
+        first, *names = (set(frame.names) for frame in parts["train"])
+        some = sorted(first.union(*names) - first.intersection(*names))  # which leave some to train on
         fix = f"hold scenes out by their names, --data.held_out '[\"{some[0]}\"]'" if some else "add pairs"
         problem = f"{root} has no pairs to validate on: no test pairs with disparities"
         raise FolderError(f"{problem}.\n  fix: {fix}.")
