@@ -6,7 +6,7 @@ Each network runs untiled and in tiles, cut along all axes, or, where that is re
 - refused: for one of the reasons in `REASONS`, which no tile could know better.
 - could run: refused, for another reason.
 - wrong: the difference is larger, or the check of a region before the first pass found one.
-- crash: an error that is no refusal, or no end within `LIMIT` seconds.
+- crash: an error that is no refusal, or no end within `LIMIT` seconds of the processor.
 - untiled: its library does not run it, or its result is constant, so that the table of networks is at fault.
 """
 
@@ -102,14 +102,15 @@ def read(file: Path | None) -> dict[str, dict[str, Any]]:
 def judge(network: Network) -> dict[str, Any]:
     """Run one network untiled and in tiles, and say what came of it."""
     start = time.process_time()
-    signal.signal(signal.SIGALRM, _raise_timeout)
-    signal.alarm(LIMIT)
+    # Of the processor, which other programs may use too.
+    signal.signal(signal.SIGVTALRM, _raise_timeout)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
     try:
         result = _judge(network)
     except Exception as error:  # noqa: BLE001  (what is not a refusal is what is looked for)
         result = {"verdict": "crash", "text": f"{type(error).__name__}: {error}"[:600], "at": _place_of(error)}
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     return result | {"seconds": round(time.process_time() - start, 1)}
 
 
@@ -229,7 +230,7 @@ def _place_of(error: BaseException) -> str:
 
 
 def _raise_timeout(*_: Any) -> None:
-    raise TimeoutError(f"no end within {LIMIT} s")
+    raise TimeoutError(f"no end within {LIMIT} s of the processor")
 
 
 def summarize(result: Mapping[str, Any]) -> str:

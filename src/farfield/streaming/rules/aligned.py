@@ -237,7 +237,7 @@ ALIGNED_RULES: dict[str, Rule] = {
     **named(aligned(_looked_up), "embedding"),
     **named(aligned(lambda call: [range(len(call.shape)), [None]]), "bucketize.Tensor"),
     **named(aligned(_indexed), "index.Tensor"),
-    **named(aligned(_sampled), "grid_sampler_2d grid_sampler_3d"),
+    **named(aligned(_sampled, gathers=True), "grid_sampler_2d grid_sampler_3d"),
     "farfield_streaming.recurrent.default": aligned(_recurrent),
     **named(aligned(lambda call: [[0, None], [None]]), "mv"),
     **named(aligned(_distances), "_euclidean_dist _cdist_forward"),
