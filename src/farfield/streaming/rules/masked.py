@@ -77,8 +77,7 @@ def _blocks_of(call: OperationCall) -> dict[int, Taps]:
 def _run_cover(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     """A position is valid if any of those that it stands for is."""
     ((dim, taps),) = _blocks_of(call).items()
-    index = taps.places[:, slice(*single(box[dim]))]
-    index = (index - index.min()).to(tensors[0].device)
+    index = taps.index_of(single(box[dim]), tensors[0].device)
     return functools.reduce(torch.logical_or, (tensors[0].index_select(dim, each) for each in index))
 
 

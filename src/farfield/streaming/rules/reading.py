@@ -185,10 +185,14 @@ class Taps(NamedTuple):
         part = self.places[:, span[0] : span[1]]
         return int(part.min()), int(part.max()) + 1
 
+    def index_of(self, span: Span, device: torch.device) -> Tensor:
+        """Return where each tap of a span stands among the positions that it reads."""
+        part = self.places[:, span[0] : span[1]]
+        return torch.from_numpy(part - part.min()).to(device)
+
     def apply(self, tensor: Tensor, dim: int, span: Span) -> Tensor:
         """Return a span of the result from the positions that it reads."""
-        places = self.places[:, span[0] : span[1]]
-        index = torch.from_numpy(places - places.min()).to(tensor.device)
+        index = self.index_of(span, tensor.device)
         result = tensor.index_select(dim, index[0])
         if self.weights is None:
             return result
