@@ -130,12 +130,10 @@ class _Recorder(TorchDispatchMode):
 
     def refuse_memory(self, network: nn.Module) -> None:
         """Refuse a network that keeps something of the volume for its next run; it may count its runs."""
-        own = [
-            (name, tensor) for tensor, _ in self.held.values() for name, _ in [self.constants.get(id(tensor), ("", 0))]
-        ]
+        own = [(self.constants[key][0], tensor) for key, (tensor, _) in self.held.items() if key in self.constants]
         for name, tensor in [*own, *network.named_buffers()]:
             last = self.numbers_of(tensor)
-            if name and last is not tensor and not self.write.is_known(self.value_of(last)):
+            if last is not tensor and not self.write.is_known(self.value_of(last)):
                 fix = "model.eval(), if it is in training mode; else a module without that write"
                 raise RecordingError(f"{name} of the network is computed from the volume, for the next run; fix: {fix}")
 
