@@ -237,7 +237,7 @@ def test_unknown_names(tmp_path: Path) -> None:
     root = make_voc(tmp_path / "voc")
     with pytest.raises(LookupError, match='no output layer "siamse"; nearest: siamese'):
         farfield("fit", **CAMVID, **{"data.root": root, "model.network.output": "siamse"})
-    with pytest.raises(LookupError, match='farfield fit: no task "segmnt"; nearest: segment'):
+    with pytest.raises(LookupError, match='no task "segmnt"; nearest: segment'):
         farfield("fit", task="segmnt")
 
 

@@ -209,7 +209,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path) -> No
 
 
 def test_the_task_of_a_recipe_can_be_given_and_a_wrong_one_gets_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(LookupError, match='farfield fit: no task "restoration"; nearest: restore'):
+    with pytest.raises(LookupError, match='no task "restoration"; nearest: restore'):
         main(["fit", "--task", "restoration"])
     farfield("fit", task="restore", **SMALL | layout(CARE3D, tmp_path / "data"))
     with pytest.raises(ValueError, match=r'^no entry "model\.patience"; model has network, learning_rate, momentum, '):
