@@ -87,7 +87,9 @@ def sweep(only: Sequence[str] | None, file: Path | None) -> None:
             result = known[name] = {"name": name, "versions": versions} | judge(network)
             print(f"{name}: {summarize(result)}", flush=True)
             if file is not None:
-                file.write_text("".join(f"{json.dumps(each)}\n" for each in known.values()), encoding="utf-8")
+                new = file.with_name(f"{file.name}.new")
+                new.write_text("".join(f"{json.dumps(each)}\n" for each in known.values()), encoding="utf-8")
+                os.replace(new, file)
     print_tables(list(known.values()))
 
 
