@@ -16,6 +16,7 @@ import importlib
 import importlib.metadata
 import itertools
 import json
+import os
 import re
 import signal
 import time
