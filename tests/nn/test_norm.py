@@ -13,7 +13,7 @@ from torch import Tensor
 from farfield.nn import GridAttention
 from farfield.nn.norm import CoefficientNorm
 from farfield.ops import OPERATORS
-from farfield.ops.moments import product_moments
+from farfield.ops.moments import product_moments, response_moments
 from helpers.attending import written_out
 from helpers.distributed_norm import run
 from helpers.explicit import MEAN_ROWS, SOFTMAX_ROWS
@@ -222,6 +222,19 @@ def build_started(attention: GridAttention) -> Tensor:
     """The running variance that `build` gave before its first batch."""
     torch.manual_seed(0)
     return build(attention.operator_name, "bare").coefficient_norm.running_var
+
+
+def test_responses_that_vary_less_than_their_terms_keep_their_variance() -> None:
+    """In float32, where the terms of slotsᵀ·C·slots are 10⁶ times as large as what is left of them."""
+    first, spread = torch.randn(2, 2, 1, 500), 1e-3 * torch.randn(2, 2, 1, 500)
+    slots, coefficients = (
+        torch.tensor([[1.0, 2.0], [-1.0, -2.0]]).expand(2, 2, 2, 2),
+        torch.cat([first, first + spread], 2),
+    )
+    moments = response_moments(slots, coefficients, torch.ones(2, 1, 1, 500))
+    responses = slots.double().mT @ coefficients.double()
+    assert moments.variance.dtype == torch.float32
+    torch.testing.assert_close(moments.variance.double(), responses.var((0, 3), correction=0), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("row", SOFTMAX_ROWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from farfield.streaming import predict_whole
 from farfield.streaming.functions import run_recorded
+from farfield.streaming.graph import Graph, Info, Writer
 from farfield.streaming.labels import GraphError
+from farfield.streaming.recording import Recording
+from farfield.streaming.rewrites import as_attention
 from helpers.drawn_networks import Layer
 from helpers.recorded import record_network, run_in_tiles
 
@@ -82,6 +87,15 @@ def write_to_parameters(grid: Tensor, own: nn.Module) -> Tensor:
     return F.conv2d(grid, weight)
 
 
+def share_keys(rows: Tensor) -> Tensor:
+    """Attention of eight heads of queries that share two of keys; what follows reads some of them."""
+    wide = torch.cat([rows * number for number in range(1, 9)], -1)
+    query = wide.unflatten(-1, (8, 4)).transpose(1, 2).contiguous()
+    key, value = query[:, :2].contiguous(), query[:, 2:4].contiguous()
+    heads = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    return heads[:, 3:5].transpose(1, 2).flatten(2)
+
+
 NETWORKS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[nn.Module]]]] = {
     "LSTM": (of_rows(lambda rows, own: own(rows)[0]), lambda: [nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)]),
     "LSTM of projections": (
@@ -109,6 +123,7 @@ NETWORKS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[nn.Module]]]]
     "a weight": (write_to_parameters, lambda: [nn.Conv2d(4, 4, 1)]),
     "classes": (lambda grid: F.one_hot(grid.argmax(1), 4).movedim(-1, 1).to(grid), list),
     "numbers of a list": (lambda grid: grid * torch.tensor([[1.0, 2.0], [3.0, 4.0]]).tolist()[1][0], list),
+    "shared keys": (of_rows(share_keys), list),
     "learned queries": (
         of_rows(lambda rows, own, table: own(rows, *[table.weight.expand(len(rows), -1, -1)] * 2)[0]),
         lambda: [nn.MultiheadAttention(4, 2, batch_first=True), nn.Embedding(6, 4)],
@@ -213,3 +228,60 @@ def test_drawn_antialiased_resampling(mode: str, corners: bool, lengths: list[in
     net = Layer(lambda grid: F.interpolate(grid, lengths[2:], mode=mode, align_corners=corners, antialias=True))
     tile = [max(2, length // 3) for length in lengths[:2]]
     torch.testing.assert_close(run_in_tiles(net, volume, tile).output, net(volume))
+
+
+# ---- axes that can be cut, kernels of devices ------------------------------------------------------------------------
+def with_class_token(grid: Tensor) -> Tensor:
+    """Attention of all positions, and of a token beside them."""
+    tokens = grid.flatten(2).mT
+    tokens = torch.cat([torch.ones_like(tokens[:, :1]), tokens], 1)
+    return F.scaled_dot_product_attention(tokens, tokens, tokens)[:, 1:].mT.unflatten(2, grid.shape[2:])
+
+
+def test_axes_that_cannot_be_cut_together() -> None:
+    recording = Recording(record_network(Layer(with_class_token), SHAPE), SHAPE[2:], None)
+    assert recording.cuttable == (0,)  # the longest
+    with pytest.raises(GraphError, match=r"fix: tile=\(11, None\)"):
+        recording.label((0, 1))
+    net, volume = Layer(with_class_token).eval(), torch.randn(SHAPE, dtype=torch.float64)
+    torch.testing.assert_close(predict_whole(net, volume, tile=(11, None), quiet=True), net(volume))
+
+
+def sort_and_search(grid: Tensor) -> Tensor:
+    """What has no rule, behind what works along a whole axis."""
+    return grid.sort(2)[0].sort(3)[0] + torch.searchsorted(torch.linspace(0, 1, 9), grid)
+
+
+def test_where_no_axis_can_be_cut_it_runs_in_one_piece() -> None:
+    recording = Recording(record_network(Layer(sort_and_search), SHAPE), SHAPE[2:], None)
+    assert recording.cuttable == ()
+    net, volume = Layer(sort_and_search).eval(), torch.rand(SHAPE)
+    torch.testing.assert_close(predict_whole(net, volume, tile=(None, None), quiet=True), net(volume))
+
+
+ATTENTION = [
+    name
+    for name in dir(torch.ops.aten)
+    if re.fullmatch("_scaled_dot_product_.*attention(_for_cpu)?(_overrideable)?", name)
+]
+
+
+@pytest.mark.parametrize("name", ["_scaled_dot_product_flash_attention", *ATTENTION])
+def test_kernels_of_attention_are_recorded_alike(name: str) -> None:
+    function, graph = getattr(torch.ops.aten, name).default, Graph()
+    query, key, value = (graph.add("input", (place,), {}, [Info((1, 2, 5, 4), torch.float32)]) for place in range(3))
+    given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_mask": 4,
+        "attn_bias": 4,
+        "is_causal": False,
+        "scale": 0.5,
+    }
+    arguments = function._schema.arguments
+    args = [given.get(each.name, each.default_value) for each in arguments if not each.kwarg_only]
+    kwargs = {each.name: given.get(each.name, each.default_value) for each in arguments if each.kwarg_only}
+    mask = 4 if {"attn_mask", "attn_bias"} & {each.name for each in arguments} else None
+    found = as_attention(Writer(graph, ""), function, args, kwargs)
+    assert found == ("attend", [query, key, value, mask, False, 0.5], {})

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farfield.streaming import record
 from farfield.streaming.check import without_fast_attention
-from farfield.streaming.graph import OWN, RecordingError, run_whole
+from farfield.streaming.graph import OWN, RecordingError, map_values, run_whole
 from farfield.testing.predictions import SoftmaxBetween
 from helpers.drawn_networks import KINDS, Layer, draw_network, draw_values
 from helpers.recorded import record_network
@@ -165,6 +166,19 @@ def test_what_cannot_be_repeated_is_refused_by_module(name: str) -> None:
     net = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), copy.deepcopy(layer))
     with pytest.raises(RecordingError, match=message):
         record_network(net, (1, 1, 17, 14))
+
+
+def test_a_tensor_that_is_not_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a pair of a number and a tensor, if these are not looked at."""
+
+    def map_most(part: object, kind: type, function: Callable[..., object]) -> object:
+        return part if type(part) is tuple and part and type(part[0]) is int else map_values(part, kind, function)
+
+    net = of_grid(lambda grid: 2**grid)
+    assert record_network(net, (1, 1, 9, 8)).nodes
+    monkeypatch.setattr(record, "map_values", map_most)
+    with pytest.raises(RecordingError, match="on a tensor that is not recorded"):
+        record_network(net, (1, 1, 9, 8))
 
 
 def test_a_network_may_count_its_runs() -> None:

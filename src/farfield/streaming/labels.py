@@ -213,19 +213,18 @@ def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
     args, kwargs = map_values((node.args, node.kwargs), Value, operand)
     operands = tuple(operand(value) for value in node.inputs)
     call = OperationCall(node.op, args, kwargs, operands, (), node.outputs)
-    rule = LAYER if node.op == "layer" else find_rule(node.op)
-    if rule is None:
-        rule = WHOLE
-        if any(axes_of(each.layout) for each in operands):
-            if labelled.halo is None:
-                raise RuleError("there is no rule for it; fix: tile=Tiles(…, halo=positions) if it is local")
-            rule = local(labelled.halo, labelled.size)
+    rule, is_cut = LAYER if node.op == "layer" else find_rule(node.op), any(axes_of(each.layout) for each in operands)
+    if rule is None and is_cut:
+        if labelled.halo is None:
+            raise RuleError("there is no rule for it; fix: tile=Tiles(…, halo=positions) if it is local")
+        rule = local(labelled.halo, labelled.size)
+    rule = rule or WHOLE
     try:
         layouts = rule.label(call)
     except RuleError:
-        if any(axes_of(each.layout) for each in operands):
+        if is_cut:
             raise
-        rule, layouts = WHOLE, WHOLE.label(call)  # nothing of it is cut
+        rule, layouts = WHOLE, WHOLE.label(call)
     call = call._replace(layouts=tuple(layouts))
     labelled.calls[index], labelled.rules[index] = call, rule
     labelled.layouts.update((Value(index, output), layout) for output, layout in enumerate(call.layouts))

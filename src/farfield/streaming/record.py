@@ -149,7 +149,7 @@ class _Recorder(TorchDispatchMode):
         infos = [_info(each) for each in (outputs if several else (outputs,))]
         result = None if rewrite is None else rewrite(self.write, infos if several else infos[0], *args)
         if result is None:
-            op, args, kwargs = as_attention(function, args, kwargs) or (str(function), args, kwargs)
+            op, args, kwargs = as_attention(self.write, function, args, kwargs) or (str(function), args, kwargs)
             node = self.graph.add(op, args, kwargs, infos, path=self.write.path, macs=macs).node
             result = [Value(node, output) for output in range(len(infos))]
         self.note(outputs, [result] if isinstance(result, Value) else result)

@@ -85,12 +85,9 @@ class Recording:
 
     @cached_property
     def cuttable(self) -> tuple[int, ...]:
-        """The axes along which it can be cut: all, or those that can by themselves, or the longest one of these."""
+        """The axes along which it can be cut: all together, or else each by itself."""
         axes = tuple(range(len(self.size)))
-        if self._try_label(axes):
-            return axes
-        alone = tuple(axis for axis in axes if self._try_label([axis]))
-        return alone if self._try_label(alone) else (max(alone, key=self.size.__getitem__),)
+        return axes if self._try_label(axes) else tuple(axis for axis in axes if self._try_label([axis]))
 
     @cached_property
     def scales(self) -> dict[Value, Scales]:

@@ -257,7 +257,7 @@ def _copy(write: Writer, output: Info, _: Value, value: Value, *__: Any) -> Valu
 
 
 def as_attention(
-    function: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    write: Writer, function: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[str, list[Any], dict[str, Any]] | None:
     """Return a kernel of attention, of whichever device, as torch's function; None for another operation."""
     if "scaled_dot_product" not in str(function):
@@ -265,7 +265,19 @@ def as_attention(
     names = [argument.name for argument in function._schema.arguments]
     given = {"scale": None} | dict(zip(names, args, strict=False)) | kwargs
     mask = given.get("attn_mask", given.get("attn_bias"))
-    return "attend", [given["query"], given["key"], given["value"], mask, given["is_causal"], given["scale"]], {}
+    *_, heads, _, _ = write.shape(given["query"])
+    key, value = (_repeat_heads(write, given[name], heads) for name in ("key", "value"))
+    return "attend", [given["query"], key, value, mask, given["is_causal"], given["scale"]], {}
+
+
+def _repeat_heads(write: Writer, value: Value, heads: int) -> Value:
+    """Return keys or values of a head for each of the queries, where several of these share one."""
+    *batch, own, positions, channels = write.shape(value)
+    if own == heads:
+        return value
+    value = write.view(value, (*batch, own, 1, positions, channels))
+    value = write.append("expand", (value,), (*batch, own, heads // own, positions, channels))
+    return write.view(value, (*batch, heads, positions, channels))
 
 
 _VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze, aten.unflatten)
