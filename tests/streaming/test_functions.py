@@ -93,7 +93,7 @@ def share_keys(rows: Tensor) -> Tensor:
     query = wide.unflatten(-1, (8, 4)).transpose(1, 2).contiguous()
     key, value = query[:, :2].contiguous(), query[:, 2:4].contiguous()
     heads = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    return heads[:, 3:5].transpose(1, 2).flatten(2)
+    return heads[:, 1:3].transpose(1, 2).flatten(2)
 
 
 NETWORKS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[nn.Module]]]] = {
