@@ -910,13 +910,17 @@ class Outcome(NamedTuple):
 
 
 def count_outcomes(compare: Callable[[int], Outcome], seeds: range, few: Mapping[str, float]) -> None:
-    """Compare drawn networks: all are right, but for shares of other outcomes."""
+    """Compare drawn networks: all are right, but for shares of other outcomes.
+
+    Which of them round otherwise depends on the processor: three deviations of that count more may.
+    """
     outcomes = {seed: compare(seed) for seed in seeds}
     others = {seed: each for seed, each in outcomes.items() if each.result not in ("right", *few)}
     assert not others, others
     counts = Counter(outcome.result for outcome in outcomes.values())
     for result, share in few.items():
-        assert counts[result] <= share * len(seeds), result
+        most = share * len(seeds)
+        assert counts[result] <= most + (3 * math.sqrt(most) if result == "rounded" else 0), result
 
 
 def change_last_bits(volume: Tensor) -> Iterator[Tensor]:

@@ -272,6 +272,6 @@ def test_under_autocast_it_is_what_the_network_is(tile: Any) -> None:
         got = predict_whole(net, volume, tile=tile, quiet=True)
         # What is computed in single precision is not rounded to half of it.
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-        assert torch.equal(predict_whole(half, volume, tile=tile, quiet=True), half(volume))
+        torch.testing.assert_close(predict_whole(half, volume, tile=tile, quiet=True), half(volume))
     with torch.no_grad():
-        assert torch.equal(predict_whole(half, volume, tile=tile, quiet=True), half(volume))
+        torch.testing.assert_close(predict_whole(half, volume, tile=tile, quiet=True), half(volume))

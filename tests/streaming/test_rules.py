@@ -104,6 +104,13 @@ def attend_across(grid: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query.contiguous(), key.contiguous(), key.contiguous() + 1, mask).mT
 
 
+def attend_with_token(grid: Tensor) -> Tensor:
+    """Positions of both axes in one dimension, beside a token."""
+    rows = grid.flatten(2).mT
+    rows = torch.cat([torch.ones_like(rows[:, :1]), rows], 1)
+    return F.scaled_dot_product_attention(rows, rows * 2, rows + 1)[:, 1:].mT.unflatten(2, grid.shape[2:])
+
+
 def count_by_column(grid: Tensor) -> Tensor:
     """Add up rows by computed places, which belong to no axis, in each column."""
     place = (grid * 3).long() % 5
@@ -244,6 +251,7 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
     "sampled at places of an axis": (sample_along, AREA),
     "added product of an axis": (add_product, AREA),
     "added product of rows": (add_product_of_rows, AREA),
+    "attention with a token": (attend_with_token, AREA),
     "causal attention": (rows(lambda x: attend(x, causal=True)), AREA),
     "cumulated": (
         lambda g: g.cumsum(1) + g.clamp(-1, 1).cumprod(1) + g.cummax(1)[0] + g.cummin(1)[0] + g.logcumsumexp(1),

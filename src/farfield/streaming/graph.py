@@ -217,6 +217,8 @@ OWN: dict[str, Callable[..., Tensor]] = {
     # Windows added up where they came from: the size, kernel, dilation, padding, stride.
     "fold": lambda info, value, *windows: F.fold(value.flatten(2), *windows),
     "unpool": _unpool,
+    # All positions of a dimension, for each position of a result.
+    "whole": lambda info, value, dim: value,
     # Of queries, keys and values: a mask, whether only earlier keys count, and the factor of products.
     "attend": lambda info, query, key, value, mask, causal, scale: F.scaled_dot_product_attention(
         query, key, value, mask, 0.0, causal, scale=scale

@@ -179,25 +179,30 @@ def label_graph(
     """
     labelled = LabelledGraph(graph, tuple(size), tuple(cut), halo)
     for index in labelled.order:
-        node = graph.nodes[index]
-        labelled.levels[index] = max((labelled.levels[value.node] for value in node.inputs), default=0)
-        if node.op == "input":
-            labelled.layouts[Value(index)] = _grid_layout(node.outputs[0].shape, cut, first)
-            continue
-        if node.op == "constant":
-            labelled.layouts[Value(index)] = constant_layout(node.outputs[0].shape)
-            continue
-        try:
-            _label_node(labelled, index, node)
-        except RuleError as error:
-            if refused is None:
-                raise GraphError(f"{node.op} in {node.path}: {error}") from error
-            refused[index] = str(error)
-            for output, info in enumerate(node.outputs):
-                is_grid = len(info.shape) == len(size) + first
-                layout = _grid_layout(info.shape, cut, first) if is_grid else constant_layout(info.shape)
-                labelled.layouts[Value(index, output)] = layout
+        label_node(labelled, index, first, refused)
     return labelled
+
+
+def label_node(labelled: LabelledGraph, index: int, first: int = 2, refused: dict[int, str] | None = None) -> None:
+    """Find the labels of one node behind those that have theirs; as of `label_graph`."""
+    node = labelled.graph.nodes[index]
+    labelled.levels[index] = max((labelled.levels[value.node] for value in node.inputs), default=0)
+    if node.op == "input":
+        labelled.layouts[Value(index)] = _grid_layout(node.outputs[0].shape, labelled.cut, first)
+        return
+    if node.op == "constant":
+        labelled.layouts[Value(index)] = constant_layout(node.outputs[0].shape)
+        return
+    try:
+        _label_by_rule(labelled, index, node)
+    except RuleError as error:
+        if refused is None:
+            raise GraphError(f"{node.op} in {node.path}: {error}") from error
+        refused[index] = str(error)
+        for output, info in enumerate(node.outputs):
+            is_grid = len(info.shape) == len(labelled.size) + first
+            layout = _grid_layout(info.shape, labelled.cut, first) if is_grid else constant_layout(info.shape)
+            labelled.layouts[Value(index, output)] = layout
 
 
 def _grid_layout(shape: Sequence[int], cut: Collection[int], first: int) -> Layout:
@@ -206,7 +211,7 @@ def _grid_layout(shape: Sequence[int], cut: Collection[int], first: int) -> Layo
     return (*constant_layout(shape[:first]), *dims)
 
 
-def _label_node(labelled: LabelledGraph, index: int, node: Node) -> None:
+def _label_by_rule(labelled: LabelledGraph, index: int, node: Node) -> None:
     def operand(value: Value) -> Operand:
         return Operand(labelled.layouts[value], labelled.graph.info(value).dtype)
 

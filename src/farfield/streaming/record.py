@@ -46,6 +46,7 @@ from farfield.streaming.graph import (
 )
 from farfield.streaming.layers import has_grid_summary, make_streamable, summary_bytes
 from farfield.streaming.rewrites import REWRITTEN, as_attention, with_numbers
+from farfield.streaming.tokens import split_tokens
 
 aten = torch.ops.aten
 # Named arguments for where a tensor lies: a part lies where the volume lies.
@@ -311,6 +312,7 @@ def record_network(
     # Outside of the context, in which the results of operations have no numbers.
     graph.constants = {name: tensor.detach().to(device) for name, tensor in graph.constants.items()}
     sweep(graph)
+    graph = split_tokens(graph)
     for node in graph.nodes:
         if holds((node.args, node.kwargs), Tensor):  # it would be that of the whole, in every tile
             raise RecordingError(f"{node.path} runs {node.op} on a tensor that is not recorded")

@@ -243,4 +243,7 @@ ALIGNED_RULES: dict[str, Rule] = {
     **named(aligned(_distances), "_euclidean_dist _cdist_forward"),
     **named(aligned(_multiplied, gathers=True)._replace(reduce=_reduce_product), "mm bmm addmm baddbmm"),
     "attend": aligned(_attended, _attend, gathers=True),
+    "whole": aligned(
+        lambda call: [[None if dim == call.args[1] else dim for dim in range(len(call.shape))]], gathers=True
+    ),
 }

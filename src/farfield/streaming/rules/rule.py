@@ -204,6 +204,20 @@ def reduce_arrays(
     return Reduction(operands, place, merging.merge, take, reads)
 
 
+class Moved(NamedTuple):
+    """A dimension of an operand that is read elsewhere than at the position of the output."""
+
+    place: int
+    # `read(span, length)`: the positions, of so many, that a span of the output reads; perhaps none. `place`: where
+    # those of the output stand among them.
+    reader: Any
+
+
+# For each operand, the dimension of the output that each of its own runs with; None: that is read whole. An operand
+# with dimensions for which there is nothing, (), is not read.
+Dims = Sequence[Sequence[int | Moved | None]]
+
+
 class Rule(NamedTuple):
     """How an operation runs on a box of its output."""
 
@@ -217,6 +231,8 @@ class Rule(NamedTuple):
     # Of each operand, by axis, where positions of the output stand among its own, None where these are not even. Along
     # other axes both are as long as each other.
     places: Callable[[OperationCall], list[dict[int, Place | None]]] = lambda call: [{} for _ in call.operands]
+    # Of each operand, the dimension of the output that each of its own runs with, where that is all it does.
+    dims: Callable[[OperationCall], Dims] | None = None
 
 
 def named(rule: Rule, names: str) -> dict[str, Rule]:
@@ -259,20 +275,6 @@ def take_dims(tensor: Tensor, dims: Collection[int], layout: Layout, box: Box) -
     return read_box(tensor, region_of(tuple(known)), box) if dims else tensor
 
 
-class Moved(NamedTuple):
-    """A dimension of an operand that is read elsewhere than at the position of the output."""
-
-    place: int
-    # `read(span, length)`: the positions, of so many, that a span of the output reads; perhaps none. `place`: where
-    # those of the output stand among them.
-    reader: Any
-
-
-# For each operand, the dimension of the output that each of its own runs with; None: that is read whole. An operand
-# with dimensions for which there is nothing, (), is not read.
-Dims = Sequence[Sequence[int | Moved | None]]
-
-
 def aligned(find: Callable[[OperationCall], Dims], compute: Run | None = None, *, gathers: bool = False) -> Rule:
     """Return the rule of an operation of which each dimension of an operand runs with one of the output or is whole."""
 
@@ -310,7 +312,7 @@ def aligned(find: Callable[[OperationCall], Dims], compute: Run | None = None, *
             for operand, own in zip(call.operands, find(call), strict=True)
         ]
 
-    return Rule(label, needs, run, places=places)
+    return Rule(label, needs, run, places=places, dims=find)
 
 
 def label_output(call: OperationCall, dims: Dims, shape: Sequence[int]) -> Layout:
