@@ -34,6 +34,8 @@ _ALLOWED = 4
 _FAR = 16
 # What rounds in float64, in what rounds in float32.
 _NARROW = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+# The distance of float32 from which none of its digits tells how float64 rounds.
+_LOST = 0.1
 # Half of the digits of float64.
 _HALF = math.sqrt(torch.finfo(torch.float64).eps)
 # Where the volume is looked at for a region that is not constant: shares of the free room, the middle first.
@@ -123,6 +125,8 @@ def _find_allowed(
     own = distance(want, other)
     if is_wide and math.isinf(own):
         return f"the result on a region has numbers that are not finite in {dtype}"
+    if is_wide and own > _LOST:
+        return f"the result on a region is rounding alone in {dtype}"
     return _ALLOWED * (share * own + _eps(want))
 
 
