@@ -279,7 +279,8 @@ def timm_networks() -> Iterator[tuple[str, Network]]:
     for name in FEATURES.split():
 
         def last(name: str = name) -> nn.Module:
-            return Item(make(name, features_only=True), -1)
+            features = Item(make(name, features_only=True), -1)
+            return ChannelsFirst(features) if name.startswith("mambaout") else features
 
         yield f"{name}, features", Network(last, IMAGE, TILE)
 
@@ -315,23 +316,24 @@ def spandrel_networks() -> Iterator[tuple[str, Network]]:
         "PLKSR": {"dim": 16, "n_blocks": 2},
         "NAFNet": {"width": 8, "enc_blk_nums": [1, 1], "dec_blk_nums": [1, 1]},
         "DRUNet": few,
-        "FBCNN": few,
+        "FBCNN": few | {"nc": [8, 8, 16, 512]},
         "DnCNN": {"in_nc": 3, "out_nc": 3, "nc": 16, "nb": 4},
         "SwinIR": windows,
         "Swin2SR": windows,
         "HAT": windows | {"squeeze_factor": 4},
-        "DAT": depth,
+        "DAT": depth | {"embed_dim": 32},
         "RGT": depth | {"embed_dim": 32},
         "OmniSR": {"num_feat": 16},
-        "SCUNet": {"config": [2] * 7, "dim": 16},
+        "SCUNet": {"config": [2] * 7, "dim": 64},
         "Uformer": {"img_size": 128, "embed_dim": 8, "depths": [1] * 9, "num_heads": [1] * 9},
         "MixDehazeNet": {"embed_dims": [8, 16, 32, 16, 8]},
     }
 
     def make(name: str) -> nn.Module:
         module = importlib.import_module(f"spandrel.architectures.{name}")
-        return getattr(module, name)(**numbers[name])
+        network = getattr(module, name)(**numbers[name])
+        return Item(network, 0) if name == "FBCNN" else network  # beside a number of each image
 
     for name in numbers:
-        shape = SQUARE if name in ("SCUNet", "Uformer") else (3, 32, 48)
+        shape = SQUARE if name in ("SCUNet", "Uformer", "MixDehazeNet") else (3, 32, 48)
         yield name, Network(partial(make, name), shape, TILE if shape == SQUARE else (16, 16))

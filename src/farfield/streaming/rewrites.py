@@ -131,6 +131,8 @@ def _cat(write: Writer, output: Info, values: Sequence[Value], dim: int) -> Valu
     present = [each for each in values if 0 not in write.shape(each)]
     if len(present) in (0, len(values)):
         return None
+    if len(present) == 1 and write.graph.info(present[0]).dtype == output.dtype:
+        return present[0]
     return write.append("aten.cat.default", (present, dim), *output)
 
 
