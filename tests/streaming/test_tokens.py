@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from farfield.streaming import plan_whole, predict_whole
 from farfield.streaming.labels import GraphError
 from farfield.streaming.recording import Recording
+from helpers.drawn_networks import Layer
 from helpers.recorded import record_network, run_in_tiles
 
 # (queries, keys, values, bias): the values that each row attends to
@@ -166,3 +167,10 @@ def test_what_knows_the_place_of_a_token_is_refused_with_the_axes_that_can_be_cu
     with pytest.raises(GraphError, match=r"fix: tile=\(7, None\)"):
         predict_whole(net, volume, tile=(4, 6), quiet=True)
     torch.testing.assert_close(predict_whole(net, volume, tile=(4, None), quiet=True), net(volume))
+
+
+def test_no_tokens_before_positions() -> None:
+    """As where a network without tokens leaves the first none of them out of its rotations."""
+    net, volume = Layer(lambda grid: torch.cat([grid.flatten(2)[..., :0], grid.flatten(2)], 2)), torch.randn(VOLUME)
+    net = nn.Sequential(net, nn.Unflatten(2, VOLUME[2:])).eval()
+    assert torch.equal(predict_whole(net, volume, tile=(4, 6), quiet=True), volume)
