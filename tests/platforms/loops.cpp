@@ -100,12 +100,13 @@ void run_products(Format format, bool wide, Map of_keys, Map of_queries, Factor 
   const int64_t rows = 2 * keys, group = keys / groups, own = channels / groups, width = padded(group);
   Grid grid(draw(batch * channels * count), format), queries(std::vector<float>(batch * keys * count), format);
   const auto matrix = draw(rows * channels), bias = draw(rows);
+  const Matrix whole{matrix.data(), bias.data(), 1, rows, channels};
   std::vector<float> valid(batch * count), peaks(batch * parts * keys);
   for (int64_t i = 0; i < batch * count; ++i) valid[i] = i % 7 != 3;
   std::vector<double> values(batch * parts * channels * groups * width), weights(batch * parts * keys);
   products.summarize(
-      {parts, count, heads, keys, rows, keys, groups, of_keys, view(grid, channels), matrix.data(), bias.data(), valid.data(),
-       view(queries, keys), peaks.data(), values.data(), weights.data(), nullptr},
+      {parts, count, heads, keys, rows, keys, groups, of_keys, false, view(grid, channels), view(grid, channels),
+       whole, valid.data(), view(queries, keys), peaks.data(), values.data(), weights.data(), nullptr},
       0, batch * parts);
   queries.show("summarize");
   print("summarize", values);
@@ -132,8 +133,8 @@ void run_products(Format format, bool wide, Map of_keys, Map of_queries, Factor 
   const auto grad_values = draw(batch * keys * own), grad_weights = draw(batch * keys);
   std::vector<double> grad_matrix(batch * parts * channels * padded(rows)), grad_bias(batch * parts * rows);
   products.summarize_gradient(
-      {parts, count, heads, keys, rows, groups, of_keys, false, view(grid, channels), view(out, channels),
-       view(grad_queries, keys), matrix.data(), bias.data(), valid.data(),
+      {parts, count, heads, keys, rows, groups, of_keys, false, false, view(grid, channels), view(grid, channels),
+       view(out, channels), Positions{}, view(grad_queries, keys), whole, valid.data(),
        of_keys == Map::EXPONENTIALS ? peak.data() : nullptr, grad_values.data(), grad_weights.data(), nullptr,
        grad_matrix.data(), grad_bias.data()},
       0, batch * parts);

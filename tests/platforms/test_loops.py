@@ -46,6 +46,12 @@ def oldest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return results(tmp_path_factory.mktemp("oldest"), ["c++"], [])
 
 
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("c++") is None, reason="c++ is not installed")
+def test_the_program_gives_the_loops_their_jobs() -> None:
+    subprocess.run(["c++", *FLAGS, "-fsyntax-only", str(SOURCES[0])], check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_loops_for_a_processor(tmp_path: Path, oldest: dict[str, torch.Tensor], processor: str) -> None:
