@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from farfield._outputs import check_not_input
+from farfield._weights import is_entry, read_pickled, read_weights
 from farfield.cli.network_builder import build_named
 from farfield.cli.values import CommandLineError, Device, Size
-from farfield.models.storage import is_entry, read_pickled, read_weights
 from farfield.streaming import find_seams
 from farfield.volumes import Volume, open_volume
 from farfield.volumes.readers import READERS

@@ -10,8 +10,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from farfield._refusals import door
-from farfield._weights import describe_differences
-from farfield.models.storage import read_weights
+from farfield._weights import describe_differences, read_weights
 from farfield.nn.transformer import TransformerLayer
 
 _Network = TypeVar("_Network", bound=nn.Module)

@@ -13,10 +13,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from farfield._refusals import door
+from farfield._weights import read_weights
 from farfield.insertion._places import CHILD
 from farfield.models.choices import bind_arguments, check_choice, check_numbers, find_operator
 from farfield.models.compact import STRIDES, VARIANTS, CompactNet, check_image, draw_weights
-from farfield.models.storage import Stored, read_weights
+from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.nn.channel_norm import ChannelNorm
 from farfield.nn.initialization import DrawnByItself, draw

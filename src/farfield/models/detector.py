@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from farfield._operators import DEFAULT
 from farfield._refusals import door
+from farfield._weights import read_weights
 from farfield.insertion import detector_places, insert
 from farfield.models.choices import bind_arguments, check_choice, check_numbers, find_operator
 from farfield.models.deeplab import fill
-from farfield.models.storage import Stored, read_weights
+from farfield.models.storage import Stored
 from farfield.nn.attention import GridAttention
 from farfield.ops.table import Operator
 

@@ -6,8 +6,6 @@ import difflib
 import inspect
 import json
 import os
-import pickle
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -15,9 +13,8 @@ from typing import Any, Self
 import torch
 from huggingface_hub import ModelCard, ModelCardData, PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import nn
 
 from farfield._files import stage_files
 from farfield._refusals import door, refusal
@@ -236,41 +233,3 @@ def _check_weights(config: dict[str, Any], metadata: Mapping[str, str], problems
     if problems:
         other = f"the weights of another model than the {config['model']} its {_CONFIG} describes"
         raise refusal(ValueError, f"{path} holds {other}: {problems}. {fix}")
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a state dict from a `.safetensors` file or a file of `torch.save`, without running code in it."""
-    if not path.is_file():
-        fix = "the path of a .safetensors file, or of a .pth or .bin that torch.save wrote."
-        raise refusal(FileNotFoundError, f"there are no weights {path}; fix: {fix}")
-    try:
-        tensors = load_file(path) if path.suffix == ".safetensors" else read_pickled(path)
-    except SafetensorError as error:
-        raise refusal(ValueError, f"{path} is damaged: {error}; fix: download it again.") from error
-    except ValueError as error:
-        raise refusal(ValueError, f"{path} {error}; fix: download it again, or a .safetensors file.") from error
-    if not (isinstance(tensors, dict) and all(map(is_entry, tensors.items()))):
-        raise refusal(ValueError, f"{path} holds no state dict; fix: a file of torch.save(model.state_dict(), path).")
-    return tensors
-
-
-def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
-    """Read a file of `torch.save` that holds only tensors and plain values; no other content is executed."""
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                # torch.save packs nothing, and torch.load would unpack a thousand times the file.
-                if sum(each.file_size for each in archive.infolist()) > path.stat().st_size:
-                    raise ValueError("it is packed")
-        return torch.load(path, map_location=map_location, weights_only=True)
-    # Reading a damaged pickle can raise any error.
-    except Exception as error:
-        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
-            text = "holds more than tensors and plain values; loading that could run code, so it was not loaded"
-            raise ValueError(text) from error
-        raise ValueError("is damaged: it is no whole file of torch.save") from error
-
-
-def is_entry(entry: tuple[Any, Any]) -> bool:
-    """Return whether a key and its value can be an entry of a state dict."""
-    return isinstance(entry[0], str) and isinstance(entry[1], Tensor)

@@ -16,7 +16,8 @@ from safetensors.torch import save_model
 from torch import Tensor
 
 from farfield._files import open_replacement, stage_files
-from farfield.models.storage import Stored, is_entry, read_pickled
+from farfield._weights import is_entry, read_pickled
+from farfield.models.storage import Stored
 
 _SHOWN = 5
 
