@@ -281,7 +281,8 @@ def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor])
     problem = f"{len(wrong)} of {len(own)} are missing or of another shape"
     if not wrong:
         # A deeper ResNet has all the names and shapes of a shallower one, and more blocks.
-        wrong = sorted(_residual_blocks(tensors) - _residual_blocks(own))
+        here = _residual_blocks(own)
+        wrong = [block for block in _residual_blocks(tensors) if block not in here]
         problem = f"{len(wrong)} residual blocks of it are not here"
     if wrong:
         shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
@@ -290,6 +291,6 @@ def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor])
     part.load_state_dict({name: tensors[name] for name in own}, strict=False)
 
 
-def _residual_blocks(names: Iterable[str]) -> set[str]:
+def _residual_blocks(names: Iterable[str]) -> list[str]:
     """Return the paths of the residual blocks that hold these weights, such as `layer3.5`."""
-    return {match[1] for name in names if (match := _RESIDUAL_BLOCK.match(name))}
+    return list(dict.fromkeys(match[1] for name in names if (match := _RESIDUAL_BLOCK.match(name))))
