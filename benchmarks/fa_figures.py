@@ -170,14 +170,19 @@ def draw(figure: Figure, points: list[Point], file: Path) -> None:
         if operator not in figure.largest:
             continue
         style = {"color": COLOURS[operator], "label": f"measured: {name}"}
-        memory.plot(*of(points, operator, "kept_bytes", 1 / GIGA), "o", **style)
-        time.plot(*of(points, operator, "seconds", 1.0), "o-", **style)
+        for axes, key, factor, dash in ((memory, "kept_bytes", 1 / GIGA, "o"), (time, "seconds", 1.0, "o-")):
+            at, values = of(points, operator, key, factor)
+            if at:
+                axes.plot(at, values, dash, **style)
     titles = (
         "memory, GB (points: kept for backward)",
         "computation, GMACC (2 per MAC)",
         "time, forward and backward, s",
     )
     for axes, title in zip((memory, computation, time), titles, strict=True):
+        if not axes.lines:  # time, of which the paper has no formula and nothing was measured
+            axes.set_axis_off()
+            continue
         axes.set(xscale="log", yscale="log", title=title)
         axes.set_xticks(sizes, [figure.label.format(size) for size in sizes])
         axes.set_xticks([], minor=True)
@@ -189,7 +194,8 @@ def draw(figure: Figure, points: list[Point], file: Path) -> None:
     }
     drawing.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     devices = {point["device"] for point in points if "device" in point}
-    drawing.suptitle(f"Lines: the paper's formulas. Points: {', '.join(devices)}", fontsize=9)
+    points_of = f" Points: {', '.join(devices)}" if devices else ""
+    drawing.suptitle(f"Lines: the paper's formulas.{points_of}", fontsize=9)
     file.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(file, dpi=120)
     plt.close(drawing)

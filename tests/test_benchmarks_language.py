@@ -34,6 +34,19 @@ def test_figure_4_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len((tmp_path / "fa-figure-4.jsonl").read_text().splitlines()) == len(points) == 4
 
 
+@pytest.mark.parametrize(("figure", "kind"), [("4", "memory"), ("4", "no"), ("5", "no")])
+def test_a_figure_without_times(figure: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fa_figures
+
+    options = [figure, "--measure", kind, "--largest", "16", "--runs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["fa_figures.py", *options, "--picture", str(tmp_path / "figure.png")])
+    fa_figures.main()
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    points = fa_figures.read(tmp_path / f"fa-figure-{figure}.jsonl")
+    assert len(points) == (2 if kind == "memory" else 0)
+    assert not any("seconds" in point for point in points)
+
+
 def test_the_lines_of_both_figures_are_the_papers_numbers() -> None:
     import fa_figures
 

@@ -422,6 +422,13 @@ def test_every_numbered_equation_is_on_the_map() -> None:
     assert sorted(expected - set(equation_map())) == []
 
 
+def test_every_table_and_figure_is_on_the_map() -> None:
+    last = {"KAN": (6, 4), "SAN": (10, 2), "FA": (12, 17)}
+    expected = {f"{paper} Table {number}" for paper, (tables, _) in last.items() for number in range(1, tables + 1)}
+    expected |= {f"{paper} Figure {number}" for paper, (_, figures) in last.items() for number in range(1, figures + 1)}
+    assert sorted(expected - set(equation_map())) == []
+
+
 SECTIONS = ("Args", "Returns", "Cost", "Reference", "Example")
 PUBLIC_FUNCTIONS = sorted(name for name in getattr(ops, "__all__", dir(ops)) if inspect.isfunction(getattr(ops, name)))
 # Of no paper.

@@ -3,8 +3,8 @@
 
 The effective number of keys, the exponential of the entropy of an attention row, for random queries and keys of
 variance 1. Without a scale the products grow with the channels until one key takes all the weight; with 1/√c, which is
-the default of `farfield.nn.GridAttention`, the number does not depend on the channels. The papers' networks pass
-`scale=1.0` and normalize afterwards: :doc:`/guide/operators`.
+the default of `farfield.nn.GridAttention`, the number does not depend on the channels. The networks of KAN and
+SAN pass `scale=1.0` and normalize afterwards: :doc:`/guide/operators`.
 """
 
 import matplotlib.pyplot as plt

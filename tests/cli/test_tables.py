@@ -6,6 +6,7 @@ import csv
 import importlib
 import io
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -23,6 +24,7 @@ from farfield.cost import formulas
 from farfield.ops import OPERATORS
 
 PAPERS = Path(__file__).parents[1] / "papers"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
@@ -270,6 +272,11 @@ def test_cost_prints_kan_table_2(run: Any) -> None:
     # What a process sends: of 8 samples 8 · 8 values, 8 weights and a count, in float32.
     assert lines["averaged"][-1] == "2.3kB"
     assert "KAN Table 2" in text
+    # The page that the note points to has what differs in this table.
+    (title,) = re.findall('documentation\'s page "(.+?)"', text)
+    pages = [page.read_text(encoding="utf-8") for page in DOCS.glob("*.md")]
+    (page,) = (page for page in pages if re.search(f"^# {title}$", page, re.MULTILINE))
+    assert "| KAN Table 2, MACs of KAO_KV, 56² | 5.62m | 5.63m |" in page
 
 
 def test_cost_prints_san_table_2(run: Any) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from farfield import models
 from farfield.models import CLASSIFIERS, MODELS, CompactNet
+from farfield.nn import GridAttention
 from helpers.partly import partly
 
 
@@ -42,6 +43,22 @@ def test_what_classifies_comes_first_and_the_others_follow() -> None:
     assert list(MODELS)[: len(CLASSIFIERS)] == list(CLASSIFIERS)
     assert {"deeplab_v2", "deeplab_compact"} <= set(MODELS)
     assert all(getattr(models, name) is build for name, build in MODELS.items())
+
+
+def _scales(net: nn.Module) -> set[float]:
+    return {module.scale for module in net.modules() if isinstance(module, GridAttention)}
+
+
+def test_networks_of_kan_and_san_do_not_scale_products_and_those_of_fa_do() -> None:
+    """As docs/guide/operators.md says."""
+    with torch.device("meta"):
+        unscaled = [models.kanet(name) for name in ("softmax", "kronecker_kv", "kronecker_qkv")]
+        unscaled += [models.deeplab_v2(output="softmax"), models.unet_care("softmax"), models.sagan("softmax")]
+        assert [_scales(net) for net in unscaled] == [{1.0}] * len(unscaled)
+        assert _scales(models.psmnet_stacked("softmax", inner_channels=64)) == {64**-0.5}
+        assert _scales(models.bert_small("softmax", channels=256, heads=4)) == {64**-0.5}
+        assert _scales(models.i3d_resnet50("softmax")) == {256**-0.5, 512**-0.5}
+    assert _scales(models.mask_rcnn("resnet18", ["res3"], "softmax", basis=64)) == {64**-0.5}
 
 
 NORMS_RESPONSES = {"mobilenet_v2_siamese", "attnnet_averaged", "sanet", "sanet_ones", "sanet_local"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision.models import resnet18
+from torchvision.models import resnet18, resnet34
 from torchvision.models.detection import fasterrcnn_resnet50_fpn, maskrcnn_resnet50_fpn
 
 from farfield import models
@@ -251,6 +251,20 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     torch.save(resnet18().state_dict(), tmp_path / "other.pth")
     with pytest.raises(ValueError, match=r"mask_rcnn: .*other\.pth holds the weights of another network"):
         models.mask_rcnn("resnet34", weights=tmp_path / "other.pth")
+    # The other way round all names and shapes are there: resnet34 has the blocks of resnet18, and more.
+    torch.save(resnet34().state_dict(), tmp_path / "deeper.pth")
+    text = (
+        r"deeper\.pth holds the weights of another network: 8 residual blocks of it are not here, layer1\.2, layer2\.2"
+    )
+    with pytest.raises(ValueError, match=text) as raised:
+        models.mask_rcnn("resnet18", weights=tmp_path / "deeper.pth")
+    assert re.search(r"fix: other weights, or the options, such as backbone .*, that these were", str(raised.value))
+    # Both of its fixes work.
+    models.mask_rcnn("resnet18", weights=tmp_path / "other.pth")
+    models.mask_rcnn("resnet34", weights=tmp_path / "deeper.pth")
+    torch.save(models.mask_rcnn("resnet34", num_classes=1).rcnn.state_dict(), tmp_path / "detector.pth")
+    with pytest.raises(ValueError, match=r"8 residual blocks of it are not here, backbone\.body\.layer1\.2, "):
+        models.mask_rcnn("resnet18", weights=tmp_path / "detector.pth")
     with pytest.raises(ValueError, match=r"weights need a frozen backbone.*fix: frozen=True"):
         models.mask_rcnn("resnet18", setup=SMALL, weights=tmp_path / "other.pth")
     with pytest.raises(FileNotFoundError, match=r"mask_rcnn: there are no weights .*none\.pth; fix: the path"):

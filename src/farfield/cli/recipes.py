@@ -13,6 +13,7 @@ from pathlib import Path
 import farfield
 from farfield._refusals import door, refusal
 from farfield.cli.output import Row, Table, show
+from farfield.cli.printed import SCORES
 from farfield.cli.values import no_such
 
 _SUFFIX = ".yaml"
@@ -55,6 +56,13 @@ def _read_recipe(path: Path) -> Row:
     return row | {key: each and " ".join(each.split()) for key, each in found.items()}
 
 
+def _printed_scores(name: str) -> dict[str, dict[str, str]]:
+    """Return options of a recipe -> measure -> the score that a paper prints for them."""
+    if scores := SCORES.get(name):
+        return {options: dict(zip(scores.measures, row, strict=True)) for options, row in scores.rows.items()}
+    return {}
+
+
 def _copy(path: Path, target: Path) -> Path:
     """Copy a recipe to a folder, never over a file."""
     copied = target / path.name
@@ -89,7 +97,7 @@ def show_recipes(
         name: Print this recipe.
         copy: Copy a recipe, to change it.
         to: The folder that the copy is written to.
-        json: Print a JSON list with one object per row, raw values.
+        json: Print a JSON list with one object per row, raw values; also the scores that the papers print.
         csv: Print comma-separated raw values.
     """
     if copy:
@@ -102,6 +110,8 @@ def show_recipes(
         sys.stdout.write(path.read_text(encoding="utf-8"))
     else:
         rows = [_read_recipe(path) for path in recipe_files().values()]
+        if json:
+            rows = [row | {"printed": _printed_scores(row["name"])} for row in rows]
         if json or csv:
             show(Table("Recipes", [], rows), json=json, csv=csv)
         else:

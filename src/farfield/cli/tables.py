@@ -162,7 +162,9 @@ def show_costs(
     columns += [Column("macs_executed", "MACs executed", millions), Column("activation_bytes", "held", megabytes)]
     columns.append(Column("gathered_bytes", "sent", megabytes))
     title = f"{joined(list(size))} positions, {attention}: MACs of one sample, memory of a batch of {batch}"
-    printed = f" Printed: {table.name}; the documentation's page of results explains differences." if table else ""
+    printed = ""
+    if table:
+        printed = f' Printed: {table.name}; the documentation\'s page "Printed numbers" explains differences.'
     notes = [
         f"MACs and memory: by the papers' formulas; saving: compared with softmax.{printed}",
         "MACs executed: by this library's code, which reduces values before it projects them. Held: its activations.",

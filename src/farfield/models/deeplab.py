@@ -5,8 +5,9 @@ Letters as in the papers: D, the channels of the attention output layer.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxtyping import Float
@@ -31,6 +32,7 @@ _ATROUS = (6, 12, 18, 24)
 _DILATIONS = {8: (2, 4), 16: (1, 2), 32: (1, 1)}
 # Indices of the rows of `STAGES` with these two strides.
 _LATE_ROWS = (4, 7)
+_RESIDUAL_BLOCK = re.compile(r"((?:.+\.)?layer\d\.\d+)\.")
 
 
 class ASPP(nn.ModuleList):
@@ -277,9 +279,19 @@ def fill(model: str, path: Path, part: nn.Module, tensors: Mapping[str, Tensor])
     # What was inserted is unchanged.
     own = {name: tensor for name, tensor in part.state_dict().items() if CHILD not in name.split(".")}
     wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
+    problem = f"{len(wrong)} of {len(own)} are missing or of another shape"
+    if not wrong:
+        # A deeper ResNet has all the names and shapes of a shallower one, and more blocks.
+        here = _residual_blocks(own)
+        wrong = [block for block in _residual_blocks(tensors) if block not in here]
+        problem = f"{len(wrong)} residual blocks of it are not here"
     if wrong:
         shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
-        problem = f"{len(wrong)} of {len(own)} are missing or of another shape, {shown}"
-        fix = "the options, such as backbone and width, that it was trained with."
-        raise ValueError(f"{model}: {path} holds the weights of another network: {problem}; fix: {fix}")
+        fix = "other weights, or the options, such as backbone and width, that these were trained with."
+        raise ValueError(f"{model}: {path} holds the weights of another network: {problem}, {shown}; fix: {fix}")
     part.load_state_dict({name: tensors[name] for name in own}, strict=False)
+
+
+def _residual_blocks(names: Iterable[str]) -> list[str]:
+    """Return the paths of the residual blocks that hold these weights, such as `layer3.5`."""
+    return list(dict.fromkeys(match[1] for name in names if (match := _RESIDUAL_BLOCK.match(name))))
