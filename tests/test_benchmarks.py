@@ -274,6 +274,7 @@ def test_values_of_a_renamed_benchmark_are_compared_by_their_new_names(tmp_path:
 LINE = re.compile(r"^\| (.+) \| ([≥≤] [\d.]+|[\d.]+ ± 0.05) \| (.+) \| (.+) \|$", re.MULTILINE)
 
 
+@pytest.mark.long
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "limits.json"
     sections = [word for name in ("kan", "san", "exponent") for word in ("--section", name)]
@@ -375,6 +376,7 @@ def test_the_documented_starts_are_those_of_the_record(
     assert [row for row in rows if row not in page] == []
 
 
+@pytest.mark.long
 def test_starts_are_measured_in_every_form() -> None:
     starts = module("starts")
     lines = [{"grid": "noise"} | line for line in starts.measure(torch.randn(2, 16, 6, 5).relu())]

@@ -44,6 +44,7 @@ def test_skips(number): pytest.skip("no data")
 """
 
 
+@pytest.mark.long
 def test_tests_are_counted_with_the_reasons_of_skips(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(TESTS, encoding="utf-8")
     pytest_of("test_one.py", "--junitxml=found.xml", cwd=tmp_path)

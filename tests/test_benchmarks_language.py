@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("benchmarks_on_path")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+@pytest.mark.long
 def test_figure_4_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fa_figures
 

@@ -89,6 +89,7 @@ def test_without_attention_positions_meet_only_at_the_end(cct: ModuleType) -> No
     assert (teacher.encode(image) - teacher.encode(moved)).abs().amax(2).view(8, 8)[5:].max() > 0
 
 
+@pytest.mark.long
 def test_runs_are_recorded_once_and_the_table_has_the_teachers_share(
     cct: ModuleType, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -71,6 +71,7 @@ def test_other_steps_and_rates_are_no_other_seeds(power: ModuleType) -> None:
     assert power.group([line | change for change in changes]) == {"": [[line, line]]}
 
 
+@pytest.mark.long
 def test_a_row_for_each_record_and_task(tmp_path: Path, power: ModuleType) -> None:
     record, tasks = tmp_path / "runs.jsonl", tmp_path / "tasks.jsonl"
     runs = [("plain", 0.70), ("plain", 0.72), ("attention", 0.71), ("attention", 0.73), ("once", 0.1)]

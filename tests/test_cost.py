@@ -111,6 +111,7 @@ def test_count_of_a_shared_module_counts_its_parameters_once() -> None:
     assert (found.macs, found.weights, found.parameters) == (72, 36, 42)
 
 
+@pytest.mark.long
 def test_count_refuses_what_depends_on_values() -> None:
     class Peeks(nn.Module):
         def forward(self, grid: Tensor) -> Tensor:

@@ -142,6 +142,7 @@ def test_saved_bytes_leave_out_parameters_and_buffers() -> None:
     assert cost.saved_bytes(norm, x) == x.nbytes
 
 
+@pytest.mark.long
 def test_saved_bytes_keeps_nothing() -> None:
     found: list[weakref.ref[Any]] = []
 

@@ -125,6 +125,7 @@ def test_crossovers_are_the_last_change(rank: int, size: int, number: str, proje
             assert first == 1 or not cheaper[first - 2], row
 
 
+@pytest.mark.long
 def test_known_crossovers() -> None:
     found = plans(channels=64, size=(14, 14), project="")
     # N·c² < N²·c from N > c on, 81 being the first square.

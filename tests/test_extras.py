@@ -59,6 +59,7 @@ def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert install_command("train") == 'pip install "farfield[train]"'
 
 
+@pytest.mark.long
 def test_streaming_without_its_extra_names_it() -> None:
     program = "import sys; sys.modules['xxhash'] = None; import farfield; farfield.streaming"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

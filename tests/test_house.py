@@ -198,6 +198,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(json.loads(result.stdout)) & set(HEAVY)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "statement",
     [
@@ -225,6 +226,7 @@ def test_measuring_operators_loads_nothing_of_networks() -> None:
     assert result.stdout.splitlines()[-1] == "set()"
 
 
+@pytest.mark.long
 def test_import_farfield_does_not_even_load_torch() -> None:
     script = "import sys, farfield; assert 'torch' not in sys.modules; farfield.ops; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -384,6 +386,7 @@ def references() -> list[tuple[str, str, str]]:
     return found
 
 
+@pytest.mark.long
 def test_citations_are_read() -> None:
     assert citations("KAN Eq. 4–5, Theorem 1; FA Eq. 3.") == {"KAN Eq. 4", "KAN Eq. 5", "KAN Theorem 1", "FA Eq. 3"}
     assert citations("KAN Eq. 18 (Eq. 17 swaps the lengths).") == {"KAN Eq. 18"}

@@ -177,6 +177,7 @@ def fakes() -> list[FakeTensor]:
     return [each for each in gc.get_objects() if type(each) is FakeTensor and each.shape[-1:] == (SIZE,)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(*in_turn(kind=list(OUTSIDE), name=["count", "predict_whole"]))
 def test_a_cache_outside_of_the_network_is_named_and_cleared(kind: str, name: str) -> None:
     make, cache = OUTSIDE[kind]

@@ -135,6 +135,7 @@ def test_merged_tiles_respond_as_the_whole(name: str, tiles: int, view: panels.P
     assert np.abs(whole - merged).max() <= height * width * np.finfo(float).eps * max(1.0, np.abs(whole).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["attnnet", "kanet_kv", "kanet_qkv", "attnnet_averaged", "sanet"])
 def test_heads_of_a_layer_of_a_network(name: str, tmp_path: Path) -> None:
     net = models.CLASSIFIERS[name](num_classes=3, width=0.25)

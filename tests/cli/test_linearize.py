@@ -41,6 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return run
 
 
+@pytest.mark.long
 def test_an_encoder_becomes_linear_and_loads_again(run: Callable[[str], str]) -> None:
     command = "bert --texts text.txt --out linear --operator hedgehog --steps 3 --tokens 16"
     printed = run(command)

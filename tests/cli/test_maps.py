@@ -109,6 +109,7 @@ def test_layers_are_listed(runs: Path, photograph: Path) -> None:
     }
 
 
+@pytest.mark.long
 def test_rows_are_those_of_the_network_on_the_photograph(runs: Path, photograph: Path) -> None:
     options = (
         "--model",
@@ -192,6 +193,7 @@ def test_health_of_an_untrained_network(photograph: Path, monkeypatch: pytest.Mo
     assert "mobilenet_v2 has no GridAttention that runs" in text
 
 
+@pytest.mark.long
 def test_scales_of_the_norms_over_the_epochs(runs: Path) -> None:
     told = json.loads(run("--model", runs, "--norms", "--output", "norms.pdf", "--json"))
     assert Path("norms.pdf").read_bytes().startswith(b"%PDF")
@@ -223,6 +225,7 @@ def test_a_run_its_checkpoints_and_a_saved_network_are_found(runs: Path) -> None
         assert (trained.side, trained.normalize.mean, trained.normalize.std) == (32, normalize.mean, normalize.std)
 
 
+@pytest.mark.long
 def test_images_are_prepared_as_farfield_predict_does() -> None:
     models.kanet_qkv(num_classes=3, width=0.25).save_pretrained("saved")
     trained, data = load("saved"), ImageFolders(predict=".", augmentation="crop")
@@ -460,6 +463,7 @@ def test_bad_images(runs: Path, photograph: Path) -> None:
     assert "give one --image" in refused("--model", runs, "--image", "a", "--image", "b", "--position", "1,1")
 
 
+@pytest.mark.long
 def test_bad_models(photograph: Path) -> None:
     models.mobilenet_v2(num_classes=3, width=0.25).save_pretrained("none")
     text = refused("--model", "none", "--image", photograph)

@@ -33,6 +33,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
+@pytest.mark.long
 def test_rows_are_the_places_with_the_cost_of_attention(run: Any) -> None:
     rows = json.loads(run(f"{NETWORK} --operator siamese --json"))
     listed = insertion.places(Net(), torch.zeros(1, 3, 12, 16))
@@ -56,6 +57,7 @@ def test_the_table(run: Any) -> None:
     assert "MACs of softmax" not in run(f"{NETWORK} --operator softmax")
 
 
+@pytest.mark.long
 def test_a_saved_network(run: Any, tmp_path: Path) -> None:
     net = models.mobilenet_v2(num_classes=3, width=0.1)
     net.save_pretrained(tmp_path)
@@ -91,6 +93,7 @@ def test_a_package_that_is_missing_names_the_extra_that_has_it(
     assert canonicalize_name(machine.distribution_name(module)) in machine.packages(required, extra)
 
 
+@pytest.mark.long
 def test_a_network_of_the_core_needs_no_extra() -> None:
     """A fresh process without the packages of any extra, as after `pip install farfield`."""
     absent = ["matplotlib", "torchvision", "lightning", "PIL", "sklearn", "skimage", "jsonargparse", "rich", "timm"]

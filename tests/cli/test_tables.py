@@ -288,6 +288,7 @@ def test_cost_prints_san_table_2(run: Any) -> None:
     assert "SAN Table 2" in text
 
 
+@pytest.mark.long
 def test_cost_without_a_table_of_a_paper(run: Any) -> None:
     text = run("cost", "--channels", "12", "--size", "9,7,5", "--heads", "2", "--project", "qkvo")
     assert "printed" not in text.lower()
@@ -324,6 +325,7 @@ def test_csv_is_as_json(run: Any) -> None:
 
 
 # ---- measure ---------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_measure(run: Any) -> None:
     rows = json.loads(run("measure", "--size", "12", "--size", "4,5", "--repeats", "2", "--batch", "2", "--json"))
     assert [(row["size"], row["operator"]) for row in rows] == [
@@ -352,6 +354,7 @@ def test_measure_for_people(run: Any) -> None:
     assert "printed" not in run("measure", "--size", "5", "--repeats", "1", "--operator", "dot")
 
 
+@pytest.mark.long
 def test_measure_beside_the_least_time(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farfield.cost.least_time.COPIED", {"memory": 2**12, "cache": 2**10})
     arguments = words("measure --roofline --size 5,6 --channels 8 --batch 2 --repeats 1 --operator siamese --backward")
@@ -364,6 +367,7 @@ def test_measure_beside_the_least_time(run: Any, monkeypatch: pytest.MonkeyPatch
     assert "forward and backward, on " in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("roofline", [[], ["--roofline"]])
 def test_what_does_not_fit_is_left_out_of_a_measurement(
     roofline: list[str], run: Any, fails: Any, monkeypatch: pytest.MonkeyPatch
@@ -381,6 +385,7 @@ def test_what_does_not_fit_is_left_out_of_a_measurement(
     assert len(json.loads(run(*arguments))) == 1
 
 
+@pytest.mark.long
 def test_a_measurement_of_minutes_is_announced(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = words("measure --size 6,6 --channels 2 --repeats 1 --operator softmax --operator siamese --json")
     with warnings.catch_warnings():

@@ -106,6 +106,7 @@ def test_workers_here_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- one result ------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_parts_restore_what_one_process_does(tmp_path: Path) -> None:
     network, volume = models.unet_care("siamese", first_channels=4).eval(), made_pair(0, (16, 32, 48))[0]
     restore(network, volume, tile=16, out=tmp_path / "one.zarr")

@@ -505,6 +505,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return root, read_annotations(root, "train")
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(drawn=some.data())
 def test_any_change_of_a_file_is_read_or_refused_by_name(

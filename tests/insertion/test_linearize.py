@@ -806,6 +806,7 @@ def test_a_repeated_call_goes_on_to_the_bit(
     assert linearize(again, "hedgehog", inputs[:2], folder=tmp_path, **options).losses == want.losses
 
 
+@pytest.mark.long
 def test_a_call_in_another_process_goes_on(tmp_path: Path) -> None:
     code = (
         "import sys, torch\nfrom farfield.insertion import linearize\ntorch.manual_seed(0)\n"

@@ -115,6 +115,7 @@ def test_an_addition_that_is_lost_later_is_noticed(tmp_path: Path) -> None:
         loaded(IMAGE)
 
 
+@pytest.mark.long
 def test_in_a_new_process_with_transformers(tmp_path: Path) -> None:
     model = bert()
     replace_attention(model, "hedgehog")

@@ -140,6 +140,7 @@ def words(count: int, length: int = 9) -> list[Tensor]:
     return [torch.randint(0, 40, (4, length), generator=generator) for _ in range(count)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operator", ["linear_elu", "hedgehog", "flare"])
 def test_bert_is_linearized_saved_and_loaded(operator: str, tmp_path: Path) -> None:
     net, inputs = bert(), words(41)
@@ -201,6 +202,7 @@ def test_the_cost_of_a_replaced_attention_is_predicted(operator: str) -> None:
     assert predicted.macs == counted.macs
 
 
+@pytest.mark.long
 def test_padding_of_bert_is_not_compared() -> None:
     mask = torch.ones(4, 9, dtype=torch.bool)
     mask[1:, 5:] = False

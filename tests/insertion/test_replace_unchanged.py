@@ -173,6 +173,7 @@ def test_what_it_learns_is_like_the_weights_around_it() -> None:
     assert network.attend.query_map.grad.abs().sum() > 0
 
 
+@pytest.mark.long
 def test_attention_without_weights_is_linearized_by_the_weights_around_it() -> None:
     network = nn.Sequential(Block(), nn.LayerNorm(16)).eval()
     inputs = [TOKENS, TOKENS.flip(0), TOKENS.flip(1)]

@@ -55,6 +55,7 @@ def stop_after(tiles: int, shown: list[float]) -> Any:
     return show
 
 
+@pytest.mark.long
 def test_it_gives_what_restore_gives_to_the_bit(stack: Volume, run: Path, tmp_path: Path) -> None:
     job = Job(open_model("run of farfield fit", run), stack, tmp_path / "out.zarr", tile=Tiles((9, 16, 16)))
     assert len(job.plan.cores) == 6  # padded to 12, 36, 32
@@ -66,6 +67,7 @@ def test_it_gives_what_restore_gives_to_the_bit(stack: Volume, run: Path, tmp_pa
     assert open_volume(tmp_path / "out.zarr").metadata.units == SPACED.units
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operator", [None, "siamese"])
 def test_one_that_was_stopped_goes_on_to_the_same_bits(stack: Volume, tmp_path: Path, operator: str | None) -> None:
     network = models.unet_care(operator, first_channels=4).eval()
@@ -110,6 +112,7 @@ def test_its_plan_needs_no_plan_of_the_free_memory_to_go_on(stack: Volume, tmp_p
     assert Job(plain(net), stack, out).plan.tile == first.plan.tile
 
 
+@pytest.mark.long
 def test_a_volume_that_changed_since_the_plan_has_its_own_grey_levels(run: Path, tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).poisson(40, SHAPE).astype(np.uint16)
     job = Job(open_model("run of farfield fit", run), Volume(numbers, SPACED), tmp_path / "out.zarr", tile=Tiles(16))
@@ -126,6 +129,7 @@ def test_the_input_is_refused_as_output_before_anything_runs(tmp_path: Path) -> 
 
 
 # ---- previews --------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("position", [{"Z": 4, "Y": 70, "X": 9}, {"X": 131}, {"Z": 8, "Y": 129, "X": 64}])
 def test_a_preview_is_that_part_of_the_prediction(run: Path, tmp_path: Path, position: dict[str, int]) -> None:
     numbers = np.random.default_rng(0).poisson(40, (9, 130, 132)).astype(np.uint16)
@@ -159,6 +163,7 @@ def test_a_preview_names_the_layers_that_see_the_block_alone(stack: Volume, tmp_
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_a_network_that_takes_multiples_alone_is_padded(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(4), nn.Upsample(scale_factor=4))
 
@@ -232,6 +237,7 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         open_model("run of farfield fit", tmp_path)
 
 
+@pytest.mark.long
 def test_a_run_of_another_task(tmp_path: Path) -> None:
     models.MODELS["kanet_qkv"](num_classes=3).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"not from volumes to volumes; fix: farfield predict"):

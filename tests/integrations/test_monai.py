@@ -83,6 +83,7 @@ def test_what_is_refused(name: str) -> None:
         WholeInferer(tile=32)(torch.rand(1, 1, *WIDE), build().eval())
 
 
+@pytest.mark.long
 def test_a_network_of_one_size() -> None:
     net, grid = unetr(), torch.rand(1, 1, *WIDE)
     torch.testing.assert_close(WholeInferer(tile=32)(grid, net), net(grid).detach(), rtol=1e-4, atol=2e-5)
@@ -91,6 +92,7 @@ def test_a_network_of_one_size() -> None:
     assert monai.inferers.SlidingWindowInferer(roi_size=WIDE)(torch.rand(1, 1, 80, 100), net).shape == (1, 2, 80, 100)
 
 
+@pytest.mark.long
 def test_meta_data_labels_and_devices() -> None:
     net = NETWORKS["DynUNet"][0]().eval()
     matrix = torch.diag(torch.tensor([2.0, 3.0, 4.0, 1.0]))

@@ -153,6 +153,7 @@ def test_tiles_as_they_are_typed() -> None:
         parse_tile("large")
 
 
+@pytest.mark.long
 def test_without_napari_the_error_names_the_extra() -> None:
     program = (
         "import sys; sys.modules |= dict.fromkeys(['magicgui', 'napari'])\nimport farfield.integrations.napari.widget"

@@ -31,6 +31,7 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_
         predict_nnunet(tmp_path, "a_0000.nii.gz", tmp_path / "a.nii.gz")
 
 
+@pytest.mark.long
 def test_the_command_without_the_package_names_its_extra(tmp_path: Path) -> None:
     program = "import sys; sys.modules['nnunetv2'] = None; from farfield.cli import main; main(sys.argv[1:])"
     words = ["predict", "--nnunet", "folder", "--input", "a_0000.nii.gz", "--output", "a.nii.gz"]
@@ -41,6 +42,7 @@ def test_the_command_without_the_package_names_its_extra(tmp_path: Path) -> None
     assert "[nnunet]" in done.stderr
 
 
+@pytest.mark.long
 def test_the_command_refuses_an_existing_output_first(tmp_path: Path) -> None:
     (tmp_path / "a.nii.gz").touch()
     words = ["predict", "--nnunet", "folder", "--input", "a_0000.nii.gz", "--output", "a.nii.gz"]

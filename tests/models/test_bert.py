@@ -109,6 +109,7 @@ def test_the_pooled_head_is_that_of_transformers() -> None:
     assert relative(net.encode(WORDS, mask=VALID)[VALID], wanted.last_hidden_state[VALID]) < 50 * EPS
 
 
+@pytest.mark.long
 def test_weights_from_files_of_old_and_new_names(tmp_path: Path) -> None:
     model = theirs("BertForPreTraining")
     state = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
@@ -151,6 +152,7 @@ def test_chosen_tokens_alone() -> None:
     assert net(WORDS, chosen=torch.zeros_like(VALID)).shape == (0, 97)
 
 
+@pytest.mark.long
 def test_cost_of_a_factorized_bert_is_linear() -> None:
     # The products of queries and keys are what is quadratic: 2 N² c MACs a layer.
     nets = {name: models.bert_small(name, **OURS | {"positions": 512}) for name in ("softmax", "averaged")}  # type: ignore[arg-type]

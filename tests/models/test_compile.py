@@ -110,6 +110,7 @@ def free(name: str) -> Any:
     return pytest.param(name, marks=[pytest.mark.slow, *unproven])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", [path if path in ("kronecker_qkv", "siamese") else free(path) for path in PATHS])
 def test_blocks_export_with_free_batch_and_size(path: str) -> None:
     exports(short(path), sizes_of(path))

@@ -230,6 +230,7 @@ def test_the_weights_of_torchvisions_segmentation_networks_fill_it_too(tmp_path:
     assert torch.equal(net.backbone.layer4[2].conv2.weight, theirs.backbone.layer4[2].conv2.weight)
 
 
+@pytest.mark.long
 def test_a_trained_classifier_fills_a_compact_backbone(tmp_path: Path) -> None:
     classifier = models.sanet(num_classes=3, width=0.25)
     classifier.save_pretrained(tmp_path)

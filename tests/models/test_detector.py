@@ -221,6 +221,7 @@ def test_a_saved_network_comes_back(tmp_path: Path, name: str) -> None:
     assert "in its BackboneWithFPN alone" in card
 
 
+@pytest.mark.long
 def test_a_resnets_weights_fill_the_backbone(tmp_path: Path) -> None:
     theirs = resnet18()
     torch.save(theirs.state_dict(), tmp_path / "resnet18.pth")

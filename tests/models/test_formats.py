@@ -68,6 +68,7 @@ def test_kronecker_qkv_of_0_1_is_the_literal_operator(tmp_path: Path, net: Any, 
     assert all(torch.equal(one, other) for one, other in zip(again.parameters(), found.parameters(), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operator", ["kronecker_kv", "siamese", LITERAL])
 def test_other_operators_of_0_1_keep_their_names(tmp_path: Path, operator: str) -> None:
     save_as_0_1(models.kanet(operator, **SMALL), tmp_path)
@@ -86,6 +87,7 @@ def test_the_paper_s_print_is_a_backbone_too() -> None:
     assert operators(models.deeplab_compact("kanet_qkv_literal", "plain", width=0.125)) == {LITERAL}
 
 
+@pytest.mark.long
 def test_weights_of_0_1_are_compared_with_its_own_configuration(tmp_path: Path) -> None:
     save_as_0_1(models.kanet("kronecker_qkv", **SMALL), tmp_path / "old")
     with safe_open(tmp_path / "old" / "model.safetensors", "pt") as file:

@@ -127,6 +127,7 @@ def test_a_fused_network_is_not_saved_as_the_unfused(tmp_path: Path) -> None:
         fused.save_pretrained(tmp_path)
 
 
+@pytest.mark.long
 def test_a_loaded_network_fuses(tmp_path: Path) -> None:
     net = settled(small("kanet_qkv")).float()
     net.save_pretrained(tmp_path)

@@ -133,6 +133,7 @@ def test_gradients_reach_the_norm_at_once_and_the_operator_after_a_step(name: st
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("start", ["zero", "one"])
 def test_a_saved_network_keeps_its_start(tmp_path: Path, start: Any) -> None:
     models.sanet(**SMALL, response_start=start).save_pretrained(tmp_path)

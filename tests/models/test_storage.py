@@ -139,6 +139,7 @@ def test_channels_last_and_half_precision_come_back_as_float32(tmp_path: Path) -
     same(models.from_pretrained(tmp_path), net.to(torch.float32, memory_format=torch.contiguous_format))
 
 
+@pytest.mark.long
 def test_saving_again_replaces_the_model_and_keeps_the_rest(tmp_path: Path) -> None:
     save(tmp_path)
     (tmp_path / "README.md").write_text("mine")

@@ -44,6 +44,7 @@ def _found(attention: GridAttention, grid: Tensor, upon: Tensor, autocast: torch
     return dict(zip(("response", "grid", *names), (response.detach(), *gradients), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", partly(PRECISIONS, ["float32", "autocast bfloat16"]))
 @pytest.mark.parametrize("row", ROWS)
 def test_a_million_positions_are_at_most_twice_as_far_off_as_the_plain_body(row, precision, monkeypatch):

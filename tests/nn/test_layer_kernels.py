@@ -272,6 +272,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.long
 def test_the_first_count_of_a_process_is_that_of_the_second() -> None:
     done = subprocess.run([sys.executable, "-c", COUNTED_AT_FIRST], capture_output=True, text=True, check=True)
     first, second = done.stdout.split()

@@ -99,6 +99,7 @@ def test_the_script_stays_as_it_is() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in script.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("convert", [torch.jit.script, lambda net: torch.jit.trace(net, torch.zeros(1, 4, 9, 9))])
 def test_the_axes_are_known_by_the_first_convolution(convert: Callable[[nn.Module], nn.Module]) -> None:
     script = convert(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 1, 1)).eval())
@@ -234,6 +235,7 @@ REFUSED: dict[str, tuple[type[nn.Module], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_run_in_python_is_refused_by_name(name: str) -> None:
     build, text = REFUSED[name]
@@ -242,6 +244,7 @@ def test_what_does_not_run_in_python_is_refused_by_name(name: str) -> None:
         predict_whole(script, grid, tile=8, quiet=True)
 
 
+@pytest.mark.long
 def test_a_missing_input_is_named() -> None:
     script, grid = torch.jit.script(TwoInputs().eval()), torch.randn(1, 1, 20, 20)
     with pytest.raises(

@@ -753,6 +753,7 @@ def test_the_page_has_the_kernel_table() -> None:
 
 
 # tests/ops/test_compile.py compiles the others.
+@pytest.mark.long
 @pytest.mark.parametrize("row", partly(["siamese", *MEAN_ROWS], ["siamese"]))
 @pytest.mark.unchecked("a compiler does not look through the checks")
 def test_what_no_kernel_takes_falls_back_to_the_equation(on: None, row: str) -> None:
@@ -898,6 +899,7 @@ def test_the_library_has_names_of_torchs_stable_abi_alone(built: None) -> None:
             assert f"`{name.removeprefix('aoti_').removeprefix('torch_')}`" in page, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", ["loops.cpp", "products.cpp"])
 def test_an_object_shares_no_code_with_others(built: None, tmp_path: Path, file: str) -> None:
     """A template that two objects have is linked once, perhaps for an abler processor than the one it runs on."""

@@ -35,6 +35,7 @@ def mean_of_valid(response: Tensor, mask: Tensor | None) -> Tensor:
     return (response * valid).sum(dims, keepdim=True) / valid.sum(dims, keepdim=True)
 
 
+@pytest.mark.long
 @given(query_size=SIZES, key_size=SIZES, heads=st.sampled_from([1, 2]), masked=st.booleans(), seed=SEEDS)
 def test_it_is_the_literal_operator_less_all_but_one_of_its_means(
     query_size: tuple, key_size: tuple, heads: int, masked: bool, seed: int

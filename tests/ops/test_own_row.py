@@ -118,6 +118,7 @@ def test_it_is_normed() -> None:
     assert_close(attention(grid), F.batch_norm(plain(grid), None, None, training=True))
 
 
+@pytest.mark.long
 @pytest.mark.unchecked("a compiler does not look through the checks")
 def test_it_compiles_once() -> None:
     attention = GridAttention(4, ELU_LINEAR, heads=2, project="qkvo")

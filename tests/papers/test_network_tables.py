@@ -83,6 +83,7 @@ def test_parameters_with_norms_and_biases() -> None:
     assert network("sanet").parameters == 3_449_408 + outside + 2 * 960  # a scale and a shift a channel
 
 
+@pytest.mark.long
 def test_reduce_first_executes_what_kan_counts_and_less_than_san_counts() -> None:
     for name in ("mobilenet_v2", "kanet_kv", "attnnet", "attnnet_pooled"):
         assert network(name, "farfield").macs == network(name).macs

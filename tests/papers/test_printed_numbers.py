@@ -106,6 +106,7 @@ def test_what_does_not_come_out_is_what_the_page_says() -> None:
     assert all(row[0] != row[1] and row[2] for row in rows.values())
 
 
+@pytest.mark.long
 def test_the_networks_of_the_page() -> None:
     rows = table("| network | weights |")
     assert len(rows) == 14

@@ -33,6 +33,7 @@ def number(position: str) -> int:
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "operator", "millions"),
     [("kanet_qkv", "`kronecker_qkv`", 3.4), ("sanet", "`siamese`", 3.4), ("mobilenet_v2", "none", 3.5)],
@@ -50,6 +51,7 @@ def test_a_card_holds_the_counts_of_the_network(name: str, operator: str, millio
     assert found["MACs"].endswith("for one input of 3×224×224")
 
 
+@pytest.mark.long
 def test_a_card_counts_for_the_images_it_is_told_of() -> None:
     net = models.senet(in_channels=1, strides=(1, 1, 2, 2, 2), reduction=4, **SMALL)
     found = rows(str(net.generate_model_card(image_size=32)))
@@ -59,6 +61,7 @@ def test_a_card_counts_for_the_images_it_is_told_of() -> None:
     assert {"model": "senet", **arguments} == net.config
 
 
+@pytest.mark.long
 def test_what_only_the_trainer_knows(tmp_path: Path) -> None:
     known = {"training_data": "Digits, 1,437 images.", "metrics": {"accuracy": 0.98761, "loss": 12}, "license": "mit"}
     models.kanet("dot", **SMALL).save_pretrained(tmp_path, model_card_kwargs=known)
@@ -71,6 +74,7 @@ def test_what_only_the_trainer_knows(tmp_path: Path) -> None:
     assert "Not recorded" not in card.text
 
 
+@pytest.mark.long
 def test_what_nobody_knows_is_said(tmp_path: Path) -> None:
     models.sanet(**SMALL).save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
@@ -79,6 +83,7 @@ def test_what_nobody_knows_is_said(tmp_path: Path) -> None:
     assert "license" not in card
 
 
+@pytest.mark.long
 def test_a_card_nobody_edited_is_written_again(tmp_path: Path) -> None:
     models.sanet(**SMALL).save_pretrained(tmp_path)
     models.kanet(width=0.125, num_classes=4).save_pretrained(tmp_path)
@@ -162,6 +167,7 @@ class Hub:
         return "uploaded"
 
 
+@pytest.mark.long
 def test_both_ways_to_upload_take_the_card_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub, net, known = Hub(monkeypatch), models.sanet(**SMALL), {"training_data": "Digits."}
     assert net.save_pretrained(tmp_path / "net", push_to_hub=True, model_card_kwargs=known) == "uploaded"
@@ -195,6 +201,7 @@ print(json.dumps([sys.modules["farfield"].__file__, found]))
 """
 
 
+@pytest.mark.long
 def test_torch_hub_loads_every_model_from_a_checkout(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT / "src", checkout / "src", ignore=shutil.ignore_patterns("__pycache__"))

@@ -141,5 +141,6 @@ def test_misuse_is_one_error_on_every_process(misused: list[dict[str, str]], nam
     assert first == second
 
 
+@pytest.mark.long
 def test_after_misuse_the_processes_are_in_step(misused: list[dict[str, str]]) -> None:
     assert [found["right"] for found in misused] == ["(1, 4, 3, 3)"] * 2

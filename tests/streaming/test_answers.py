@@ -261,6 +261,7 @@ def test_flips_have_their_mean(kind: str) -> None:
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["vector", "dict"])
 @pytest.mark.parametrize("reduce", ["argmax", lambda grid: grid.amax(1, keepdim=True)])
 def test_reductions_are_refused_and_the_fix_works(reduce: Any, kind: str) -> None:
@@ -303,6 +304,7 @@ def test_there_are_no_seams() -> None:
         find_seams(settled(Slide(classify)), volume(3, *SIZES[2]), tile=16)
 
 
+@pytest.mark.long
 def test_flips_of_vectors_with_places_of_their_own_are_refused() -> None:
     net, grid = settled(Slide(ANSWERS["vectors"])), volume(3, *SIZES[2])
     with pytest.raises(ValueError, match=r"Slide returns \(1, 2, 6\) .*; fix: "):

@@ -200,11 +200,13 @@ class Fixed(nn.Module):
         return self.layer(grid)
 
 
+@pytest.mark.long
 def test_an_assertion_of_the_network_names_the_function() -> None:
     with pytest.raises(ValueError, match=r"^predict_whole: Fixed does not take a grid of .*: another depth than 8"):
         predict_whole(Fixed().eval(), np.zeros((12, 12, 12), "float32"), quiet=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "axis"), [((12, 12, 3), 0), ((2, 12, 12, 3), 1)])
 def test_channels_last(shape: tuple[int, ...], axis: int) -> None:
     net, image = nn.Conv2d(3, 1, 3, padding=1).eval(), np.zeros(shape, "float32")
@@ -213,6 +215,7 @@ def test_channels_last(shape: tuple[int, ...], axis: int) -> None:
     assert predict_whole(net, np.moveaxis(image, -1, axis), quiet=True).shape[-2:] == (12, 12)
 
 
+@pytest.mark.long
 def test_volumes_of_other_axes_than_the_network() -> None:
     with pytest.raises(ValueError, match="fix: tile with 3 numbers, or one number"):
         predict_whole(small(), np.zeros((12, 12, 12), "float32"), tile=(8, 8), quiet=True)

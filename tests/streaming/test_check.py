@@ -243,6 +243,7 @@ def test_a_reader_of_other_channels_is_seen(monkeypatch: pytest.MonkeyPatch, siz
         predict_whole(net, volume, tile=tile, quiet=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quiet", [True, False])
 def test_what_is_not_checked_is_a_warning(quiet: bool) -> None:
     with pytest.warns(UserWarning, match="not checked") as seen:

@@ -21,6 +21,7 @@ def test_each_kind_of_layer_gives_in_tiles_what_it_gives_of_the_whole(kind: str)
         assert outcome.result == "right", outcome
 
 
+@pytest.mark.long
 def test_drawn_networks() -> None:
     count_outcomes(compare, range(60), FEW)
 

@@ -60,6 +60,7 @@ def cropped(output: Tensor, plan: StreamingPlan) -> Tensor:
     return output
 
 
+@pytest.mark.long
 @settings(max_examples=25, phases=(Phase.explicit, Phase.generate))
 @given(st.data())
 def test_tiles_give_what_the_whole_gives_or_say_why_not(data: st.DataObject) -> None:

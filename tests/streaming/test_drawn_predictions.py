@@ -11,6 +11,7 @@ from helpers.drawn_predictions import CHANNELS, NUMBERS, PLACES, SAMPLES, compar
 FEW = {"refused": 0.15}
 
 
+@pytest.mark.long
 def test_drawn_predictions() -> None:
     count_outcomes(compare_prediction, range(40), FEW)
 

@@ -151,6 +151,7 @@ def start_part(case: str, out: Path, part: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, several_processes.__file__, case, str(out), part], env=environment)
 
 
+@pytest.mark.long
 def test_parts_in_any_order(tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
     with pytest.raises(TimeoutError, match=r"predict_whole: 15 of 20 tiles of pass 1 are not finished after 0.3 s"):
@@ -163,6 +164,7 @@ def test_parts_in_any_order(tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.iterdir()} == {"out.zarr", "want.zarr"}
 
 
+@pytest.mark.long
 def test_passes_one_by_one(tmp_path: Path) -> None:
     out, count = (
         tmp_path / "out.ome.zarr",
@@ -249,6 +251,7 @@ def test_a_part_that_is_killed_starts_again(records: int, tmp_path: Path) -> Non
 
 
 # ---- volumes ---------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_volumes_are_opened_by_the_workers(client: Any, tmp_path: Path) -> None:
     """A file by its path, a part of a map of a file, an array in memory; a lazy array of dask."""
     import dask.array
@@ -320,6 +323,7 @@ def test_a_folder_that_workers_do_not_see(client: Any, tmp_path: Path, monkeypat
         call("attention", tmp_path / "out.zarr", client=client)
 
 
+@pytest.mark.long
 def test_a_worker_without_the_memory(tmp_path: Path) -> None:
     options = {
         "n_workers": 1,
@@ -540,6 +544,7 @@ def test_tasks_run_with_the_threads_of_the_first_call_and_leave_those_of_the_cal
         seen.clear()
 
 
+@pytest.mark.long
 def test_a_lazy_mask_is_read_in_the_workers(client: Any, tmp_path: Path) -> None:
     import dask.array
 

@@ -99,6 +99,7 @@ def test_a_thread_killed_before_the_path_of_its_call_is_read_makes_no_call(
     assert not (tmp_path / "file").exists()
 
 
+@pytest.mark.long
 @STEPS
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_what_was_killed_at_a_write_resumes_to_the_same_bytes(
@@ -115,6 +116,7 @@ def test_what_was_killed_at_a_write_resumes_to_the_same_bytes(
         assert content(out) == want
 
 
+@pytest.mark.long
 @STEPS
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_an_error_of_the_disk_names_the_file_and_the_fix(
@@ -152,6 +154,7 @@ def test_what_was_killed_with_values_on_disk_resumes_to_the_same_bytes(key: Key,
         assert [each.name for each in out.parent.iterdir()] == ["out.npy"]
 
 
+@pytest.mark.long
 @STORING
 def test_a_call_killed_while_it_removes_what_was_stored_returns_the_file(key: Key, tmp_path: Path) -> None:
     calls = calls_of(key, tmp_path)

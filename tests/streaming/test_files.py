@@ -84,6 +84,7 @@ def test_files_hold_what_memory_would(suffix: str, volume: np.ndarray, net: torc
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.long
 def test_files_as_others_read_them(volume: np.ndarray, net: torch.nn.Module, tmp_path: Path) -> None:
     import tifffile
     import zarr

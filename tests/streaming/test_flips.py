@@ -64,6 +64,7 @@ def test_tiles_give_the_mean_over_the_whole(name: str, axes: tuple[int, ...]) ->
     assert not axes or relative(net(torch.from_numpy(volume)[None, None]).detach()[0], want) > 1e-3
 
 
+@pytest.mark.long
 def test_padding_is_that_of_the_volume() -> None:
     net, volume = settled(Hourglass("siamese", 3)), volume_of(7, 15, 17)
     padded = np.pad(volume, [(0, 1), (0, 1), (0, 1)], "reflect")
@@ -84,6 +85,7 @@ def test_means_are_reduced_and_not_their_parts() -> None:
     assert relative(largest, mean[0].amax(0)) < 1e-5
 
 
+@pytest.mark.long
 def test_a_file_holds_the_mean_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from farfield.streaming import progress
 
@@ -155,6 +157,7 @@ def test_axes_that_are_none(axes: Any, error: type, text: str) -> None:
         MeanOverFlips(nn.Conv2d(1, 1, 1), axes)
 
 
+@pytest.mark.long
 def test_what_cannot_be_flipped_is_refused() -> None:
     net = settled(Hourglass("siamese", 2))
     with pytest.raises(

@@ -140,6 +140,7 @@ def make_patches(generator: torch.Generator, spatial_dims: int, count: int = 3) 
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(9))
 def test_a_drawn_network_is_what_surgery_by_hand_makes(seed: int) -> None:
     draw, spatial_dims = random.Random(seed), seed % 3 + 1
@@ -207,6 +208,7 @@ def net_with(layer: nn.Module) -> nn.Module:
     return settled(nn.Sequential(first, nn.ReLU(), layer, last))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_layers_are_local(name: str) -> None:
     make, function = OTHERS[name]
@@ -234,6 +236,7 @@ def test_on_one_patch_it_is_the_network() -> None:
         assert relative(frozen(patch), net(patch)) < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 4, 8, 9, 11, 15])
 def test_on_one_patch_a_drawn_network_is_itself(seed: int) -> None:
     net, shape, _ = draw_network(seed)
@@ -336,6 +339,7 @@ def test_a_frozen_network_is_a_module() -> None:
         assert relative(copy.deepcopy(frozen).bfloat16()(grid.bfloat16()), want) < 0.1
 
 
+@pytest.mark.long
 def test_a_frozen_network_is_traced_exported_and_compiled() -> None:
     frozen = freeze_statistics(make_small(), torch.rand(3, 1, 16, 16))
     with torch.no_grad(), warnings.catch_warnings():
@@ -479,6 +483,7 @@ def test_refusals(name: str) -> None:
 
 
 # Of float64 there are no kernels: the function then calls torch's, in the network as in the graph.
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["softmax", "averaged", "linear_elu", "factorized_gaussian", "kronecker_kv"])
 def test_an_operators_function_is_one_call_that_stays(on: None, name: str, dtype: torch.dtype) -> None:

@@ -120,6 +120,7 @@ def test_a_plan_in_memory_takes_the_parameters_of_the_network_that_runs() -> Non
     check(first, plan)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pickled", [False, True])
 def test_plans_that_pad_reduce_and_write_files(pickled: bool, tmp_path: Path) -> None:
     net = settled(Hourglass("siamese", 2))
@@ -169,6 +170,7 @@ def test_what_a_plan_is_not_for_is_refused() -> None:
             predict_whole(net, volume, plan=other, quiet=True)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pickled", [False, True])
 def test_a_plan_of_another_network_is_refused(pickled: bool) -> None:
     net, volume = settled(Hourglass("siamese", 2)), volume_of(*SIZE)
@@ -366,6 +368,7 @@ def test_a_network_is_recorded_few_times(
     assert len(recorded) <= 1 + (pad is not None) + (samples > 1) + 1 + (statistics == "tile")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(*pairwise(pad=[None, "reflect"], samples=[1, 2, 3], size=[(32, 32), (33, 37)]))
 def test_a_network_of_one_size_is_recorded_four_times_at_most(
     pad: str | None, samples: int, size: tuple[int, int], recorded: list[tuple[int, ...]]
@@ -376,6 +379,7 @@ def test_a_network_of_one_size_is_recorded_four_times_at_most(
     assert 1 <= len(recorded) <= 4
 
 
+@pytest.mark.long
 def test_a_size_that_strides_do_not_divide_is_recorded_four_times_at_most(recorded: list[tuple[int, ...]]) -> None:
     with pytest.raises(ValueError, match="a size that 2 × 2 divides"):
         plan_whole(settled(Hourglass("siamese", 2)), (3, 1, 31, 33), tile=8)
@@ -482,6 +486,7 @@ def test_samples_run_one_by_one_where_each_is_the_result_of_itself(name: str) ->
         torch.testing.assert_close(predict_whole(net, volumes, plan=plan, quiet=True), net(volumes))
 
 
+@pytest.mark.long
 def test_samples_in_a_file_resume(tmp_path: Path) -> None:
     class Killed:
         """Samples, of which the reading stops after some tiles."""
@@ -508,6 +513,7 @@ def test_samples_in_a_file_resume(tmp_path: Path) -> None:
 
 
 # ---- inference mode --------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize(*in_turn(name=list(NETWORKS), disk=[None, 0, 10**9]))
 def test_stored_values_within_inference_mode(name: str, disk: int | None) -> None:
     net, volume = settled(NETWORKS[name]()), volume_of(*SIZE)

@@ -202,6 +202,7 @@ def test_a_side_that_is_summed_can_be_cut(tile: tuple[int | None, ...]) -> None:
     assert relative(predict_whole(net, stack, tile=tile, quiet=True), whole(net, stack)) < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "constant"])
 def test_padding_is_that_of_the_padded_volume(mode: str) -> None:
     net, grid = settled(Hourglass("kronecker_kv", 2)), torch.randn(1, 1, 37, 41)

@@ -128,6 +128,7 @@ READ: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Any, Callable[[n
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", READ)
 def test_the_reading_that_runs_is_named_and_can_be_followed(name: str) -> None:
     make, shape, tile, want = READ[name]
@@ -145,6 +146,7 @@ def test_the_reading_that_runs_is_named_and_can_be_followed(name: str) -> None:
     assert relative(torch.as_tensor(got), whole(net, want(given))) < ROUNDING
 
 
+@pytest.mark.long
 def test_where_nothing_runs_the_channels_are_named() -> None:
     net = nn.Conv2d(4, 1, 3).eval()
     with pytest.raises(ValueError, match=r"(?s)Conv2d does not take a grid of size .*fix: a volume of 4 channels"):
@@ -188,6 +190,7 @@ def test_what_is_no_module_yet_is_refused_and_the_fix_works() -> None:
     predict_whole(program.module(), volume(1, 1, 30, 52), tile=16, quiet=True)
 
 
+@pytest.mark.long
 def test_programs_of_one_size_and_of_training_are_refused_for_what_they_are() -> None:
     _, program = export(any_size=False)
     with pytest.raises(ValueError, match=r"does not take a grid of size \(30, 52\).*\n  fix: .*torch\.export\.export"):

@@ -46,6 +46,7 @@ def check(got: Record, want: Record) -> None:
 COUNTS = st.sampled_from([1, 2, 3, 5, 63, 64, 65, 130, 200]) | st.integers(1, 260)
 
 
+@pytest.mark.long
 @given(COUNTS, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_any_order_in_any_number_of_processes(count: int, processes: int, random) -> None:
     tiles = [*range(count), *random.sample(range(count), min(count, 5))]
@@ -81,6 +82,7 @@ def test_tiles_whose_records_are_damaged_run_again(count: int, data: st.DataObje
         check(again.read(), in_order(count))
 
 
+@pytest.mark.long
 @given(st.integers(65, 200), st.data())
 def test_a_process_killed_while_it_merges_is_gone_on_with(count: int, data: st.DataObject) -> None:
     """All files of a group are there, and those of the group merged too, or not yet."""

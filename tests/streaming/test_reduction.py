@@ -122,6 +122,7 @@ def test_what_is_no_reduction_is_refused(reduce: Any, error: type[Exception], te
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reduce", ["argmax", "softmax"])
 def test_one_channel_has_no_classes(reduce: str) -> None:
     text = f'reduce="{reduce}" is over channels, and the network returns one channel; fix: a function, .* scores > 0'

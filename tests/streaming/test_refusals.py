@@ -164,6 +164,7 @@ class Worded(nn.Conv2d):
         return str(super().forward(grid).shape)
 
 
+@pytest.mark.long
 def test_networks_that_do_not_return_a_grid() -> None:
     with pytest.raises(TypeError, match=r"returns dict, not one grid.*fix: a module around it"):
         predict_whole(Pair().eval(), torch.randn(1, 8, 8), tile=(4, 4), quiet=True)
@@ -172,6 +173,7 @@ def test_networks_that_do_not_return_a_grid() -> None:
         predict_whole(flat, torch.randn(1, 8, 8), tile=(4, 4), quiet=True)
 
 
+@pytest.mark.long
 def test_attention_to_a_context() -> None:
     class Across(nn.Module):
         def __init__(self) -> None:

@@ -550,6 +550,7 @@ def test_places_that_a_network_names(name: str, tile: tuple[int, ...]) -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "fixed"),
     [
@@ -571,6 +572,7 @@ def test_masks_that_are_computed_or_lie_across_axes_are_refused(
         torch.testing.assert_close(predict_whole(net, volume, tile=tile, quiet=True), net(volume))
 
 
+@pytest.mark.long
 def test_each_rule_is_reached() -> None:
     reached: set[str] = set()
     for name, (_, shape) in CASES.items():
@@ -668,6 +670,7 @@ SIZES = st.lists(st.integers(41, 60), min_size=1, max_size=2)
 TILES = st.integers(1, 30)
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(st.data(), SIZES, TILES)
 def test_drawn_convolutions(data: st.DataObject, size: list[int], tile: int) -> None:
@@ -712,6 +715,7 @@ def dilation_fits(net: nn.Module, size: Sequence[int]) -> bool:
     return True
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(st.data(), SIZES, TILES)
 def test_drawn_resampling(data: st.DataObject, size: list[int], tile: int) -> None:
@@ -740,6 +744,7 @@ def test_the_nearest_position_between_two_is_that_of_torch(shape: tuple[int, ...
             assert torch.equal(run_in_tiles(net, volume, tile).output, net(volume)), (mode, length)
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(st.data(), SIZES, TILES)
 def test_drawn_adaptive_pooling(data: st.DataObject, size: list[int], tile: int) -> None:

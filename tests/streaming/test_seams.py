@@ -148,6 +148,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_first_layer_removes_most(name: str) -> None:
     """Each layer is frozen by `freeze_statistics` on the tiles, and both tilings run again."""

@@ -146,6 +146,7 @@ def test_each_output_has_its_mean_over_flips(kind: str, tmp_path: Path) -> None:
     assert relative(np.array(written), torch.cat(want, 1)[0]) < 1e-5
 
 
+@pytest.mark.long
 def test_outputs_of_several_sizes_are_refused_and_the_fix_works() -> None:
     net = settled(Pyramid())
     text = r"(?s)predict_whole: Pyramid returns grids of several sizes .*\n  0  \(1, 3, .*self\.network\(grid\)\[0\]\."
@@ -158,6 +159,7 @@ def test_outputs_of_several_sizes_are_refused_and_the_fix_works() -> None:
         plan_whole(settled(Heads("dict", stride=2)), IMAGE.shape, tile=8)
 
 
+@pytest.mark.long
 def test_a_reduction_of_several_outputs_is_refused_and_the_fix_works() -> None:
     net = settled(Heads("dict"))
     text = "predict_whole: reduce is for one output, and Heads returns 2"
@@ -207,6 +209,7 @@ def test_what_holds_one_grid_is_one_grid(kind: str) -> None:
     np.testing.assert_array_equal(labels.reshape(IMAGE.shape), scores.argmax(1)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("net", "key"), [(Pyramid, 0), (lambda: Heads("dict", stride=2), "distance")])
 def test_one_of_several_outputs_is_taken_by_its_key(net: Callable[[], nn.Module], key: Any, tmp_path: Path) -> None:
     made = settled(net())
@@ -281,6 +284,7 @@ def test_numbers_beside_grids_are_channels_of_a_file(tmp_path: Path) -> None:
     assert open_volume(tmp_path / "out.ome.zarr").metadata.channels == ("out 0", "out 1", "out 2", "loss")
 
 
+@pytest.mark.long
 def test_what_a_number_beside_a_grid_cannot_have_is_refused_and_the_fix_works() -> None:
     net = settled(Returning(lambda grid: {"out": grid, "loss": grid.mean()}))
     calls: dict[str, tuple[Any, Any]] = {
@@ -294,12 +298,14 @@ def test_what_a_number_beside_a_grid_cannot_have_is_refused_and_the_fix_works() 
         predict_whole(net, IMAGE, **{"tile": 8, "quiet": True} | followed)
 
 
+@pytest.mark.long
 def test_the_place_of_an_output_counts_those_that_are_none() -> None:
     net = settled(Returning(lambda grid: (None, grid, grid[..., ::2])))
     with pytest.raises(TypeError, match=r"self\.network\(grid\)\[1\]"):
         predict_whole(net, IMAGE, tile=8, quiet=True)
 
 
+@pytest.mark.long
 def test_outputs_that_are_no_grids_are_refused() -> None:
     class Words(nn.Conv2d):
         def forward(self, grid: Tensor) -> Any:
@@ -309,6 +315,7 @@ def test_outputs_that_are_no_grids_are_refused() -> None:
         predict_whole(settled(Words(1, 1, 1)), IMAGE, tile=8, quiet=True)
 
 
+@pytest.mark.long
 def test_flips_of_what_has_no_mean_are_refused_by_the_name_of_what_was_called() -> None:
     class Labels(nn.Conv2d):
         def forward(self, grid: Tensor) -> Any:

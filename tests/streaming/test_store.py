@@ -262,6 +262,7 @@ def test_without_a_path_values_are_stored_in_files_without_a_name(
     assert (watch.peak, list(tmp_path.iterdir())) == (0, [])
 
 
+@pytest.mark.long
 def test_what_fits_beside_the_rest_is_stored() -> None:
     """A value that is given up early, for its MACs a byte, is stored where what is given up later leaves room."""
     net = settled(nn.Sequential(*normed(), nn.InstanceNorm2d(1), nn.Conv2d(1, 6, 3, padding=1), nn.InstanceNorm2d(6)))
@@ -314,6 +315,7 @@ def undisturbed(predict: Callable[[Path], None], folder: Path) -> tuple[bytes, l
     return (folder / "out.npy").read_bytes(), list(watched.calls)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("saved_often")
 def test_a_prediction_killed_at_any_write_resumes_to_the_same_bytes(
     small: nn.Module, plan: StreamingPlan, tmp_path: Path
@@ -347,6 +349,7 @@ class Residual(nn.Module):
         return self.last(grid)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("saved_often")
 def test_a_prediction_that_resumes_keeps_no_file_that_nothing_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -371,6 +374,7 @@ def test_a_prediction_that_resumes_keeps_no_file_that_nothing_reads(
     assert all(names <= left[0] for names in left)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("saved_often")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_an_error_of_the_disk_names_the_file_and_a_repeated_call_finishes(
@@ -406,6 +410,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("saved_often")
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_file_is_found_when_a_prediction_resumes_and_computed_again(

@@ -171,6 +171,7 @@ def test_layers_of_the_user_see_the_whole() -> None:
     assert relative(predict_whole(net, VOLUME, tile=Tiles(16, statistics="tile"), quiet=True), want) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", [plan_whole, predict_whole], ids=lambda call: call.__name__)
 def test_a_norm_of_all_positions_takes_no_patch_and_the_fix_works(call: Callable[..., object]) -> None:
     net = settled(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.LayerNorm(VOLUME.shape[2:])))

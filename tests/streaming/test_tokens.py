@@ -125,6 +125,7 @@ def test_nothing_of_a_patch_is_computed_twice(attend: Attend) -> None:
     assert 0.9 < plan.recomputed < 1 + 3 / (GRID[0] * GRID[1]) * len(plan.graph_plan.tiles)
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from(ATTENTIONS[:-2]),

@@ -264,6 +264,7 @@ def test_an_image_that_two_processes_read_is_written_once() -> None:
     assert [(each["image_id"], each["score"]) for each in found] == [(1, 0.5), (2, 0.9), (2, 0.1)]
 
 
+@pytest.mark.long
 def test_a_full_disk_is_named_and_leaves_no_half_a_picture(tmp_path: Path) -> None:
     root = make_coco(tmp_path / "made", size=(800, 1000))
     writer, trainer = DetectionFolder(str(tmp_path / "out")), Trainer(**QUIET)

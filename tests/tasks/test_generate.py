@@ -128,6 +128,7 @@ def test_steps_of_the_discriminator_for_one_of_the_generator(tmp_path: Path) -> 
     assert fit.global_step == 8
 
 
+@pytest.mark.long
 def test_the_discriminator_tells_a_batch_from_what_is_drawn(tmp_path: Path) -> None:
     # The generator stands still.
     module = Generate(models.sagan(**SMALL), learning_rate=0.0, discriminator_rate=2e-3, averaging=0.0)
@@ -138,6 +139,7 @@ def test_the_discriminator_tells_a_batch_from_what_is_drawn(tmp_path: Path) -> N
     assert float(fit.callback_metrics["train/discriminator_epoch"]) < 0.1
 
 
+@pytest.mark.long
 def test_the_generator_fools_a_discriminator_that_stands_still(tmp_path: Path) -> None:
     module = Generate(models.sagan(**SMALL), learning_rate=2e-3, discriminator_rate=0.0, averaging=0.0)
     fit = trainer(tmp_path, 1)

@@ -158,6 +158,7 @@ def test_a_stack_is_normalised_padded_restored_and_brought_back(
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.long
 def test_images_and_projections_are_restored_too() -> None:
     image = np.random.default_rng(0).poisson(40, (17, 22)).astype(np.float32)
     network = awake(models.unet_care("siamese", spatial_dims=2, first_channels=4))

@@ -125,6 +125,7 @@ def test_the_loops_import_nothing_of_the_library(module: types.ModuleType) -> No
     assert {name.split(".")[0] for name in names} == {"__future__", "collections", "numpy"}
 
 
+@pytest.mark.long
 def test_an_operator_is_checked_without_any_extra() -> None:
     absent = ["pytest", "hypothesis", "xxhash", "zarr", "tifffile", "tqdm"]
     program = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"

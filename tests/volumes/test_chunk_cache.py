@@ -104,6 +104,7 @@ def test_arrays_without_known_chunks_stay_as_they_are() -> None:
         assert keep_chunks(lazy) is lazy
 
 
+@pytest.mark.long
 def test_each_worker_computes_a_chunk_at_most_once(tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed", reason="distributed is not installed, which the extra dev has")
     threads = torch.get_num_threads()
