@@ -43,8 +43,9 @@ test: $(STAMP) ## install the rest; format, lint, types, import ladder, tests, d
 	$(MAKE) -j $(JOBS) lint types imports docs
 	$(MAKE) pytest
 
-ci: test ## everything that must pass: also long tests, and a short form of test-everywhere
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) -m "long and not slow"
+ci: $(STAMP) ## everything that must pass: also long tests, and a short form of test-everywhere
+	$(MAKE) -j $(JOBS) lint types imports docs
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) -m "not slow"
 	$(PYTHON) tests/everywhere.py --short --jobs $(JOBS)
 
 test-slow: $(STAMP) ## the tests that take minutes: inductor, long grids, trained accuracies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -75,6 +76,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_default_device(device)
     # The bounds of the tests are those of float32, and cuDNN rounds what it convolves to TF32 unless told not to.
     torch.backends.cudnn.allow_tf32 = False
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of garbage collections, which otherwise go through all of them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

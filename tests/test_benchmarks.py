@@ -136,7 +136,7 @@ def test_a_wrong_revision_of_an_operator_ends_the_program(tmp_path: Path) -> Non
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
-@pytest.mark.long
+@pytest.mark.slow
 def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "found.json", tmp_path / "found.png"
     arguments = [*SMALL, "--heads", "2", "--size", "4,5", "--size", "8,8", "--backward", "--peers"]

@@ -134,7 +134,7 @@ def test_a_cluster_restores_what_one_process_does(stack: Path, tmp_path: Path) -
         assert content(tmp_path / f"{several}.zarr") == content(tmp_path / f"{one}.zarr")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_command_with_workers_that_is_interrupted_goes_on(stack: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "farfield", "predict"]
     options = {"env": ENVIRONMENT, "cwd": tmp_path, "stderr": subprocess.PIPE, "text": True}
@@ -163,7 +163,7 @@ def test_a_command_with_workers_that_is_interrupted_goes_on(stack: Path, tmp_pat
     assert not (tmp_path / "a.zarr.unfinished").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_script_of_an_array_runs_as_a_loop(stack: Path, tmp_path: Path) -> None:
     bash = shutil.which("bash")
     if bash is None:

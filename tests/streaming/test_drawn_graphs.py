@@ -26,6 +26,6 @@ def test_drawn_networks() -> None:
     count_outcomes(compare, range(60), FEW)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_many_drawn_networks() -> None:
     count_outcomes(compare, range(1000, 1600), FEW)

@@ -16,7 +16,7 @@ def test_drawn_predictions() -> None:
     count_outcomes(compare_prediction, range(40), FEW)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_many_drawn_predictions() -> None:
     count_outcomes(compare_prediction, range(1000, 1300), FEW)
 

@@ -192,7 +192,11 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
     "written": (lambda grid: torch.full_like(grid, 2.0).index_fill(1, torch.tensor([1]), 3.0) * grid, AREA),
     "warping": (lambda g: F.grid_sample(g * 2, g[:, :2].movedim(1, -1).tanh(), align_corners=False), AREA),
     "tiled": (lambda grid: grid.tile(1, 2, 1, 2), AREA),
-    "beside none": (lambda grid: torch.cat([grid[:, :, :1].repeat(1, 1, 0, 1), grid, grid[:, :0].view(0)], 2), AREA),
+    "beside none": (
+        lambda grid: torch.cat([grid[:, :, :1].repeat(1, 1, 0, 1), grid, grid[:, :0].view(0), grid[:, :, 2:5]], 2),
+        AREA,
+    ),
+    "beside none alone": (lambda grid: torch.cat([grid[:, :, :0], grid * 2], 2), AREA),
     "whole sums": (of_vector(lambda x: x.sum(2) / 50 + x.nansum(2) / 60 + x.mean(2)), AREA),
     "all of it": (
         lambda g: g + g.sum() / 99 + g.mean() + g.max() - g.min() + (g > 9).any() + (g < 9).all() + (g * 0 + 1).prod(),
