@@ -140,6 +140,31 @@ def test_drawn_tokens(attend: Attend, before: int, behind: int, samples: int, ti
     torch.testing.assert_close(output, net(volume))
 
 
+def test_sums_over_tokens_and_patches_gather_nothing() -> None:
+    assert not any(node.op == "whole" for node in record_network(drawn(linear), VOLUME, dtype=torch.float64).nodes)
+
+
+def test_the_calls_of_functions_are_those_of_what_they_ran() -> None:
+    graph = record_network(drawn(by_torch, before=2), VOLUME, dtype=torch.float64)
+    attended = [call for call in graph.calls if call.function.endswith("scaled_dot_product_attention")]
+    ran = [[graph.nodes[index].op for index in range(*call.nodes)] for call in attended]
+    # Of queries of tokens, and of those of patches.
+    assert [ops.count("attend") for ops in ran] == [2, 2]
+    assert sum(node.op == "attend" for node in graph.nodes) == 4
+
+
+def test_rows_of_several_samples_are_not_taken_apart() -> None:
+    """Rows of both samples, which stand one behind the other."""
+    net = drawn(by_torch)
+
+    def both(grid: Tensor, net: Transformer) -> Tensor:
+        rows = torch.cat([net.before.expand(len(grid), -1, -1), net.patches(grid).flatten(2).mT], 1)
+        return rows.flatten(0, 1)[5 : 5 + GRID[0] * GRID[1]][None].mT.unflatten(2, GRID)
+
+    with pytest.raises(GraphError, match="several axes"):
+        run_in_tiles(Layer(both, net), torch.randn(2, *VOLUME[1:], dtype=torch.float64), (4, 6))
+
+
 def test_samples_that_are_mixed() -> None:
     """Tokens of several samples stand in one dimension, and differ by more than their own."""
     net = drawn(by_torch)

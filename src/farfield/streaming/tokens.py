@@ -18,7 +18,8 @@ from farfield.streaming.rules.rule import Operand, OperationCall
 from farfield.streaming.spans import constant_layout
 
 _CAT = "aten.cat.default"
-_PRODUCTS = ("aten.mm.default", "aten.bmm.default")
+# Sums over positions that are those over each part, and how many operands have these.
+_SUMS = {"aten.mm.default": 2, "aten.bmm.default": 2, "aten.sum.dim_IntList": 1}
 
 
 class _Joined(NamedTuple):
@@ -166,8 +167,8 @@ class _Splitting:
         if not all(isinstance(place, int) or (place is None and able) for place in places):
             return None
         at = next((place for place in places if place is not None), None)
-        if at is None and node.op in _PRODUCTS and len(places) == 2:
-            return self._add_products(node, write, [each for each in operands if isinstance(each, _Joined)])
+        if at is None and _SUMS.get(node.op) == len(places):
+            return self._add_sums(node, write, [each for each in operands if isinstance(each, _Joined)])
         if at is None:
             return self._add(node, [self._join(write, each, whole=True) for each in operands], node.outputs)
         # Those of the first operand that runs with the output; others run with them, or are read as a whole.
@@ -197,18 +198,16 @@ class _Splitting:
         args, kwargs = map_values((node.args, node.kwargs), Value, operand)
         return OperationCall(node.op, args, kwargs, tuple(map(operand, node.inputs)), (), node.outputs)
 
-    def _add_products(self, node: Node, write: Writer, pair: Sequence[_Joined]) -> list[Value] | None:
-        """Add up products over the positions of each part."""
-        left, right = pair
-        lengths = self._lengths(left)
-        if lengths != self._lengths(right) or left.samples != right.samples:
+    def _add_sums(self, node: Node, write: Writer, operands: Sequence[_Joined]) -> list[Value] | None:
+        """Add up sums over the positions of each part."""
+        lengths, output = self._lengths(operands[0]), node.outputs[0]
+        if any(self._lengths(each) != lengths or each.samples != operands[0].samples for each in operands):
             return None
-        products = [
-            self._add(node, (one, other), node.outputs, length / sum(lengths))[0]
-            for one, other, length in zip(left.parts, right.parts, lengths, strict=True)
+        sums = [
+            self._add(node, parts, node.outputs, length / sum(lengths))[0]
+            for parts, length in zip(zip(*(each.parts for each in operands), strict=True), lengths, strict=True)
         ]
-        output = node.outputs[0]
-        return [functools.reduce(lambda *pair: write.append("aten.add.Tensor", pair, *output), products)]
+        return [functools.reduce(lambda *pair: write.append("aten.add.Tensor", pair, *output), sums)]
 
 
 def _shorten(info: Info, dim: int, length: int, part: int) -> Info:
