@@ -196,7 +196,8 @@ def slide(net: nn.Module, grid: Tensor, plan: StreamingPlan) -> Tensor:
     """Run a network on each tile with the halo of the plan, and keep the tile's own positions."""
     result = torch.empty(plan.output.shape[1:])
     halo = join_halos(each.halo for each in plan.passes)
-    ratios = [float(1 / each[1].scale) for each in plan.output.places if each is not None]
+    # Resizing with align_corners steps by another ratio, and tiles of it alone are near it.
+    ratios = [length / own for length, own in zip(plan.output.shape[-len(plan.size) :], plan.size, strict=True)]
     # The strides divide the tile and the volume.
     multiples = list(map(math.gcd, plan.tile, plan.size))
     for core in plan.cores:

@@ -177,7 +177,16 @@ def fakes() -> list[FakeTensor]:
     return [each for each in gc.get_objects() if type(each) is FakeTensor and each.shape[-1:] == (SIZE,)]
 
 
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """What holds a tensor is looked for among all objects, those of modules included."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize(*in_turn(kind=list(OUTSIDE), name=["count", "predict_whole"]))
 def test_a_cache_outside_of_the_network_is_named_and_cleared(kind: str, name: str) -> None:
     make, cache = OUTSIDE[kind]
