@@ -165,6 +165,20 @@ def test_rows_of_several_samples_are_not_taken_apart() -> None:
         run_in_tiles(Layer(both, net), torch.randn(2, *VOLUME[1:], dtype=torch.float64), (4, 6))
 
 
+def test_what_no_rule_takes_is_refused_and_runs_in_one_piece() -> None:
+    """Positions along dimensions that do not stand side by side, of tokens and patches."""
+    transformer = drawn(by_torch)
+
+    def index(grid: Tensor, net: Transformer) -> Tensor:
+        rows = torch.cat([net.before, net.patches(grid).flatten(2).mT], 1)
+        return rows[torch.tensor([0]), :, torch.tensor([1])][:, 1:].unflatten(1, GRID)[:, None]
+
+    net, volume = Layer(index, transformer).eval(), torch.randn(VOLUME, dtype=torch.float64)
+    with pytest.raises(GraphError, match=r"does not run in tiles: .*; fix: tile=\(None, None\)"):
+        predict_whole(net, volume, tile=(4, 6), quiet=True)
+    torch.testing.assert_close(predict_whole(net, volume, tile=(None, None), quiet=True), net(volume))
+
+
 def test_samples_that_are_mixed() -> None:
     """Tokens of several samples stand in one dimension, and differ by more than their own."""
     net = drawn(by_torch)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from farfield.streaming.graph import Graph, Info, Node, Value, Writer, map_values
 from farfield.streaming.labels import LabelledGraph, label_node
 from farfield.streaming.rules import find_rule
-from farfield.streaming.rules.rule import Operand, OperationCall
+from farfield.streaming.rules.rule import Operand, OperationCall, RuleError
 from farfield.streaming.spans import constant_layout
 
 _CAT = "aten.cat.default"
@@ -158,7 +158,10 @@ class _Splitting:
         rule = find_rule(node.op)
         if rule is None or rule.dims is None or (node.op == "attend" and node.args[4]):  # a row knows its place
             return None
-        dims = rule.dims(self._call(node))
+        try:
+            dims = rule.dims(self._call(node))
+        except RuleError:  # which the labels of the graph name
+            return None
         # Of operands with parts, the dimension of the output that these run with.
         places: list[Any] = [
             own[each.dim] if own else () for each, own in zip(operands, dims, strict=True) if isinstance(each, _Joined)
