@@ -28,6 +28,24 @@ if CHECKS_SHAPES:  # before anything imports the library
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def keep_scripted_operations() -> None:
+    """Keep what TorchScript knows by its address, in a table that does not hold it.
+
+    An operation that gets a further overload (`torch.ao` defines some when it is imported, which `torch.compile` does)
+    is replaced, and whatever is made at the address of the old one is compiled as that operation: a padding was.
+    """
+    register, kept = torch.jit._builtins._register_builtin, []
+
+    def register_and_keep(function: object, name: str) -> None:
+        kept.append(function)
+        register(function, name)
+
+    torch.jit._builtins._register_builtin = register_and_keep
+
+
+keep_scripted_operations()
 # A first example may compile or warm a cache: no deadline. Derandomised, so that a failure is the same for everybody.
 hypothesis.settings.register_profile(
     "house",
