@@ -28,7 +28,7 @@ def run(name: str, arguments: Sequence[str], settings: Mapping[str, str] = {}) -
     last = ""
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
         for printed in running.stdout or ():
-            print(printed, end="", flush=True)
+            print(f"{name}: {printed}", end="", flush=True)  # several may run side by side
             last = printed.strip() or last
     minutes = (time.monotonic() - started) / 60
     counts = {what: int(number) for number, what in COUNT.findall(last)}

@@ -135,7 +135,7 @@ def test_a_warning_of_workers_is_shown_once_by_the_client(client: Any, tmp_path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_other_numbers_of_workers(workers: int, wanted: dict, tmp_path: Path) -> None:
     with start(workers) as started, distributed.Client(started) as connected:
         set_levels(connected)
@@ -186,7 +186,9 @@ def test_passes_one_by_one(tmp_path: Path) -> None:
 
 
 # ---- what is killed --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("seconds", [0.1, 0.4, pytest.param(0.2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "seconds", [0.1, pytest.param(0.4, marks=pytest.mark.long), pytest.param(0.2, marks=pytest.mark.slow)]
+)
 def test_a_worker_that_is_killed_costs_its_tasks(seconds: float, wanted: dict, tmp_path: Path) -> None:
     with start(2) as started, distributed.Client(started) as connected:
         set_levels(connected)
@@ -232,7 +234,7 @@ def test_a_client_that_is_interrupted_goes_on(
     assert content(out) == want("norms", ".ome.zarr", wanted, tmp_path)
 
 
-@pytest.mark.parametrize("records", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("records", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_part_that_is_killed_starts_again(records: int, tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
     first = start_part("attention", out, "1/2")
@@ -524,6 +526,7 @@ def test_a_task_that_is_late_leaves_nothing(tmp_path: Path) -> None:
         call("norms", out, part=Part.parse("reduce"))
 
 
+@pytest.mark.slow
 def test_tasks_run_with_the_threads_of_the_first_call_and_leave_those_of_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -544,7 +547,7 @@ def test_tasks_run_with_the_threads_of_the_first_call_and_leave_those_of_the_cal
         seen.clear()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_lazy_mask_is_read_in_the_workers(client: Any, tmp_path: Path) -> None:
     import dask.array
 

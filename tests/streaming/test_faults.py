@@ -23,8 +23,8 @@ from helpers.streamed_nets import attention, settled
 
 TILE = (10, 8)
 # Every so many calls one is failed; their number has no factor in common with that of the calls of a save.
-STEPS = pytest.mark.parametrize("step", [53, pytest.param(19, marks=pytest.mark.long)])
-STORED_STEPS = pytest.mark.parametrize("step", [97, pytest.param(37, marks=pytest.mark.long)])
+STEPS = pytest.mark.parametrize("step", [53, pytest.param(19, marks=pytest.mark.slow)])
+STORED_STEPS = pytest.mark.parametrize("step", [97, pytest.param(37, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -179,7 +179,7 @@ def predict_stored(key: Key, out: Path) -> None:
         predict_whole(net, machine.VOLUME, tile=key.tile, out=out, quiet=True)
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
 @STORING
 def test_an_error_of_the_disk_at_a_stored_file_names_it_and_the_fix(key: Key, step: int, tmp_path: Path) -> None:
     """At calls that write it: it is opened, made as long as it will be, and written, and read by a memory map."""

@@ -23,7 +23,7 @@ def watched() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("programs", [12, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("programs", [12, pytest.param(50, marks=pytest.mark.slow)])
 def test_programs_of_predictions(programs: int) -> None:
     check_predictions(programs=programs)
 
