@@ -28,7 +28,7 @@ endif
 GOALS ?= $(MAKECMDGOALS)
 export GOALS
 
-.PHONY: help environment install demo test ci test-slow test-everywhere lint types imports pytest coverage api docs bench dist format clean
+.PHONY: help environment install demo test test-library ci test-slow test-everywhere lint types imports pytest coverage api docs bench dist format clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -64,6 +64,9 @@ types: $(STAMP)
 imports: $(STAMP)
 	$(VENV)/bin/lint-imports
 
+test-library: $(STAMP) ## the fast tests of the library alone, without those of the papers
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) -m "not slow and not long" tests src
+
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) -m "not slow and not long"
 
@@ -73,12 +76,13 @@ coverage: $(STAMP) ## the share of lines and branches that the fast tests run, b
 bench: $(STAMP) ## time operators and networks, and measure the limits, into build/bench; half an hour on a quiet machine
 	mkdir -p build/bench
 	$(PYTHON) benchmarks/operators.py --backward --json build/bench/operators.json
-	$(PYTHON) benchmarks/compact_speed.py --rounds 5 --json build/bench/networks.json
+	$(PYTHON) papers/benchmarks/compact_speed.py --rounds 5 --json build/bench/networks.json
 	$(PYTHON) benchmarks/limits.py --json build/bench/limits.json
 
 dist: $(STAMP) ## build the wheel and the source archive into dist, and check what is in them
 	rm -rf dist
 	$(PYTHON) -m build --no-isolation --outdir dist
+	$(PYTHON) -m build --no-isolation --outdir dist papers
 	$(PYTHON) -m twine check --strict dist/*
 	$(PYTHON) tests/wheel.py dist
 
@@ -94,22 +98,22 @@ format: $(STAMP) ## let ruff format the code and mend what it can
 
 clean: ## remove .venv, caches and built pages
 	rm -rf $(VENV) build dist docs/_build docs/auto_gallery .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
-	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests docs papers -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What an installation is made of: when it changes, it is made again.
-SOURCES := pyproject.toml hatch_build.py $(wildcard src/farfield/ops/fast/cpu/*)
+SOURCES := pyproject.toml papers/pyproject.toml hatch_build.py $(wildcard src/farfield/ops/fast/cpu/*)
 
 $(DEMO): $(SOURCES)
 	@$(MAKE) --no-print-directory environment
 	@echo "Installing farfield with what the demo needs into $(VENV): once, 0.2 GB"
-	$(INSTALL) -e ".[demo]"
+	$(INSTALL) -e . -e ./papers
 	@printf '%s\n' "$(CURDIR)" > $(DEMO)
 
 # Everything, and so what the demo needs.
 $(STAMP): $(SOURCES)
 	@$(MAKE) --no-print-directory environment
 	@echo "Installing farfield and everything that the tests use into $(VENV): once, a few minutes"
-	$(INSTALL) -e ".[dev]"
+	$(INSTALL) -e ".[dev]" -e "./papers[text,timm]"
 	@printf '%s\n' "$(CURDIR)" | tee $(DEMO) > $(STAMP)
 
 # .venv with torch, which comes first, since the kernels are compiled with its headers.

@@ -39,8 +39,8 @@ PACKAGES = {
     **dict.fromkeys(("linear_attention_transformer", "axial_attention", "kornia", "monai", "fla"), "one peer"),
 }
 # The tests that compute on the device of `pytest --device`, and not in other processes or with files.
-TESTS = ["tests/ops", "tests/nn", "tests/papers", "tests/models", "tests/insertion", "tests/test_fuzz.py"]
-TESTS += ["tests/test_maps.py", "tests/test_theory.py", "tests/test_cost.py"]
+TESTS = ["tests/ops", "tests/nn", "papers/tests/papers", "papers/tests/models", "tests/insertion", "tests/test_fuzz.py"]
+TESTS += ["tests/test_maps.py", "papers/tests/test_theory.py", "tests/test_cost.py"]
 SMALL_TESTS = ["tests/ops/test_grid.py", "tests/test_cost.py"]
 # Section of limits.py -> seconds. "copies" compiles, which takes minutes on a CPU.
 LIMITS = {

@@ -3,6 +3,7 @@
     python benchmarks/house.py                      # this checkout
     git worktree add ../before 6d287fe              # a commit to compare with
     python benchmarks/house.py ../before .          # one column each
+    python benchmarks/house.py papers               # the package of the papers
 
 Lines are all, as of `wc -l`; lines of code are those with a part of a statement that is not a docstring. Definitions
 are the functions, classes and names that a module defines; underscored ones are for that file alone. Public are the
@@ -48,14 +49,15 @@ def read_public(checkout: Path) -> set[tuple[str, str]]:
     lines = (checkout / "tests" / "public.txt").read_text(encoding="utf-8").splitlines()
     found = set()
     for line in lines:
-        if path := re.match(r"(farfield(?:\.[a-z_0-9]+)*)\.(\w+(?:\.\w+)?)(?=[(:.]|$)", line):
+        if path := re.match(r"(farfield(?:_papers)?(?:\.[a-z_0-9]+)*)\.(\w+(?:\.\w+)?)(?=[(:.]|$)", line):
             found |= {(path[1], name) for name in path[2].split(".")}
     return found
 
 
 def is_public(module: Module, node: Definition, public: set[tuple[str, str]]) -> bool:
     """Whether a function or class is one of those names, in a file of their package."""
-    place = ".".join(("farfield", *module.path.with_suffix("").parts[module.path.parts.index("farfield") + 1 :]))
+    parts = module.path.with_suffix("").parts
+    place = ".".join(parts[len(parts) - parts[::-1].index("src") :])
     return any(node.name == name and f"{place}.".startswith(f"{package}.") for package, name in public)
 
 
@@ -115,7 +117,7 @@ def count_comments(module: Module) -> int:
 
 def count_floors(modules: list[Module], package: str) -> int:
     """Return the length of the longest chain of imports among the modules of a package, itself included."""
-    root = next(each.path.parents[1] for each in modules if each.path.parts[-2:] == ("farfield", "__init__.py"))
+    root = next(each for each in modules[0].path.parents if each.name == "src")
     paths = {each.path.relative_to(root).with_suffix(""): each for each in modules}
     names = {".".join(path.parts).removesuffix(".__init__"): each for path, each in paths.items()}
     own = {name for name in names if name == package or name.startswith(f"{package}.")}

@@ -2,7 +2,6 @@
 
     python benchmarks/kernels.py
     python benchmarks/kernels.py --cases            # with projections, masks, norms, channels-last, bfloat16, float16
-    python benchmarks/kernels.py --norms            # batch norm and ReLU6 in training, on grids of MobileNetV2
     python benchmarks/kernels.py --tiny             # small grids, to check that everything runs
 
 Operators without projections, one head. Every number is from a race with a copy, after the responses and gradients were
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 
 from farfield import cost
 from farfield.nn import GridAttention
-from farfield.nn.conv_norm_act import convolved
 from farfield.ops import OPERATORS
 from farfield.ops.fast.kernels import SWITCH
 
@@ -35,9 +33,6 @@ SHAPES = ((8, 256, 56, 56), (1, 64, 256, 256), (8, 64, 56, 56), (2, 64, 16, 32, 
 TINY = ((1, 32, 7, 9),)
 IN_CASES = ("kronecker_kv", "kronecker_qkv", "siamese", "averaged", "factorized_gaussian")
 SHAPE_OF_CASES = (8, 64, 56, 56)
-# Grids of MobileNetV2 that are normed and clamped, batch 32 of 224².
-NORMED = ((32, 96, 112, 112), (32, 144, 56, 56), (32, 192, 28, 28), (32, 384, 14, 14), (32, 960, 7, 7))
-ORDERS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
 def copies(name: str, shape: tuple[int, ...], *, kernels: bool, backward: bool) -> float:
@@ -115,53 +110,14 @@ def print_cases(shape: tuple[int, ...], repeats: int) -> None:
         print(f"| `{name}` | {' | '.join(ratios(name, case, shape, repeats) for case in CASES)} |", flush=True)
 
 
-# ---- norms -----------------------------------------------------------------------------------------------------------
-class NormAndClamp(nn.Module):
-    """Batch norm in training and ReLU6 of the compact networks, with gradients by the kernel or by torch."""
-
-    def __init__(self, channels: int, *, kernels: bool) -> None:
-        super().__init__()
-        self.part, self.kernels = convolved(channels, channels), str(int(kernels))
-
-    def forward(self, grid: Tensor) -> Tensor:
-        """Norm and clamp."""
-        os.environ[SWITCH] = self.kernels
-        return self.part.after(grid)
-
-
-def norm_ratio(shape: tuple[int, ...], order: torch.memory_format, repeats: int) -> str:
-    """Format how many times as long torch takes, forward and backward."""
-    torch.manual_seed(0)
-    grid = torch.randn(shape).contiguous(memory_format=order).requires_grad_()
-    runs = {str(on): (NormAndClamp(shape[1], kernels=on), grid) for on in (False, True)}
-    cotangent = torch.randn_like(grid)
-    theirs, ours_own = (torch.autograd.grad(run(grid), grid, cotangent)[0] for run, _ in runs.values())
-    if (theirs - ours_own).norm() > 1e-5 * theirs.norm():
-        raise SystemExit(f"kernels.py: the gradients of the norm on {shape} differ")
-    rows = cost.compare(runs, backward=True, repeats=repeats)
-    return f"{rows['False'].seconds / rows['True'].seconds:.2f}"
-
-
-def print_norms(shapes: tuple[tuple[int, ...], ...], repeats: int) -> None:
-    """Print the table of norms."""
-    keep_freed_memory()
-    print(f"| torch ÷ kernel | {' | '.join('×'.join(map(str, shape)) for shape in shapes)} |")
-    print("|---|" + "---|" * len(shapes))
-    for name, order in ORDERS.items():
-        print(f"| {name} | {' | '.join(norm_ratio(shape, order, repeats) for shape in shapes)} |", flush=True)
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="one small grid")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", action="store_true", help="the table of cases in place of that of sizes")
-    parser.add_argument("--norms", action="store_true", help="the table of norms in place of that of sizes")
     arguments = parser.parse_args()
-    if arguments.norms:
-        print_norms(TINY if arguments.tiny else NORMED, 1 if arguments.tiny else 7)
-    elif arguments.cases:
+    if arguments.cases:
         print_cases(TINY[0] if arguments.tiny else SHAPE_OF_CASES, 1 if arguments.tiny else 7)
     else:
         print_sizes(TINY if arguments.tiny else SHAPES, arguments.rounds)

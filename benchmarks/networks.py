@@ -45,7 +45,7 @@ def smallest(names: list[str]) -> str:
 # timm's networks for images larger than the first get images of the second; elsewhere the third is tried first.
 LARGEST, SIDE, LEAST = 256, 224, 128
 # The module of farfield's networks, which `register_timm` adds to timm's.
-CATALOG = "farfield.models.catalog"
+CATALOG = "farfield_papers.models.catalog"
 
 
 # ---- timm ------------------------------------------------------------------------------------------------------------

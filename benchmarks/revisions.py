@@ -2,7 +2,6 @@
 
     python benchmarks/revisions.py HEAD~1 operators.py --operator siamese --only-ours --backward
     python benchmarks/revisions.py v0.1.0 limits.py --turns 9 --section kan
-    python benchmarks/revisions.py v0.1.0 compact_speed.py --rounds 1 --batch 8
 
 Each revision is measured by its own benchmark, which must have these options and `--json`; an option or a key that had
 another name then is given with `--renamed size=sides`. A value is the median of the turns.

@@ -147,7 +147,7 @@ def smp_networks() -> dict[str, Setting]:
 def care_networks() -> dict[str, Setting]:
     """Return CARE's U-Net with attention inserted behind its bottom, and but for softmax behind its first block too."""
     from farfield.insertion import insert
-    from farfield.models import unet_care
+    from farfield_papers.models import unet_care
 
     def make(operator: str, dims: int) -> nn.Module:
         net = unet_care(spatial_dims=dims, first_channels=8)

@@ -106,7 +106,7 @@ def one(job: dict) -> dict:
     volume = np.load(job["volume"], mmap_mode="r")
     out, plan = Path(job["volume"]).with_name("out.npy"), []
     if "tile" in job:
-        from farfield.models.unet import unet_care
+        from farfield_papers.models.unet import unet_care
 
         net = unet_care(job["operator"]).eval()
         for part in net.modules():  # a residual's output projection starts at zero, which would hide the attention

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from race import Row, distance, machine
 from torch import Tensor, nn
 
-from farfield import models
 from farfield.cost.measuring import take_turns
+from farfield_papers import models
 
 NETWORKS = ["mobilenet_v2", "kanet_qkv", "sanet"]
 # Relative L2 distance in float64: rounding errors, amplified by 52 norms over a few images each.

@@ -12,9 +12,9 @@ from latex2mathml.converter import convert
 from sphinx.util.nodes import make_refnode
 
 import farfield
-from farfield.cli.explore.page import write
-from farfield.cli.explore.panels import panels_of_features
 from farfield.ops import OPERATORS
+from farfield_papers.cli.explore.page import write
+from farfield_papers.cli.explore.panels import panels_of_features
 
 project = "farfield"
 author = "farfield developers"
@@ -110,7 +110,7 @@ def _write_block_math(writer, node):
 
 
 def _link_names(application, doctree, page):
-    """Make a link of each literal that is the name of something in the API: `farfield.x.y`, `x.y` or a class's name."""
+    """Make a link of each literal that names something in the API: `farfield.x.y`, `x.y` or a class's name."""
     domain = application.env.get_domain("py")
     objects = {name: entry for name, entry in domain.objects.items() if entry.objtype != "module"}
     classes = {}
@@ -121,7 +121,8 @@ def _link_names(application, doctree, page):
         if isinstance(literal.parent, nodes.reference | nodes.title):
             continue
         text = literal.astext().removesuffix("()")
-        name = next((each for each in (text, f"farfield.{text}", classes.get(text, "")) if each in objects), None)
+        names = (text, f"farfield.{text}", f"farfield_papers.{text}", classes.get(text, ""))
+        name = next((each for each in names if each in objects), None)
         if name is not None:
             entry = objects[name]
             link = make_refnode(application.builder, page, entry.docname, entry.node_id, literal.deepcopy(), name)

@@ -7,16 +7,16 @@
 Those of trained networks and of measurements, in `images`, come from what they show:
 
 * `windows.webp`: `docs/windows.py`
-* `results-cifar10.png`: `benchmarks/train_compact.py … --collect`
-* `results-camvid.png`: `benchmarks/segmentation.py --collect`
+* `results-cifar10.png`: `papers/benchmarks/train_compact.py … --collect`
+* `results-camvid.png`: `papers/benchmarks/segmentation.py --collect`
 * `results-front.png`: `benchmarks/results.py --picture FILE`
 * `results-recall.png`: `benchmarks/recall.py --collect benchmarks/records/recall.jsonl --picture FILE`
-* `results-text.png`: `benchmarks/masked_lm.py table`
-* `detect-nuclei.png`: `benchmarks/detection.py … --collect`
-* `restore-nuclei.png`: `benchmarks/restoration.py picture`
-* `sagan-cifar10.png`: `benchmarks/gan.py picture`
-* `stereo.png`: `benchmarks/stereo.py picture`
-* `fa-figure-4.png`, `fa-figure-5.png`: `benchmarks/fa_figures.py`
+* `results-text.png`: `papers/benchmarks/masked_lm.py table`
+* `detect-nuclei.png`: `papers/benchmarks/detection.py … --collect`
+* `restore-nuclei.png`: `papers/benchmarks/restoration.py picture`
+* `sagan-cifar10.png`: `papers/benchmarks/gan.py picture`
+* `stereo.png`: `papers/benchmarks/stereo.py picture`
+* `fa-figure-4.png`, `fa-figure-5.png`: `papers/benchmarks/fa_figures.py`
 * `look-*.png`: `farfield maps`, by the commands in `guide/look.md`
 * `seams.webp`: the first code of `guide/seams.md`
 * `segment-camvid.png`: images, labels and what `farfield predict` wrote; no script of the repository puts them together
@@ -29,7 +29,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from farfield.cli.demo import picture
+from farfield_papers.cli.demo import picture
 
 IMAGES = Path(__file__).parent / "images"
 STATIC = Path(__file__).parent / "static"

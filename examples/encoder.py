@@ -3,7 +3,7 @@
 import timm
 import torch
 
-from farfield import models
+from farfield_papers import models
 
 models.register_timm()
 encoder = timm.create_model("kanet_qkv", features_only=True)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from farfield import models
-from farfield.nn import AttentionBlock, BaseBlock
+from farfield_papers import models
+from farfield_papers.nn import AttentionBlock, BaseBlock
 
 warnings.filterwarnings("ignore")  # torch.onnx warns of operators of packages that it does not know
 network = nn.Sequential(BaseBlock(3, 16, stride=2), AttentionBlock(16, 24, "kronecker_qkv")).eval()

@@ -7,7 +7,8 @@ from torch import nn
 from farfield import maps
 from farfield.nn import GridAttention
 
-# A network without weights, whose positions attend by colour alone. For a trained one: models.from_pretrained(folder).
+# A network without weights, whose positions attend by colour alone.
+# For a trained one of the papers: farfield_papers.models.from_pretrained(folder).
 network = nn.Sequential(
     nn.AvgPool2d(16),
     GridAttention(3, "softmax", project="", scale=4.0),

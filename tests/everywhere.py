@@ -8,6 +8,7 @@ the compiled kernels, with the loops for this processor and for older ones. One 
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 
 from helpers.running import report, run
 
@@ -25,9 +26,13 @@ SWITCHES = {
     "kernels of x86-64-v2": {"FARFIELD_TEST_KERNELS": "1", "FARFIELD_INSTRUCTIONS": "x86_64_v2"},
 }
 # What computes, and not what reads files, prints or draws.
-TESTS = ["tests/ops", "tests/nn", "tests/papers", "tests/sharding", "tests/test_fuzz.py", "tests/test_maps.py"]
-TESTS += ["tests/test_theory.py", "tests/streaming/test_predict_whole.py", "tests/streaming/test_respond_whole.py"]
-TESTS += ["tests/models/test_fuse.py", "tests/models/test_compact.py", "tests/models/test_bert.py"]
+TESTS = ["tests/ops", "tests/nn", "papers/tests/papers", "tests/sharding", "tests/test_fuzz.py", "tests/test_maps.py"]
+TESTS += [
+    "papers/tests/test_theory.py",
+    "tests/streaming/test_predict_whole.py",
+    "tests/streaming/test_respond_whole.py",
+]
+TESTS += ["papers/tests/models/test_fuse.py", "papers/tests/models/test_compact.py", "papers/tests/models/test_bert.py"]
 # The short form, which `make ci` runs after the whole suite.
 SHORT = ["tests/ops/test_precision.py", "tests/test_fuzz.py"]
 SHORT_SWITCHES = ["MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default", "two threads", "shapes"]
@@ -41,8 +46,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="test processes side by side")
     arguments = parser.parse_args()
     names = arguments.switches or (SHORT_SWITCHES if arguments.short else list(SWITCHES))
-    tests = ["-n", str(arguments.jobs), "-m", "not slow and not long", *(SHORT if arguments.short else TESTS)]
-    report("switch", [run(name, tests, SWITCHES[name]) for name in names])
+    tests = ["-m", "not slow and not long", *(SHORT if arguments.short else TESTS)]
+    with ThreadPoolExecutor(arguments.jobs) as side_by_side:
+        rows = list(side_by_side.map(lambda name: run(name, tests, SWITCHES[name]), names))
+    report("switch", rows)
 
 
 if __name__ == "__main__":

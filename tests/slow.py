@@ -9,10 +9,10 @@ from helpers.running import report, run
 
 # Each ends within 90 minutes on two cores.
 PARTS = {
-    "operators": ["tests/ops", "tests/nn"],
-    "models": ["tests/models"],
+    "operators": ["tests/ops", "tests/nn", "papers/tests/nn"],
+    "models": ["papers/tests/models"],
     "insertion": ["tests/insertion"],
-    "platforms": ["tests/platforms"],
+    "platforms": ["tests/platforms", "papers/tests/platforms"],
     "streaming": ["tests/streaming", "tests/volumes", "tests/test_cost_planning.py"],
 }
 # Whatever no other part has.
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, REST, []], help="which; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="test processes side by side")
     arguments = parser.parse_args()
-    rest = ["tests", *(f"--ignore={path}" for paths in PARTS.values() for path in paths)]
+    rest = ["tests", "papers/tests", *(f"--ignore={path}" for paths in PARTS.values() for path in paths)]
     tests = PARTS | {REST: rest}
     names = arguments.parts or list(tests)
     if "streaming" in names and not download_wheels():

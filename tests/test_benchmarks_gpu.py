@@ -181,36 +181,6 @@ def test_every_section_of_the_limits_has_its_time() -> None:
 
 
 @pytest.mark.long
-def test_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "steps.json"
-    options = ["--networks", "kanet_qkv", "--batch", "2", "--side", "32", "--repeats", "1", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["training_steps.py", *options])
-    steps = module("training_steps")
-    steps.main()
-    result = json.loads(file.read_text(encoding="utf-8"))
-    rows = result["rows"]
-    assert [(row["name"], row["dtype"]) for row in rows] == [("kanet_qkv", "float32"), ("kanet_qkv", "bfloat16")]
-    assert all(row["seconds"] > 0 and row["peak_bytes"] > 1e6 and row["error"] <= steps.TOLERANCE for row in rows)
-    assert capsys.readouterr().out.count("| `kanet_qkv` |") == 2
-    assert "| `kanet_qkv` | float32 | " in "\n".join(module("gpu_page").training_steps(result, whole=True))
-
-
-@pytest.mark.long
-def test_a_network_that_is_wrong_on_the_device_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = module("training_steps")
-    right, calls = steps.outcome, []
-
-    def wrong(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
-        classes, gradients = right(*arguments)
-        calls.append(1)
-        return classes, gradients * (1.001 if len(calls) == 2 else 1)
-
-    monkeypatch.setattr(steps, "outcome", wrong)
-    with pytest.raises(SystemExit, match=r"mobilenet_v2 on cpu is wrong by 1\.0e-03"):
-        steps.check("mobilenet_v2", torch.device("cpu"))
-
-
-@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_tests_do_not_run_on_one() -> None:
     done = pytest_of("tests/test_files.py", "--device", "cuda")

@@ -76,7 +76,7 @@ def test_torchs_headers_are_those_of_this_environment(hook: ModuleType, monkeypa
         assert hook.CustomBuildHook.dependencies(None) == ["torch>=2.11"]
 
 
-@pytest.mark.long
+@pytest.mark.slow  # every installation builds it
 def test_the_library_is_built(hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.SWITCH, "1")
     monkeypatch.delenv("CXX", raising=False)

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from farfield import ShapeError, cost
 from farfield._operators import DEFAULT
 from farfield.cost.measuring import LiveBytes
-from farfield.nn import GridAttention, SqueezeExcite, attention_for
+from farfield.nn import GridAttention, attention_for
 from farfield.nn.macs import MacCounter
 from farfield.ops import OPERATORS, Operator, flare, pooled
 from farfield.ops.projection import project_queries
 from farfield.ops.table import keys, position, queries
 from helpers.partly import pairwise, partly
+from helpers.small_networks import SqueezeExcite
 
 PROJECTS = ("", "v", "q", "qk", "qkv", "o", "vo", "qkvo")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from farfield import _checks
-from farfield._checks import install_command
+from farfield._checks import install_command, install_papers
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, source: dict[str, Any] | None) -> None:
@@ -29,26 +29,32 @@ def recorded(monkeypatch: pytest.MonkeyPatch, source: dict[str, Any] | None) -> 
 
 def test_from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(monkeypatch, None)
-    assert install_command("train") == 'pip install "farfield[train]"'
+    assert install_command("nifti") == 'pip install "farfield[nifti]"'
+    assert install_papers() == 'pip install "farfield-papers"'
 
 
 @pytest.mark.parametrize("name", ["farfield-0.3.0-py3-none-any.whl", "a folder"])
 def test_from_a_file_or_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     recorded(monkeypatch, {"url": path.as_uri()})
-    assert install_command("train") == 'pip install "farfield[train]"'  # it is gone
+    assert install_command("nifti") == 'pip install "farfield[nifti]"'  # it is gone
     path.touch()
-    assert install_command("train") == f'pip install "{path}[train]"'
+    assert install_command("nifti") == f'pip install "{path}[nifti]"'
 
 
 def test_from_a_checkout_that_is_edited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recorded(monkeypatch, {"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
-    assert install_command("demo") == f'pip install -e "{tmp_path}[demo]"'
+    assert install_command("plots") == f'pip install -e "{tmp_path}[plots]"'
+    assert install_papers() == 'pip install "farfield-papers"'  # it is no folder of this one
+    (tmp_path / "papers").mkdir()
+    assert install_papers() == f'pip install -e "{tmp_path / "papers"}"'
 
 
 def test_from_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(monkeypatch, {"url": "ssh://example.org/farfield.git", "vcs_info": {"vcs": "git", "commit_id": "0"}})
     assert install_command("text") == 'pip install "farfield[text] @ git+ssh://example.org/farfield.git"'
+    papers = "farfield-papers @ git+ssh://example.org/farfield.git#subdirectory=papers"
+    assert install_papers() == f'pip install "{papers}"'
 
 
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +62,7 @@ def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(_checks, "distribution", missing)
-    assert install_command("train") == 'pip install "farfield[train]"'
+    assert install_command("nifti") == 'pip install "farfield[nifti]"'
 
 
 @pytest.mark.long

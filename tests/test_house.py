@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import json
 import pickle
@@ -18,13 +17,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import farfield
-from farfield import cost, models, ops
+from farfield import cost, ops
 from farfield._operators import FACTS
 from farfield.cli.machine import distribution_name
 from farfield.cost import formulas
@@ -32,14 +30,14 @@ from farfield.cost.formulas import FORMULAS
 from slow import PARTS, REST
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "farfield"
-SOURCES = sorted(SOURCE.rglob("*.py"))
-FOLDERS = (".ci", ".devcontainer", ".github", "src", "tests", "docs", "recipes", "conda", "examples", "benchmarks")
+SOURCE, PAPERS_SOURCE = ROOT / "src" / "farfield", ROOT / "papers" / "src" / "farfield_papers"
+SOURCES, PAPERS_SOURCES = (sorted(folder.rglob("*.py")) for folder in (SOURCE, PAPERS_SOURCE))
+FOLDERS = (".ci", ".devcontainer", ".github", "src", "papers", "tests", "docs", "conda", "examples", "benchmarks")
 PAPERS = ("KAN", "SAN", "FA")
 
 
 def relative(path: Path) -> str:
-    return str(path.relative_to(SOURCE))
+    return str(path.relative_to(SOURCE if path.is_relative_to(SOURCE) else PAPERS_SOURCE))
 
 
 def read(path: Path | str) -> str:
@@ -60,7 +58,8 @@ def tracked_files() -> list[Path]:
 
 # ---- the ladder ------------------------------------------------------------------------------------------------------
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
-    script = "import sys; sys.path.insert(0, 'src'); from importlinter.cli import lint_imports as run; sys.exit(run())"
+    script = "import sys; sys.path[:0] = ['src', 'papers/src']; "
+    script += "from importlinter.cli import lint_imports as run; sys.exit(run())"
     return subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=False)
 
 
@@ -74,23 +73,27 @@ def test_imports_go_one_way() -> None:
     [
         ("ops/grid.py", "from farfield.nn import GridAttention"),
         ("nn/attention.py", "import farfield.cost"),
-        ("maps/__init__.py", "import farfield.theory"),
-        ("models/compact.py", "import lightning"),
-        ("models/compact.py", "import torchvision"),
-        ("nn/blocks.py", "import timm"),
+        ("maps/__init__.py", "import farfield_papers.theory"),
+        ("cli/__init__.py", "import farfield_papers"),
         ("insertion/_places.py", "from farfield import maps"),
         ("volumes/volume.py", "from farfield.streaming.streaming_plan import PlannedOutput"),
         ("insertion/_places.py", "import torchvision"),
         ("insertion/_replace/modules.py", "import timm"),
         ("insertion/_replace/masks.py", "import transformers"),
         ("insertion/_replace/hugging_face.py", "import lightning"),
+        ("papers/models/compact.py", "import lightning"),
+        ("papers/models/compact.py", "import torchvision"),
+        ("papers/nn/blocks.py", "import timm"),
+        ("papers/tasks/classify.py", "from farfield_papers.data import classify"),
     ],
 )
 def test_the_ladder_can_fail(tmp_path: Path, file: str, line: str) -> None:
-    shutil.copytree(SOURCE, tmp_path / "src" / "farfield", ignore=shutil.ignore_patterns("__pycache__"))
+    for source in (SOURCE, PAPERS_SOURCE):
+        shutil.copytree(source, tmp_path / source.relative_to(ROOT), ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    path = tmp_path / "src" / "farfield" / file
-    path.write_text(f"{read(path)}\n{line}\n", encoding="utf-8")
+    path = PAPERS_SOURCE / file.removeprefix("papers/") if file.startswith("papers/") else SOURCE / file
+    copied = tmp_path / path.relative_to(ROOT)
+    copied.write_text(f"{read(path)}\n{line}\n", encoding="utf-8")
     result = lint_imports(tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "BROKEN" in result.stdout
@@ -98,6 +101,21 @@ def test_the_ladder_can_fail(tmp_path: Path, file: str, line: str) -> None:
 
 # Package -> where it may be imported: files, or folders with a slash.
 HOMES = {
+    "lightning": (),
+    "torchvision": (),
+    "timm": ("cli/linearize.py",),
+    "transformers": ("cli/linearize.py", "insertion/_replace/hugging_face.py"),
+    "torchmetrics": (),
+    "jsonargparse": (),
+    "sklearn": (),
+    "skimage": (),
+    "pycocotools": (),
+    "tifffile": ("volumes/",),
+    "zarr": ("volumes/",),
+    "matplotlib": ("streaming/seam_report.py", "insertion/_linearize/report.py"),
+    "rich": (),
+}
+PAPERS_HOMES = {
     "lightning": ("tasks/", "data/", "cli/"),
     "torchvision": (
         "data/",
@@ -106,21 +124,17 @@ HOMES = {
         "models/detector.py",
         "models/video.py",
     ),
-    "timm": (
-        "cli/linearize.py",
-        "models/catalog.py",
-    ),
-    "transformers": ("data/", "cli/linearize.py", "insertion/_replace/hugging_face.py"),
+    "timm": ("models/catalog.py",),
+    "transformers": ("data/",),
     "torchmetrics": ("tasks/",),
     "jsonargparse": ("cli/",),
     "sklearn": ("data/", "cli/"),
     "skimage": ("data/", "cli/", "tasks/"),
-    "tifffile": ("data/", "tasks/", "volumes/"),
+    "tifffile": ("data/", "tasks/"),
     "pycocotools": ("data/", "tasks/"),
-    "zarr": ("tasks/", "volumes/"),
-    "matplotlib": ("cli/", "streaming/seam_report.py", "insertion/_linearize/report.py"),
+    "zarr": ("tasks/",),
+    "matplotlib": ("cli/",),
     "rich": ("cli/", "tasks/"),
-    "gradio": ("explorer.py",),
 }
 
 
@@ -135,17 +149,17 @@ def imported(path: Path) -> Iterator[str]:
 
 def strangers(path: Path) -> list[str]:
     """What a file must not import."""
-    offenders = []
+    offenders, allowed = [], HOMES if path.is_relative_to(SOURCE) else PAPERS_HOMES
     for name in imported(path):
         package = name.split(".")[0]
-        homes = HOMES.get("lightning" if package == "pytorch_lightning" else package)
+        homes = allowed.get("lightning" if package == "pytorch_lightning" else package)
         if homes is not None and not relative(path).startswith(homes):
             offenders.append(f"{relative(path)} imports {name}")
     return offenders
 
 
 def test_heavy_packages_are_imported_only_where_they_belong() -> None:
-    assert [each for path in SOURCES for each in strangers(path)] == []
+    assert [each for path in (*SOURCES, *PAPERS_SOURCES) for each in strangers(path)] == []
 
 
 def test_ops_import_torch_jaxtyping_and_checks_only() -> None:
@@ -165,25 +179,34 @@ def test_ops_import_torch_jaxtyping_and_checks_only() -> None:
 FOR_DEVELOPERS = ("benchmarks", "dev", "docs")
 
 
-def packages_of_users() -> set[str]:
+def packages_of_users(project_file: str) -> set[str]:
     """The packages that the core and the extras for users list themselves, not through another package."""
-    project = tomllib.loads(read("pyproject.toml"))["project"]
+    project = tomllib.loads(read(project_file))["project"]
     listed = list(project["dependencies"])
     for extra, names in project["optional-dependencies"].items():
         listed += [] if extra in FOR_DEVELOPERS else names
     return {canonicalize_name(Requirement(each).name) for each in listed}
 
 
-def without_extra(modules: Iterable[str]) -> set[str]:
+def without_extra(modules: Iterable[str], packages: set[str]) -> set[str]:
     """The modules of others whose package no extra for users lists."""
-    packages = packages_of_users()
-    own = {name.split(".")[0] for name in modules} - sys.stdlib_module_names - {"farfield"}
+    own = {name.split(".")[0] for name in modules} - sys.stdlib_module_names - {"farfield", "farfield_papers"}
     return {name for name in own if canonicalize_name(distribution_name(name)) not in packages}
 
 
 def test_every_import_has_its_extra() -> None:
-    assert without_extra(name for path in SOURCES for name in imported(path)) == set()
-    assert without_extra(["torch.nn", "json", "PIL.Image", "pandas", "beartype"]) == {"pandas", "beartype"}
+    library, papers = packages_of_users("pyproject.toml"), packages_of_users("papers/pyproject.toml")
+    assert without_extra((name for path in SOURCES for name in imported(path)), library) == set()
+    # The papers need the library, with what its volumes need.
+    both = library | papers
+    assert without_extra((name for path in PAPERS_SOURCES for name in imported(path)), both) == set()
+    named = ["torch.nn", "json", "PIL.Image", "pandas", "beartype"]
+    assert without_extra(named, library) == {"pandas", "beartype"}
+
+
+def test_the_two_distributions_have_one_version() -> None:
+    [version] = re.findall(r'^__version__ = "(.+)"$', read(PAPERS_SOURCE / "__init__.py"), re.MULTILINE)
+    assert version == farfield.__version__
 
 
 # ---- light import ----------------------------------------------------------------------------------------------------
@@ -203,9 +226,8 @@ def loaded_by(statement: str) -> set[str]:
     "statement",
     [
         "import farfield",
-        "from farfield import ShapeError, ops, nn, cost, maps, theory, pad_grids",
+        "from farfield import ShapeError, ops, nn, cost, maps, pad_grids",
         "from farfield import insert, remove, replace_attention; from farfield.insertion import register_transformers",
-        "from farfield import models; models.MODELS",
         "import farfield.cli",
     ],
 )
@@ -378,7 +400,7 @@ REFERENCE = re.compile(r"^ *References?:\s*(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | 
 def references() -> list[tuple[str, str, str]]:
     """(file, name, text) of every `Reference:` in a docstring."""
     found = []
-    for path in SOURCES:
+    for path in (*SOURCES, *PAPERS_SOURCES):
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 texts = REFERENCE.findall(ast.get_docstring(node) or "")
@@ -411,12 +433,12 @@ def test_every_reference_is_on_the_equation_map() -> None:
 
 
 def test_every_function_of_the_equation_map_exists() -> None:
-    names = set(re.findall(r"`farfield\.([\w.]+)`", " ".join(equation_map().values())))
+    names = set(re.findall(r"`(farfield\.[\w.]+)`", " ".join(equation_map().values())))
     assert len(names) > 15
     for name in names:
         module, _, attribute = name.rpartition(".")
-        found = hasattr(importlib.import_module(f"farfield.{module}"), attribute)
-        assert found, f"docs/equations.md: no farfield.{name}"
+        found = hasattr(importlib.import_module(module), attribute)
+        assert found, f"docs/equations.md: no {name}"
 
 
 def test_every_numbered_equation_is_on_the_map() -> None:
@@ -449,17 +471,6 @@ def test_every_function_of_ops_is_documented_in_the_order_of_the_house() -> None
         if f":: farfield.ops.{name}\n" not in read("docs/api/ops.md"):
             offenders.append(f"docs/api/ops.md: no {name}")
     assert offenders == []
-
-
-# ---- entry points ----------------------------------------------------------------------------------------------------
-def test_torch_hub_finds_every_model() -> None:
-    specification = importlib.util.spec_from_file_location("hubconf", ROOT / "hubconf.py")
-    hubconf = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(hubconf)
-    entries = [name for name, value in vars(hubconf).items() if callable(value) and not name.startswith("_")]
-    assert sorted(entries) == sorted(models.MODELS)
-    net = torch.hub.load(str(ROOT), "kanet_qkv", source="local", num_classes=3, width=0.25).eval()
-    assert net(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
 
 
 # ---- nothing of one machine ------------------------------------------------------------------------------------------
@@ -503,3 +514,11 @@ def test_steps_of_the_workflows_name_what_is_there() -> None:
             )
         for job in jobs:
             assert set(job.get("strategy", {}).get("matrix", {}).get("part", slow_parts)) == slow_parts
+
+
+# ---- what tests share ------------------------------------------------------------------------------------------------
+def test_the_page_of_the_tests_has_each_helper() -> None:
+    page = set(re.findall(r"`(\w+\.py)`", read("tests/README.md")))
+    folders = (ROOT / "tests" / "helpers", ROOT / "papers" / "tests" / "papers_helpers")
+    files = {path.name for folder in folders for path in folder.glob("*.py")} - {"__init__.py"}
+    assert page - {"conftest.py", "slow.py", "everywhere.py"} == files

@@ -1,6 +1,5 @@
 """Errors get the name of the function that was called once, at its door (`farfield._refusals`)."""
 
-import importlib.util
 import pickle
 from collections.abc import Callable
 
@@ -9,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from farfield import cost, maps, models, ops
+from farfield import cost, maps, ops
 from farfield._refusals import door, is_refusal, put_name, refusal
 from farfield.insertion import insert
-from farfield.nn import GridAttention, layer_kernels
+from farfield.nn import GridAttention
 
 
 @door("inner")
@@ -87,7 +86,6 @@ DOORS: dict[str, Callable[[], object]] = {
     "maps.layers": lambda: maps.layers(torch.nn.Linear(2, 2), torch.zeros(1, 2)),
     "maps.health": lambda: maps.health(torch.nn.Linear(2, 2), torch.zeros(1, 2)),
     "insert": lambda: insert(torch.nn.Sequential(), ["0", torch.nn.ReLU()], torch.nn.ReLU, example=GRID),
-    "unet_residual": lambda: models.unet_residual(first_channels=np.array([1, 2])),
 }
 
 
@@ -97,9 +95,3 @@ def test_the_function_that_was_called_is_named(name: str) -> None:
         DOORS[name]()
     assert str(raised.value).startswith(f"{name}: ")
     assert not is_refusal(raised.value)
-
-
-def test_the_formulas_of_flops_are_registered_once_however_often_the_module_is_read() -> None:
-    again = importlib.util.module_from_spec(layer_kernels.__spec__)
-    layer_kernels.__spec__.loader.exec_module(again)  # raises where a formula is registered twice
-    assert again._private_operations() == layer_kernels._private_operations()

@@ -4,13 +4,13 @@
 KAN models a feature map as a matrix-variate normal whose covariance is a Kronecker sum, and Theorem 1 rebuilds it from
 the averages of its rows and columns. The mean is kept; of the covariance little but the variance of each position is
 (see :doc:`/api/theory` for the limits of the theorem). A Kronecker product would be smooth in both directions at once.
-`farfield.theory.MatrixNormal` draws all of them without the covariance matrix of all positions.
+`farfield_papers.theory.MatrixNormal` draws all of them without the covariance matrix of all positions.
 """
 
 import matplotlib.pyplot as plt
 import torch
 
-from farfield.theory import MatrixNormal, averages, outer_sum, reconstruct
+from farfield_papers.theory import MatrixNormal, averages, outer_sum, reconstruct
 
 torch.manual_seed(1)
 LENGTH, CENTRE = 64, 32

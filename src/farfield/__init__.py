@@ -3,11 +3,9 @@
 The names below load on first use, so that ``import farfield`` itself is fast:
 
 - ``ops``: the operators, ``OPERATORS``, ``summarize`` and ``respond``
-- ``nn``: ``GridAttention`` and the blocks of the papers
-- ``models``: the compact networks, ``MODELS``, ``from_pretrained``
+- ``nn``: ``GridAttention`` and other modules
 - ``cost``: ``predict`` (by formula), ``count`` (the MACs that execute), ``measure`` (seconds and bytes)
 - ``maps``: which positions a position attends to
-- ``theory``: ``MatrixNormal`` and Theorem 1 of the Kronecker paper
 - ``streaming``: ``respond_whole`` and ``predict_whole``, for grids larger than memory
 - ``volumes``: ``open_volume``, for images and volumes in files, with their voxel size
 - ``sharding``: ``sharded_attention``, for grids spread over processes
@@ -17,15 +15,20 @@ The names below load on first use, so that ``import farfield`` itself is fast:
 - ``replace_attention``: any operator in place of the softmax attention of a transformer
 - ``pad_grids``: a list of grids of different sizes as one batch and its mask
 - ``ShapeError``: the error that every function here raises for shapes that do not fit
+
+The networks, tasks and data of the papers are a package of their own, ``farfield_papers``.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
+from farfield import _old_names
+
 if TYPE_CHECKING:
-    from farfield import cost, insertion, maps, models, nn, ops, sharding, streaming, testing, theory, volumes
+    from farfield import cost, insertion, maps, nn, ops, sharding, streaming, testing, volumes
     from farfield._checks import ShapeError
     from farfield.insertion import insert, remove, replace_attention
     from farfield.ops import pad_grids
@@ -39,7 +42,6 @@ __all__ = [
     "insert",
     "insertion",
     "maps",
-    "models",
     "nn",
     "ops",
     "pad_grids",
@@ -48,7 +50,6 @@ __all__ = [
     "sharding",
     "streaming",
     "testing",
-    "theory",
     "volumes",
 ]
 
@@ -62,9 +63,15 @@ _HOME = {
 }
 
 
+# The first, since the package that a name has moved to has a path, on which its modules would be found once more.
+sys.meta_path.insert(0, _old_names.Moved())
+
+
 def __getattr__(name: str) -> Any:
     """Load ``name`` on first use and keep it."""
     if name not in __all__:
+        if _old_names.current_name(f"farfield.{name}") != f"farfield.{name}":
+            return _old_names.find_moved("farfield", name)
         # Python itself looks for names with an underscore; nothing is imported for these.
         homes = () if name.startswith("_") else ("nn", "ops")
         home = next((each for each in homes if name in importlib.import_module(f"farfield.{each}").__all__), "")

@@ -51,7 +51,26 @@ def unknown(what: str, name: object, names: Iterable[str]) -> LookupError:
 
 def install_command(extra: str) -> str:
     """Return the pip command that adds an extra, from the checkout, wheel, repository or index of the installation."""
-    # pip records the first three in `direct_url.json` (PEP 610); one that is gone counts as the index.
+    repository, path, editable = _installed_from()
+    if repository:
+        return f'pip install "farfield[{extra}] @ {repository}"'
+    return f'pip install {editable}"{path or "farfield"}[{extra}]"'
+
+
+def install_papers(extra: str = "") -> str:
+    """Return the pip command that adds the papers' networks and training, from where this installation came."""
+    repository, path, editable = _installed_from()
+    extra = f"[{extra}]" if extra else ""
+    if repository:
+        return f'pip install "farfield-papers{extra} @ {repository}#subdirectory=papers"'
+    if path and (folder := Path(path, "papers")).is_dir():
+        return f'pip install {editable}"{folder}{extra}"'
+    return f'pip install "farfield-papers{extra}"'
+
+
+def _installed_from() -> tuple[str, str, str]:
+    """Return the repository, or the path and pip's option for an editable one, that this installation came from."""
+    # pip records them in `direct_url.json` (PEP 610); a path that is gone counts as the index.
     try:
         text = distribution("farfield").read_text("direct_url.json")
     except PackageNotFoundError:
@@ -59,12 +78,11 @@ def install_command(extra: str) -> str:
     source: dict[str, Any] = json.loads(text) if text else {}
     address = source.get("url", "")
     if "vcs_info" in source:
-        return f'pip install "farfield[{extra}] @ {source["vcs_info"]["vcs"]}+{address}"'
+        return f"{source['vcs_info']['vcs']}+{address}", "", ""
     path = url2pathname(urlparse(address).path)
     if address.startswith("file:") and Path(path).exists():
-        editable = "-e " if source.get("dir_info", {}).get("editable") else ""
-        return f'pip install {editable}"{path}[{extra}]"'
-    return f'pip install "farfield[{extra}]"'
+        return "", path, "-e " if source.get("dir_info", {}).get("editable") else ""
+    return "", "", ""
 
 
 def check_network(network: Any, name: str, call: str) -> None:

@@ -15,11 +15,10 @@ from farfield._checks import install_command
 @pytest.mark.parametrize(
     ("words", "terminal", "said"),
     [
-        (["maps", "--help"], True, False),
-        (["maps", "--posit", "1,1"], True, False),
-        (["fit", "--config", "digist"], True, False),
-        (["maps", "--model", "nowhere"], True, True),
-        (["maps", "--model", "nowhere"], False, False),
+        (["linearize", "--help"], True, False),
+        (["linearize", "--ouut", "x"], True, False),
+        (["linearize", "--out", "nowhere"], True, True),
+        (["linearize", "--out", "nowhere"], False, False),
         (["operators"], True, False),
     ],
 )
@@ -34,7 +33,7 @@ def test_a_command_whose_imports_take_seconds_says_that_it_started(
 
 @pytest.mark.parametrize(
     ("module", "name", "extra"),
-    [("PIL", "Pillow", "demo"), ("sklearn", "scikit-learn", "demo"), ("matplotlib", "matplotlib", "demo")],
+    [("PIL", "Pillow", "plots"), ("matplotlib", "matplotlib", "plots"), ("nibabel", "nibabel", "nifti")],
 )
 def test_a_missing_package_is_named_as_pip_names_it(
     module: str, name: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -44,10 +43,10 @@ def test_a_missing_package_is_named_as_pip_names_it(
 
     monkeypatch.setattr(cli.importlib, "import_module", lacking)
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["maps"])
+        cli.main(["linearize", "--out", "x"])
     # torch may warn on stderr while it loads.
     text = capsys.readouterr().err.splitlines()[-1]
-    assert text == f"farfield maps: {name} is not installed; fix: {install_command(extra)}"
+    assert text == f"farfield linearize: {name} is not installed; fix: {install_command(extra)}"
 
 
 def test_a_message_of_predict_names_options() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ from pathlib import Path
 import pytest
 
 import farfield.cli
-from farfield.cli import COMMANDS, main, train
+from farfield import _networks
+from farfield._checks import install_papers
+from farfield.cli import COMMANDS, main
 from farfield.cli.signatures import read_signature
+from farfield.integrations.trained_models import open_model
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -31,7 +35,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("cost --siz 56", ["cost", '"--siz"', "--size"]),
         ("cost --siz=56,56", ["cost", '"--siz"', "--size"]),
         ("operators --jsno", ["operators", '"--jsno"', "--json"]),
-        ("models --widht=3", ["models", '"--widht"', "--width"]),
         ("measure --devise cpu", ["measure", '"--devise"', "--device"]),
         ("plan --channels 8 --size 56 --head 2", ["plan", '"--head"', "--heads"]),
         # The option that is wrong is named before those that are required.
@@ -39,14 +42,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("info --colour", ["info", '"--colour"', "--help", "--json", "--csv"]),
         ("info -x", ["info", '"-x"', "--help"]),
         ("kernels --jsno", ["kernels", '"--jsno"', "--json"]),
-        ("recipes --cop digits", ["recipes", '"--cop"', "--copy"]),
         ("places --netwrok kanet", ["places", '"--netwrok"', "--network"]),
-        ("maps --posit 1,1", ["maps", '"--posit"', "--position"]),
-        ("explore --imgae x.png", ["explore", '"--imgae"', "--image"]),
-        ("explore --operator siamse", ["explore", '"siamse"', "siamese"]),
-        ("demo --epoch 1", ["demo", '"--epoch"', "--epochs"]),
         ("cost 56", ["cost", '"56"', "fix: the option before it", "--size"]),
-        ("maps photo.jpg", ["maps", '"photo.jpg"', "fix: the option before it", "--image"]),
         ("cost --size", ["cost", "--size", "one argument"]),
         ("cost --size --json", ["cost", "--size", "one argument"]),
         ("cost --channels x", ["cost", "--channels", "'x'", "whole number from 1"]),
@@ -54,7 +51,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("plan", ["plan", "--channels, --size"]),
         ("--vresion", ['"--vresion"', "--version"]),
         ("cots", ['"cots"', "cost"]),
-        ("insrt", ['"insrt"', "fit"]),
+        ("insrt", ['"insrt"']),
         ("--channels 8 cost", ['"--channels"', '"cost"', "fix: farfield cost --channels"]),
         ("train --config digits", ['"train"', "fix: farfield fit"]),
         ("restore --input stack.tif", ['"restore"', "fix: farfield predict"]),
@@ -103,11 +100,11 @@ def test_the_signature_is_read_as_python_has_it(tmp_path: Path, monkeypatch: pyt
     assert read_signature("no_such_package.example") is None
 
 
-@pytest.mark.parametrize("name", [name for name, each in COMMANDS.items() if each.function != "train.main"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_options_of_each_command_are_the_parameters_of_its_function(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = f"farfield.cli.{COMMANDS[name].function}"
+    path = COMMANDS[name].function
     module, _, attribute = path.rpartition(".")
     function = getattr(importlib.import_module(module), attribute)
     with pytest.raises(SystemExit) as stopped:
@@ -124,18 +121,6 @@ def test_the_options_of_each_command_are_the_parameters_of_its_function(
 
 # The libraries that take seconds.
 HEAVY = ("torch", "lightning")
-LIGHT = (
-    "fit --config digits --trainer.max_epohcs 2",
-    "fit --config digits --data.rot x",
-    "fit --config digits --model.network.widht 2",
-    "fit --config digits --data Digts",
-    "fit --config digist",
-    "predict --help",
-    "predict --config care3d --help",
-    "predict --trainer.help",
-    "maps --posit 1,1",
-    "demo --epoch 1",
-)
 
 
 @pytest.mark.parametrize("model", ["--nnunet", "--bioimageio"])
@@ -147,7 +132,7 @@ def test_options_of_tiles_are_spelled_as_for_runs(model: str, capsys: pytest.Cap
     assert "--tile.disk" in text
 
 
-@pytest.mark.parametrize("words", LIGHT)
+@pytest.mark.parametrize("words", ["cost --siz 56", "places --help", "predict --nnunet x --help"])
 def test_help_and_wrong_options_import_nothing_heavy(words: str) -> None:
     script = "import sys\nfrom farfield.cli import main\n"
     script += f"try: main({words.split()})\nexcept SystemExit: pass\nprint(*sys.modules, file=open(1, 'w'))"
@@ -155,12 +140,81 @@ def test_help_and_wrong_options_import_nothing_heavy(words: str) -> None:
     assert not set(HEAVY) & set(done.stdout.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize(
-    ("word", "nearest"),
-    [("--trainer.max_epoch", "--trainer.max_epochs"), ("--ckpt_pat", "--ckpt_path"), ("--data.batch", "")],
-)
-@pytest.mark.parametrize("joined", [True, False])
-def test_training_commands_take_no_abbreviations(word: str, nearest: str, joined: bool) -> None:
-    words = [f"{word}=1"] if joined else [word, "1"]
-    with pytest.raises(ValueError, match=rf'no option "{word}"; (nearest: {nearest}|it has )'):
-        train.main(["fit", "--config", "digits", *words])
+PAPERS = ("fit", "validate", "test", "demo", "recipes", "models", "maps", "explore", "predict --config digits")
+
+
+@pytest.mark.parametrize("words", PAPERS)
+def test_a_command_of_the_papers_without_them_names_the_line_to_install(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(farfield.cli, "find_commands", lambda: COMMANDS)
+    line = refusal(capsys, *words.split())
+    assert line.startswith(f"farfield {words.split()[0]}: ")
+    assert f"farfield-papers; fix: {install_papers()}" in line
+    assert ("--nnunet" in line) == words.startswith("predict")
+
+
+def test_commands_and_networks_that_a_package_offers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A package with entry points, as it lies in site-packages."""
+    (tmp_path / "offering.py").write_text(OFFERING, encoding="utf-8")
+    metadata = tmp_path / "offering-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.0\n", encoding="utf-8")
+    points = "[farfield.commands]\ngreet = offering:greet\ncost = offering:greet\nlost = offering:no_such\n"
+    points += "[farfield.networks]\nours = offering\n"
+    (metadata / "entry_points.txt").write_text(points, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    cached = (farfield.cli.find_commands, _networks.packages)
+    for each in cached:
+        each.cache_clear()
+    try:
+        main(["greet", "--name", "you"])
+        assert capsys.readouterr().out == "good day, you\n"
+        assert "Greet somebody." in help_of_all(capsys)
+        main(["cost", "--operator", "dot", "--json"])  # a command of the library stays its own
+        assert json.loads(capsys.readouterr().out)[0]["operator"] == "dot"
+        main(["places", "--network", "small_one", "--size", "8,8", "--json"])
+        assert {row["path"] for row in json.loads(capsys.readouterr().out)} >= {"0"}
+        main(["places", "--model", "somewhere", "--size", "8,8", "--json"])
+        assert json.loads(capsys.readouterr().out)
+        assert open_model("a kind", tmp_path).text == str(tmp_path)
+    finally:
+        for each in cached:
+            each.cache_clear()
+
+
+def help_of_all(capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    return capsys.readouterr().out
+
+
+OFFERING = '''
+from torch import nn
+
+from farfield.integrations.trained_models import OpenedModel
+
+
+def greet(*, name: str = "all") -> None:
+    """Greet somebody.
+
+    Args:
+        name: Who.
+    """
+    print(f"good day, {name}")
+
+
+def small_one() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 1))
+
+
+def load(source, network):
+    assert (source, network) == ("somewhere", None)
+    return small_one()
+
+
+BUILDERS = {"small_one": small_one}
+OPENERS = {"a kind": lambda path: OpenedModel(str(path), lambda volume: (small_one(), volume))}
+'''

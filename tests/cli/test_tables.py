@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 import json
 import re
@@ -16,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from farfield import __version__, cost, models
+from farfield import __version__, cost
 from farfield._operators import FACTS
-from farfield.cli import COMMANDS, machine, main, output, printed
+from farfield.cli import COMMANDS, machine, main, output
 from farfield.cli.values import parse_device
 from farfield.cost import formulas
 from farfield.ops import OPERATORS
 
-PAPERS = Path(__file__).parents[1] / "papers"
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -54,17 +52,6 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-def literals(file: str, name: str) -> dict[Any, Any]:
-    """A table of literals from a test file."""
-    spec = importlib.util.spec_from_file_location(file, PAPERS / f"{file}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    table: dict[Any, Any] = getattr(module, name)
-    return table
-
-
 # ---- main ------------------------------------------------------------------------------------------------------------
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["-h"]):
@@ -92,7 +79,7 @@ def test_help_and_version_do_not_load_torch() -> None:
 
 def test_unknown_command(fails: Any) -> None:
     assert fails("operatrs") == 'farfield: no command "operatrs"; nearest: operators.\n'
-    assert fails("xyz").startswith('farfield: no command "xyz"; it has demo, operators, models, ')
+    assert fails("xyz").startswith('farfield: no command "xyz"; it has operators, cost, measure, ')
 
 
 @pytest.mark.parametrize(
@@ -105,9 +92,7 @@ def test_unknown_command(fails: Any) -> None:
         (["cost", "--json", "--csv"], "--csv: not allowed with argument --json"),
         (["cost", "--chanels", "8"], 'no option "--chanels"; nearest: --channels.'),
         (["measure", "--repeats", "-1"], "--repeats: '-1' is not a whole number from 1"),
-        (["models", "--width", "wide"], "--width: 'wide' is not a number"),
         (["cost", "--operator", "siamse"], 'farfield cost: no operator "siamse"; nearest: siamese'),
-        (["models", "--model", "kanet_qvk"], 'farfield models: no model "kanet_qvk"; nearest: kanet_qkv'),
         (["cost", "--heads", "3"], "heads=3 does not divide the 8 channels of query"),
         (["cost", "--project", "vx"], "project='vx' must be letters of \"qkvo\""),
         (["measure", "--device", "abacus", "--size", "4"], '--device: no device "abacus"; it has cpu, cuda, mps, xpu.'),
@@ -219,44 +204,6 @@ def test_operators_states_how_the_cost_grows(name: str) -> None:
     assert large / small == pytest.approx(grown(128) / grown(64), rel=1e-6)
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
-@pytest.mark.long
-def test_models(run: Any) -> None:
-    names = ["kanet_qkv", "sanet"]
-    options = [part for name in names for part in ("--model", name)]
-    rows = json.loads(run("models", *options, "--size", "64", "--classes", "10", "--width", "0.5", "--json"))
-    assert [row["model"] for row in rows] == names
-    for row in rows:
-        with torch.device("meta"):
-            net = models.CLASSIFIERS[row["model"]](num_classes=10, width=0.5).eval()
-        counted = cost.count(net, (1, 3, 64, 64))
-        assert (row["macs_executed"], row["weights"]) == (counted.macs, counted.weights)
-        assert row["macs_paper"] == cost.predict(net, channels=3, size=(64, 64), convention="paper").macs
-        assert row["parameters"] == sum(parameter.numel() for parameter in net.parameters())
-        # The papers print numbers for 224 pixels and 1,000 classes.
-        assert row["macs_printed"] is None
-        assert row["weights_printed"] is None
-
-
-@pytest.mark.long
-def test_models_beside_what_the_papers_print(run: Any) -> None:
-    lines = {line.split()[0]: line for line in run("models").splitlines() if line.strip()}
-    assert set(models.CLASSIFIERS) <= set(lines)
-    for name, network in printed.NETWORKS.items():
-        assert all(text in lines[name] for text in network if text)
-    assert "3,448,448" in lines["kanet_qkv"]
-    assert "281.12m" in lines["kanet_qkv"]
-
-
-def test_printed_networks_are_the_papers() -> None:
-    weights, macs = (literals("test_network_tables", f"PRINTED_{what}") for what in ("PARAMETERS", "MACS"))
-    assert set(printed.NETWORKS) <= set(models.CLASSIFIERS)
-    for name, text in weights.items():
-        assert printed.NETWORKS[name].parameters == text
-    for name, text in macs.items():
-        assert printed.NETWORKS[name].macs == text
-
-
 # ---- cost ------------------------------------------------------------------------------------------------------------
 def test_cost_prints_kan_table_2(run: Any) -> None:
     text = run("cost", "--channels", "8", "--size", "56,56")
@@ -308,12 +255,6 @@ def test_cost_without_a_table_of_a_paper(run: Any) -> None:
         assert row["macs_paper"] == paper.macs
         assert row["memory_paper"] == 8 * paper.activation_bytes or row["paper"] == "SAN"
         assert row["macs_printed"] is None
-
-
-def test_printed_operators_are_the_papers() -> None:
-    kan, san = literals("test_operator_tables", "KAN_TABLE_2"), literals("test_operator_tables", "SAN_TABLE_2")
-    assert {key: tuple(row[:4]) for key, row in printed.KAN_TABLE_2.items()} == kan
-    assert {key: (row.macs, row.memory, row.memory_saving) for key, row in printed.SAN_TABLE_2.items()} == san
 
 
 def test_csv_is_as_json(run: Any) -> None:
@@ -410,10 +351,10 @@ def test_info(run: Any) -> None:
 
 
 def test_info_states_what_an_extra_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "installed", lambda name: name != "lightning")
+    monkeypatch.setattr(machine, "installed", lambda name: name != "nibabel")
     extras = machine.extras()
     assert extras["timm"] == "installed"
-    assert extras["train"] == extras["demo"] == "lacks lightning"
+    assert extras["nifti"] == extras["monai"].partition(",")[0] == "lacks nibabel"
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -469,21 +410,3 @@ def test_an_operator_of_ones_own_is_counted_and_measured(run: Any, fails: Any, o
     assert "cannot be imported" in fails("measure", "--operator", f"{own}s")
     assert "must be an ops.Operator, got int" in fails("cost", "--operator", "operators_of_a_user:number")
     assert "cannot be imported" in fails("cost", "--operator", "no_such_module:waves")
-
-
-@pytest.mark.long
-def test_models_lists_every_network(run: Any) -> None:
-    rows = json.loads(run("models", "--size", "32", "--json"))
-    assert {row["model"] for row in rows} == {*models.MODELS, "kanet"}
-    assert all(row["parameters"] >= row["weights"] > 0 for row in rows)
-    assert all(row.keys() == rows[0].keys() for row in rows)
-
-
-@pytest.mark.parametrize(
-    "words", [["places", "--network", "resnet50"], ["fit", "--config", "digits", "--model.network=resnet50"]]
-)
-def test_a_network_of_torchvision_is_named_in_full(fails: Any, words: list[str]) -> None:
-    assert 'no model "resnet50" in farfield; fix: torchvision.models.resnet50.' in fails(*words)
-    assert 'no model "kanet_qvk"; nearest: kanet_qkv' in fails(
-        *(word.replace("resnet50", "kanet_qvk") for word in words)
-    )

@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from farfield import _networks, _old_names
 from farfield.cli import linearize, nnunet
-from farfield.cli.explore import explore
 from farfield.cli.linearize import linearize_network
-from farfield.cli.options import check_words, read_words
-from farfield.cli.processes import Processes
 from farfield.cli.values import parse_bytes
-from helpers.followed import Row, command, conv, each, follow, trained
+from helpers.followed import Row, command, conv, each, follow
 
 pytestmark = pytest.mark.unchecked("arguments of other types reach the functions")
 
 
-def checked(line: str) -> None:
-    """The options of a fit, which is not run."""
-    check_words(read_words(line.split()))
+def offered(packages: dict[str, Any], source: str) -> None:
+    """A trained network is loaded, of which these packages offer some."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_networks, "packages", lambda: packages)
+        _networks.load_network(source)
 
 
-def of_lightning() -> str:
-    """A checkpoint of another program."""
-    torch.save({"state_dict": conv().state_dict()}, "weights.ckpt")
-    return "weights.ckpt"
+class Absent(MetaPathFinder):
+    """Finds no farfield-papers."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "farfield_papers":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def without_papers(patch: pytest.MonkeyPatch) -> None:
+    """Make it as if farfield-papers were not installed."""
+    patch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    for name in [name for name in sys.modules if name.startswith("farfield_papers")]:
+        patch.delitem(sys.modules, name)
+
+
+def with_papers(patch: pytest.MonkeyPatch) -> None:
+    """Make it as if a farfield-papers were installed."""
+    for name in ("farfield_papers", "farfield_papers.models"):
+        patch.setitem(sys.modules, name, ModuleType(name))
+
+
+def moved(prepare: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """A module of farfield-papers is imported by its old name."""
+    with pytest.MonkeyPatch.context() as patch:
+        prepare(patch)
+        with pytest.warns(DeprecationWarning, match=r"farfield_papers\.models"):
+            _old_names.find_moved("farfield", "models")
 
 
 def trained_alike(line: str) -> None:
@@ -49,25 +76,6 @@ def labelled(line: str) -> None:
 
 
 ROWS = [
-    Row(
-        "cli/options.py",
-        lambda: check_words(read_words(["--network", "kanet", "--data", "Digits"])),
-        "nearest: --model.network.",
-        lambda: [check_words(read_words(["--model.network", "kanet", "--data", "Digits"]))],
-    ),
-    Row(
-        "cli/maps/views.py",
-        lambda: explore(image=Path("scan.nii"), no_open=True),
-        "one plane",
-        lambda: [explore(image=Path("plane.png"), operator=["dot"], size=8, no_open=True)],
-    ),
-    Row(
-        "cli/maps/views.py",
-        lambda: explore(image=Path("stack.tif"), no_open=True),
-        "one plane",
-        lambda: [explore(image=Path("plane.png"), operator=["dot"], size=8, no_open=True)],
-    ),
-    Row("cli/__init__.py", lambda: command("train"), "farfield fit", lambda: command("fit --help")),
     Row(
         "cli/__init__.py",
         lambda: command("--json operators"),
@@ -101,12 +109,6 @@ ROWS = [
     ),
     Row(
         "cli/network_builder.py",
-        lambda: command("places --network kanet_qvk --size 32,32"),
-        "kanet_qkv",
-        lambda: command("places --network nets.build --channels 1 --size 32,32"),
-    ),
-    Row(
-        "cli/network_builder.py",
         lambda: command("places --network nets.py --channels 1"),
         "--network nets.FUNCTION",
         lambda: command("places --network nets.build --channels 1 --size 8,8"),
@@ -116,18 +118,6 @@ ROWS = [
         lambda: command("places --size 8,8"),
         "give a network, --network",
         lambda: command("places --network nets.build --channels 1 --size 8,8"),
-    ),
-    Row(
-        "cli/recipes.py",
-        lambda: command("recipes digit"),
-        "digits",
-        lambda: command("recipes digits"),
-    ),
-    Row(
-        "cli/recipes.py",
-        lambda: command("recipes --copy digits --to kept"),
-        "make it first",
-        lambda: [Path("kept").mkdir(), command("recipes --copy digits --to kept")],
     ),
     Row(
         "cli/seams.py",
@@ -148,12 +138,6 @@ ROWS = [
         lambda: command("seams volume.npy --tile 9 --network nets:build --picture seams.png"),
     ),
     Row(
-        "cli/processes.py",
-        lambda: Processes.parse("predict", {"workers": 2, "part": "3/16"}),
-        "one of them",
-        lambda: [Processes.parse("predict", {"workers": 2}), Processes.parse("predict", {"part": "3/16"})],
-    ),
-    Row(
         "cli/nnunet.py",
         lambda: command("predict --nnunet trained --input scan.nii --output volume.npy"),
         "--overwrite",
@@ -166,62 +150,31 @@ ROWS = [
         lambda: trained_alike("linearize timm:vit_small --images . --out linear --steps 2"),
         needs="timm",
     ),
+    Row("cli/__init__.py", lambda: command("help"), "farfield --help", lambda: command("--help")),
     Row(
-        "cli/loaded_network.py",
-        lambda: command(f"places --model {of_lightning()} --size 32,32"),
-        "--network, the function that builds it",
-        lambda: command("places --model weights.ckpt --network nets.build --channels 1 --size 8,8"),
+        "cli/network_builder.py",
+        lambda: command("places --network resnet18 --size 32,32"),
+        "torchvision.models.resnet18",
+        lambda: command("places --network torchvision.models.resnet18 --size 32,32"),
+        needs="torchvision",
     ),
     Row(
-        "cli/maps/__init__.py",
-        lambda: command("maps --model run"),
-        "--image photo.jpg",
-        lambda: command(f"maps --model {trained()} --image plane.png"),
+        "_weights.py",
+        lambda: command("seams volume.npy --tile 9 --network nets:build --weights lost.safetensors"),
+        "that torch.save wrote",
+        lambda: command("seams volume.npy --tile 9 --network nets:build --weights weights.pt"),
     ),
     Row(
-        "cli/maps/figures.py",
-        lambda: command(f"maps --model {trained()} --image plane.png --position 3,3 --output maps.txt"),
-        ".png, .pdf or .svg",
-        lambda: command(f"maps --model {trained()} --image plane.png --position 3,3 --output maps.png"),
+        "_networks.py",
+        lambda: offered({}, "run"),
+        "farfield-papers",
+        lambda: offered({"mine": SimpleNamespace(load=lambda source, network: conv())}, "run"),
     ),
     Row(
-        "cli/explore/panels.py",
-        lambda: command(f"explore --model {trained()} --image plane.png --size 2 --no-open"),
-        "or --size 31",
-        lambda: command(f"explore --model {trained()} --image plane.png --size 31 --no-open"),
-    ),
-    Row("cli/options.py", lambda: command("fit digits"), "--config digits", lambda: checked("--config digits")),
-    Row(
-        "cli/options.py",
-        lambda: command("fit --model kanet"),
-        "--model.network kanet",
-        lambda: checked("--model.network kanet --data Digits"),
-    ),
-    Row(
-        "cli/options.py",
-        lambda: command("fit --config digits --trainer gpu"),
-        "--trainer.help",
-        lambda: command("fit --config digits --trainer.help"),
-    ),
-    Row(
-        "cli/options.py",
-        lambda: command("fit --config digits --trainer.max_epochs 1.5"),
-        "a whole number",
-        lambda: checked("--config digits --trainer.max_epochs 2"),
-    ),
-    Row(
-        "cli/training.py",
-        lambda: command("fit --config digits --trainer.accelerator tpu"),
-        "--trainer.accelerator auto --trainer.devices auto",
-        lambda: command(
-            "fit --config digits --trainer.accelerator auto --trainer.devices auto --trainer.fast_dev_run true"
-        ),
-    ),
-    Row(
-        "cli/options.py",
-        lambda: command("test --config digits --model.network kanett"),
-        "kanet",
-        lambda: checked("--config digits --model.network kanet"),
+        "_old_names.py",
+        lambda: moved(without_papers),
+        "farfield-papers",
+        lambda: moved(with_papers),
     ),
 ]
 
@@ -234,9 +187,7 @@ def test_a_fix_can_be_followed(row: Row) -> None:
 # ---- errors come early -----------------------------------------------------------------------------------------------
 def test_a_text_file_is_missed_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setitem(
-        __import__("sys").modules, "transformers", SimpleNamespace(AutoModel=asked, AutoTokenizer=asked)
-    )
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModel=asked, AutoTokenizer=asked))
     with pytest.raises(ValueError, match=r"missing\.txt"):
         linearize_network("owner/name", texts=[Path("missing.txt")], out=Path("out"))
     assert not asked

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import farfield
+from helpers.followed import assert_each_file_has_a_row
 
-SOURCE, TABLES = Path(farfield.__file__).parent, sorted(Path(__file__).parent.glob("test_*.py"))
 LEFT_OUT = {
-    "cli/signals.py": "it ends the process with the number of a signal",
-    "cli/train.py": "it ends the process after a help",
-    "data/readers/coco_entries.py": "readers/coco.py puts its texts into that of a file",
     "integrations/bioimageio/__init__.py": "needs bioimageio.core, whose environment tests/integrations make",
     "integrations/bioimageio/reading.py": "needs bioimageio.core",
     "integrations/bioimageio/writing.py": "needs bioimageio.core",
@@ -27,24 +23,5 @@ LEFT_OUT = {
 }
 
 
-def refuses(file: Path) -> bool:
-    """Whether a file raises an error of its own, or makes a refusal."""
-    text = file.read_text(encoding="utf-8")
-    nodes = [*ast.walk(ast.parse(text))] if "raise " in text or "refusal(" in text else []
-    made = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    return "refusal" in made or any(isinstance(node, ast.Raise) and node.exc is not None for node in nodes)
-
-
-def files_of(table: Path) -> set[str]:
-    """The files of the rows of a table, read and not imported: packages that it needs may not be there."""
-    calls = (node for node in ast.walk(ast.parse(table.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
-    rows = (call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Row" and call.args)
-    return {each.value for each in rows if isinstance(each, ast.Constant)}
-
-
 def test_each_file_that_refuses_has_a_row() -> None:
-    refusing = {file.relative_to(SOURCE).as_posix() for file in SOURCE.rglob("*.py") if refuses(file)}
-    rows = set().union(*map(files_of, TABLES))
-    assert not sorted(refusing - rows - LEFT_OUT.keys())
-    assert not sorted(LEFT_OUT.keys() & rows)
-    assert not sorted(LEFT_OUT.keys() - refusing)
+    assert_each_file_has_a_row(Path(farfield.__file__).parent, Path(__file__).parent, LEFT_OUT.keys())

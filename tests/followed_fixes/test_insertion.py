@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from farfield import insert, insertion, replace_attention
 from farfield.nn import attention_for
-from helpers.followed import EXAMPLE, Row, Run, added, conv, each, follow
+from helpers.followed import EXAMPLE, Row, Run, added, conv, each, follow, written
 
 pytestmark = pytest.mark.unchecked("arguments of other types reach the functions")
 
@@ -77,6 +78,14 @@ ROWS = [
         lambda: insert(nn.Sequential(conv()), "1", attention_for, example=EXAMPLE),
         "it has 0",
         lambda: insert(nn.Sequential(conv()), "0", attention_for, example=EXAMPLE),
+    ),
+    Row(
+        "_plain_values.py",
+        lambda: insertion.apply_recipe(
+            nn.Sequential(conv()), written("many/farfield_recipe.json", json.dumps([0] * 10_001)).parent
+        ),
+        "use fewer",
+        lambda: [insertion.save_recipe(added(), "recipe"), insertion.apply_recipe(nn.Sequential(conv()), "recipe")],
     ),
     Row(
         "insertion/_recipe.py",

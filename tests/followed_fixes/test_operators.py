@@ -9,18 +9,8 @@ from torch import nn
 import farfield
 from farfield import cost, maps, ops
 from farfield.cost import planning
-from farfield.nn import (
-    BaseBlock,
-    CoefficientNorm,
-    GridAttention,
-    LocalBranch,
-    NormedAttention,
-    SqueezeExcite,
-    TransformerLayer,
-    attention_for,
-)
+from farfield.nn import CoefficientNorm, GridAttention, LocalBranch, NormedAttention, TransformerLayer, attention_for
 from farfield.ops import OPERATORS
-from farfield.theory import MatrixNormal
 from helpers.followed import EXAMPLE, GRID, Row, added, conv, each, follow, predict
 
 pytestmark = pytest.mark.unchecked("arguments of other types reach the functions")
@@ -40,17 +30,6 @@ def scripted() -> nn.Module:
 def patched(patches: tuple[int, ...] | None) -> maps.Layer:
     """A layer of tokens, of which some are patches."""
     return maps.Layer(GridAttention(8, "dot"), GRID.flatten(2)[:, :, :9], None)._replace(patches=patches)
-
-
-def derivative(order: int) -> torch.Tensor:
-    """A derivative of the density of a matrix normal distribution with respect to its covariance of rows."""
-    rows = torch.eye(2, dtype=torch.float64).mul(2).requires_grad_()
-    normal = MatrixNormal(torch.zeros(2, 3).double(), rows, torch.eye(3).double(), structure="sum")
-    value = normal.log_prob(torch.ones(2, 3).double())
-    for _ in range(order):
-        (grad,) = torch.autograd.grad(value, rows, create_graph=True)
-        value = grad.sum()
-    return value
 
 
 def planned_here() -> object:
@@ -138,12 +117,6 @@ ROWS = [
         lambda: maps.layers(added().eval(), EXAMPLE),
     ),
     Row(
-        "theory/matrix_normal.py",
-        lambda: MatrixNormal(torch.zeros(3, 3), torch.eye(2), torch.eye(3)),
-        "row_covariance=torch.eye(3)",
-        lambda: MatrixNormal(torch.zeros(3, 3), row_covariance=torch.eye(3), column_covariance=torch.eye(3)),
-    ),
-    Row(
         "ops/attend.py",
         lambda: ops.siamese_attention(GRID, GRID, GRID, weight=[1.0]),
         "torch.nn.Parameter(torch.ones(8))",
@@ -168,13 +141,6 @@ ROWS = [
         "by the same module or operator",
         lambda: summary("inline").merge(summary("inline")),
     ),
-    Row(
-        "nn/block_checks.py",
-        lambda: SqueezeExcite(8)(GRID[:, :4]),
-        "(batch, 8, *size)",
-        lambda: SqueezeExcite(8)(GRID),
-    ),
-    Row("nn/squeeze_excite.py", lambda: SqueezeExcite(8, reduction=3), "reduction=2", lambda: SqueezeExcite(8)),
     Row(
         "nn/spatial_dims.py",
         lambda: LocalBranch(GridAttention(8, "dot"), 8, 3, 4),
@@ -204,12 +170,6 @@ ROWS = [
         lambda: NormedAttention(GridAttention(8, "dot")),
         "attention_for(channels, operator)",
         lambda: attention_for(8, "dot"),
-    ),
-    Row(
-        "nn/bn_folding.py",
-        lambda: BaseBlock(8, 8).fuse(),
-        "module.eval().fuse()",
-        lambda: BaseBlock(8, 8).eval().fuse(),
     ),
     Row(
         "nn/scripting.py",
@@ -296,12 +256,6 @@ ROWS = [
         lambda: maps.overlay(
             torch.rand(3, 12, 16), maps.attention_row(GridAttention(8, "dot"), GRID, (3, 3)).mean(1)[0]
         ),
-    ),
-    Row(
-        "theory/kronecker_sum.py",
-        lambda: derivative(3),
-        "first and second ones exist",
-        lambda: derivative(2),
     ),
     *[
         Row(

@@ -52,7 +52,8 @@ def _requirements(extra: str) -> list[str]:
 
 def run_in(python: Path, words: Sequence[str], folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run Python in an environment, from a folder, with this checkout's farfield; return what it printed."""
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    # An environment sees the entry points of farfield-papers where that is installed.
+    paths = os.pathsep.join(str(ROOT / each) for each in ("src", "papers/src", "tests"))
     environment = {**os.environ, "PYTHONPATH": paths, "QT_QPA_PLATFORM": "offscreen", **settings}
     command = [str(python), *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

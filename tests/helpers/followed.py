@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import json
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import farfield
-from farfield import models
 from farfield.cli import _run
 from farfield.streaming import predict_whole
 
@@ -27,7 +27,8 @@ ERRORS = (ValueError, TypeError, LookupError, OSError, AttributeError, RuntimeEr
 class Row(NamedTuple):
     """A call that is refused, what its text has of the fix, and the call as the fix has it."""
 
-    file: str  # of `farfield`, that refuses: the error is raised in it, or the one that it explains
+    # Of `farfield` or `farfield_papers`, that refuses: the error is raised in it, or the one that it explains.
+    file: str
     refused: Callable[[], object]
     fix: str
     followed: Callable[[], object]
@@ -48,7 +49,7 @@ def follow(row: Row) -> None:
         row.refused()
     assert row.fix in str(raised.value)
     files = list(_raising(raised.value))
-    assert any(file.endswith(f"farfield/{row.file}") for file in files), files
+    assert any(file.endswith((f"farfield/{row.file}", f"farfield_papers/{row.file}")) for file in files), files
     row.followed()
 
 
@@ -109,19 +110,45 @@ def command(line: str) -> None:
         _run(first, words)
 
 
-def trained(network: str = "farfield.models.kanet") -> str:
-    """The folder of a run, with its configuration and weights."""
-    arguments = {"operator": "dot", "width": 0.25, "num_classes": 10}
-    entry = {"class_path": network, "init_args": arguments}
-    written("run/config.yaml", json.dumps({"task": "classify", "model": {"network": entry}}))
-    kept = {f"network.{name}": each for name, each in models.kanet(**arguments).state_dict().items()}
-    torch.save({"state_dict": kept, "epoch": 0}, "run/best.ckpt")
-    return "run"
-
-
 def without(package: str, call: Callable[[], object]) -> object:
     """Call where a package cannot be imported."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [package, *(each for each in sys.modules if each.startswith(f"{package}."))]:
             patch.setitem(sys.modules, name, None)
         return call()
+
+
+def write_files() -> None:
+    """The files that calls of the tables read, in the current folder."""
+    np.save("volume.npy", VOLUME)
+    torch.save(conv().state_dict(), "weights.pt")
+    Path("nets.py").write_text("from helpers.followed import conv as build\n")
+    Path("scan.nii").write_bytes(b"no image")
+    planes = [Image.fromarray((plane * 255).astype("uint8")) for plane in np.random.default_rng(0).random((3, 40, 36))]
+    planes[0].save("plane.png")
+    planes[0].save("stack.tif", save_all=True, append_images=planes[1:])
+
+
+# ---- each file that refuses ------------------------------------------------------------------------------------------
+def refuses(file: Path) -> bool:
+    """Whether a file raises an error of its own, or makes a refusal."""
+    text = file.read_text(encoding="utf-8")
+    nodes = [*ast.walk(ast.parse(text))] if "raise " in text or "refusal(" in text else []
+    made = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return "refusal" in made or any(isinstance(node, ast.Raise) and node.exc is not None for node in nodes)
+
+
+def files_of(table: Path) -> set[str]:
+    """The files of the rows of a table, read and not imported: packages that it needs may not be there."""
+    calls = (node for node in ast.walk(ast.parse(table.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    rows = (call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Row" and call.args)
+    return {each.value for each in rows if isinstance(each, ast.Constant)}
+
+
+def assert_each_file_has_a_row(source: Path, tables: Path, left_out: Set[str]) -> None:
+    """Each file of a package that refuses has a row in a table of this folder, or is left out."""
+    refusing = {file.relative_to(source).as_posix() for file in source.rglob("*.py") if refuses(file)}
+    rows = set().union(*map(files_of, tables.glob("test_*.py")))
+    assert not sorted(refusing - rows - left_out)
+    assert not sorted(left_out & rows)
+    assert not sorted(left_out - refusing)

@@ -11,85 +11,86 @@ import importlib
 import inspect
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "tests" / "public.txt"
-PACKAGES = (
-    "farfield",
-    "farfield.cost",
-    "farfield.insertion",
-    "farfield.integrations.nnunet",
-    "farfield.maps",
-    "farfield.models",
-    "farfield.nn",
-    "farfield.ops",
-    "farfield.sharding",
-    "farfield.streaming",
-    "farfield.testing",
-    "farfield.theory",
-    "farfield.volumes",
+
+
+class Distribution(NamedTuple):
+    """What a distribution offers.
+
+    Attributes:
+        folder: The one with `src` and `tests`.
+        packages: Modules with `__all__`.
+        classes: Modules without one -> what is public in them, such as classes that recipes name.
+        sources: The same, read as text: bioimageio.core, napari and nnunetv2 are in no environment of the tests.
+        commands: Those of the command line.
+    """
+
+    folder: Path
+    packages: Sequence[str]
+    classes: Mapping[str, Sequence[str]]
+    sources: Mapping[str, Sequence[str]]
+    commands: Sequence[str]
+
+    @property
+    def file(self) -> Path:
+        """The lines as they were written last."""
+        return self.folder / "tests" / "public.txt"
+
+
+LIBRARY = Distribution(
+    folder=ROOT,
+    packages=(
+        "farfield",
+        "farfield.cost",
+        "farfield.insertion",
+        "farfield.integrations.nnunet",
+        "farfield.maps",
+        "farfield.nn",
+        "farfield.ops",
+        "farfield.sharding",
+        "farfield.streaming",
+        "farfield.testing",
+        "farfield.volumes",
+    ),
+    classes={
+        "farfield.testing.faults": ("Call", "Outcome", "run"),
+        "farfield.testing.predictions": ("Ending", "Key", "Predictions", "check_predictions"),
+    },
+    sources={
+        "farfield.integrations.bioimageio.reading": ("Package", "open_package"),
+        "farfield.integrations.bioimageio.writing": ("export_package",),
+        "farfield.integrations.jobs": ("Job",),
+        "farfield.integrations.monai": ("WholeInferer",),
+        "farfield.integrations.napari.widget": ("PredictVolume",),
+        "farfield.integrations.nnunet.trainers.farfield_trainer": ("nnUNetTrainer_farfield",),
+        "farfield.integrations.trained_models": ("OpenedModel", "open_model"),
+    },
+    commands=("operators", "cost", "measure", "plan", "places", "info", "kernels", "seams", "linearize"),
 )
-# Modules without `__all__` whose classes recipes name.
-CLASSES = {
-    "farfield.data.classify": ("Digits", "ImageFolders"),
-    "farfield.data.detect": ("CocoFolders",),
-    "farfield.data.generate": ("RealImages",),
-    "farfield.data.masked_lm": ("TextFolder",),
-    "farfield.data.restore": ("StackPairs",),
-    "farfield.data.segment": ("VOCFolders",),
-    "farfield.data.stereo": ("StereoFrames",),
-    "farfield.tasks.classify": ("Classify", "MirroredScores"),
-    "farfield.tasks.detect": ("Detect",),
-    "farfield.tasks.generate": ("Generate",),
-    "farfield.tasks.masked_lm": ("MaskedLM",),
-    "farfield.tasks.restore": ("Restore",),
-    "farfield.tasks.segment": ("Segment",),
-    "farfield.tasks.restore_stack": ("restore",),
-    "farfield.tasks.stereo": ("DisparityErrors", "Stereo"),
-    "farfield.tasks.metrics": ("CareMetrics", "care_metrics"),
-    "farfield.tasks.writers.detections": ("DetectionFolder",),
-    "farfield.tasks.writers.disparities": ("DisparityFolder",),
-    "farfield.tasks.writers.filled_blanks": ("FilledTable",),
-    "farfield.tasks.writers.predictions": ("PredictionTable",),
-    "farfield.tasks.writers.samples": ("SampleFolder",),
-    "farfield.testing.faults": ("Call", "Outcome", "run"),
-    "farfield.testing.predictions": ("Ending", "Key", "Predictions", "check_predictions"),
-}
-# Read as text, as bioimageio.core, napari and nnunetv2 are in no environment of the tests.
-SOURCES = {
-    "farfield.integrations.bioimageio.reading": ("Package", "open_package"),
-    "farfield.integrations.bioimageio.writing": ("export_package",),
-    "farfield.integrations.jobs": ("Job",),
-    "farfield.integrations.monai": ("WholeInferer",),
-    "farfield.integrations.napari.widget": ("PredictVolume",),
-    "farfield.integrations.nnunet.trainers.farfield_trainer": ("nnUNetTrainer_farfield",),
-    "farfield.integrations.trained_models": ("OpenedModel", "open_model"),
-}
-COMMANDS = ("operators", "models", "cost", "measure", "plan", "maps", "places", "info", "kernels", "recipes")
-COMMANDS += ("explore", "demo", "seams", "linearize")
 
 
-def lines() -> list[str]:
+def lines(of: Distribution) -> list[str]:
     """All lines, in order."""
-    return [*api(), *options(), *entries()]
+    return [*api(of), *options(of), *entries(of)]
 
 
-def api() -> Iterator[str]:
+def api(of: Distribution) -> Iterator[str]:
     """Each public name with its signature; of a class also its public methods, those of its bases here included."""
-    for package in PACKAGES:
+    for package in of.packages:
         module = importlib.import_module(package)
         for name in sorted(module.__all__):
             yield from described(f"{package}.{name}", getattr(module, name))
-    for path, names in CLASSES.items():
+    for path, names in of.classes.items():
         module = importlib.import_module(path)
         for name in names:
             yield f"{path}.{name}{signature(getattr(module, name))}"
-    for path, names in SOURCES.items():
+    for path, names in of.sources.items():
         for node in definitions(path):
             if node.name in names:
                 yield from read_definition(f"{path}.{node.name}", node)
@@ -124,7 +125,7 @@ def described(name: str, value: Any) -> Iterator[str]:
         yield f"{name}({value.__base__.__name__})"
     elif inspect.isclass(value):
         yield f"{name}{signature(value)}"
-        classes = [each for each in reversed(value.__mro__) if each.__module__.startswith("farfield.")]
+        classes = [each for each in reversed(value.__mro__) if re.match(r"farfield(_papers)?\.", each.__module__)]
         own = {key: member for each in classes for key, member in vars(each).items() if not key.startswith("_")}
         for key, member in sorted(own.items()):
             if callable(member) or isinstance(member, classmethod | staticmethod):
@@ -149,19 +150,19 @@ def signature(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-def options() -> Iterator[str]:
+def options(of: Distribution) -> Iterator[str]:
     """The options of each command."""
     from farfield import cli
 
-    for command in COMMANDS:
+    for command in of.commands:
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
             cli.main([command, "--help"])
         yield f"farfield {command}: {' '.join(sorted(set(re.findall(r'--[a-z][a-z-]*', printed.getvalue()))))}"
 
 
-def entries() -> Iterator[str]:
+def entries(of: Distribution) -> Iterator[str]:
     """The entries of each recipe."""
-    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+    for path in sorted((of.folder / "recipes").glob("*.yaml")):
         yield f"{path.stem}: {' '.join(sorted(flat(yaml.safe_load(path.read_text(encoding='utf-8')))))}"
 
 
@@ -175,4 +176,4 @@ def flat(values: dict[str, Any], before: str = "") -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    FILE.write_text("\n".join(lines()) + "\n", encoding="utf-8")
+    LIBRARY.file.write_text("\n".join(lines(LIBRARY)) + "\n", encoding="utf-8")

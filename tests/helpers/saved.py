@@ -1,4 +1,4 @@
-"""Networks and modules as version 0.1 saved them: configurations, and what they gave for weights drawn again.
+"""Modules as earlier versions had them: their arguments, and what they gave for weights drawn again.
 
     python tests/helpers/saved.py    # writes the files of cases that have none; those there are stay as they are
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-MODELS = Path(__file__).parents[1] / "models" / "saved"
 MODULES = Path(__file__).parents[1] / "nn" / "saved"
 # So many numbers of each output are kept, evenly spread.
 KEPT = 64
@@ -63,132 +63,11 @@ def normal(name: str, *shape: int) -> Tensor:
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
-def image(*size: int, batch: int = 2) -> Callable[[nn.Module], Any]:
-    """A network of images or volumes."""
-    channels = {"unet": 1}
-
-    def run(net: Any) -> Any:
-        return net(normal("input", batch, channels.get(net.config["model"].partition("_")[0], 3), *size))
-
-    return run
-
-
-def pair(net: nn.Module) -> Any:
-    """A stereo network."""
-    return net(normal("left", 1, 3, 64, 96), normal("right", 1, 3, 64, 96))
-
-
-def adversaries(net: Any) -> Any:
-    """A generator, and what its discriminator says."""
-    labels = torch.tensor([1, 0]) if net.config["num_classes"] else None
-    made = net.generator(normal("noise", 2, net.config["noise_channels"]), labels)
-    return [made, net.discriminator(made, labels)]
-
-
-def words(net: Any) -> Any:
-    """A language model, on two texts, one of them padded."""
-    tokens = (uniform("words", (2, 12)) * net.config["vocabulary"]).long()
-    valid = torch.arange(12) < torch.tensor([[12], [9]])
-    return net(tokens, mask=valid)
-
-
-def photograph(net: Any) -> Any:
-    """A detector."""
-    return net([uniform("input", (3, 96, 128)).double()])
-
-
-def outputs(value: Any) -> list[Tensor]:
-    """The tensors of an output, those of dictionaries by their names."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = [value[name] for name in sorted(value)] if isinstance(value, dict) else value
-    return [tensor for part in parts for tensor in outputs(part)]
-
-
 def shortened(value: Tensor) -> np.ndarray:
     """The sum, the norm, and some numbers of an output, in float64."""
     flat = value.detach().double().flatten()
     step = max(1, len(flat) // KEPT)
     return torch.cat([torch.stack([flat.sum(), flat.norm()]), flat[step // 2 :: step][:KEPT]]).cpu().numpy()
-
-
-# ---- cases of models -------------------------------------------------------------------------------------------------
-CLASSIFIER = {"num_classes": 7, "width": 0.1}
-U = {"first_channels": 4}
-DETECTOR = {"num_classes": 3}
-STEREO = {"max_disparity": 48, "first_channels": 8}
-SMALL_SAGAN = {"side": 32, "attention_at": 16, "num_classes": 4, "noise_channels": 8}
-SMALL_SAGAN |= {"generator_channels": 8, "discriminator_channels": 8}
-SMALL_BERT = {"vocabulary": 50, "positions": 16, "channels": 16, "layers": 2}
-# Name -> the arguments of its cases.
-CASES: dict[str, list[dict[str, Any]]] = {
-    "deeplab_v2": [{"backbone": "resnet50", "output": output} for output in ("aspp", "plain", "kronecker_qkv")],
-    "deeplab_compact": [
-        {"backbone": backbone, "output": output, "width": 0.25}
-        for backbone, output in (("mobilenet_v2", "plain"), ("kanet_qkv", "softmax"), ("sanet", "kronecker_qkv"))
-    ],
-    "unet_care": [
-        U | {"operator": operator, "spatial_dims": 2} for operator in (None, "softmax", "kronecker_qkv", "siamese")
-    ],
-    "unet_residual": [U | {"operator": operator} for operator in (None, "kronecker_qkv", "factorized_gaussian")],
-    "unet_projection": [U | {"operator": operator} for operator in (None, "kronecker_kv")],
-    "psmnet_stacked": [
-        {"max_disparity": 48, "operator": operator, "first_channels": 8} for operator in (None, "siamese")
-    ],
-    "psmnet_basic": [
-        {"max_disparity": 48, "operator": operator, "first_channels": 8} for operator in (None, "softmax")
-    ],
-    "i3d_resnet50": [{"num_classes": 5, "operator": operator} for operator in ("softmax_pooled", "kronecker_qkv")],
-    "video_resnet": [{"num_classes": 5}, {"num_classes": 5, "operator": "softmax"}],
-    "sagan": [SMALL_SAGAN | {"operator": operator} for operator in (None, "softmax_pooled", "kronecker_qkv")],
-    "bert_base": [{"vocabulary": 50, "positions": 16}],
-    "bert_large": [{"vocabulary": 50, "positions": 16}],
-    "bert_small": [SMALL_BERT | {"operator": operator} for operator in ("factorized_gaussian", "softmax", "dot")],
-    "mask_rcnn": [DETECTOR | {"attention": ["fpn1"]}],
-    "faster_rcnn": [DETECTOR, DETECTOR | {"attention": ["res4"], "operator": "softmax"}],
-}
-RUNS: dict[str, Callable[[Any], Any]] = {
-    "deeplab_v2": image(41, 57),
-    "deeplab_compact": image(64, 80),
-    "unet_care": image(16, 20),
-    "unet_residual": image(4, 16, 20),
-    "unet_projection": image(9, 16, 32),
-    "psmnet_stacked": pair,
-    "psmnet_basic": pair,
-    "i3d_resnet50": image(8, 48, 64, batch=1),
-    "video_resnet": image(8, 48, 64, batch=1),
-    "sagan": adversaries,
-    **dict.fromkeys(("bert_base", "bert_large", "bert_small"), words),
-    **dict.fromkeys(("mask_rcnn", "faster_rcnn"), photograph),
-}
-
-
-def cases() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name of a file -> a model and its arguments."""
-    from farfield import models
-
-    found = {}
-    for name in models.MODELS:
-        for number, arguments in enumerate(CASES.get(name, [CLASSIFIER])):
-            found[f"{name}-{number}"] = (name, arguments)
-    return found
-
-
-def run_model(net: Any) -> list[np.ndarray]:
-    """What a network gives for the input of its kind, in eval mode and float64."""
-    with torch.no_grad():
-        given = RUNS.get(net.config["model"], image(64, 72))(net.double().eval())
-    return [shortened(each) for each in outputs(given)]
-
-
-def write_model(file: Path, name: str, arguments: dict[str, Any]) -> None:
-    """Write a case: what `save_pretrained` writes as config.json, and outputs."""
-    from farfield import models
-
-    net = models.MODELS[name](**arguments)
-    net.load_state_dict(draw_state(net))
-    case = {"config": net.config, "outputs": [each.tolist() for each in run_model(net)]}
-    file.write_text(json.dumps(case) + "\n", encoding="utf-8")
 
 
 # ---- cases of modules ------------------------------------------------------------------------------------------------
@@ -222,13 +101,8 @@ def module_cases() -> dict[str, tuple[str, dict[str, Any]]]:
                     "GridAttention",
                     {"channels": 8, "operator": row, **arguments},
                 )
-    for row in ("softmax", "kronecker_qkv", "kronecker_kv", "siamese"):
-        arguments = {"channels": 8, "out_channels": 8, "operator": row, "expansion": 2, "heads": 2}
-        found[f"AttentionBlock-{row}"] = ("AttentionBlock", arguments)
     for row in ("softmax", "dot", "factorized_gaussian"):
         found[f"TransformerLayer-{row}"] = ("TransformerLayer", {"channels": 8, "operator": row, "heads": 2})
-    found["BaseBlock"] = ("BaseBlock", {"channels": 8, "out_channels": 8, "expansion": 2, "skip": True})
-    found["SqueezeExcite"] = ("SqueezeExcite", {"channels": 8})
     return found
 
 
@@ -250,10 +124,8 @@ def run_module(module: nn.Module) -> list[np.ndarray]:
     return [shortened(each) for each in given]
 
 
-def write_module(file: Path, name: str, arguments: dict[str, Any]) -> None:
+def write_module(file: Path, modules: ModuleType, name: str, arguments: dict[str, Any]) -> None:
     """Write a case: a class, its arguments, the names and shapes of its state, and outputs."""
-    from farfield import nn as modules
-
     module = getattr(modules, name)(**arguments)
     module.load_state_dict(draw_state(module))
     state = {key: list(tensor.shape) for key, tensor in module.state_dict().items()}
@@ -262,11 +134,17 @@ def write_module(file: Path, name: str, arguments: dict[str, Any]) -> None:
     file.write_text(json.dumps(case) + "\n", encoding="utf-8")
 
 
+def write_missing(folder: Path, found: Mapping[str, tuple[str, dict[str, Any]]], write: Callable[..., None]) -> None:
+    """Write the files of cases that have none."""
+    folder.mkdir(exist_ok=True)
+    for case, arguments in found.items():
+        file = folder / f"{case}.json"
+        if not file.exists():
+            write(file, *arguments)
+            print(file.name, file.stat().st_size, flush=True)
+
+
 if __name__ == "__main__":
-    for folder, found, write in ((MODELS, cases(), write_model), (MODULES, module_cases(), write_module)):
-        folder.mkdir(exist_ok=True)
-        for case, (name, arguments) in found.items():
-            file = folder / f"{case}.json"
-            if not file.exists():
-                write(file, name, arguments)
-                print(file.name, file.stat().st_size, flush=True)
+    from farfield import nn as library
+
+    write_missing(MODULES, module_cases(), lambda file, *case: write_module(file, library, *case))

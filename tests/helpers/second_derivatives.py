@@ -7,16 +7,24 @@ refuses it for its own softmax; reverse over forward is the same by `torch.func`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp
 
+from farfield.ops.engine import SWITCH
+from farfield.ops.fast import kernels
+
 Loss = Callable[..., Tensor]
 Tensors = Sequence[Tensor]
 Way = Callable[[Loss, Tensors, Tensors], Tensors]
+EPS = torch.finfo(torch.float32).eps
 
 
 def dot(ones: Tensors, others: Tensors) -> Tensor:
@@ -84,3 +92,47 @@ class Learned(nn.Module):
         """Run the function of tensors."""
         grids = len(tensors) - len(self.names)
         return functional_call(self, dict(zip(self.names, tensors[grids:], strict=True)), tensors[:grids])
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Compute by the equations alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, "0")
+        patch.setenv(kernels.SWITCH, "0")
+        yield
+
+
+def check(loss: Loss, exact: Loss, tensors: Tensors, ways: Iterable[Way] = tuple(WAYS.values())) -> None:
+    """Every way gives the exact result: at most twice as far off as the equations, or off by the rounding of sums."""
+    along = [torch.randn_like(tensor) for tensor in tensors]
+    wanted = backward_twice(exact, *([each.double() for each in some] for some in (tensors, along)))
+    with plainly():
+        plain = backward_twice(loss, tensors, along)
+    length = max(math.prod(tensor.shape[2:]) for tensor in tensors)
+    sizes = [float(each.norm()) for each in wanted]
+    # What is 0 in exact numbers, as that of a shift under a softmax, is as far off as the terms that cancel are.
+    sizes = [max(sizes) if size < 1e-9 * max(sizes) else size for size in sizes]
+    for way in ways:
+        for number, (found, equation, want) in enumerate(zip(way(loss, tensors, along), plain, wanted, strict=True)):
+            limit = max(2 * float((equation - want).norm()), (32 + math.sqrt(length)) * EPS * sizes[number])
+            distance = float((found - want).norm())
+            assert distance <= limit, f"{way.__name__}, tensor {number}: off by {distance}, and not {limit}"
+
+
+def loss_of(response: Tensor) -> Tensor:
+    """A number with all second derivatives."""
+    weights = torch.linspace(-1, 2, response.numel(), dtype=response.dtype).view(response.shape)
+    return (weights * response).sum() + response.square().sum() / 2
+
+
+def check_module(module: nn.Module, grid: Tensor, ways: Iterable[Way]) -> None:
+    """Every way gives the exact second derivatives of a module, by its grid and its parameters."""
+    exact = copy.deepcopy(module).double()
+
+    def equations(*given: Tensor) -> Tensor:
+        with plainly():
+            return Learned(exact, lambda part, grid: loss_of(part(grid))).of(*given)
+
+    learned = Learned(module, lambda part, grid: loss_of(part(grid)))
+    check(learned.of, equations, [grid, *(each.detach() for each in module.parameters())], ways)

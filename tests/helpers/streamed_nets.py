@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farfield.nn import AttentionBlock, GridAttention
+from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
 from helpers.seeding import seeded_generator
+from helpers.small_networks import Block
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -58,15 +59,28 @@ class Branches(nn.Module):
 
 
 class Blocks(nn.Sequential):
-    """The papers' block, which takes its attention apart where nobody listens, at stride 1 and 2, normed."""
+    """Blocks whose last convolution acts on the slots of attention, normed, at stride 1 and 2."""
 
     def __init__(self, row: str) -> None:
         super().__init__(
             nn.Conv2d(1, 8, 3, padding=1),
-            AttentionBlock(8, 8, row, expansion=2),
-            AttentionBlock(8, 12, row, expansion=2, stride=2),
+            Block(8, 8, row),
+            Block(8, 12, row, stride=2),
             nn.ConvTranspose2d(12, 1, 4, stride=2, padding=1),
         )
+
+
+class NearSighted(nn.Module):
+    """Convolutions of volumes, of which one is at half the sides: a position hears of those around it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Conv3d(each, 4, 3, padding=1) for each in (1, 4, 4))
+        self.pool, self.up, self.head = nn.MaxPool3d(2), nn.Upsample(scale_factor=2), nn.Conv3d(4, 1, 1)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        near = torch.relu(self.first(grid))
+        return self.head(self.last(near + self.up(self.middle(self.pool(near)))))
 
 
 class NormUNet(nn.Module):

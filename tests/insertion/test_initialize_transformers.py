@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, BertPreTrainedModel
 
-from farfield import models
 from farfield.nn import GridAttention
-from farfield.nn.norm import CoefficientNorm
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 CONFIG = {**SIZES, "vocab_size": 50, "pad_token_id": 0}
@@ -34,17 +30,6 @@ class BertAndGrid(BertPreTrainedModel):
     def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
         tokens = self.bert(words).last_hidden_state
         return tokens, self.kronecker(self.siamese(tokens.mT)).mT
-
-
-class WrappedNet(transformers.PreTrainedModel):
-    """A network of farfield with the configuration of transformers."""
-
-    config_class = BertConfig
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.net = models.sanet(num_classes=10, width=0.25)
-        self.post_init()
 
 
 def assert_initial(model: BertAndGrid) -> None:
@@ -119,23 +104,3 @@ def test_trained_weights_are_not_drawn_again() -> None:
     for module in attention.modules():
         [getattr(module, name, None) for name in dir(module)]
     assert all(torch.equal(before[name], tensor) for name, tensor in attention.state_dict().items())
-
-
-@pytest.mark.parametrize("build", [True, False])
-def test_a_network_keeps_its_own_distribution(tmp_path: Path, build: bool) -> None:
-    torch.manual_seed(0)
-    config = BertConfig()
-    if build:
-        model = WrappedNet(config)
-    else:
-        config.save_pretrained(tmp_path)
-        save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
-        model = WrappedNet.from_pretrained(tmp_path)
-    weights = {name: module.weight for name, module in model.net.named_modules() if isinstance(module, nn.Conv2d)}
-    for name, weight in weights.items():
-        inputs, outputs = nn.init._calculate_fan_in_and_fan_out(weight)
-        bound = (6 / (inputs + outputs)) ** 0.5
-        assert bound / 2 < float(weight.abs().max()) <= bound * (1 + 1e-6), name
-    norms = [module for module in model.net.modules() if isinstance(module, CoefficientNorm)]
-    assert norms
-    assert all(bool((norm.running_var == 1).all()) for norm in norms)

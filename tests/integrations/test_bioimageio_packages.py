@@ -18,11 +18,11 @@ from monai.data import MetaTensor
 from monai.networks.nets import UNet
 from torch import Tensor, nn
 
-from farfield import models
 from farfield.cli import main
 from farfield.nn import GridAttention
 from farfield.streaming import predict_whole
 from farfield.volumes import ImageMetadata, Volume, open_volume, statistics
+from helpers.streamed_nets import Hourglass, settled
 
 core, digest = (pytest.importorskip(f"bioimageio.core{each}") for each in ("", ".digest_spec"))
 spec, v0_5 = (pytest.importorskip(f"bioimageio.spec{each}") for each in ("", ".model.v0_5"))
@@ -424,11 +424,7 @@ WRITTEN = {
     "siamese": (lambda: attentive("siamese"), (1, 1, 32, 40), {"onnx": True}),
     "factorized_gaussian": (lambda: attentive("factorized_gaussian"), (1, 1, 32, 40), {}),
     "kronecker_qkv in 3-D": (lambda: attentive("kronecker_qkv", 3), (1, 1, 16, 16, 16), {"step": 2}),
-    "a U-Net of ours": (
-        lambda: models.unet_residual("siamese", first_channels=8).eval(),
-        (1, 1, 8, 16, 16),
-        {"step": 4},
-    ),
+    "a U-Net": (lambda: settled(Hourglass("siamese", 3)), (1, 1, 8, 16, 16), {"step": 4}),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,11 @@ import torch
 import zarr
 from torch import nn
 
-from farfield import models
 from farfield.integrations.jobs import Job
-from farfield.integrations.trained_models import MODELS, OpenedModel, open_model
+from farfield.integrations.trained_models import OpenedModel, kinds, open_model
 from farfield.streaming import Tiles, predict_whole
-from farfield.tasks.restore_stack import restore
 from farfield.volumes import ImageMetadata, Volume, open_volume
+from helpers.streamed_nets import Hourglass, NearSighted, NormUNet, settled
 
 SHAPE = (9, 34, 30)
 SPACED = ImageMetadata("ZYX", {"Z": 2.0, "Y": 0.5, "X": 0.5}, dict.fromkeys("ZYX", "micrometer"), {"Y": 3.0})
@@ -26,14 +25,6 @@ SPACED = ImageMetadata("ZYX", {"Z": 2.0, "Y": 0.5, "X": 0.5}, dict.fromkeys("ZYX
 @pytest.fixture
 def stack() -> Volume:
     return Volume(np.random.default_rng(0).poisson(40, SHAPE).astype(np.uint16), SPACED)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A saved network of restoration."""
-    torch.manual_seed(0)
-    models.unet_care(first_channels=4).save_pretrained(tmp_path / "run")
-    return tmp_path / "run"
 
 
 def plain(network: nn.Module) -> OpenedModel:
@@ -55,25 +46,29 @@ def stop_after(tiles: int, shown: list[float]) -> Any:
     return show
 
 
-@pytest.mark.long
-def test_it_gives_what_restore_gives_to_the_bit(stack: Volume, run: Path, tmp_path: Path) -> None:
-    job = Job(open_model("run of farfield fit", run), stack, tmp_path / "out.zarr", tile=Tiles((9, 16, 16)))
-    assert len(job.plan.cores) == 6  # padded to 12, 36, 32
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "norms": lambda: settled(NormUNet(3, 2)),
+    "attention": lambda: settled(Hourglass("siamese", 3)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_it_gives_what_predict_whole_gives_to_the_bit(stack: Volume, tmp_path: Path, name: str) -> None:
+    network = NETWORKS[name]()
+    job = Job(plain(network), stack, tmp_path / "out.zarr", tile=Tiles((10, 16, 16)))
+    assert len(job.plan.cores) == 6  # padded to 10, 34, 30
     result = job.run()
-    network = models.from_pretrained(run)
-    assert np.array_equal(result[:], restore(network, stack, tile=(9, 16, 16)))
+    assert np.array_equal(result[:], predict_whole(network, stack, tile=(10, 16, 16), pad="reflect", quiet=True))
     assert result.metadata.spacing == SPACED.spacing
     assert result.metadata.origin == SPACED.origin
     assert open_volume(tmp_path / "out.zarr").metadata.units == SPACED.units
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("operator", [None, "siamese"])
-def test_one_that_was_stopped_goes_on_to_the_same_bits(stack: Volume, tmp_path: Path, operator: str | None) -> None:
-    network = models.unet_care(operator, first_channels=4).eval()
-    network.save_pretrained(tmp_path / "run")
-    model, out = open_model("run of farfield fit", tmp_path / "run"), tmp_path / "out.tif"
-    options: dict[str, Any] = {"tile": Tiles((9, 16, 16))}
+@pytest.mark.parametrize("name", NETWORKS)
+def test_one_that_was_stopped_goes_on_to_the_same_bits(stack: Volume, tmp_path: Path, name: str) -> None:
+    network, out = NETWORKS[name](), tmp_path / "out.tif"
+    model, options = plain(network), {"tile": Tiles((10, 16, 16))}
     job, shown = Job(model, stack, out, **options), []
     assert not job.is_begun
     with pytest.raises(StopError):
@@ -88,7 +83,7 @@ def test_one_that_was_stopped_goes_on_to_the_same_bits(stack: Volume, tmp_path: 
     assert resumed[0][0] > shown[2]
     assert resumed[-1] == (1.0, f"pass {len(job.plan.passes)} of {len(job.plan.passes)}")
     assert not again.is_begun
-    assert np.array_equal(result[:], restore(network, stack, **options))
+    assert np.array_equal(result[:], predict_whole(network, stack, pad="reflect", quiet=True, **options))
 
 
 def test_a_volume_on_disk_is_larger_than_its_tiles_may_be(tmp_path: Path) -> None:
@@ -112,12 +107,28 @@ def test_its_plan_needs_no_plan_of_the_free_memory_to_go_on(stack: Volume, tmp_p
     assert Job(plain(net), stack, out).plan.tile == first.plan.tile
 
 
-@pytest.mark.long
-def test_a_volume_that_changed_since_the_plan_has_its_own_grey_levels(run: Path, tmp_path: Path) -> None:
-    numbers = np.random.default_rng(0).poisson(40, SHAPE).astype(np.uint16)
-    job = Job(open_model("run of farfield fit", run), Volume(numbers, SPACED), tmp_path / "out.zarr", tile=Tiles(16))
+class Scaled(nn.Module):
+    """A network on a volume that its largest number divides."""
+
+    def __init__(self, network: nn.Module, largest: float) -> None:
+        super().__init__()
+        self.network, self.largest = network, largest
+
+    def forward(self, grid: torch.Tensor) -> torch.Tensor:
+        return self.network(grid / self.largest)
+
+
+def test_a_volume_that_changed_since_the_plan_is_prepared_again(tmp_path: Path) -> None:
+    network, numbers = NearSighted(), np.random.default_rng(0).poisson(40, SHAPE).astype(np.uint16)
+
+    def prepare(volume: Volume) -> tuple[nn.Module, Volume]:
+        return Scaled(network, float(np.max(volume[:]))).eval(), volume
+
+    volume = Volume(numbers, SPACED)
+    job = Job(OpenedModel("a network", prepare), volume, tmp_path / "out.zarr", tile=Tiles(16))
     numbers *= 10
-    assert np.array_equal(job.run()[:], restore(models.from_pretrained(run), numbers, tile=16))
+    want = predict_whole(prepare(volume)[0], numbers, tile=16, pad="reflect", quiet=True)
+    assert np.array_equal(job.run()[:], want)
 
 
 def test_the_input_is_refused_as_output_before_anything_runs(tmp_path: Path) -> None:
@@ -131,9 +142,9 @@ def test_the_input_is_refused_as_output_before_anything_runs(tmp_path: Path) -> 
 # ---- previews --------------------------------------------------------------------------------------------------------
 @pytest.mark.long
 @pytest.mark.parametrize("position", [{"Z": 4, "Y": 70, "X": 9}, {"X": 131}, {"Z": 8, "Y": 129, "X": 64}])
-def test_a_preview_is_that_part_of_the_prediction(run: Path, tmp_path: Path, position: dict[str, int]) -> None:
+def test_a_preview_is_that_part_of_the_prediction(tmp_path: Path, position: dict[str, int]) -> None:
     numbers = np.random.default_rng(0).poisson(40, (9, 130, 132)).astype(np.uint16)
-    job = Job(open_model("run of farfield fit", run), Volume(numbers, SPACED), tmp_path / "out.zarr")
+    job = Job(plain(NearSighted()), Volume(numbers, SPACED), tmp_path / "out.zarr")
     (block, layers), whole = job.preview(position), job.run()[:]
     assert layers == []
     known = block.metadata
@@ -220,7 +231,7 @@ def test_a_scripted_network_has_the_axes_of_its_operations(
     assert np.array_equal(result[:], wanted[:])
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", kinds())
 def test_a_model_that_is_not_there(kind: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"open_model: there is no .*nowhere; fix: "):
         open_model(kind, tmp_path / "nowhere")
@@ -230,30 +241,3 @@ def test_what_is_no_torchscript(tmp_path: Path) -> None:
     (tmp_path / "net.pt").write_text("nothing")
     with pytest.raises(ValueError, match=r"is no TorchScript file; fix: torch\.jit\.trace"):
         open_model("TorchScript file", tmp_path / "net.pt")
-
-
-def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises((ValueError, RuntimeError, OSError), match=r"fix: "):
-        open_model("run of farfield fit", tmp_path)
-
-
-@pytest.mark.long
-def test_a_run_of_another_task(tmp_path: Path) -> None:
-    models.MODELS["kanet_qkv"](num_classes=3).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"not from volumes to volumes; fix: farfield predict"):
-        open_model("run of farfield fit", tmp_path)
-    models.unet_projection(first_channels=4).save_pretrained(tmp_path / "projection")
-    with pytest.raises(ValueError, match=r"is a projection, not from volumes to volumes; fix: farfield predict"):
-        open_model("run of farfield fit", tmp_path / "projection")
-
-
-def test_a_run_that_names_a_class_of_others_builds_nothing(tmp_path: Path, run: Path) -> None:
-    folder = tmp_path / "sent"
-    (folder / "checkpoints").mkdir(parents=True)
-    entry = {"class_path": "os.system", "init_args": {"command": f"touch {tmp_path / 'written'}"}}
-    (folder / "config.yaml").write_text(json.dumps({"task": "restore", "model": {"network": entry}}))
-    weights = {f"network.{name}": each for name, each in models.from_pretrained(run).state_dict().items()}
-    torch.save({"state_dict": weights}, folder / "checkpoints" / "best.ckpt")
-    with pytest.raises(ValueError, match=r"os\.system, which is not a network of farfield; fix: torch\.jit\.trace"):
-        open_model("run of farfield fit", folder)
-    assert not (tmp_path / "written").exists()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from helpers.environments import make_environment, run_in
+from helpers.partly import partly
 
 monai = pytest.importorskip("monai")
 nets = pytest.importorskip("monai.networks.nets")
@@ -52,9 +53,9 @@ def unetr() -> nn.Module:
     return nets.UNETR(1, 2, WIDE, spatial_dims=2, **options).eval()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[] if each in ("UNet", "DynUNet") else pytest.mark.long) for each in NETWORKS]
-)
+# What has little in common: residual units, deep supervision, gates, dense blocks, windows of attention.
+@pytest.mark.long
+@pytest.mark.parametrize("name", partly(NETWORKS, ("UNet", "DynUNet", "AttentionUnet", "DenseNet121", "SwinUNETR")))
 def test_networks_are_equal_to_the_whole(name: str) -> None:
     build, multiple = NETWORKS[name]
     net, grid = build().eval(), torch.rand(2, 1, *WIDE)

@@ -18,7 +18,7 @@ from torch.nn.modules import module as hooks_of_all
 
 from farfield import cost
 from farfield.maps import attention_row
-from farfield.nn import AttentionBlock, GridAttention
+from farfield.nn import GridAttention
 from farfield.nn.bare import is_bare
 from farfield.nn.macs import MacCounter
 from farfield.ops import OPERATORS
@@ -28,6 +28,7 @@ from helpers.attending import written_out
 from helpers.doubling import Doubling
 from helpers.grids import ROWS, assert_close
 from helpers.partly import pairwise, partly
+from helpers.small_networks import Block
 
 LETTERS = ("query", "key", "value", "output")
 Change = Callable[[Any], None]
@@ -218,11 +219,10 @@ def test_the_equations_run_again_once_the_hook_is_gone() -> None:
 @pytest.mark.parametrize("row", ["siamese", "kronecker_kv", "averaged"])
 def test_a_block_whose_attention_is_folded_into_its_last_convolution(row: str) -> None:
     torch.manual_seed(0)
-    block = AttentionBlock(8, 8, row, expansion=2, response_start="one").double().eval()
+    block = Block(8, 8, row).double().eval()
     patch(block.attention.value)
     grid = torch.randn(2, 8, 5, 4, dtype=torch.float64)
     torch.testing.assert_close(block(grid), block.plain(grid))
-    torch.testing.assert_close(block.fuse()(grid), block.plain(grid))
 
 
 @pytest.mark.parametrize("row", ROWS)

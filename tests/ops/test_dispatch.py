@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu
 
-from farfield.nn import AttentionBlock, GridAttention
+from farfield.nn import GridAttention
 from farfield.ops import OPERATORS, Operator, Summary
 from farfield.ops.engine import SWITCH, is_fast
 from helpers.partly import pairwise, partly
+from helpers.small_networks import Block
 
 
 def found(module: torch.nn.Module, grid: Tensor, upon: Tensor, **masks: Tensor) -> list[Tensor]:
@@ -53,8 +54,8 @@ def test_modules(name: str, project: str, masked: bool, layout: torch.memory_for
 
 @pytest.mark.parametrize("name", partly(OPERATORS, ["siamese", "kronecker_qkv", "kronecker_qkv_literal"]))
 def test_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folded path adds responses to what the convolution gave."""
-    block = AttentionBlock(8, 12, name, heads=2, response_start="one").double().eval()
+    """Responses are added to what a convolution gave."""
+    block = Block(8, 12, name).double().eval()
     grid, upon = (torch.randn(2, channels, 6, 5, dtype=torch.float64) for channels in (8, 12))
     assert is_fast()
     on = found(block, grid, upon)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farfield.nn import AttentionBlock, GridAttention
+from farfield.nn import GridAttention
 from farfield.ops import Operator, Summary, linear_elu_attention, table
 from farfield.ops.engine import SWITCH
 from farfield.ops.grid import AXES, NORMALIZED_AXES
+from helpers.small_networks import Block
 
 
 def _run(module: nn.Module, grid: Tensor) -> list[Tensor]:
@@ -48,7 +49,7 @@ def test_several_scores_a_head(coefficients, basis, slots: int, project: str, mo
 @pytest.mark.parametrize(("coefficients", "basis"), _SCORES)
 def test_several_scores_a_head_of_a_block(coefficients, basis, monkeypatch: pytest.MonkeyPatch):
     operator = Operator(coefficients=coefficients, basis=basis, per=table.position, score="latents", slots=3)
-    block = AttentionBlock(32, 32, operator, response_start="one").eval()
+    block = Block(32, 32, operator).eval()
     _assert_as_equations(block, torch.randn(2, 32, 5, 6), monkeypatch)
 
 

@@ -5,10 +5,7 @@ Kernels compute in float32 and less only, so that `gradgradcheck`, which needs f
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,54 +14,31 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from farfield import ops
-from farfield.nn import AttentionBlock, GridAttention
-from farfield.nn.conv_norm_act import ReLU6, convolved
-from farfield.ops.engine import SWITCH
+from farfield.nn import GridAttention
 from farfield.ops.fast import kernels, steps
 from helpers import explicit
 from helpers.attending import written_out
+from helpers.beside_equations import drawn
 from helpers.grids import draw_learned
 from helpers.partly import pairwise
-from helpers.second_derivatives import WAYS, Learned, Loss, Tensors, Way, backward_twice, duals_over_backward
+from helpers.second_derivatives import (
+    EPS,
+    WAYS,
+    Learned,
+    Loss,
+    backward_twice,
+    check,
+    check_module,
+    duals_over_backward,
+    loss_of,
+)
+from helpers.small_networks import Block
 
-EPS = torch.finfo(torch.float32).eps
 CHANNELS, SIZE, OTHER = 16, (5, 7), (3, 11)
 # Each projection alone, the sides of products and of values, and all; the fuzz draws from all sets.
 PROJECT = ["", "q", "k", "v", "o", "qk", "vo", "qkv", "qkvo"]
 # Which of three tensors query, key and value are.
 SHARED = {"self": (0, 0, 0), "cross": (0, 1, 1), "three": (0, 1, 2), "values": (0, 0, 1)}
-
-
-@contextmanager
-def plainly() -> Iterator[None]:
-    """Compute by the equations alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SWITCH, "0")
-        patch.setenv(kernels.SWITCH, "0")
-        yield
-
-
-def check(loss: Loss, exact: Loss, tensors: Tensors, ways: Iterable[Way] = tuple(WAYS.values())) -> None:
-    """Every way gives the exact result: at most twice as far off as the equations, or off by the rounding of sums."""
-    along = [torch.randn_like(tensor) for tensor in tensors]
-    wanted = backward_twice(exact, *([each.double() for each in some] for some in (tensors, along)))
-    with plainly():
-        plain = backward_twice(loss, tensors, along)
-    length = max(math.prod(SIZE), math.prod(OTHER))
-    sizes = [float(each.norm()) for each in wanted]
-    # What is 0 in exact numbers, as that of a shift under a softmax, is as far off as the terms that cancel are.
-    sizes = [max(sizes) if size < 1e-9 * max(sizes) else size for size in sizes]
-    for way in ways:
-        for number, (found, equation, want) in enumerate(zip(way(loss, tensors, along), plain, wanted, strict=True)):
-            limit = max(2 * float((equation - want).norm()), (32 + math.sqrt(length)) * EPS * sizes[number])
-            distance = float((found - want).norm())
-            assert distance <= limit, f"{way.__name__}, tensor {number}: off by {distance}, and not {limit}"
-
-
-def loss_of(response: Tensor) -> Tensor:
-    """A number with all second derivatives."""
-    weights = torch.linspace(-1, 2, response.numel(), dtype=response.dtype).view(response.shape)
-    return (weights * response).sum() + response.square().sum() / 2
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -168,39 +142,20 @@ def test_projecting_again_declines_where_a_derivative_is_wanted(on: None) -> Non
 
 
 # ---- what is not an operator -----------------------------------------------------------------------------------------
-def made_of(kind: str) -> nn.Module:
-    """A part of a network of 16 channels; norms have statistics of their own."""
-    parts = {
-        "clamped": lambda: nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), ReLU6(inplace=True)),
-        "convolved": lambda: convolved(CHANNELS, CHANNELS, kernel=3),
-        "block": lambda: AttentionBlock(CHANNELS, CHANNELS, "siamese"),
-        "block of axis means": lambda: AttentionBlock(CHANNELS, CHANNELS, "kronecker_qkv"),
-        "norm": lambda: GridAttention(CHANNELS, "averaged", project="qkvo", coefficient_norm=True),
-        "norm of products": lambda: GridAttention(CHANNELS, "kronecker_qkv", coefficient_norm=True),
-    }
-    module = parts[kind]()
-    with torch.no_grad():
-        for name, entry in module.state_dict().items():
-            if entry.is_floating_point():
-                entry.copy_(torch.rand_like(entry) + 0.5 if name.endswith("var") else torch.randn_like(entry) / 2)
-    return module
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "block": lambda: Block(CHANNELS, CHANNELS, "siamese"),
+    "block of axis means": lambda: Block(CHANNELS, CHANNELS, "kronecker_qkv"),
+    "norm": lambda: GridAttention(CHANNELS, "averaged", project="qkvo", coefficient_norm=True),
+    "norm of products": lambda: GridAttention(CHANNELS, "kronecker_qkv", coefficient_norm=True),
+}
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("kind", ["clamped", "convolved", "block", "block of axis means", "norm", "norm of products"])
+@pytest.mark.parametrize("kind", PARTS)
 def test_parts_of_networks(on: None, kind: str, training: bool) -> None:
-    module = made_of(kind).train(training)
-    exact = copy.deepcopy(module).double()
     # A norm in training changes its statistics in place, which torch.func refuses.
-    ways = (backward_twice, duals_over_backward) if training and kind != "clamped" else WAYS.values()
-
-    def equations(*given: Tensor) -> Tensor:
-        with plainly():
-            return Learned(exact, lambda part, grid: loss_of(part(grid))).of(*given)
-
-    learned = Learned(module, lambda part, grid: loss_of(part(grid)))
-    tensors = [torch.randn(2, CHANNELS, *SIZE), *(each.detach() for each in module.parameters())]
-    check(learned.of, equations, tensors, ways)
+    ways = (backward_twice, duals_over_backward) if training else WAYS.values()
+    check_module(drawn(PARTS[kind]()).train(training), torch.randn(2, CHANNELS, *SIZE), ways)
 
 
 @pytest.mark.parametrize("row", ops.OPERATORS)

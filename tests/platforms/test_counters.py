@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from farfield import cost, models, replace_attention
+from farfield import cost, replace_attention
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
+from helpers.small_networks import LanguageModel
 
 
 @pytest.mark.parametrize("row", OPERATORS)
@@ -68,8 +69,9 @@ def test_a_replaced_transformer_of_8_bits(build: Callable[[], nn.Module], given:
 
 @pytest.mark.cpu("torch quantizes dynamically on CPUs")
 @pytest.mark.filterwarnings("ignore")
-def test_a_bert_of_this_library_of_8_bits() -> None:
-    model, words = models.bert_small(vocabulary=60).eval(), torch.randint(0, 60, (2, 9))
+def test_layers_of_this_library_of_8_bits() -> None:
+    model = LanguageModel("factorized_gaussian", vocabulary=60, channels=64, heads=4).eval()
+    words = torch.randint(0, 60, (2, 9))
     quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
     assert distance(quantized, model, words) <= 0.05
 

@@ -10,9 +10,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from farfield import insert, models, remove
+from farfield import insert, remove
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
+from helpers.small_networks import Classifier
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -131,8 +132,8 @@ def test_dropout_of_an_adapter(tmp_path: Path) -> None:
     assert relative(adapted.eval()(image), explicit(adapted)(image)) <= 32 * EPS
 
 
-def test_a_network_of_the_papers() -> None:
-    net = models.sanet(width=0.25, num_classes=5).eval()
+def test_a_network_with_attention_in_its_blocks() -> None:
+    net = Classifier("siamese", 5).eval()
     places = [name for name, part in net.named_modules() if isinstance(part, GridAttention)]
     adapted = get_peft_model(net, config("value", modules_to_save=["classifier"]))
     found = {name.split(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name}

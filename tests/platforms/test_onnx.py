@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import onnxruntime
 import pytest
 import torch
@@ -20,59 +19,21 @@ from diffusers.models.attention_processor import (
 from timm.models.efficientvit_mit import LiteMLA
 from torch import Tensor, nn
 
-from farfield import insert, models, pad_grids, replace_attention
-from farfield.nn import AttentionBlock, BaseBlock, GridAttention, LocalBranch, attention_for
+from farfield import insert, pad_grids, replace_attention
+from farfield.nn import GridAttention, LocalBranch, attention_for
 from farfield.ops import OPERATORS
+from helpers.onnx_files import assert_blocks_run_at_any_size, assert_close, assert_runs_at_five_image_sizes, export
+from helpers.partly import partly
+from helpers.responding import calibrate
+from helpers.small_networks import Block, Classifier, convolved
 
 # torch.onnx says on every call which operators of other packages it does not know.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-Calibrate = Callable[[nn.Module, Tensor], nn.Module]
-EPS = torch.finfo(torch.float32).eps
-SIZE = ("depth", "height", "width")
-
-
-def free(tensor: Tensor) -> dict[int, str]:
-    """The axes of a grid `(batch, channels, *size)` or a mask `(batch, *size)` that may have any size."""
-    first = 1 if tensor.dtype == torch.bool else 2
-    return {0: "batch", **dict(zip(range(first, tensor.dim()), SIZE, strict=False))}
-
-
-def export(module: nn.Module, example: Sequence[Tensor], names: Sequence[str], file: Path) -> Callable[..., Tensor]:
-    """Write one file whose batch and sides are free, and return what runs it."""
-    torch.onnx.export(
-        module,
-        tuple(example[:1]),
-        str(file),
-        kwargs=dict(zip(names[1:], example[1:], strict=True)),
-        dynamic_shapes={name: free(tensor) for name, tensor in zip(names, example, strict=True)},
-        dynamo=True,
-        external_data=False,
-        verbose=False,
-    )
-    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    assert [entry.name for entry in session.get_inputs()] == list(names)
-
-    def run(*inputs: Tensor) -> Tensor:
-        feed = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in zip(names, inputs, strict=True)}
-        return torch.from_numpy(session.run(None, feed)[0])
-
-    return run
 
 
 def attention(row: str) -> GridAttention:
     letters = OPERATORS[row].projections("qkvo")
     return GridAttention(16, row, heads=2, project=letters, inner_channels=8, residual=False).eval()
-
-
-def assert_close(found: Tensor, expected: Tensor, positions: int, size: float = 0.0) -> None:
-    """Each of both rounds at four stages; a sum over n positions in any order is off by about sqrt(n) roundings.
-
-    `size` is the norm of what is subtracted, where what is compared is a difference.
-    """
-    assert found.shape == expected.shape
-    error = (found - expected).norm() / (expected.norm() + size)
-    assert error <= 2 * 4 * EPS * positions**0.5, f"{error:.2e} over {positions} positions"
 
 
 def products(module: GridAttention) -> GridAttention:
@@ -99,7 +60,7 @@ CASES = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", OPERATORS)
+@pytest.mark.parametrize("row", partly(OPERATORS))
 def test_a_batch_of_as_many_samples_as_heads(row: str, tmp_path: Path) -> None:
     """onnxscript (0.7.2) takes the shapes away between products of joined heads where the batch is as large."""
     net, grid = attention(row), torch.randn(2, 16, 3, 4)
@@ -142,18 +103,10 @@ def test_every_row_with_a_mask(tmp_path: Path, row: str) -> None:
 
 
 @pytest.mark.slow
-def test_blocks_at_any_size(tmp_path: Path, calibrate: Calibrate) -> None:
-    net = nn.Sequential(
-        BaseBlock(3, 16, expansion=2, stride=2),
-        AttentionBlock(16, 16, "kronecker_qkv", expansion=2),
-        AttentionBlock(16, 24, "siamese", expansion=2, stride=2),
-    )
-    calibrate(net, torch.randn(8, 3, 32, 32))
-    run = export(net, [torch.randn(2, 3, 24, 40)], ["input"], tmp_path / "blocks.onnx")
-    for size in [(1, 3, 1, 1), (3, 3, 24, 40), (2, 3, 33, 7), (1, 3, 64, 64), (4, 3, 5, 50)]:
-        image = torch.randn(size)
-        with torch.no_grad():
-            assert_close(run(image), net(image), image[0, 0].numel())
+def test_blocks_at_any_size(tmp_path: Path) -> None:
+    blocks = convolved(3, 16, stride=2), Block(16, 16, "kronecker_qkv"), Block(16, 24, "siamese", stride=2)
+    net = calibrate(nn.Sequential(*blocks), torch.randn(8, 3, 32, 32))
+    assert_blocks_run_at_any_size(net, tmp_path / "blocks.onnx")
 
 
 def resnet_with_attention() -> nn.Module:
@@ -167,28 +120,27 @@ def resnet_with_attention() -> nn.Module:
     return net
 
 
+def classifier(row: str) -> nn.Module:
+    """One whose scores are no small numbers."""
+    net = Classifier(row)
+    nn.init.normal_(net.classifier.weight)
+    return net
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "kanet_qkv": (models.kanet_qkv, "image"),
-    "sanet": (models.sanet, "image"),
+    "kronecker_qkv": (partial(classifier, "kronecker_qkv"), "image"),
+    "softmax": (partial(classifier, "softmax"), "image"),
+    "averaged": (partial(classifier, "averaged"), "image"),
     "resnet50": (resnet_with_attention, "x"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks_at_five_image_sizes(tmp_path: Path, calibrate: Calibrate, name: str) -> None:
+def test_networks_at_five_image_sizes(tmp_path: Path, name: str) -> None:
     build, argument = NETWORKS[name]
     net = calibrate(build(), torch.randn(16, 3, 128, 128))
-    run = export(net, [torch.randn(2, 3, 96, 128)], [argument], tmp_path / "net.onnx")
-    for size in [(1, 3, 224, 224), (3, 3, 96, 128), (2, 3, 161, 97), (4, 3, 65, 200), (1, 3, 33, 257)]:
-        image = torch.randn(size)
-        with torch.no_grad():
-            expected, exact = net(image), copy.deepcopy(net).double()(image.double())
-        assert expected.std() > 0.1
-        # SANet multiplies means by scores: on sizes far from those that its norms saw, logits of 14 are off by up to
-        # 5e-4 in torch's own float32.
-        own = float((expected - exact).abs().max())
-        torch.testing.assert_close(run(image), expected, rtol=0, atol=max(1e-4, 4 * own))
+    assert_runs_at_five_image_sizes(net, argument, tmp_path / "net.onnx")
 
 
 # ---- exporters of others ---------------------------------------------------------------------------------------------

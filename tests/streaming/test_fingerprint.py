@@ -244,8 +244,9 @@ def test_what_does_not_outlive_a_process_is_no_difference(tmp_path: Path) -> Non
 SCRIPT = """
 import torch, timm, torchvision
 from torch import nn
-from farfield import models
 from farfield._fingerprint import fingerprint
+from helpers.small_networks import Classifier
+from helpers.streamed_nets import Hourglass
 torch.manual_seed(0)
 
 class Odd(nn.Module):
@@ -259,17 +260,18 @@ class Odd(nn.Module):
 
 names = ("resnet18", "swin_tiny_patch4_window7_224", "levit_128s", "maxvit_rmlp_pico_rw_256")
 nets = [timm.create_model(name) for name in names]
-nets += [torchvision.models.swin_t(), models.unet_care("siamese"), models.kanet_qkv(), nn.LSTM(3, 4), Odd()]
+nets += [torchvision.models.swin_t(), Hourglass("siamese", 3), Classifier("kronecker_qkv"), nn.LSTM(3, 4), Odd()]
 print([fingerprint(net) for net in nets])
 """
 
 
 @pytest.mark.long
 def test_other_processes_agree() -> None:
+    paths = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("src", "tests"))
     printed = [
         subprocess.run(
             [sys.executable, "-c", SCRIPT],
-            env={**os.environ, "PYTHONHASHSEED": seed},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
             capture_output=True,
             text=True,
             check=True,

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from farfield import models
 from farfield.streaming import predict_whole, respond_whole
-from farfield.tasks.restore_stack import restore
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.axes_view import AxesView
+from helpers.lazy_arrays import Lazy
 from helpers.streamed_nets import attention, settled
 
 SIZE = (20, 24)
@@ -29,16 +28,6 @@ def masked(array: np.ndarray = NUMBERS) -> np.ma.MaskedArray:
     array = array.copy()
     array[(-1,) * array.ndim] = -9999
     return np.ma.masked_equal(array, -9999)
-
-
-class Lazy:
-    """An array on disk whose slices are masked, as a variable of netCDF4."""
-
-    def __init__(self, array: np.ma.MaskedArray) -> None:
-        self.array, self.shape, self.dtype = array, array.shape, array.dtype
-
-    def __getitem__(self, index: Any) -> np.ma.MaskedArray:
-        return self.array[index]
 
 
 class Deferred(Lazy):
@@ -117,22 +106,3 @@ def test_one_of_several_inputs() -> None:
 
     with pytest.raises(ValueError, match=REFUSED.format("predict_whole")):
         predict_whole(settled(Sum()), (NUMBERS, Lazy(masked())), tile=(10, 8), quiet=True)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "uint16"])
-@pytest.mark.parametrize("project", [False, True])
-@pytest.mark.parametrize("channels", [1, 2])
-def test_a_stack_to_restore(dtype: str, project: bool, channels: int, tmp_path: Path) -> None:
-    network = (
-        models.unet_projection("siamese", first_channels=4)
-        if project
-        else models.unet_care("siamese", first_channels=4)
-    )
-    numbers = np.random.default_rng(0).poisson(50, (channels, 5, 9, 11)).astype(dtype)
-    hidden = np.zeros(numbers.shape, bool)
-    hidden[(-1,) * 4] = True
-    stack = np.ma.MaskedArray(numbers, hidden)
-    for given in (stack, Lazy(stack)):
-        with pytest.raises(ValueError, match=REFUSED.format("restore")):
-            restore(network.eval(), given if channels > 1 else given[0], out=tmp_path / "out.tif")
-    assert not list(tmp_path.iterdir())

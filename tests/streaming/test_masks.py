@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield import ops
-from farfield.nn import GridAttention, SqueezeExcite
+from farfield.nn import GridAttention
 from farfield.streaming import MeanOverFlips, Tiles, freeze_statistics, plan_whole, predict_whole
 from farfield.streaming.engines.parts import Part
 from farfield.streaming.labels import GraphError
@@ -21,6 +21,7 @@ from farfield.volumes import ImageMetadata, Volume, open_volume
 from helpers.drawn_networks import Layer
 from helpers.grids import draw_learned
 from helpers.masked_nets import coarse, run_masked
+from helpers.small_networks import SqueezeExcite
 from helpers.stopping import stopping
 from helpers.streamed_nets import relative, settled
 

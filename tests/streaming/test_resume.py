@@ -23,11 +23,10 @@ import zarr
 from torch import nn
 from tqdm import tqdm
 
-from farfield import models, streaming
+from farfield import streaming
 from farfield.streaming import Tiles, layers, predict_whole, prediction, respond_whole
 from farfield.streaming.engines import local
 from farfield.streaming.records import pack, unpack
-from farfield.tasks.restore_stack import restore
 from farfield.volumes import sink
 from helpers.stopping import StopError, recording_tasks, stopping
 from helpers.streamed_nets import Hourglass, attention, settled
@@ -619,21 +618,6 @@ def test_what_appears_at_the_path_meanwhile_is_left(
     got = predict_whole(net, volume, tile=TILE, out=out, overwrite=True, quiet=True)  # the fix works
     np.testing.assert_array_equal(got[:], want)
     assert [each.name for each in out.parent.iterdir()] == [out.name]
-
-
-def test_a_projection_is_written_as_carefully(tmp_path: Path) -> None:
-    net, stack = settled(models.unet_projection(first_channels=4)), np.random.default_rng(0).random((4, 20, 24))
-    out = tmp_path / "out.tif"
-    (tmp_path / "photographs").mkdir()
-    (tmp_path / "photographs" / "mine.jpg").touch()
-    growing(out).parent.symlink_to(tmp_path / "photographs")
-    with pytest.raises(FileExistsError, match=r'restore: ".*unfinished" is a link, and it would be emptied'):
-        restore(net, stack, out=out)
-    assert (tmp_path / "photographs" / "mine.jpg").exists()
-    growing(out).parent.unlink()
-    got = restore(net, stack, out=out)
-    np.testing.assert_array_equal(got, restore(net, stack))
-    assert {each.name for each in tmp_path.iterdir()} == {"out.tif", "photographs"}
 
 
 class RecordedBar(tqdm):

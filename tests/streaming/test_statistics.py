@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farfield.nn import SqueezeExcite
 from farfield.streaming import Tiles, plan_whole, predict_whole
 from farfield.streaming.rules.sums import merge_moments
+from helpers.small_networks import SqueezeExcite
 from helpers.streamed_nets import CONVOLUTIONS, attention, relative, settled
 
 # Sums over positions take other orders; float32 has eps 1.2e-7.

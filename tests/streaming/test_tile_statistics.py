@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farfield.nn import SqueezeExcite
 from farfield.streaming import MeanOverFlips, Tiles, plan_whole, predict_whole
 from farfield.streaming.labels import GraphError
 from helpers.explaining import explains
 from helpers.partly import in_turn
+from helpers.small_networks import SqueezeExcite
 from helpers.streamed_nets import attention, relative, settled
 
 VOLUME = torch.randn(1, 1, 46, 39, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.5, 4, 39) + 3

@@ -16,7 +16,6 @@ import zarr
 from torch import nn
 
 from farfield.streaming import predict_whole, respond_whole
-from farfield.tasks.restore_stack import restore
 from farfield.volumes import ImageMetadata, Volume
 from helpers.streamed_nets import attention, settled
 
@@ -268,11 +267,3 @@ def test_each_input_of_a_bare_layer_is_looked_at() -> None:
         labelled = {key: Volume(each, ImageMetadata("CYX"[-each.ndim :])) for key, each in inputs.items()}
         with pytest.raises(ValueError, match=f"respond_whole: out and the {name} are both in the same memory"):
             respond_whole(layer, grid, **labelled, tile=(4, 4), out=out, quiet=True)
-
-
-def test_a_stack_is_not_restored_onto_itself(tmp_path: Path) -> None:
-    stack = tiff_map(tmp_path / "v.tif")
-    before = (tmp_path / "v.tif").read_bytes()
-    with pytest.raises(ValueError, match="out and the volume are both in"):
-        restore(blur(), stack, tile=(4, 5), out=tmp_path / "v.tif", overwrite=True)
-    assert (tmp_path / "v.tif").read_bytes() == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +14,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from farfield.streaming import predict_whole
-from farfield.tasks.restore_stack import find_grey_levels
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.axes_view import order_axes
 from farfield.volumes.chunk_cache import ChunkCache, keep_chunks
+from helpers.lazy_arrays import CHUNKS, STACK, computed, counted
 from helpers.streamed_nets import settled
 
 array = pytest.importorskip("dask.array", reason="dask is not installed, which the extra dev has")
 
-STACK = np.random.default_rng(0).random((9, 64, 48), "float32")
-CHUNKS = ((2, 7), (30, 20, 14), (48,))
-
 
 def network() -> nn.Module:
     return settled(nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.InstanceNorm3d(2), nn.Conv3d(2, 1, 3, padding=1)))
-
-
-def counted(folder: Path, stack: np.ndarray = STACK, chunks: Any = CHUNKS) -> Any:
-    """A lazy array of which each chunk that is computed writes a file, with the process and the chunk."""
-    folder.mkdir()
-
-    def compute(block: np.ndarray, block_id: tuple[int, ...]) -> np.ndarray:
-        (folder / f"{os.getpid()} {block_id} {os.urandom(8).hex()}").touch()
-        return block
-
-    return array.map_blocks(compute, array.from_array(stack, chunks=chunks), dtype=stack.dtype, meta=np.empty(0))
-
-
-def computed(folder: Path) -> Counter[str]:
-    """How often each process has computed each chunk."""
-    return Counter(file.name.rpartition(" ")[0] for file in folder.iterdir())
 
 
 @given(st.data())
@@ -83,11 +63,6 @@ def test_chunks_that_do_not_fit_are_bounded(tmp_path: Path) -> None:
     cache = ChunkCache(lazy, STACK[:2, :30].nbytes)
     np.testing.assert_array_equal(cache[1:3, 5:9], STACK[1:3, 5:9])
     assert cache.kept == {}
-
-
-def test_grey_levels_compute_each_chunk_once(tmp_path: Path) -> None:
-    assert find_grey_levels(counted(tmp_path / "computed")) == find_grey_levels(STACK)
-    assert set(computed(tmp_path / "computed").values()) == {1}
 
 
 def test_arrays_of_xarray(tmp_path: Path) -> None:

@@ -16,17 +16,10 @@ import zarr
 from PIL import Image
 from torch import nn
 
-from farfield.data.readers.tiff import open_stack
-from farfield.data.readers.volumes import list_stack_files, open_stack_volume
 from farfield.streaming import predict_whole
 from farfield.volumes import open_volume
 from helpers.ome_parts import PLANES, write_parts
 from helpers.streamed_nets import settled
-
-
-def opened_by(path: Path) -> list[Callable[[], object]]:
-    """Return the ways in which a stack is opened: `open_volume`, and the two of `farfield fit` and `predict`."""
-    return [lambda: open_volume(path), lambda: open_stack(path, 3), lambda: open_stack_volume(path, 3, None, None)]
 
 
 # ---- planes that are not there ---------------------------------------------------------------------------------------
@@ -44,9 +37,8 @@ def test_a_missing_file_of_several_is_named(what: str, tmp_path: Path) -> None:
         other.unlink()
     else:
         other.rename(tmp_path / "m2.ome.tif" if what == "renamed" else tmp_path.parent / "m1.ome.tif")
-    for call in opened_by(path):
-        with pytest.raises(ValueError, match=r'2 of its 4 planes are missing, which are in "m1.ome.tif"; fix: put'):
-            call()
+    with pytest.raises(ValueError, match=r'2 of its 4 planes are missing, which are in "m1.ome.tif"; fix: put'):
+        open_volume(path)
     (tmp_path / "elsewhere").mkdir()
     write_parts(tmp_path / "elsewhere")
     shutil.copy(tmp_path / "elsewhere" / "m1.ome.tif", other)  # the fix
@@ -58,9 +50,8 @@ def test_a_description_of_more_planes_than_there_are(tmp_path: Path) -> None:
     xml.addimage("uint8", (6, 9, 11), (6, 1, 1, 9, 11, 1), axes="ZYX")
     told = xml.tostring()
     tifffile.imwrite(tmp_path / "few.ome.tif", PLANES, photometric="minisblack", description=told, metadata=None)
-    for call in opened_by(tmp_path / "few.ome.tif"):
-        with pytest.raises(ValueError, match=r"2 of its 6 planes are missing, which its description names; fix: "):
-            call()
+    with pytest.raises(ValueError, match=r"2 of its 6 planes are missing, which its description names; fix: "):
+        open_volume(tmp_path / "few.ome.tif")
 
 
 def write_pages(path: Path) -> None:
@@ -117,9 +108,8 @@ def test_a_file_that_was_cut_anywhere_is_no_smaller_stack(name: str, tmp_path: P
 def test_a_cut_file_is_named_by_all(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name)
     os.truncate(tmp_path / name, (tmp_path / name).stat().st_size // 2)
-    for call in opened_by(tmp_path / name):
-        with pytest.raises(ValueError, match=rf"{re.escape(name)}.*(ends after|are missing).*fix: write, copy or down"):
-            call()
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}.*(ends after|are missing).*fix: write, copy or down"):
+        open_volume(tmp_path / name)
 
 
 # ---- names that lead elsewhere ---------------------------------------------------------------------------------------
@@ -138,9 +128,8 @@ def test_only_files_below_the_folder_are_read(told: str, tmp_path: Path, monkeyp
         start(self, file, *given, **options)
 
     monkeypatch.setattr(tifffile.TiffFile, "__init__", noted)
-    for call in opened_by(path):
-        with pytest.raises(ValueError, match=rf'it has "{re.escape(told)}" as its parts, and only files in its folder'):
-            call()
+    with pytest.raises(ValueError, match=rf'it has "{re.escape(told)}" as its parts, and only files in its folder'):
+        open_volume(path)
     assert set(files) == {str(path)}
 
 
@@ -157,7 +146,6 @@ def test_no_file_of_several_is_replaced(name: str, linked: bool, tmp_path: Path)
     with pytest.raises(ValueError, match=rf'predict_whole: out and the volume are both in ".*{name}"'):
         predict_whole(net, volume, tile=4, out=out, overwrite=True, quiet=True)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert set(list_stack_files(tmp_path / "m1.ome.tif")) == {tmp_path / "m0.ome.tif", tmp_path / "m1.ome.tif"}
 
 
 # ---- several images --------------------------------------------------------------------------------------------------
@@ -172,8 +160,6 @@ def test_the_image_that_is_read_of_several_is_told(tmp_path: Path) -> None:
         np.testing.assert_array_equal(open_volume(path)[:], thumbnail)
     assert 'series 1  "scan" ZYX (4, 9, 11)' in str(told[0].message)
     assert told[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"StackPairs: .* has 2 images, of which series 0 is read"):
-        open_stack(path, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         np.testing.assert_array_equal(open_volume(path, series=0)[:], thumbnail)

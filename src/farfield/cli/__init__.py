@@ -1,7 +1,7 @@
-"""The command line `farfield`: tables of operators and costs, maps, a demo, recipes, and training (`COMMANDS`).
+"""The command line `farfield`: its own commands (`COMMANDS`), and those that installed packages offer.
 
 Each command is a function whose parameters are its options (`command_line`). They are read from its source: a module is
-imported only when its command runs.
+imported only when its command runs. A function with the parameter `words` gets what follows its name as it is typed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from farfield import __version__
@@ -22,45 +24,31 @@ from farfield.cli.values import CommandLineError, no_such
 
 
 class Command(NamedTuple):
-    """A command: the function that runs it, in a module of `farfield.cli`, and the extra that it needs, "" for none."""
+    """A command: the function that runs it, and the extra that it needs, "" for none."""
 
     function: str
     extra: str = ""
 
 
-_TRAIN = Command("train.main", "train")
 COMMANDS = {
-    "demo": Command("demo.run_demo", "demo"),
-    "operators": Command("tables.list_operators"),
-    "models": Command("tables.list_models"),
-    "cost": Command("tables.show_costs"),
-    "measure": Command("tables.measure_operators"),
-    "plan": Command("plan.plan_operators"),
-    "maps": Command("maps.show_maps", "demo"),
-    "places": Command("places.list_places"),
-    "explore": Command("explore.explore", "demo"),
-    "info": Command("machine.show_machine"),
-    "kernels": Command("machine.show_kernels"),
-    "recipes": Command("recipes.show_recipes"),
-    "seams": Command("seams.show_seams", "stream"),
-    "linearize": Command("linearize.linearize_network", "demo"),
-    "fit": _TRAIN,
-    "validate": _TRAIN,
-    "test": _TRAIN,
-    "predict": _TRAIN,
+    "operators": Command("farfield.cli.tables.list_operators"),
+    "cost": Command("farfield.cli.tables.show_costs"),
+    "measure": Command("farfield.cli.tables.measure_operators"),
+    "plan": Command("farfield.cli.plan.plan_operators"),
+    "places": Command("farfield.cli.places.list_places"),
+    "info": Command("farfield.cli.machine.show_machine"),
+    "kernels": Command("farfield.cli.machine.show_kernels"),
+    "seams": Command("farfield.cli.seams.show_seams", "stream"),
+    "linearize": Command("farfield.cli.linearize.linearize_network", "plots"),
 }
-# `farfield predict` with a model of another library: the option that names the model, and what runs in place of a task.
+# `farfield predict` with a model of another library: the option that names the model, and what runs.
 PREDICTORS = {
-    "--nnunet": Command("nnunet.predict_volume", "nnunet"),
-    "--bioimageio": Command("bioimageio.predict_package", "bioimageio"),
+    "--nnunet": Command("farfield.cli.nnunet.predict_volume", "nnunet"),
+    "--bioimageio": Command("farfield.cli.bioimageio.predict_package", "bioimageio"),
 }
-# What the four commands do that one function runs.
-_SUMMARIES = {
-    "fit": "Train a network: --config digits, a recipe by name, or a file.",
-    "validate": "Evaluate a checkpoint on the validation split.",
-    "test": "Evaluate a checkpoint on the test split.",
-    "predict": "Write the predictions of a checkpoint, or of a model of nnU-Net or bioimage.io.",
-}
+_PREDICT = "Write the predictions of a checkpoint, or of a model of nnU-Net or bioimage.io."
+# Commands of farfield-papers, which are named with what installs it where it is not there.
+_PAPERS = ("fit", "validate", "test", "predict", "demo", "recipes", "models", "maps", "explore")
 # Errors whose message is enough for the user.
 _MESSAGES = (ValueError, TypeError, RuntimeError, OSError, LookupError)
 # What other programs call a command, and functions of Python that are none.
@@ -73,6 +61,14 @@ _OTHER_COMMANDS = {
 }
 # Subclasses of errors with a message that are faults of the program: they keep their traceback.
 _FAULTS = (KeyError, IndexError, NotImplementedError, RecursionError)
+
+
+@cache
+def find_commands() -> dict[str, Command]:
+    """Return all commands: those of the library, and those that other packages offer as `farfield.commands`."""
+    offered = sorted(entry_points(group="farfield.commands"))
+    found = {each.name: Command(each.value.replace(":", ".")) for each in offered if each.name not in COMMANDS}
+    return COMMANDS | found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -93,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if debug or isinstance(error, _FAULTS):
             raise
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        name = f"farfield {command}" if command in COMMANDS else "farfield"
+        name = f"farfield {command}" if command in (*find_commands(), *_PAPERS) else "farfield"
         if command == "predict":
             text = _spell_options(text)
             # Flags of our own options, which Lightning's parser gives values.
@@ -103,14 +99,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(command: str, arguments: list[str]) -> None:
     """Run what the first word names: a command, or an option of `farfield` itself."""
-    if command in COMMANDS:
+    commands = find_commands()
+    if command in commands or command in _PAPERS:
         dispatch(command, arguments)
     elif command and not command.startswith("-"):
         known = _OTHER_COMMANDS.get(command)
-        text = no_such("command", command, COMMANDS) if known is None else f'no command "{command}"; fix: {known}.'
+        text = no_such("command", command, commands) if known is None else f'no command "{command}"; fix: {known}.'
         raise CommandLineError(text)
     else:
-        later = next((word for word in arguments if word in COMMANDS), None)
+        later = next((word for word in arguments if word in commands), None)
         if later is not None and command not in ("-h", "--help", "--version"):
             fix = f"farfield {later} {command} …"
             raise CommandLineError(f'options of a command come after it, got "{command}" before "{later}"; fix: {fix}.')
@@ -128,8 +125,10 @@ def _build_own_parser() -> Parser:
         epilog="farfield <command> --help lists a command's options.",
     )
     commands = parser.add_argument_group("commands")
-    for name, command in COMMANDS.items():
-        commands.add_argument(name, nargs="?", help=_SUMMARIES.get(name) or _read(command).text.partition("\n\n")[0])
+    read = {name: read_signature(command.function) for name, command in find_commands().items()}
+    texts = {name: signature.text.partition("\n\n")[0] if signature else "" for name, signature in read.items()}
+    for name, text in (texts | {"predict": _PREDICT}).items():
+        commands.add_argument(name, nargs="?", help=text)
     parser.add_argument("--version", action="version", version=f"farfield {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -137,13 +136,18 @@ def _build_own_parser() -> Parser:
 
 def dispatch(name: str, words: list[str]) -> None:
     """Parse the options of a command, import its module and run it; name a package that is not installed."""
-    command = (_find_predictor(words) if name == "predict" else None) or COMMANDS[name]
-    if command is _TRAIN:
-        _call(command, [name, *words])
-        return
+    command = (_find_predictor(words) if name == "predict" else None) or find_commands().get(name)
+    if command is None:
+        from farfield._checks import install_papers
+
+        others = f", or {' or '.join(PREDICTORS)}" if name == "predict" else ""
+        raise CommandLineError(f"it is a command of farfield-papers; fix: {install_papers()}{others}.")
     signature = _read(command)
+    if "words" in signature.parameters:  # it reads them itself
+        _call(command, words)
+        return
     arguments = build_parser(f"farfield {name}", signature).parse(words)
-    if command.extra:
+    if command.extra or not command.function.startswith("farfield."):
         announce(name)
     if signature.returns != "Table":
         _call(command, **arguments)
@@ -162,7 +166,7 @@ def _find_predictor(words: list[str]) -> Command | None:
 
 
 def _read(command: Command) -> Signature:
-    signature = read_signature(f"farfield.cli.{command.function}")
+    signature = read_signature(command.function)
     if signature is None:
         raise RuntimeError(f"farfield: the source of {command.function} is missing; fix: install farfield again.")
     return signature
@@ -172,7 +176,7 @@ def _call(command: Command, *arguments: Any, **options: Any) -> Any:
     """Import the function of a command and call it; an error names the fix for a package that is not installed."""
     try:
         module, _, function = command.function.rpartition(".")
-        return getattr(importlib.import_module(f"farfield.cli.{module}"), function)(*arguments, **options)
+        return getattr(importlib.import_module(module), function)(*arguments, **options)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package == "farfield":

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from farfield import cost
+from farfield._networks import load_network
 from farfield._operators import DEFAULT
 from farfield.cli.network_builder import build_named
 from farfield.cli.output import Column, Row, Table, joined, millions
@@ -45,13 +46,7 @@ def list_places(
     if not (model or network):
         raise ValueError("give a network, --network kanet_qkv, or a trained one, --model")
     select("places", "operator", [operator], OPERATORS)
-    if model:
-        # It needs the packages of training, which a network that is named does not.
-        from farfield.cli.loaded_network import load
-
-        net = load(model, network).network
-    else:
-        net = build_named(network or "", {})
+    net = load_network(model, network) if model else build_named(network or "", {})
     listed = places(net, torch.zeros(1, channels, *size))
     columns = [Column("path", "path", lambda path: path or "(the network)", left=True)]
     columns += [Column("kind", "module", left=True), Column("channels", "channels"), Column("size", "size", joined)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from farfield._networks import load_network
 from farfield._outputs import check_not_input
 from farfield._weights import is_entry, read_pickled, read_weights
 from farfield.cli.network_builder import build_named
@@ -68,10 +69,7 @@ def _load_network(network: str | None, weights: Path | None, model: str | None) 
             raise CommandLineError(
                 "--model has its weights; fix: leave --weights out, or --network in place of --model"
             )
-        # It needs the packages of training, which a network that is named does not.
-        from farfield.cli.loaded_network import load
-
-        return load(model, network and network.replace(":", ".")).network
+        return load_network(model, network and network.replace(":", "."))
     if network is None:
         if weights is None:
             raise CommandLineError("give a network, --network module:function and its --weights, or --model")

@@ -1,12 +1,12 @@
-"""`farfield operators | models | cost | measure`: tables as text, JSON or CSV.
+"""`farfield operators | cost | measure`: tables as text, JSON or CSV.
 
 Heavy modules are imported only after the command line is parsed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from farfield._operators import FACTS
 from farfield._refusals import put_name
@@ -23,7 +23,7 @@ from farfield.cli.output import (
     percent,
     ratio,
 )
-from farfield.cli.printed import NETWORKS, PaperTable, table_for
+from farfield.cli.printed import PaperTable, table_for
 from farfield.cli.values import AttentionOptions, Device, Size
 
 if TYPE_CHECKING:
@@ -67,63 +67,6 @@ def list_operators() -> Table:
         "is all (docs: guide/choose, measured)."
     )
     return Table("Operators", columns, rows, [note, choice])
-
-
-_MODEL_KEYS = ("model", "paper_name", "weights", "parameters", "macs_paper", "macs_executed")
-
-
-def list_models(*, model: list[str] | None = None, size: int = 224, classes: int = 1000, width: float = 1.0) -> Table:
-    """List the networks: weights and MACs, beside the numbers in the papers.
-
-    Args:
-        model: One network; may be given several times (default: all).
-        size: Height and width of the image, in pixels.
-        classes: Classes of a network for classification.
-        width: Multiplier of all channels of a network for classification.
-    """
-    from farfield import models
-
-    classifiers: dict[str, Callable[..., Any]] = {**models.CLASSIFIERS, "kanet": models.kanet}
-    builders = {**classifiers, **models.MODELS}
-    rows = []
-    for name in select("models", "model", model, builders):
-        options = {"num_classes": classes, "width": width} if name in classifiers else {}
-        rows.append(_model_row(name, builders[name], options, size))
-    columns = [Column("model", "model", left=True), Column("paper_name", "in the papers", left=True)]
-    columns += [Column("weights", "weights", "{:,}".format), Column("weights_printed", "printed")]
-    columns += [Column("macs_paper", "MACs, papers' rule", millions), Column("macs_printed", "printed")]
-    columns.append(Column("macs_executed", "MACs executed", millions))
-    title = (
-        f"Networks for images of {size} × {size}, {classes} classes, width {width:g}; below them those of other tasks"
-    )
-    notes = [
-        "Weights: parameters without biases and norms. The papers truncate digits: 365.37 million are 365m.",
-        "Networks of other tasks have the arguments that they are built with by default, and no size of their input.",
-    ]
-    return Table(title, columns, rows, notes)
-
-
-def _model_row(name: str, build: Callable[..., Any], options: dict[str, Any], side: int) -> Row:
-    """Return the weights of a network, and the MACs of a classifier, which has options; others have no one input."""
-    import torch
-
-    from farfield import cost
-    from farfield.cost.counting import weights_of
-
-    with torch.device("meta"):
-        net = build(**options).eval()
-    row: Row = dict.fromkeys((*_MODEL_KEYS, "weights_printed", "macs_printed")) | {"model": name}
-    row["weights"] = sum(each.numel() for each in weights_of(net))
-    row["parameters"] = sum(each.numel() for each in net.parameters())
-    if not options:
-        return row
-    row["macs_executed"] = cost.count(net, (1, 3, side, side)).macs
-    row["macs_paper"] = cost.predict(net, channels=3, size=(side, side), convention="paper").macs
-    if network := NETWORKS.get(name):
-        row["paper_name"] = network.name
-        if (side, *options.values()) == (224, 1000, 1.0):
-            row |= {"weights_printed": network.parameters, "macs_printed": network.macs}
-    return row
 
 
 def show_costs(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 from torch import nn
 
@@ -24,7 +25,7 @@ from farfield.cost.formulas import (
     gathered_numbers,
     in_order,
 )
-from farfield.nn import GridAttention, SqueezeExcite
+from farfield.nn import GridAttention
 from farfield.nn.bare import is_biased
 from farfield.nn.checks import check_projections
 from farfield.ops.table import OPERATORS, Operator, find_name, look_up_operator
@@ -173,15 +174,16 @@ def sizes_of(attention: GridAttention, size: tuple[int, ...]) -> Sizes:
 
 
 def printed_cost(network: nn.Module, shape: tuple[int, ...]) -> Cost:
-    """Return a counted cost, with the MACs of self-attention and squeeze-excite as in the papers, not by module."""
+    """Return a counted cost, with the MACs as in the papers: those of attention by formula, others as modules say."""
     cost, calls = run(network, shape)
     macs = cost.macs
     for name, call in ((name, call) for name, each in calls.items() for call in each):
         module, (batch, _, *size) = network.get_submodule(name), call.shape
-        if isinstance(module, SqueezeExcite):  # SAN also counts the mean and the gate, one MAC per number each
-            macs += 2 * math.prod(call.shape)
-        elif isinstance(module, GridAttention):
+        if isinstance(module, GridAttention):
             operator = formula_name(module.operator)
             find_paper(operator, "paper")
             macs += batch * FORMULAS[operator](sizes_of(module, tuple(size))).printed - call.macs
+        else:
+            count_printed: Callable[[tuple[int, ...]], int] = cast(Any, module).count_printed
+            macs += count_printed(call.shape)
     return Cost(macs, cost.parameters, cost.weights, cost.activation_bytes)

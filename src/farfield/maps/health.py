@@ -69,7 +69,7 @@ def health(model: nn.Module, example: Any) -> list[Health]:
     All this is done with a copy: the model and the random states do not change.
 
     Args:
-        model: Any network, or a task of `farfield.tasks`.
+        model: Any network, or a task of training.
         example: The model's input, normalised as in training: a tensor, a tuple of arguments, or a dict of keyword
             arguments. Use a batch of images: batch norm sets the means of a single image to 0, and the means of noise
             are nearly constant, while most operators use differences of means.
@@ -85,11 +85,12 @@ def health(model: nn.Module, example: Any) -> list[Health]:
 
     Example:
         >>> import torch
-        >>> from farfield import maps, models
-        >>> net = models.kanet("factorized_gaussian", num_classes=10, width=0.25)
-        >>> first, *others = maps.health(net, torch.rand(2, 3, 64, 96))
-        >>> first.layer, first.response > 0.01, first.gradients, len(others)
-        ('rows.3.0.attention', True, {'value': 1.0}, 9)
+        >>> from farfield import maps
+        >>> from farfield.nn import GridAttention
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), GridAttention(8, "factorized_gaussian"), nn.BatchNorm2d(8))
+        >>> [layer] = maps.health(net, torch.rand(2, 3, 16, 24))
+        >>> layer.layer, layer.response > 0, layer.gradients
+        ('1', True, {'value': 1.0})
     """
     with keep_random_numbers(model), torch.enable_grad(), copied(model, clone) as own:
         layers, gradients = run(own, example)

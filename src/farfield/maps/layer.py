@@ -63,9 +63,11 @@ def layer_row(layer: Layer, position: Sequence[int] | int) -> Float[Tensor, "b h
 
     Example:
         >>> import torch
-        >>> from farfield import maps, models
-        >>> layers = maps.layers(models.kanet_qkv(num_classes=10, width=0.25), torch.randn(1, 3, 64, 96))
-        >>> maps.layer_row(layers["rows.3.0.attention"], (2, 3)).shape
+        >>> from farfield import maps
+        >>> from torch import nn
+        >>> from farfield.nn import GridAttention
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, stride=8), GridAttention(8, "kronecker_qkv", heads=4))
+        >>> maps.layer_row(maps.layers(net, torch.randn(1, 3, 64, 96))["1"], (2, 3)).shape
         torch.Size([1, 4, 8, 12])
     """
     if isinstance(position, SupportsIndex):

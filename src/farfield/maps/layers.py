@@ -59,9 +59,10 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
 
     Example:
         >>> import torch
-        >>> from farfield import maps, models
-        >>> layers = maps.layers(models.kanet_qkv(num_classes=10, width=0.25), torch.randn(1, 3, 64, 96))
-        >>> layer = layers["rows.3.0.attention"]
+        >>> from farfield import maps
+        >>> from farfield.nn import GridAttention
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, stride=8), GridAttention(8, "kronecker_qkv", heads=4))
+        >>> layer = maps.layers(net, torch.randn(1, 3, 64, 96))["1"]
         >>> layer.attention.operator_name, layer.grid.shape
         ('kronecker_qkv', torch.Size([1, 8, 8, 12]))
     """
@@ -90,7 +91,7 @@ def check_has_attention(network: nn.Module, layers: dict[str, Layer]) -> None:
     if replaced:
         other = f"replaced in the attention of its own library ({', '.join(replaced[:3])}) is not measured"
         raise refusal(ValueError, f"{problem}, and the operator {other}; fix: maps.layers, which has its rows.")
-    fix = "a network with attention (farfield.models), farfield.insert to put some into this one"
+    fix = "a network with attention, farfield.insert to put some into this one"
     raise refusal(ValueError, f"{problem}; fix: {fix}, or farfield.replace_attention for a transformer.")
 
 
@@ -200,10 +201,11 @@ def norm_scales(network: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     Reference: KAN §4.1, SAN Appendix.
 
     Example:
-        >>> from farfield import maps, models
-        >>> scales = maps.norm_scales(models.kanet("kronecker_qkv", num_classes=10, width=0.25))
-        >>> len(scales), scales["rows.3.0.attention"]
-        (10, tensor([1., 1., 1., 1.]))
+        >>> from farfield import maps
+        >>> from farfield.nn import GridAttention
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), GridAttention(8, "factorized", heads=4, coefficient_norm=True))
+        >>> maps.norm_scales(net)
+        {'1': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
     """
     if isinstance(network, nn.Module):
         norms = {name: norm for name, norm in network.named_modules() if isinstance(norm, CoefficientNorm)}

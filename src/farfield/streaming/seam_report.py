@@ -251,7 +251,7 @@ class SeamReport:
         """Draw both predictions, their difference, and the curve along a line across a border of tiles.
 
         The line passes through the largest difference, in the channel that has it; of a grid of three spatial dims the
-        plane through it is drawn. Needs matplotlib, which the extra `demo` has.
+        plane through it is drawn. Needs matplotlib, which the extra `plots` has.
 
         Args:
             path: A file of a format that matplotlib writes, such as .png.
@@ -262,7 +262,7 @@ class SeamReport:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            fix = install_command("demo")
+            fix = install_command("plots")
             raise refusal(ImportError, f"it needs matplotlib, which is not installed; fix: {fix}") from error
         one, other = self.predictions
         difference = (one - other).abs()

@@ -67,7 +67,7 @@ def linearize(
         inputs: At least two: each a tensor, a tuple of arguments, or a dictionary of arguments by name, such as a
             tokenizer returns. Labels behind the arguments are left out, as a DataLoader of pairs yields them: what the
             model has no parameter for, and classes at the place of a mask. Tokens that are no padding by
-            `attention_mask`, `mask` of `models.Bert` or `src_key_padding_mask` of `nn.TransformerEncoder` are compared;
+            `attention_mask`, the argument that `mask_name` of the model names, or `src_key_padding_mask` are compared;
             without one all are. They are read again and again and the first is not trained on, so a list, or a
             DataLoader that does not shuffle, and no iterator that ends.
         teacher: The network whose final features are matched; by default a copy of the model as it is.

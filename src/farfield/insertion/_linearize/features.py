@@ -96,8 +96,7 @@ def find_mask(network: nn.Module, given: Any) -> Tensor | None:
             return None
         valid: Tensor = ~padding if padding.dtype == torch.bool else padding == 0  # else it is added to products
         return valid if cast(Any, network.layers[0]).self_attn.batch_first else valid.mT
-    name = "mask" if type(network).__module__.startswith("farfield.models.") else "attention_mask"
-    mask = given.get(name) if isinstance(given, Mapping) else None
+    mask = given.get(getattr(network, "mask_name", "attention_mask")) if isinstance(given, Mapping) else None
     return None if mask is None else mask > 0
 
 

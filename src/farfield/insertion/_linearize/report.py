@@ -92,7 +92,7 @@ class LinearizeReport:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            fix = install_command("demo")
+            fix = install_command("plots")
             raise refusal(ImportError, f"it needs matplotlib, which is not installed; fix: {fix}") from error
         figure = Figure(figsize=(13, 3.6), layout="constrained")
         curve, bars, times = figure.subplots(1, 3)

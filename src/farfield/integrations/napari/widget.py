@@ -22,7 +22,7 @@ from farfield.integrations.napari.layers import (
     volume_of,
     word_error,
 )
-from farfield.integrations.trained_models import MODELS, open_model
+from farfield.integrations.trained_models import kinds, open_model
 from farfield.streaming import Tiles, find_seams
 from farfield.volumes import Volume, open_volume
 
@@ -84,7 +84,7 @@ class PredictVolume(Container):
         self._cancelled = threading.Event()
         self.fields = {
             "layer": ComboBox(label="Layer", choices=self._list_images),
-            "kind": ComboBox(label="Model", choices=list(MODELS)),
+            "kind": ComboBox(label="Model", choices=list(kinds())),
             "model": FileEdit(label=" ", mode="d"),
             "values": ComboBox(label="Values", choices=list(_VALUES)),
             "tile": LineEdit(label="Tile", tooltip="64; or 16, 64, 64; empty: the largest that memory allows"),

@@ -1,0 +1,1 @@
+"""The commands of `farfield` for the papers: `fit validate test predict`, `demo recipes models maps explore`."""
