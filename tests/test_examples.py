@@ -11,7 +11,7 @@ from helpers.partly import partly
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 # What they do is in the fast tests of its own subject as well.
-LONGEST = {"export", "shard_volume", "replace"}
+LONGEST = {"shard_volume", "replace"}
 
 
 @pytest.mark.long
