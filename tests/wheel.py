@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# The name of a wheel -> the package in it, where it is in this checkout, and what else a wheel has.
+# The name of a wheel -> where the package in it is in this checkout.
 PACKAGES = {"farfield": ROOT / "src" / "farfield", "farfield_papers": ROOT / "papers" / "src" / "farfield_papers"}
 RECIPES = ROOT / "papers" / "recipes"
 PROGRAM = """
@@ -25,8 +25,8 @@ from farfield.cli import main
 assert farfield.__file__.startswith(sys.argv[1]), farfield.__file__
 grid = torch.randn(1, 8, 6, 5)
 for name, operator in ops.OPERATORS.items():
-    weight = {"weight": torch.ones(8)} if operator.score == "learned" else {}
-    assert getattr(ops, f"{name}_attention")(grid, grid, grid, **weight).shape == grid.shape
+    learned = {each: torch.ones(shape) for each, shape in operator.parameter_shapes(8, 1).items()}
+    assert getattr(ops, f"{name}_attention")(grid, grid, grid, **learned).shape == grid.shape
 assert cost.predict("siamese", channels=8, size=(6, 5)).macs > 0
 from farfield.testing import check_operator, reference
 check_operator("siamese", reference.siamese)
