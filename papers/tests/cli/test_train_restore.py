@@ -323,7 +323,7 @@ def test_a_killed_prediction_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_minute_of_training_on_real_stacks_removes_noise(data: Path, tmp_path: Path) -> None:
     archive = data / "microscopy3d" / "care3d.tar.xz"
     unpack(archive, tmp_path, lambda name: "/volumes/" in name and name.endswith(".tif"))
-    script = [sys.executable, str(ROOT / "benchmarks" / "restoration.py")]
+    script = [sys.executable, str(ROOT / "papers" / "benchmarks" / "restoration.py")]
     made = ["make", "--volumes", str(tmp_path / "care3d" / "volumes"), "--root", str(tmp_path / "pairs")]
     subprocess.run([*script, *made], check=True, capture_output=True)
     options = ["--root", str(tmp_path / "pairs"), "--runs", "runs", "--operators", "siamese", "--seeds", "1"]
