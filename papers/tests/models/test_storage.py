@@ -556,3 +556,15 @@ def test_uploading_writes_the_same_files(monkeypatch: pytest.MonkeyPatch, tmp_pa
     net = models.sanet(width=0.125, num_classes=3)
     assert net.save_pretrained(tmp_path, push_to_hub=True, repo_id="me/sanet") == "me/sanet"
     assert seen == {"me/sanet": ["README.md", "config.json", "model.safetensors"]}
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_the_code_of_the_card_loads_the_network(tmp_path: Path) -> None:
+    net = models.unet_care(spatial_dims=2, first_channels=4)
+    net.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    code = card.split("```python\n")[1].split("```")[0].replace("this folder or repository", str(tmp_path))
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    found = namespace["net"].state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in net.state_dict().items())

@@ -15,6 +15,8 @@ from farfield.cost.counting import weights_of
 from farfield.nn import GridAttention
 
 _UNKNOWN = "Not recorded. Set it with `save_pretrained(folder, model_card_kwargs={{{entry}: …}})`."
+# What the card says to run.
+_LOAD = 'from farfield_papers import models\n\nnet = models.from_pretrained("this folder or repository")'
 
 
 def write_card(
@@ -49,7 +51,7 @@ def write_card(
     parts = [
         f"---\n{header}\n---\n# {config['model']}",
         "A network of farfield, a library of global attention for sequences, images, volumes and video.",
-        '```python\nfrom farfield import models\n\nnet = models.from_pretrained("this folder or repository")\n```',
+        f"```python\n{_LOAD}\n```",
         "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         f"## Training data\n\n{training_data or _UNKNOWN.format(entry=repr('training_data'))}",
         f"## Metrics\n\n{results or _UNKNOWN.format(entry=repr('metrics'))}",
