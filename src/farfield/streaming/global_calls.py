@@ -25,7 +25,7 @@ from farfield.streaming.labels import LabelledGraph, find_gathered, label_graph
 from farfield.streaming.record import is_layer
 from farfield.streaming.recording import Recording
 from farfield.streaming.rules.aligned import ALIGNED_RULES
-from farfield.streaming.rules.sums import find_norm
+from farfield.streaming.rules.norms import find_norm
 from farfield.streaming.spans import axes_of
 
 # Parts of the names of operations whose result does not grow with the number of positions.

@@ -20,6 +20,7 @@ from farfield.ops.grid import ALL, Gathered, Pool
 from farfield.ops.slots import Summary
 from farfield.ops.table import OPERATORS
 from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError, take_dims, widen
+from farfield.streaming.rules.sums import add_parts
 from farfield.streaming.spans import Box, Layout, Piece, is_cut, whole_dim
 
 # The share of the free memory that a summary which is its grid may take.
@@ -148,30 +149,34 @@ def _reduce(call: OperationCall) -> Reduction | None:
         return None
     if any(len(dim) > 1 for dim in layout[2:]) or is_cut(layout[0]):
         raise RuleError("it attends to a grid whose axes are not those of the volume")
-    module = call.args[0].module
-    return _reduce_attention(call, module) if isinstance(module, GridAttention) else _reduce_module(call, module)
-
-
-def _reduce_attention(call: OperationCall, module: GridAttention) -> Reduction:
-    layout, size, attention = call.operands[0].layout, call.shape[2:], make_streamable(module)
+    module, operands = call.args[0].module, tuple(range(len(call.operands)))
+    if not isinstance(module, GridAttention):
+        return _SUMS._replace(operands=operands)
     if problem := find_dependence(module):
         raise RuleError(problem)
+    pool = make_streamable(module).operator.keys_from.gather
+    windows = pool.windows(len(call.shape) - 2) if isinstance(pool, Pool) else ()
+    return _ATTENTION._replace(operands=operands, windows=windows)
 
-    def place(box: Box, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        mask = tensors[1] if len(tensors) > 1 else None
-        return {"mask": mask, "origin": tuple(spans[0][0] for spans in box[2:]), "size": size}
 
-    def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
-        return summarize_attention(attention, tensors[0], **place(core(layout), tensors))
+def _place_of(call: OperationCall, box: Box, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Return where a tile lies in the whole, and its mask, as `GridAttention` takes them."""
+    mask = tensors[1] if len(tensors) > 1 else None
+    return {"mask": mask, "origin": tuple(spans[0][0] for spans in box[2:]), "size": call.shape[2:]}
 
-    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        summary, sums = finish_attention(parts, tensors[0].device, complete=len(tensors) == 1)
-        result = attention.respond(tensors[0], summary, **place(box, tensors), query_sums=sums)
-        return take_dims(result, [1], own.layouts[0], box)
 
-    pool = attention.operator.keys_from.gather
-    windows = pool.windows(len(size)) if isinstance(pool, Pool) else ()
-    return Reduction(tuple(range(len(call.operands))), summarize, merge_attention, finish, _reads, windows=windows)
+def _summarize(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    place = _place_of(call, core(call.operands[0].layout), tensors)
+    return summarize_attention(make_streamable(call.args[0].module), tensors[0], **place)
+
+
+def _respond(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    summary, sums = finish_attention(parts, tensors[0].device, complete=len(tensors) == 1)
+    attention, place = make_streamable(call.args[0].module), _place_of(call, box, tensors)
+    return take_dims(attention.respond(tensors[0], summary, **place, query_sums=sums), [1], call.layouts[0], box)
+
+
+_ATTENTION = Reduction(_summarize, merge_attention, _respond, reads=_reads)
 
 
 def _sum_valid(module: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -185,19 +190,16 @@ def _sum_valid(module: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return sums if isinstance(sums, tuple | list) else (sums,)
 
 
-def _reduce_module(call: OperationCall, module: Any) -> Reduction:
-    """Return the reduction of a module of the user: its sums merge by adding."""
+def _summarize_module(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    return tuple(each.to(widen(each.dtype)) for each in _sum_valid(call.args[0].module, tensors))
 
-    def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
-        return tuple(each.to(widen(each.dtype)) for each in _sum_valid(module, tensors))
 
-    def merge(first: Parts, second: Parts) -> Parts:
-        return tuple(one + other for one, other in zip(first, second, strict=True))
+def _respond_module(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    return take_dims(call.args[0].module.respond(tensors[0], *parts), [1], call.layouts[0], box)
 
-    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        return take_dims(module.respond(tensors[0], *parts).to(own.dtype), [1], own.layouts[0], box)
 
-    return Reduction(tuple(range(len(call.operands))), summarize, merge, finish, _reads)
+# Sums of a module of the user merge by adding.
+_SUMS = Reduction(_summarize_module, add_parts, _respond_module, reads=_reads)
 
 
 LAYER = Rule(_label, _needs, _run, _reduce)

@@ -18,8 +18,7 @@ from farfield.streaming.labels import GraphError, LabelledGraph, find_gathered, 
 from farfield.streaming.places import find_steps
 from farfield.streaming.plan import GraphPlan, PatchPlan, make_graph_plan
 from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
-from farfield.streaming.rules.rule import OperationCall, convert_number, given_dims, spatial_dims, widen
-from farfield.streaming.rules.sums import find_norm
+from farfield.streaming.rules.rule import OperationCall, convert_number, given_dims, spatial_dims
 from farfield.streaming.spans import Piece, axes_of, length_of, lengths_along
 from farfield.volumes.place import Place
 
@@ -56,7 +55,7 @@ def find_mask(graph: Graph, node: Node) -> Value | None:
     """Return the mask of a sum, or of the output, in a graph that `mask_plan` made; None if it follows from volumes."""
     filled = (graph.nodes[value.node] for value in node.inputs)
     mask = next((each.inputs[0] for each in (node, *filled) if each.op == "aten.where.self"), node.inputs[0])
-    mask = node.inputs[-1] if node.op in ("moments", "layer") else mask
+    mask = node.inputs[-1] if "mask" in node.kwargs or node.op == "layer" else mask
     return None if {value.node for value in graph.inputs[:-1]} & {*graph.needed(mask)} else mask
 
 
@@ -192,10 +191,8 @@ class _Masking:
             mask = write.append("expand", (write.view(mask, (1, *size)),), (batch, *size))
             mask = _apply(write, "logical_and.default", mask, args[2]) if len(args) > 2 else mask
             return self._copy(node, (*args[:2], mask), kwargs)
-        if name.startswith("native_"):
-            return [_normalize(write, call, mask, args)]
-        if name in _MOMENTS:
-            return _find_mean_and_variance(write, call, mask, args[0], name)
+        if name.startswith("native_") or name in _MOMENTS:
+            return self._copy(node, args, kwargs | {"mask": mask})
         if "avg_pool" in name:
             return [self._average(node, call, write, mask, args)]
         number = -_INF if "max_pool" in name else _NEUTRAL.get(name)
@@ -291,55 +288,3 @@ def _cast(write: Writer, value: Value, dtype: torch.dtype) -> Value:
     if own == dtype:
         return value
     return write.graph.add("aten._to_copy.default", (value,), {"dtype": dtype}, [Info(shape, dtype)], path=write.path)
-
-
-def _find_moments(write: Writer, value: Value, mask: Value, dims: Sequence[int]) -> tuple[Value, Value, Value]:
-    """Append count, mean and sum of squared deviations over the valid positions of dimensions, in float64."""
-    shape = tuple(1 if dim in dims else length for dim, length in enumerate(write.shape(value)))
-    infos = [Info(shape, dtype) for dtype in (torch.float64, widen(write.graph.info(value).dtype), torch.float64)]
-    count = write.graph.add("moments", (value, mask, tuple(dims)), {}, infos, path=write.path)
-    return count, Value(count.node, 1), Value(count.node, 2)
-
-
-def _find_mean_and_variance(write: Writer, call: OperationCall, mask: Value, grid: Value, name: str) -> list[Value]:
-    count, mean, squares = _find_moments(write, grid, mask, given_dims(call))
-    results = [mean]
-    if name != "mean":
-        given = call.kwargs["correction"]
-        left = _apply(write, "sub.Scalar", count, 1 if given is None else given)
-        # Where nothing is left, the sum is 0.
-        left = _apply(write, "clamp.default", left, torch.finfo(torch.float64).tiny)
-        variance = _apply(write, "div.Tensor", squares, left)
-        results = [_apply(write, "sqrt.default", variance) if "std" in name else variance, mean]
-    # `var` returns the variance alone.
-    pairs = zip(results, call.infos, strict=False)
-    return [_cast(write, write.view(value, info.shape), info.dtype) for value, info in pairs]
-
-
-def _normalize(write: Writer, call: OperationCall, mask: Value, args: Sequence[Any]) -> Value:
-    """Append a norm by the statistics of the valid positions."""
-    norm, (shape, dtype), layers = find_norm(call), call.infos[0], "layer_norm" in call.op
-    weight, bias = args[2:4] if layers else args[1:3]
-    grid, dims, wide = args[0], [*norm.dims], torch.promote_types(dtype, torch.float32)
-    channels: tuple[int, ...] = (1, shape[1], *[1] * (len(shape) - 2))
-    if "group_norm" in call.op:
-        groups = shape[1] // (norm.group or 1), norm.group or 1
-        first, second, *size = write.shape(mask)
-        grid, mask = write.view(grid, (shape[0], *groups, *shape[2:])), write.view(mask, (first, second, 1, *size))
-        dims, channels = [dim + (dim > 0) for dim in dims], (1, *groups, *channels[2:])
-    count, mean, squares = _find_moments(write, grid, mask, dims)
-    variance = _apply(write, "div.Tensor", squares, _apply(write, "clamp.default", count, 1))
-    scale = _apply(write, "rsqrt.default", _apply(write, "add.Scalar", variance, norm.eps))
-    if not layers and weight is not None:
-        weight = write.view(_cast(write, weight, torch.float64), channels)
-        scale = _apply(write, "mul.Tensor", scale, weight)
-    shift = _apply(write, "neg.default", _apply(write, "mul.Tensor", mean, scale))
-    if not layers and bias is not None:
-        shift = _apply(write, "add.Tensor", shift, write.view(_cast(write, bias, torch.float64), channels))
-    grid = _apply(write, "mul.Tensor", _cast(write, grid, wide), _cast(write, scale, wide))
-    grid = _apply(write, "add.Tensor", grid, _cast(write, shift, wide))
-    if layers and weight is not None:
-        grid = _apply(write, "mul.Tensor", grid, _cast(write, weight, wide))
-    if layers and bias is not None:
-        grid = _apply(write, "add.Tensor", grid, _cast(write, bias, wide))
-    return write.view(_cast(write, grid, dtype), shape)

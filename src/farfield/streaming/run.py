@@ -57,7 +57,7 @@ def compute(
         with _precision_of(call.op):
             if reduction is not None:
                 held = [*tensors, *_tensors_in(parts[value.node])]
-                result = reduction.finish(call, value.output, box, tensors, parts[value.node])
+                result = reduction.respond(call, value.output, box, tensors, parts[value.node])
             else:
                 rule = labelled.rules[value.node]
                 if rule is POINTWISE and (name := _find_in_place(call.op)) and may_overwrite(value, call, tensors):
@@ -128,4 +128,8 @@ def summarize_tile(
         box = boxes[value]
         tensors[each] = _read_constant(labelled, value, box) if value in labelled.kept else read(value, box)
     with _precision_of(labelled.graph.nodes[index].op):
-        return reduction.summarize(lambda layout: reduction.whole_windows(layout, labelled.core(layout, tile)), tensors)
+        return reduction.run_tile(
+            labelled.calls[index],
+            lambda layout: reduction.whole_windows(layout, labelled.core(layout, tile)),
+            tensors,
+        )

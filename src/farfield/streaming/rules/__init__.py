@@ -6,7 +6,7 @@ import torch
 
 from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
-from farfield.streaming.rules.masked import MASKED_RULES
+from farfield.streaming.rules.norms import NORM_RULES
 from farfield.streaming.rules.pooling import POOLING_RULES
 from farfield.streaming.rules.reading import READING_RULES
 from farfield.streaming.rules.rule import Rule
@@ -19,7 +19,7 @@ RULES: dict[str, Rule] = {
     **WINDOW_RULES,
     **POOLING_RULES,
     **SUM_RULES,
-    **MASKED_RULES,
+    **NORM_RULES,
 }
 
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.streaming.rules.rule import (
-    ADDED,
     FIX,
     Core,
     Dims,
@@ -21,14 +20,15 @@ from farfield.streaming.rules.rule import (
     RuleError,
     aligned,
     all_but,
+    along_output,
     boxes_along,
     given_dims,
     named,
-    reduce_arrays,
     take_along,
     take_dims,
     widen,
 )
+from farfield.streaming.rules.sums import SUM
 from farfield.streaming.spans import Box, Dim, Layout, axes_of, box_shape, is_cut, length_of, positions_of, whole_dim
 
 
@@ -153,14 +153,17 @@ def _is_summed(rows: Dim, columns: Dim, layout: Layout) -> bool:
     return bool(axes) and same and axes.isdisjoint(piece.axis for dim in layout for piece in dim)
 
 
+def _sides(call: OperationCall) -> tuple[int, int]:
+    """The places of the two matrices among the operands; one that is added stands before."""
+    return len(call.operands) - 2, len(call.operands) - 1
+
+
 def _reduce_product(call: OperationCall) -> Reduction | None:
     """Sum a product over the positions of the whole; of weights that are no grid each tile takes its own part."""
-    added = None if len(call.operands) == 2 else 0
-    left, right = (0, 1) if added is None else (1, 2)
+    left, right = _sides(call)
     first, second, layout = call.operands[left].layout, call.operands[right].layout, call.layouts[0]
-    rows, columns = first[-1], second[-2]
     # Both operands must be without the axis elsewhere: a tile has its own part alone there.
-    if not _is_summed(rows, columns, (*layout, *first[:-1], *second[:-2], second[-1])):
+    if not _is_summed(first[-1], second[-2], (*layout, *first[:-1], *second[:-2], second[-1])):
         return None
     # A tile adds its own part of the first operand: the one that runs along all axes.
     axes = {place: set(axes_of(call.operands[place].layout)) for place in (left, right)}
@@ -168,23 +171,34 @@ def _reduce_product(call: OperationCall) -> Reduction | None:
     # Where rows and columns run along one axis, a tile's rows meet all columns.
     if operands is None or layout[-2:] != (first[-2], second[-1]):
         return None
-    cut = rows if is_cut(rows) else columns
-    wanted = {left: (*layout[:-2], first[-2], cut), right: (*layout[:-2], cut, second[-1])}
-    # The product is known when the result is made.
-    read: Dims = [] if added is None else [_at_end(call)[added], (), ()]
+    return _PRODUCT._replace(operands=operands, reads=_read_added if left else None)
 
-    def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
-        pairs = ((place, call.operands[place].layout, wanted[place]) for place in (left, right))
-        return (_sum_of_products(*(_take_tile(tensors[place], own, each, core(each)) for place, own, each in pairs)),)
 
-    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        if added is None:
-            return parts[0].to(own.dtype)
-        bias = take_along(own, read, 0, box, tensors)[added]
-        return (own.kwargs["alpha"] * parts[0] + own.kwargs["beta"] * bias.to(parts[0].dtype)).to(own.dtype)
+def _multiply_tile(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    left, right = _sides(call)
+    first, second, batch = call.operands[left].layout, call.operands[right].layout, call.layouts[0][:-2]
+    cut = first[-1] if is_cut(first[-1]) else second[-2]
+    wanted = ((left, first, (*batch, first[-2], cut)), (right, second, (*batch, cut, second[-1])))
+    return (_sum_of_products(*(_take_tile(tensors[place], own, each, core(each)) for place, own, each in wanted)),)
 
-    reads = None if added is None else lambda own, box: boxes_along(own, read, 0, box)
-    return reduce_arrays(operands, layout, ADDED, summarize, finish, reads=reads)
+
+def _dims_of_added(call: OperationCall) -> Dims:
+    """Where the product is known, what is added is read alone."""
+    return [_at_end(call)[0], (), ()]
+
+
+def _read_added(call: OperationCall, box: Box) -> list[Box]:
+    return boxes_along(call, _dims_of_added(call), 0, box)
+
+
+def _add_product(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    if len(call.operands) == 2:
+        return parts[0]
+    bias = take_along(call, _dims_of_added(call), 0, box, tensors)[0]
+    return call.kwargs["alpha"] * parts[0] + call.kwargs["beta"] * bias.to(parts[0].dtype)
+
+
+_PRODUCT = SUM._replace(summarize=_multiply_tile, finish=_add_product, along=along_output)
 
 
 def _take_tile(tensor: Tensor, own: Layout, wanted: Layout, box: Box) -> Tensor:

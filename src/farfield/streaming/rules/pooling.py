@@ -7,27 +7,28 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from farfield.streaming.graph import find_operation
+from farfield.streaming.rules.reading import Taps
 from farfield.streaming.rules.rule import (
-    ADDED,
-    PEAKS,
     Core,
     OperationCall,
     Parts,
     Reduction,
     Rule,
+    along_output,
     at_last,
     convert_number,
     named,
     reading,
-    reduce_arrays,
     single,
     spatial_dims,
     widen,
 )
+from farfield.streaming.rules.sums import PEAKS, SUM
 from farfield.streaming.rules.windows import Windows, find_padding, pad_constant, repeat
 from farfield.streaming.spans import Box, Layout, Piece, Span, Window, clip, flat_index, is_cut, length_of, positions_of
 from farfield.volumes.place import Place, stretch
@@ -181,17 +182,40 @@ def _is_summed(call: OperationCall) -> bool:
     )
 
 
-def _reduce_pool(call: OperationCall) -> Reduction | None:
+def _pool_tile(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
     """Sum, or take maxima, of the part of each window that a tile has."""
-    if not _is_summed(call):
-        return None
-    layout, bins, maxima = call.operands[0].layout, [each.spans for each in _find_bins(call)], "max" in call.op
+    bins = [each.spans for each in _find_bins(call)]
+    spans = [single(each) for each in core(call.operands[0].layout)[-len(bins) :]]
+    return _pool_bins(call, tensors[0] if "max" in call.op else tensors[0].to(widen(call.dtype)), bins, spans)
 
-    def summarize(core: Core, tensors: Sequence[Tensor]) -> Parts:
-        spans = [single(each) for each in core(layout)[-len(bins) :]]
-        return _pool_bins(call, tensors[0] if maxima else tensors[0].to(widen(call.dtype)), bins, spans)
 
-    return reduce_arrays((0,), call.layouts[0], PEAKS if maxima else ADDED, summarize, _finish_bins)
+_SUMS, _MAXIMA = (row._replace(summarize=_pool_tile, finish=_finish_bins, along=along_output) for row in (SUM, PEAKS))
+
+
+def _reduce_pool(call: OperationCall) -> Reduction | None:
+    return (_MAXIMA if "max" in call.op else _SUMS) if _is_summed(call) else None
+
+
+# ---- masks: a position of a coarser grid is valid if any of those that it stands for is ------------------------------
+@functools.lru_cache(256)
+def _find_blocks(length: int, result: int, start: int, scale: int, least: int) -> Taps:
+    """Return the positions that those of another axis stand for: `scale` many from `start` on, in units of 1/least."""
+    first = start + scale * np.arange(result)
+    start_of, stop = first // least, -(-(first + scale) // least)
+    steps = np.arange((stop - start_of).max())[:, None]
+    return Taps(np.minimum(start_of + steps, stop - 1).clip(0, length - 1))
+
+
+def _blocks_of(call: OperationCall) -> dict[int, Taps]:
+    """The blocks of a mask along a dimension, which are the arguments."""
+    _, dim, *blocks = call.args
+    return {dim: _find_blocks(call.operands[0].shape[dim], call.shape[dim], *blocks)}
+
+
+def _run_cover(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    ((dim, taps),) = _blocks_of(call).items()
+    index = taps.index_of(single(box[dim]), tensors[0].device)
+    return functools.reduce(torch.logical_or, (tensors[0].index_select(dim, each) for each in index))
 
 
 def _pooled(rule: Rule) -> Rule:
@@ -214,4 +238,5 @@ POOLING_RULES: dict[str, Rule] = {
         _pooled(reading(lambda call: at_last(call, _find_bins(call)), _run_adaptive)),
         "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d",
     ),
+    "cover": reading(_blocks_of, _run_cover),
 }

@@ -18,6 +18,7 @@ from farfield.streaming.spans import (
     Piece,
     Span,
     axes_of,
+    box_shape,
     constant_layout,
     distinct,
     is_cut,
@@ -97,15 +98,64 @@ Parts = tuple[Any, ...]
 Core = Callable[[Layout], Box]
 
 
-class Reduction(NamedTuple):
-    """How an operation over the whole runs: each tile gives parts, which merge; the result follows from all."""
+def take_output(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    """Return the part that is an output."""
+    return parts[output]
 
-    operands: tuple[int, ...]  # that are summarized, of a tile its own part
-    summarize: Callable[[Core, Sequence[Tensor]], Parts]
+
+# Of each dimension of parts that are arrays, its pieces, and the dimension of the output that it runs with or None.
+Along = list[tuple[Dim, int | None]]
+
+
+# (call, a tile's own part, its operands) -> what the tile gives
+Summarize = Callable[[OperationCall, Core, Sequence[Tensor]], Parts]
+
+
+class Reduction(NamedTuple):
+    """A row of the table of reductions: what a tile gives, how two merge, and what a position reads from the merged.
+
+    Whose parts are read is the scope: of all tiles, merged; or of this tile alone, where no axis is cut, `run_alone`.
+    """
+
+    summarize: Summarize
     merge: Callable[[Parts, Parts], Parts]
-    finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor]  # the output on a box
-    reads: Callable[[OperationCall, Box], list[Box]] | None  # the box of each operand that `finish` needs; None if none
+    finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor] = take_output  # an output on a box
+    # Of parts that are arrays, what numbers begin with where a tile has none; None of others, which merge as they are.
+    along: Callable[[OperationCall], Along] | None = None
+    start: tuple[float, ...] = (0,)
+    operands: tuple[int, ...] = (0,)  # that are summarized
+    # The box of each operand that `finish` reads beside the parts; None if it reads none.
+    reads: Callable[[OperationCall, Box], list[Box]] | None = None
     windows: tuple[int, ...] = ()  # of operands that tiles must not cut, along the last dimensions
+
+    def run_tile(self, call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+        """Return what a tile gives: of arrays that run along axes that are cut, its own numbers in the whole."""
+        parts = self.summarize(call, core, tensors)
+        if self.along is None:
+            return parts
+        parts, layout = tuple(part.to(widen(part.dtype)) for part in parts), tuple(dim for dim, _ in self.along(call))
+        if not axes_of(layout):
+            return parts
+        placed = []
+        for number, part in zip(self.start, parts, strict=True):
+            first = convert_number(number, part.dtype)
+            placed.append(torch.full(shape_of(layout), first, dtype=part.dtype, device=part.device))
+            write_box(placed[-1], layout, core(layout), part)
+        return tuple(placed)
+
+    def respond(self, call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+        """Return an output on a box from the merged parts."""
+        if self.along is not None:
+            along = self.along(call)
+            whole = region_of(whole_box(tuple(dim for dim, _ in along)))
+            part = tuple(whole_dim(dim) if at is None else box[at] for dim, at in along)
+            parts = tuple(read_box(each, whole, part) for each in parts)
+        return self.finish(call, output, box, tensors, parts).to(call.infos[output].dtype).reshape(box_shape(box))
+
+    def run_alone(self, call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+        """Return an output on a box from what this tile alone gives: no axis that it sums over is cut."""
+        parts = self.summarize(call, whole_box, tensors)
+        return self.finish(call, output, box, tensors, parts).to(call.infos[output].dtype).reshape(box_shape(box))
 
     def whole_windows(self, layout: Layout, box: Box) -> Box:
         """Move the ends of an operand's box to ends of windows; boxes side by side stay side by side."""
@@ -143,67 +193,6 @@ def convert_number(number: float, dtype: torch.dtype) -> float:
     return torch.iinfo(dtype).max if number > 0 else torch.iinfo(dtype).min
 
 
-class Merging(NamedTuple):
-    """Numbers that tiles give and that merge: what each begins with, and how two of them merge."""
-
-    start: tuple[float, ...]
-    merge: Callable[[Parts, Parts], Parts]
-
-
-def each_by(combine: Callable[[Any, Any], Any]) -> Callable[[Parts, Parts], Parts]:
-    """Return the function that merges each part by itself."""
-    return lambda first, second: tuple(map(combine, first, second))
-
-
-def _better_peaks(is_better: Callable[[Tensor, Tensor], Tensor], first: Parts, second: Parts) -> Parts:
-    """Take the better of two numbers and its position; of equal ones, or of two NaN, the first."""
-    (value, index), (other, other_index) = first, second
-    both = value.isnan() & other.isnan()
-    later = other_index < index
-    better = is_better(other, value) | (other.isnan() & ~value.isnan()) | (((other == value) | both) & later)
-    return torch.where(better, other, value), torch.where(better, other_index, index)
-
-
-ADDED = Merging((0,), each_by(torch.add))
-# The largest, or smallest, number and its place.
-PEAKS = Merging((-math.inf, math.inf), functools.partial(_better_peaks, torch.gt))
-LOWS = Merging((math.inf, math.inf), functools.partial(_better_peaks, torch.lt))
-
-
-def reduce_arrays(
-    operands: tuple[int, ...],
-    layout: Layout,
-    merging: Merging,
-    summarize: Callable[[Core, Sequence[Tensor]], Parts],  # gives a tile's part along a cut axis
-    finish: Callable[[OperationCall, int, Box, Sequence[Tensor], Parts], Tensor],
-    *,
-    # The dimensions of the output that those of the parts run with, by default the same: `finish` gets the box of
-    # these, all of the others.
-    places: Sequence[int | None] | None = None,
-    reads: Callable[[OperationCall, Box], list[Box]] | None = None,
-) -> Reduction:
-    """Return a reduction whose parts are arrays of one layout that merge number by number."""
-    whole = region_of(whole_box(layout))
-
-    def place(core: Core, tensors: Sequence[Tensor]) -> Parts:
-        own = [part.to(widen(part.dtype)) for part in summarize(core, tensors)]
-        if not axes_of(layout):
-            return tuple(own)
-        placed = []
-        for number, part in zip(merging.start, own, strict=True):
-            first = convert_number(number, part.dtype)
-            placed.append(torch.full(shape_of(layout), first, dtype=part.dtype, device=part.device))
-            write_box(placed[-1], layout, core(layout), part)
-        return tuple(placed)
-
-    def take(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        own = range(len(box)) if places is None else places
-        part = tuple(whole_dim(dim) if at is None else box[at] for dim, at in zip(layout, own, strict=True))
-        return finish(call, output, box, tensors, tuple(read_box(each, whole, part) for each in parts))
-
-    return Reduction(operands, place, merging.merge, take, reads)
-
-
 class Moved(NamedTuple):
     """A dimension of an operand that is read elsewhere than at the position of the output."""
 
@@ -224,7 +213,7 @@ class Rule(NamedTuple):
     label: Callable[[OperationCall], Sequence[Layout]]  # the layouts of its outputs; `call.layouts` are empty then
     needs: Callable[[OperationCall, int, Box], list[Box]]  # the box of each operand
     run: Run  # the output on the box, from the operands on the boxes that it needs
-    # How it sums over the whole; None where it does not.
+    # The row by which it sums over the whole; None where it does not.
     reduce: Callable[[OperationCall], Reduction | None] | None = None
     # How many numbers `run` makes beside its output.
     scratch: Callable[[OperationCall, int, Box], int] = lambda call, output, box: 0
@@ -260,6 +249,11 @@ def all_but(call: OperationCall, reduced: Collection[int]) -> list[int | None]:
     kept = [dim for dim in range(count) if dim not in reduced]
     places = dict(zip(kept, kept if len(call.shape) == count else range(len(kept)), strict=True))
     return [places.get(dim) for dim in range(count)]
+
+
+def along_output(call: OperationCall) -> Along:
+    """The dimensions of parts that are those of the output."""
+    return [(dim, place) for place, dim in enumerate(call.layouts[0])]
 
 
 def single(spans: Sequence[Span]) -> Span:

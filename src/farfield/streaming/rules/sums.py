@@ -1,74 +1,161 @@
-"""Rules of sums over dimensions: means, extremes, moments, norms, softmax.
+"""The table of reductions over dimensions: sums, means, extremes, moments, softmax.
 
-Over an axis that is cut, each tile gives parts, and all parts merge.
+Each row has three functions: what a tile gives, how two of these merge, and what a position reads from the merged.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from farfield.streaming.graph import find_operation
 from farfield.streaming.rules.rule import (
-    ADDED,
-    FIX,
-    LOWS,
-    PEAKS,
+    Along,
     Core,
     Dims,
-    Merging,
     OperationCall,
     Parts,
     Reduction,
     Rule,
-    RuleError,
+    Summarize,
     aligned,
     all_but,
-    boxes_along,
-    each_by,
     given_dims,
     named,
-    reduce_arrays,
-    take_along,
-    take_dims,
+    take_output,
     widen,
 )
-from farfield.streaming.spans import Box, Layout, Piece, box_shape, is_cut, length_of, positions_of
+from farfield.streaming.spans import Box, Piece, is_cut, length_of, positions_of
 
 # The largest mean, in deviations, whose square leaves the variance its digits in float32.
 FAR = 100
 
 
-def merge_moments(first: Parts, second: Parts) -> Parts:
-    """Merge (count, mean, sum of squared deviations): δ = m₂ - m₁, m = m₁ + δ n₂/n, M = M₁ + M₂ + δ² n₁ n₂/n."""
-    (count, mean, squares), (other_count, other_mean, other_squares) = first, second
-    total = count + other_count
-    difference, share = other_mean - mean, other_count / total.clamp(min=1)
-    return total, mean + difference * share, squares + other_squares + difference.abs() ** 2 * count * share
+def along_kept(call: OperationCall) -> Along:
+    """The dimensions of the first operand, of length 1 where they are reduced."""
+    places, layout = all_but(call, given_dims(call)), call.operands[0].layout
+    return [((Piece(1),) if at is None else own, at) for own, at in zip(layout, places, strict=True)]
 
 
-def _merge_exponentials(first: Parts, second: Parts) -> Parts:
-    peak = torch.maximum(first[0], second[0])
-    return peak, sum(
-        part[1] * (_finite(part[0]) - _finite(peak)).exp().where(part[1] != 0, 0.0) for part in (first, second)
-    )
+def _numbers(call: OperationCall, tensors: Sequence[Tensor]) -> Tensor:
+    """The numbers that are summed: torch converts them before."""
+    return tensors[0].to(call.kwargs.get("dtype") or call.operands[0].dtype)
 
 
-def _finite(peak: Tensor) -> Tensor:
-    """Return what is subtracted before exponentials: 0 where all is -inf."""
-    return peak.masked_fill(peak == -math.inf, 0.0)
+def _changed(change: Callable[[Tensor], Tensor], summarize: Summarize) -> Summarize:
+    """Summarize numbers that are changed before."""
+    return lambda call, core, tensors: summarize(call, core, [change(_numbers(call, tensors))])
 
 
-LARGEST, SMALLEST = Merging((-math.inf,), each_by(torch.maximum)), Merging((math.inf,), each_by(torch.minimum))
-MOMENTS, EXPONENTIALS = Merging((0,) * 3, merge_moments), Merging((-math.inf, 0), _merge_exponentials)
+def _count(call: OperationCall) -> int:
+    """How many positions are reduced to one."""
+    return math.prod(length_of(call.operands[0].layout[dim]) for dim in given_dims(call))
 
 
-def find_moments(tensor: Tensor, dims: Sequence[int]) -> Parts:
-    """Return count, mean and sum of squared deviations."""
+# ---- sums and extremes -----------------------------------------------------------------------------------------------
+def _sum_up(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    numbers = _numbers(call, tensors)
+    return (numbers.sum(given_dims(call), True, dtype=widen(numbers.dtype)),)
+
+
+def _count_nonzero(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    return (_numbers(call, tensors).ne(0).sum(given_dims(call), True),)
+
+
+def add_parts(first: Parts, second: Parts) -> Parts:
+    return tuple(map(torch.add, first, second))
+
+
+def _average(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    return parts[0] / _count(call)
+
+
+def _multiply_up(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    result = _numbers(call, tensors)
+    result = result.to(widen(result.dtype))
+    for dim in given_dims(call):
+        result = result.prod(dim, keepdim=True)
+    return (result,)
+
+
+def _multiply_parts(first: Parts, second: Parts) -> Parts:
+    return (first[0] * second[0],)
+
+
+def _find_largest(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    return (tensors[0].amax(given_dims(call), True),)
+
+
+def _find_smallest(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    return (tensors[0].amin(given_dims(call), True),)
+
+
+def _find_both(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    return *_find_smallest(call, core, tensors), *_find_largest(call, core, tensors)
+
+
+def _take_largest(first: Parts, second: Parts) -> Parts:
+    return (torch.maximum(first[0], second[0]),)
+
+
+def _take_smallest(first: Parts, second: Parts) -> Parts:
+    return (torch.minimum(first[0], second[0]),)
+
+
+def _take_both(first: Parts, second: Parts) -> Parts:
+    return torch.minimum(first[0], second[0]), torch.maximum(first[1], second[1])
+
+
+def _sum_powers(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    """Of a vector norm of some order, the sum of powers."""
+    powers = _numbers(call, tensors).abs().double() ** float(call.args[1])
+    return (powers.sum(given_dims(call), True),)
+
+
+def _take_root(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    return parts[0] ** (1 / float(call.args[1]))
+
+
+# ---- extremes and their places ---------------------------------------------------------------------------------------
+def _find_peaks(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    """Find the largest, or smallest, numbers and their places in the flattened whole."""
+    (tensor, *_), dims, layout = tensors, given_dims(call), call.operands[0].layout
+    box, lengths = core(layout), [piece.length for dim in dims for piece in layout[dim]]
+    places = positions_of(lengths, [span for dim in dims for span in box[dim]])
+    rest = [dim for dim in range(tensor.dim()) if dim not in dims]
+    moved = tensor.permute(*rest, *dims).flatten(len(rest)) if dims else tensor[..., None]
+    best, at = (moved.min if "min" in call.op else moved.max)(-1)
+    shape = [1 if dim in dims else length for dim, length in enumerate(tensor.shape)]
+    return best.reshape(shape), places.to(at.device)[at].reshape(shape)
+
+
+def merge_peaks(first: Parts, second: Parts) -> Parts:
+    """Take the larger of two numbers and its place; of equal ones, or of two NaN, the first."""
+    return _take_better(second[0] > first[0], first, second)
+
+
+def _merge_lows(first: Parts, second: Parts) -> Parts:
+    return _take_better(second[0] < first[0], first, second)
+
+
+def _take_better(is_better: Tensor, first: Parts, second: Parts) -> Parts:
+    (value, index), (other, other_index) = first, second
+    both = value.isnan() & other.isnan()
+    better = is_better | (other.isnan() & ~value.isnan()) | (((other == value) | both) & (other_index < index))
+    return torch.where(better, other, value), torch.where(better, other_index, index)
+
+
+def _take_place(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    return parts[1]
+
+
+# ---- moments ---------------------------------------------------------------------------------------------------------
+def find_moments(tensor: Tensor, dims: Sequence[int], mask: Tensor | None = None) -> Parts:
+    """Return count, mean and sum of squared deviations, of the positions where a mask is True."""
+    if mask is not None and not mask.all():
+        return _find_valid_moments(tensor, list(dims), mask)
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     pair = _moments_of_rows(wide, dims) if wide.is_cpu and wide.dtype == torch.float32 and wide.numel() else None
     if pair is None:
@@ -92,273 +179,155 @@ def _moments_of_rows(tensor: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tenso
     return variance.view(shape), mean.view(shape)
 
 
-def _sum_up(tensor: Tensor, dims: Sequence[int]) -> Parts:
-    return (tensor.sum(list(dims), keepdim=True, dtype=widen(tensor.dtype)),)
-
-
-def _find_largest(tensor: Tensor, dims: Sequence[int]) -> Parts:
-    return (tensor.amax(list(dims), True),)
-
-
-def _find_smallest(tensor: Tensor, dims: Sequence[int]) -> Parts:
-    return (tensor.amin(list(dims), True),)
-
-
-def _multiply_up(tensor: Tensor, dims: Sequence[int]) -> Parts:
-    result = tensor.to(widen(tensor.dtype))
-    for dim in dims:
-        result = result.prod(dim, keepdim=True)
-    return (result,)
-
-
-def _sum_exponentials(tensor: Tensor, dims: Sequence[int]) -> Parts:
-    """Return the largest number, of complex ones by their real part, and the sum of exp(number - largest)."""
+def _find_valid_moments(tensor: Tensor, dims: list[int], mask: Tensor) -> Parts:
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    peak = wide.real.amax(list(dims), True)
-    return peak, (wide - _finite(peak)).exp().sum(list(dims), True, dtype=widen(wide.dtype))
+    repeated = math.prod(tensor.shape[dim] for dim in dims if mask.shape[dim] == 1)
+    count = mask.sum(dims, True, dtype=torch.float64) * repeated
+    mean = wide.where(mask, 0).sum(dims, True, dtype=widen(wide.dtype)) / count.clamp(min=1)
+    near = mean.to(wide)
+    squares = (wide - near).where(mask, 0).abs().square().sum(dims, True, dtype=torch.float64)
+    return count.expand_as(mean).contiguous(), mean, squares - count * (mean - near).abs() ** 2
 
 
-class _Summing(NamedTuple):
-    """How a reduction sums: from a part of the grid to parts, and from all parts to the result."""
-
-    merging: Merging
-    # (tensor, dims) -> parts, with dimensions kept
-    summarize: Callable[[Tensor, Sequence[int]], Parts]
-    # (call, parts, number of positions reduced) -> the result
-    finish: Callable[[OperationCall, Parts, int], Any] = lambda call, parts, count: parts[0]
+def _find_own_moments(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    mask = tensors[-1] if "mask" in call.kwargs else None
+    return find_moments(_numbers(call, tensors), given_dims(call), mask)
 
 
-def _finish_moments(call: OperationCall, parts: Parts, count: int) -> Any:
-    """Return the variance with the correction of the call, or its root, and the mean beside it."""
+def merge_moments(first: Parts, second: Parts) -> Parts:
+    """Merge (count, mean, sum of squared deviations): δ = m₂ - m₁, m = m₁ + δ n₂/n, M = M₁ + M₂ + δ² n₁ n₂/n."""
+    (count, mean, squares), (other_count, other_mean, other_squares) = first, second
+    total = count + other_count
+    difference, share = other_mean - mean, other_count / total.clamp(min=1)
+    return total, mean + difference * share, squares + other_squares + difference.abs() ** 2 * count * share
+
+
+def _take_mean(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    return parts[1]
+
+
+def _find_variance(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    """Return the variance with the correction of the call, or its root, or the mean beside it."""
+    if output:
+        return parts[1]
     given = call.kwargs["correction"]
-    result = parts[2] / (parts[0] - (1 if given is None else float(given))).clamp(min=0)
-    result = result.sqrt() if "std" in call.op else result
-    return (result, parts[1]) if "_mean" in call.op else result
+    left = parts[0] - (1 if given is None else float(given))
+    # Where a mask leaves nothing, the variance is 0, and without one as torch's.
+    result = parts[2] / left.clamp(min=torch.finfo(left.dtype).tiny if "mask" in call.kwargs else 0)
+    return result.sqrt() if "std" in call.op else result
 
 
-def _sums_of_norm(call: OperationCall) -> _Summing:
-    """How a vector norm of some order sums: powers, their largest or smallest."""
+# ---- softmax ---------------------------------------------------------------------------------------------------------
+def _sum_exponentials(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    """Return the largest number, of complex ones by their real part, and the sum of exp(number - largest)."""
+    numbers, dims = _numbers(call, tensors), given_dims(call)
+    wide = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+    peak = wide.real.amax(dims, True)
+    return peak, (wide - _finite(peak)).exp().sum(dims, True, dtype=widen(wide.dtype))
+
+
+def _merge_exponentials(first: Parts, second: Parts) -> Parts:
+    peak = torch.maximum(first[0], second[0])
+    return peak, sum(
+        part[1] * (_finite(part[0]) - _finite(peak)).exp().where(part[1] != 0, 0.0) for part in (first, second)
+    )
+
+
+def _finite(peak: Tensor) -> Tensor:
+    """Return what is subtracted before exponentials: 0 where all is -inf."""
+    return peak.masked_fill(peak == -math.inf, 0.0)
+
+
+def _add_logarithm(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    return parts[0] + parts[1].log()
+
+
+def _divide_exponentials(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    wide = tensors[0].to(torch.promote_types(tensors[0].dtype, torch.float32))
+    shifted = wide - parts[0].to(wide)
+    if "log" in call.op:
+        return shifted - parts[1].log().to(wide)
+    result = shifted.exp() / parts[1].to(wide)
+    # Where all is -inf, attention of torch gives 0.
+    return result.masked_fill(parts[0] == -math.inf, 0.0) if "safe" in call.op else result
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+SUM = Reduction(_sum_up, add_parts, take_output, along_kept)
+_MEAN = SUM._replace(finish=_average)
+_NONZERO = Reduction(_count_nonzero, add_parts, take_output, along_kept)
+_LARGEST = Reduction(_find_largest, _take_largest, take_output, along_kept, (-math.inf,))
+_SMALLEST = Reduction(_find_smallest, _take_smallest, take_output, along_kept, (math.inf,))
+PEAKS = Reduction(_find_peaks, merge_peaks, take_output, along_kept, (-math.inf, math.inf))
+_LOWS = PEAKS._replace(merge=_merge_lows, start=(math.inf, math.inf))
+MOMENTS = Reduction(_find_own_moments, merge_moments, _find_variance, along_kept, (0, 0, 0))
+_EXPONENTIALS = Reduction(_sum_exponentials, _merge_exponentials, _add_logarithm, along_kept, (-math.inf, 0))
+_SOFTMAX = _EXPONENTIALS._replace(finish=_divide_exponentials, reads=lambda call, box: [box])
+
+
+def add_mask(call: OperationCall, row: Reduction) -> Reduction:
+    """Return a row that summarizes the mask of a call, its last operand, too."""
+    return row._replace(operands=(0, len(call.operands) - 1)) if "mask" in call.kwargs else row
+
+
+def _mean_row(call: OperationCall) -> Reduction:
+    return add_mask(call, MOMENTS._replace(finish=_take_mean)) if "mask" in call.kwargs else _MEAN
+
+
+def _norm_row(call: OperationCall) -> Reduction:
+    """The row of a vector norm of some order."""
     order = float(call.args[1])
     if math.isinf(order):
-        extreme = (LARGEST, _find_largest) if order > 0 else (SMALLEST, _find_smallest)
-        return _Summing(extreme[0], lambda x, dims: extreme[1](x.abs(), dims))
-    if order == 0:
-        return COUNT
-    return _Summing(
-        ADDED, lambda x, dims: _sum_up(x.abs().double() ** order, dims), lambda c, p, n: p[0] ** (1 / order)
-    )
+        row = _LARGEST if order > 0 else _SMALLEST
+        return row._replace(summarize=_changed(torch.abs, row.summarize))
+    return SUM._replace(summarize=_sum_powers, finish=_take_root) if order else _NONZERO
 
 
-COUNT = _Summing(ADDED, lambda x, dims: _sum_up(x.ne(0), dims))
+REDUCTIONS: dict[str, Reduction | Callable[[OperationCall], Reduction]] = {
+    "sum.dim_IntList sum.default": SUM,
+    "nansum": SUM._replace(summarize=_changed(lambda numbers: numbers.nan_to_num(0.0, math.inf, -math.inf), _sum_up)),
+    "mean.dim mean.default": _mean_row,
+    "prod.dim_int prod.default": Reduction(_multiply_up, _multiply_parts, take_output, along_kept, (1,)),
+    "count_nonzero.dim_IntList count_nonzero.default": _NONZERO,
+    "amax max": _LARGEST,
+    "amin min": _SMALLEST,
+    "aminmax": Reduction(_find_both, _take_both, take_output, along_kept, (math.inf, -math.inf)),
+    "any.dims any.dim any.default": _LARGEST._replace(summarize=_changed(Tensor.bool, _find_largest)),
+    "all.dims all.dim all.default": _SMALLEST._replace(summarize=_changed(Tensor.bool, _find_smallest)),
+    "linalg_vector_norm norm.ScalarOpt_dim": _norm_row,
+    "argmax": PEAKS._replace(finish=_take_place),
+    "argmin": _LOWS._replace(finish=_take_place),
+    "max.dim": PEAKS,
+    "min.dim": _LOWS,
+    "var.correction std.correction var_mean.correction std_mean.correction": lambda call: add_mask(call, MOMENTS),
+    "logsumexp": _EXPONENTIALS,
+    "_softmax _log_softmax _safe_softmax": _SOFTMAX,
+}
 
 
-def _reduce_dims(
-    call: OperationCall,
-    merging: Merging,
-    summarize: Callable[[Core, Tensor], Parts],
-    finish: Callable[[OperationCall, Sequence[Tensor], Parts], Any],
-    reads: Callable[[OperationCall, Box], list[Box]] | None = None,
-) -> Reduction | None:
-    """Return the reduction over dimensions, if one is cut: its parts have length 1 there, and labels elsewhere."""
-    places, layout = all_but(call, given_dims(call)), call.operands[0].layout
-    if not any(place is None and is_cut(own) for own, place in zip(layout, places, strict=True)):
-        return None
-    kept = tuple((Piece(1),) if place is None else own for own, place in zip(layout, places, strict=True))
-
-    def finish_box(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        result = finish(own, tensors, parts)
-        result = result[output] if isinstance(result, tuple) else result
-        return result.to(own.infos[output].dtype).reshape(box_shape(box))
-
-    return reduce_arrays(
-        (0,), kept, merging, lambda core, x: summarize(core, x[0]), finish_box, places=places, reads=reads
-    )
+def _dims_of(call: OperationCall) -> Dims:
+    return [all_but(call, given_dims(call))] * len(call.operands)
 
 
-def _kept(call: OperationCall) -> Dims:
-    return [all_but(call, given_dims(call))]
-
-
-def _summed(find: _Summing | Callable[[OperationCall], _Summing]) -> Rule:
-    """Return the rule of a reduction from how it sums."""
+def _reduced(find: Reduction | Callable[[OperationCall], Reduction]) -> Rule:
+    """Return the rule of a row of the table."""
 
     def reduce(call: OperationCall) -> Reduction | None:
-        dims, summing = given_dims(call), find if isinstance(find, _Summing) else find(call)
-        count = math.prod(length_of(call.operands[0].layout[dim]) for dim in dims)
-        # torch converts numbers before it sums them.
-        dtype = call.kwargs.get("dtype") or call.operands[0].dtype
-        return _reduce_dims(
-            call,
-            summing.merging,
-            lambda core, tensor: summing.summarize(tensor.to(dtype), dims),
-            lambda own, tensors, parts: summing.finish(own, parts, count),
-        )
+        layout = call.operands[0].layout
+        if not any(is_cut(layout[dim]) for dim in given_dims(call)):
+            return None
+        return find if isinstance(find, Reduction) else find(call)
 
-    return aligned(_kept, gathers=True)._replace(reduce=reduce)
+    def run(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+        row = find if isinstance(find, Reduction) else find(call)
+        return row.run_alone(call, output, box, tensors) if "mask" in call.kwargs else call.run(output, tensors)
 
-
-def _reduce_peaks(call: OperationCall) -> Reduction | None:
-    """Find the largest, or smallest, numbers and their places."""
-    dims, layout, least = given_dims(call), call.operands[0].layout, "min" in call.op
-
-    def summarize(core: Core, tensor: Tensor) -> Parts:
-        box = core(layout)
-        lengths = [piece.length for dim in dims for piece in layout[dim]]
-        places = positions_of(lengths, [span for dim in dims for span in box[dim]])
-        rest = [dim for dim in range(tensor.dim()) if dim not in dims]
-        moved = tensor.permute(*rest, *dims).flatten(len(rest)) if dims else tensor[..., None]
-        best, at = (moved.min if least else moved.max)(-1)
-        shape = [1 if dim in dims else length for dim, length in enumerate(tensor.shape)]
-        return best.reshape(shape), places.to(at.device)[at].reshape(shape)
-
-    def finish(own: OperationCall, tensors: Sequence[Tensor], parts: Parts) -> Any:
-        return parts[1] if "arg" in own.op else parts
-
-    return _reduce_dims(call, LOWS if least else PEAKS, summarize, finish)
+    is_whole = find is _SOFTMAX  # its output has all positions
+    rule = aligned(_dims_of, run, gathers=not is_whole)._replace(reduce=reduce)
+    return rule._replace(label=lambda call: [call.operands[0].layout]) if is_whole else rule
 
 
-def _reduce_softmax(call: OperationCall) -> Reduction | None:
-    dims = given_dims(call)
-
-    def finish(own: OperationCall, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        wide = tensors[0].to(torch.promote_types(tensors[0].dtype, torch.float32))
-        shifted = wide - parts[0].to(wide)
-        if "log" in own.op:
-            return shifted - parts[1].log().to(wide)
-        result = shifted.exp() / parts[1].to(wide)
-        # Where all is -inf, attention of torch gives 0.
-        return result.masked_fill(parts[0] == -math.inf, 0.0) if "safe" in own.op else result
-
-    return _reduce_dims(
-        call, EXPONENTIALS, lambda core, tensor: _sum_exponentials(tensor, dims), finish, lambda own, box: [box]
-    )
-
-
-class _Norm(NamedTuple):
-    # Dimensions of the grid over which it runs; of channels, a group.
-    dims: Sequence[int]
-    # Channels of a group; None where channels are no groups.
-    group: int | None
-    eps: float
-
-
-def find_norm(call: OperationCall) -> _Norm:
-    """Return over what a norm of torch runs."""
-    count, args = len(call.operands[0].layout), call.args
-    if "group_norm" in call.op:
-        return _Norm(range(1, count), call.shape[1] // args[6], args[7])
-    if "layer_norm" in call.op:
-        return _Norm(range(count - len(args[1]), count), None, args[4])
-    # Batch norm takes its running statistics where it is not in training.
-    return _Norm((0, *range(2, count)) if args[5] else (), 1, args[-1])
-
-
-def _dims_of_norm(call: OperationCall) -> Dims:
-    """What runs together where the norm is over what is not cut: that is read whole, as weights of it are."""
-    dims = [None if dim in find_norm(call).dims else dim for dim in range(len(call.shape))]
-    return [dims, *([1] if "batch_norm" in call.op else [None] * len(each.layout) for each in call.operands[1:])]
-
-
-def _dims_of_result(call: OperationCall) -> list[Sequence[int | None]]:
-    """What runs together where the moments are known: all but channels in groups, and their weights."""
-    count = len(call.operands[0].layout)
-    if "layer_norm" in call.op:
-        return [range(count - len(each.layout), count) for each in call.operands]
-    channel = None if "group_norm" in call.op else 1
-    return [[0, channel, *range(2, count)], *[[channel]] * (len(call.operands) - 1)]
-
-
-def _label_norm(call: OperationCall) -> list[Layout]:
-    """The layout of the grid; statistics are not followed."""
-    return [call.operands[0].layout, *[()] * (len(call.infos) - 1)]
-
-
-def _run_norm(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
-    args, kwargs = call.bind(tensors)
-    if "group_norm" in call.op:
-        grid = args[0]
-        args = (*args[:3], grid.shape[0], grid.shape[1], math.prod(grid.shape[2:]), *args[6:])
-    return find_operation(call.op)(*args, **kwargs)[0]
-
-
-def _reduce_norm(call: OperationCall) -> Reduction | None:
-    norm, layout, split = find_norm(call), call.operands[0].layout, call.operands[0].layout
-    if not any(is_cut(layout[dim]) for dim in norm.dims):
-        return None
-    dims, places = norm.dims, [*_dims_of_result(call)[0]]
-    if norm.group is not None:
-        if is_cut(layout[1]) and 1 in dims:
-            raise RuleError(f"its groups of channels run along an axis that is cut; {FIX}")
-        groups = layout[1] if norm.group == 1 else (Piece(length_of(layout[1]) // norm.group),)
-        split, places = (layout[0], groups, (Piece(norm.group),), *layout[2:]), [*places[:2], None, *places[2:]]
-        dims = [dim + (dim > 0) for dim in dims]
-    kept = tuple((Piece(1),) if dim in dims else own for dim, own in enumerate(split))
-
-    def regroup(tensor: Tensor) -> Tensor:
-        return tensor if norm.group is None else tensor.unflatten(1, (-1, norm.group))
-
-    def finish(own: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-        along = _dims_of_result(own)
-        args, _ = own.bind(take_along(own, along, 0, box, tensors))
-        weight, bias = args[1:3] if norm.group is not None else args[2:4]
-        count, mean, squares = parts
-        scale = (squares / count + norm.eps).rsqrt()
-        grid = regroup(args[0].to(torch.promote_types(args[0].dtype, torch.float32)))
-        if norm.group is None:
-            result = (grid * scale.to(grid)).add_((-mean * scale).to(grid))
-            result = result if weight is None else result * weight
-            result = result if bias is None else result + bias
-        else:
-            shape = [1, -1, norm.group, *[1] * (args[0].dim() - 2)]
-            scale = scale if weight is None else scale * weight.double().view(shape)
-            shift = (0.0 if bias is None else bias.double().view(shape)) - mean * scale
-            # `torch.addcmul` takes twice as long where both scale and shift are one number a channel.
-            result = (grid * scale.to(grid)).add_(shift.to(grid)).flatten(1, 2)
-        return take_dims(result.to(own.dtype), [dim for dim, at in enumerate(along[0]) if at is None], layout, box)
-
-    return reduce_arrays(
-        (0,),
-        kept,
-        MOMENTS,
-        lambda core, tensors: find_moments(regroup(tensors[0]), dims),
-        finish,
-        places=[None if dim in dims else place for dim, place in enumerate(places)],
-        reads=lambda own, box: boxes_along(own, _dims_of_result(own), 0, box),
-    )
-
-
-# How operations sum.
-_SUMS: dict[str, _Summing | Callable[[OperationCall], _Summing]] = {
-    "sum.dim_IntList sum.default": _Summing(ADDED, _sum_up),
-    "nansum": _Summing(ADDED, lambda x, dims: _sum_up(x.nan_to_num(0.0, math.inf, -math.inf), dims)),
-    "mean.dim mean.default": _Summing(ADDED, _sum_up, lambda call, parts, count: parts[0] / count),
-    "prod.dim_int prod.default": _Summing(Merging((1,), each_by(torch.mul)), _multiply_up),
-    "count_nonzero.dim_IntList count_nonzero.default": COUNT,
-    "amax max": _Summing(LARGEST, _find_largest),
-    "amin min": _Summing(SMALLEST, _find_smallest),
-    "aminmax": _Summing(
-        Merging((math.inf, -math.inf), lambda one, other: (one[0].minimum(other[0]), one[1].maximum(other[1]))),
-        lambda x, dims: (*_find_smallest(x, dims), *_find_largest(x, dims)),
-        lambda call, parts, count: parts,
-    ),
-    "logsumexp": _Summing(EXPONENTIALS, _sum_exponentials, lambda call, parts, n: parts[0] + parts[1].log()),
-    "var.correction std.correction var_mean.correction std_mean.correction": _Summing(
-        MOMENTS, find_moments, _finish_moments
-    ),
-    "any.dims any.dim any.default": _Summing(LARGEST, lambda x, dims: _find_largest(x.ne(0), dims)),
-    "all.dims all.dim all.default": _Summing(SMALLEST, lambda x, dims: _find_smallest(x.ne(0), dims)),
-    "linalg_vector_norm norm.ScalarOpt_dim": _sums_of_norm,
-}
 SUM_RULES: dict[str, Rule] = {
-    **{name: rule for names, find in _SUMS.items() for name, rule in named(_summed(find), names).items()},
-    **named(aligned(_kept, gathers=True)._replace(reduce=_reduce_peaks), "argmax argmin max.dim min.dim"),
-    **named(aligned(_kept), "median.dim nanmedian.dim mode kthvalue"),
-    **named(
-        aligned(_kept)._replace(label=lambda call: [call.operands[0].layout], reduce=_reduce_softmax),
-        "_softmax _log_softmax _safe_softmax",
-    ),
-    **named(
-        aligned(_dims_of_norm, _run_norm)._replace(label=_label_norm, reduce=_reduce_norm),
-        "native_group_norm native_layer_norm native_batch_norm",
-    ),
+    **{name: rule for names, find in REDUCTIONS.items() for name, rule in named(_reduced(find), names).items()},
+    **named(aligned(_dims_of), "median.dim nanmedian.dim mode kthvalue"),
 }
