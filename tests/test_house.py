@@ -50,7 +50,7 @@ def tree(path: Path) -> ast.Module:
 
 def tracked_files() -> list[Path]:
     """The files of the project, without asking git, which a machine may lack."""
-    found = [path for path in ROOT.iterdir() if path.is_file()]
+    found = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # a file in a worktree of git
     for folder in FOLDERS:
         found += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
     return [path for path in found if not {"__pycache__", "_build"} & set(path.parts) and path.suffix != ".pyc"]
