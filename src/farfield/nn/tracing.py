@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -62,8 +62,34 @@ def tensors(outputs: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors(part)]
 
 
-class EnoughError(Exception):
-    """Raised to stop a run early, when everything needed from it is known."""
+@contextmanager
+def hooked(
+    modules: Mapping[str, nn.Module],
+    *,
+    before: Callable[[str, Any, Any], None] | None = None,
+    after: Callable[[str, Any, Any, Any], Any] | None = None,
+    first: bool = False,
+    always: bool = False,
+) -> Iterator[None]:
+    """Call `before(path, args, kwargs)` and `after(path, args, kwargs, output)` where modules run in the context.
+
+    What `after` returns replaces the output, unless it is None. With `first`, both are called before all other hooks;
+    with `always`, `after` also behind an error of the module.
+    """
+
+    def without_module(function: Callable[..., Any], path: str, module: nn.Module, *call: Any) -> Any:
+        return function(path, *call)
+
+    with ExitStack() as hooks:
+        for path, module in modules.items():
+            options: dict[str, Any] = {"prepend": first, "with_kwargs": True}
+            if before is not None:
+                hook = functools.partial(without_module, before, path)
+                hooks.callback(module.register_forward_pre_hook(hook, **options).remove)
+            if after is not None:
+                hook = functools.partial(without_module, after, path)
+                hooks.callback(module.register_forward_hook(hook, always_call=always, **options).remove)
+        yield
 
 
 # ---- without numbers -------------------------------------------------------------------------------------------------

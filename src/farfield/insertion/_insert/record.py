@@ -1,6 +1,6 @@
-"""Run a model once and record what its modules return, and how often they are called.
+"""The record of the places of a model: how often each is called, what it returns, and whether that has an effect.
 
-A probe leaves the model as it was: a copy with the same parameters runs in eval mode, and random numbers are restored.
+A run leaves the model as it was: a copy with the same parameters runs in eval mode, and random numbers are restored.
 Hooks, attributes and caches that a model adds in its first run are the copy's.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,51 +19,88 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from farfield._refusals import refusal
-from farfield.insertion._places import parents
+from farfield.insertion._insert.additions import change_entry, key_of
+from farfield.insertion._insert.influences import Influences, are_equal
+from farfield.insertion._insert.layout import Shape, batches, changes, is_floating, repeat_batch, resize
+from farfield.insertion._places import Place, parents
 from farfield.nn.network_copy import CannotCopyError, copied, share_parameters
-from farfield.nn.tracing import EnoughError, call, keep_random_numbers, tensors
+from farfield.nn.tracing import call, hooked, keep_random_numbers, tensors
 
 
-class Seen(NamedTuple):
-    """The record of a probe: how often each module was called, and the output of its first call."""
+@dataclass
+class Seen:
+    """What a place returned first, its shapes for other inputs that the model accepts, and whether it has an effect."""
 
-    calls: Counter[str]
-    outputs: dict[str, Any]
+    value: Any
+    sizes: list[Shape] = field(default_factory=list)
+    batches: list[Shape] = field(default_factory=list)
+    reaches: bool = False
+
+
+@dataclass
+class Record:
+    """What a run shows: the calls of modules, and their places, in the order in which they return."""
+
+    example: Any
+    calls: Counter[str] = field(default_factory=Counter)
+    places: dict[Place, Seen] = field(default_factory=dict)
+    influences: Influences = field(default_factory=Influences)
+    outputs: Any = None  # of the model
+
+    def note(self, path: str, outputs: Any) -> None:
+        """Note a call of a module: its place, and those of its entries if it returns several values."""
+        self.calls[path] += 1
+        places = {Place(path): outputs}
+        if isinstance(outputs, Mapping | tuple | list):
+            places |= {Place(path, entry): value for entry, value in entries(outputs).items()}
+        for place, value in places.items():
+            self.places.setdefault(place, Seen(value))
+            self.influences.mark(place, value)
+
+    def at(self, place: Place) -> Seen:
+        """Return what was seen of a place; LookupError if it has no such entry."""
+        if place.entry is not None:
+            place = Place(place.path, str(key_of(self.places[Place(place.path)].value, place.entry)))
+        return self.places[place]
 
     def caller_of(self, path: str) -> str:
         """Return the path of the nearest module around a place that was called; "" is the model."""
         return next((name for name in parents(path) if self.calls[name]), "")
 
-    def is_called_once(self, path: str) -> bool:
-        """Whether a module that runs is called once for each call of the nearest module around it, or is the model."""
-        return not path or self.calls[path] <= self.calls[self.caller_of(path)]
+    def keeps_batch(self, seen: Seen) -> bool:
+        """Whether the first dimension has the length of the batch, and only it changes with twice the batch."""
+        shape, lengths, sizes = seen.value.shape, {other[0] for other in seen.batches}, {o[0] for o in seen.sizes}
+        fits = shape[0] in batches(self.example) and lengths <= batches(repeat_batch(self.example))
+        return fits and sizes <= {shape[0]} and not changes(shape, seen.batches)
 
 
-def probe(
-    model: nn.Module,
-    example: Any,
-    paths: Iterable[str],
-    *,
-    stop_early: bool = False,  # once each module has been called; errors of the model are ignored
-    change: Mapping[str, Callable[[Any], Any]] | None = None,  # path -> what replaces the output
-    gradients: bool = False,
-) -> Seen:
-    """Run a copy of a model once, without autocast, and record the calls and first outputs of some modules."""
-    seen, watched = Seen(Counter(), {}), dict.fromkeys(paths)
+def record_places(model: nn.Module, paths: Iterable[str], example: Any) -> Record:
+    """Record the modules at some paths and the model in a run with the example, and their shapes for other inputs."""
+    record, watched = Record(example), dict.fromkeys(paths)
+    with record.influences:
+        record.outputs = _run_example(model, example, watched, record.note)
+    reached = record.influences.names(record.outputs)
+    for place, seen in record.places.items():
+        seen.reaches = place in reached
+    for kind, other in [*(("sizes", each) for each in resize(example)), ("batches", repeat_batch(example))]:
+        elsewhere = Record(other)
+        with suppress(Exception):  # a model may refuse some or all of these inputs
+            run(model, other, watched, elsewhere.note)
+        # A smaller input may have fewer levels.
+        for place in elsewhere.places.keys() & record.places:
+            if is_floating(value := elsewhere.places[place].value):
+                getattr(record.places[place], kind).append(tuple(value.shape))
+    return record
 
-    def record(path: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        seen.calls[path] += 1
-        seen.outputs.setdefault(path, outputs)
-        if stop_early and len(seen.outputs) == len(watched):
-            raise EnoughError
 
-    def replace(function: Callable[[Any], Any], module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        return function(outputs)
-
+def run(
+    model: nn.Module, example: Any, paths: Iterable[str] = (), see: Callable[[str, Any], Any] = lambda *_: None
+) -> Any:
+    """Run a copy of a model without autocast; what `see(path, outputs)` returns replaces the outputs, unless None."""
     kinds = {"cpu", *(tensor.device.type for tensor in [*model.parameters(), *model.buffers()])} - {"meta"}
     with ExitStack() as stack:
         # Not inference mode: tensors that a host caches would then be unusable in training.
-        stack.enter_context(torch.set_grad_enabled(gradients))
+        stack.enter_context(torch.no_grad())
         stack.enter_context(keep_random_numbers(model))
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -70,20 +108,29 @@ def probe(
         # Flags are set one by one: a host's own `eval()` may do more, for example merge weights.
         for module in own.modules():
             module.training = False
-        for path, function in (change or {}).items():
-            # Before all other hooks, so that they see the changed output.
-            own.get_submodule(path).register_forward_hook(partial(replace, function), prepend=True)
-        for path in watched:
-            own.get_submodule(path).register_forward_hook(partial(record, path))
-        with suppress(Exception) if stop_early else ExitStack():
-            call(own, example)
-    return seen
+        modules = {path: own.get_submodule(path) for path in paths}
+        # Before all other hooks, as an addition is called.
+        stack.enter_context(hooked(modules, after=lambda path, args, kwargs, outputs: see(path, outputs), first=True))
+        return call(own, example)
 
 
-def run_example(model: nn.Module, paths: Iterable[str], example: Any) -> Seen:
-    """Run the model and record the modules at some paths; refuse an example that it does not take, or without batch."""
+def has_effect(model: nn.Module, place: Place, record: Record) -> bool:
+    """Whether what the model returns depends on a place: as followed, or with NaN there, as NumPy is not followed."""
+    seen = record.at(place)
+    if seen.reaches or seen.value.is_meta:
+        return True
+    spoil = partial(torch.full_like, fill_value=torch.nan)
     try:
-        seen = probe(model, example, paths)
+        spoiled = run(model, record.example, [place.path], lambda _, outputs: change_entry(outputs, place.entry, spoil))
+    except Exception:  # noqa: BLE001  (a model may raise anything)
+        return True
+    return not are_equal(record.outputs, spoiled)
+
+
+def _run_example(model: nn.Module, example: Any, paths: Iterable[str], see: Callable[[str, Any], None]) -> Any:
+    """Run the model as `run` does; refuse an example that it does not take, or without batch."""
+    try:
+        outputs = run(model, example, paths, see)
     except CannotCopyError as error:
         raise refusal(ValueError, f"{type(model).__name__} cannot be run for inspection: {error}") from error
     except Exception as error:
@@ -92,16 +139,16 @@ def run_example(model: nn.Module, paths: Iterable[str], example: Any) -> Seen:
         fix = _fix_of_example(model, example)
         raise refusal(ValueError, f"{problem}\n  its weights are {weights}.\n  fix: {fix}") from error
     _check_has_batch(model, example)
-    if not tensors(seen.outputs[""]):
+    if not tensors(outputs):
         problem = "returns no tensor for this example, so the effect of an addition cannot be checked"
         fix = "an example, or a configuration of the model, for which it returns one."
         raise refusal(ValueError, f"{type(model).__name__} {problem}.\n  fix: {fix}")
-    return seen
+    return outputs
 
 
 def _takes(model: nn.Module, example: Any) -> bool:
     try:
-        probe(model, example, ())
+        run(model, example)
     except Exception:  # noqa: BLE001  (a model may raise anything)
         return False
     return True
