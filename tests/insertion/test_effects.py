@@ -100,3 +100,34 @@ def test_a_run_with_nan_shows_what_is_not_followed() -> None:
     assert list(insert(net, ["numpy", "number"], ADDITION, example=torch.rand(1, 3, 8, 8))) == ["numpy", "number"]
     with pytest.raises(ValueError, match="insert: lost has no effect"):
         insert(net, "lost", ADDITION, example=torch.rand(1, 3, 8, 8))
+
+
+class Held(nn.Module):
+    """A grid that several hold: its reader gets it by another name than the place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.same, self.inplace, self.head = nn.Conv2d(3, 3, 1), nn.Identity(), nn.ReLU(inplace=True), Both()
+
+    def forward(self, image: Tensor) -> Tensor:
+        grid = self.stem(image)
+        self.same(grid)
+        self.inplace(grid)
+        return self.head(grid)["all"][0].mean((2, 3))
+
+
+class Both(nn.Conv2d):
+    def __init__(self) -> None:
+        super().__init__(3, 3, 1)
+
+    def forward(self, grid: Tensor) -> Any:
+        grid = super().forward(grid)
+        return {"last": grid, "all": [grid]}
+
+
+@pytest.mark.parametrize("where", ["same", "inplace", "head[last]"])
+def test_what_is_read_by_another_name_has_no_effect(where: str) -> None:
+    net = Held().eval()
+    with pytest.raises(ValueError, match="has no effect"):
+        insert(net, where, ADDITION, example=torch.rand(1, 3, 8, 8))
+    assert list(insert(net, "stem", ADDITION, example=torch.rand(1, 3, 8, 8))) == ["stem"]

@@ -252,16 +252,17 @@ def _check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
 
 def _check_kept(place: Place, grid: Tensor, output: Any) -> None:
     """Refuse an addition that does not return one grid of the shape, dtype and device of its input."""
-    it = f"insert: the addition at {place.label}"
     if not isinstance(output, Tensor):
-        raise TypeError(f"{it} must return a tensor, got {type(output).__name__}.")
+        raise TypeError(f"insert: the addition at {place.label} must return a tensor, got {type(output).__name__}.")
     if output.shape != grid.shape:
-        raise ShapeError(f"{it} must keep the shape {tuple(grid.shape)}, got {tuple(output.shape)}.")
+        shapes = f"{tuple(grid.shape)}, got {tuple(output.shape)}"
+        raise ShapeError(f"insert: the addition at {place.label} must keep the shape {shapes}.")
     if (output.dtype, output.device) != (grid.dtype, grid.device):
         kept, got = (f"{each.dtype} on {each.device}" for each in (grid, output))
-        raise TypeError(f"{it} must keep {kept}, got {got}.")
+        raise TypeError(f"insert: the addition at {place.label} must keep {kept}, got {got}.")
     if not grid.is_meta and torch.isfinite(grid).all() and not torch.isfinite(output).all():
-        raise ValueError(f"{it} returns non-finite numbers for finite {grid.dtype} inputs.")
+        problem = f"returns non-finite numbers for finite {grid.dtype} inputs"
+        raise ValueError(f"insert: the addition at {place.label} {problem}.")
 
 
 def _find_alternatives(model: nn.Module, place: Place, record: Record) -> list[Place]:

@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_map_only
 
 from farfield._refusals import refusal
 from farfield.insertion._insert.additions import change_entry, key_of
-from farfield.insertion._insert.influences import Influences, are_equal
 from farfield.insertion._insert.layout import Shape, batches, changes, is_floating, repeat_batch, resize
 from farfield.insertion._places import Place, parents
 from farfield.nn.network_copy import CannotCopyError, copied, share_parameters
-from farfield.nn.tracing import call, hooked, keep_random_numbers, tensors
+from farfield.nn.tracing import Influences, call, hooked, is_held_twice, keep_random_numbers, tensors
 
 
 @dataclass
@@ -47,15 +46,21 @@ class Record:
     influences: Influences = field(default_factory=Influences)
     outputs: Any = None  # of the model
 
-    def note(self, path: str, outputs: Any) -> None:
+    def note(self, path: str, args: Any, kwargs: Any, outputs: Any) -> Any:
         """Note a call of a module: its place, and those of its entries if it returns several values."""
         self.calls[path] += 1
+        held: Any = (args, kwargs, outputs)
+        # An input that is returned may be read by others too.
+        if isinstance(outputs, Tensor) and is_held_twice(outputs, held):
+            outputs = held = outputs.clone()
         places = {Place(path): outputs}
         if isinstance(outputs, Mapping | tuple | list):
             places |= {Place(path, entry): value for entry, value in entries(outputs).items()}
         for place, value in places.items():
             self.places.setdefault(place, Seen(value))
-            self.influences.mark(place, value)
+            if isinstance(value, Tensor) and not is_held_twice(value, held):
+                self.influences.mark(place, value)
+        return outputs
 
     def at(self, place: Place) -> Seen:
         """Return what was seen of a place; LookupError if it has no such entry."""
@@ -93,10 +98,8 @@ def record_places(model: nn.Module, paths: Iterable[str], example: Any) -> Recor
     return record
 
 
-def run(
-    model: nn.Module, example: Any, paths: Iterable[str] = (), see: Callable[[str, Any], Any] = lambda *_: None
-) -> Any:
-    """Run a copy of a model without autocast; what `see(path, outputs)` returns replaces the outputs, unless None."""
+def run(model: nn.Module, example: Any, paths: Iterable[str] = (), see: Callable[..., Any] = lambda *_: None) -> Any:
+    """Run a copy of a model without autocast; what `see(path, args, kwargs, outputs)` returns replaces outputs."""
     kinds = {"cpu", *(tensor.device.type for tensor in [*model.parameters(), *model.buffers()])} - {"meta"}
     with ExitStack() as stack:
         # Not inference mode: tensors that a host caches would then be unusable in training.
@@ -110,7 +113,7 @@ def run(
             module.training = False
         modules = {path: own.get_submodule(path) for path in paths}
         # Before all other hooks, as an addition is called.
-        stack.enter_context(hooked(modules, after=lambda path, args, kwargs, outputs: see(path, outputs), first=True))
+        stack.enter_context(hooked(modules, after=see, first=True))
         return call(own, example)
 
 
@@ -121,13 +124,21 @@ def has_effect(model: nn.Module, place: Place, record: Record) -> bool:
         return True
     spoil = partial(torch.full_like, fill_value=torch.nan)
     try:
-        spoiled = run(model, record.example, [place.path], lambda _, outputs: change_entry(outputs, place.entry, spoil))
+        spoiled = run(model, record.example, [place.path], lambda *seen: change_entry(seen[-1], place.entry, spoil))
     except Exception:  # noqa: BLE001  (a model may raise anything)
         return True
-    return not are_equal(record.outputs, spoiled)
+    return not _are_equal(record.outputs, spoiled)
 
 
-def _run_example(model: nn.Module, example: Any, paths: Iterable[str], see: Callable[[str, Any], None]) -> Any:
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two outputs hold equal numbers; NaN equals NaN."""
+    pairs = list(zip(tensors(one), tensors(other), strict=False))
+    return len(tensors(one)) == len(tensors(other)) and all(
+        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs
+    )
+
+
+def _run_example(model: nn.Module, example: Any, paths: Iterable[str], see: Callable[..., Any]) -> Any:
     """Run the model as `run` does; refuse an example that it does not take, or without batch."""
     try:
         outputs = run(model, example, paths, see)
