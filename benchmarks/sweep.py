@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from networks import Network, networks, timm_network
 
 from farfield import insert, remove, replace_attention
-from farfield.insertion._insert.record import Record, run
+from farfield.insertion._insert.record import Record, run_copy
 from farfield.insertion._places import Place
 from farfield.insertion._replace.finding import find_original
 from farfield.nn import GridAttention
@@ -65,7 +65,7 @@ def propose_places(model: nn.Module, example: Any) -> list[str]:
     """Propose the places that a user would choose: the parts of the network, and some blocks, evenly spread."""
     paths = [path for path, module in model.named_modules() if path and any(True for _ in module.children())]
     record = Record(example)
-    run(model, example, paths, record.note)
+    run_copy(model, example, paths, record.note)
     called = [path for path in paths if record.calls[path]]
     parts = [path for path in paths if path.count(".") == 0]
     blocks = [path for path in called if path not in parts]
@@ -169,7 +169,7 @@ def moves(model: nn.Module, path: str, module: nn.Module, example: Any) -> bool:
 def look(model: nn.Module, example: Any, paths: list[str]) -> Iterator[list[Tensor]]:
     """Yield the output tensors of the network, and those of the first call of some modules."""
     record = Record(example)
-    yield tensors(run(model, example, paths, record.note))
+    yield tensors(run_copy(model, example, paths, record.note))
     yield from (tensors(record.places[Place(path)].value) for path in paths if Place(path) in record.places)
 
 

@@ -12,7 +12,7 @@ from farfield._checks import ShapeError, check_network, unknown
 from farfield._refusals import refusal
 from farfield.insertion._insert.additions import Entries, child_of, places_of
 from farfield.insertion._insert.layout import batches, changes, is_floating
-from farfield.insertion._insert.record import Record, describe_error, describe_value, entries, has_effect, run
+from farfield.insertion._insert.record import Record, describe_error, describe_value, entries, has_effect, run_copy
 from farfield.insertion._places import CHILD, Place, join, parents
 from farfield.nn.attention import GridAttention
 from farfield.nn.normed_attention import NormedAttention
@@ -223,7 +223,7 @@ def verify(model: nn.Module, grids: Mapping[Place, Tensor], example: Any) -> Non
     children, undone = {place: child_of(place) for place in grids}, "so all additions were taken out again"
     record = Record(example)
     try:
-        run(model, example, {*children.values(), *(place.path for place in grids)}, record.note)
+        run_copy(model, example, {*children.values(), *(place.path for place in grids)}, record.note)
     except Exception as error:
         for place, grid in grids.items():
             _check_runs(place, model.get_submodule(children[place]), grid)

@@ -11,7 +11,7 @@ from farfield._refusals import door
 from farfield.insertion._insert.additions import attach_addition, child_of
 from farfield.insertion._insert.checks import check_free, check_open, is_grid
 from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, choose_layout
-from farfield.insertion._insert.record import Record, has_effect, record_places, run
+from farfield.insertion._insert.record import Record, has_effect, record_places, run_copy
 from farfield.insertion._places import CHILD, Place, host_of
 from farfield.nn.network_copy import copied, share_parameters
 
@@ -116,7 +116,7 @@ def _called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> li
             attach_addition(own.get_submodule(place.path), place.entry, nn.Identity())
         record = Record(example)
         with suppress(Exception):  # a model may raise anything
-            run(own, example, dict.fromkeys(paths), record.note)
+            run_copy(own, example, dict.fromkeys(paths), record.note)
             return [place for place in tried if record.calls[child_of(place)] == record.calls[place.path] > 0]
     # Of places with which the model fails each half is tried alone.
     halves = (tried[: len(tried) // 2], tried[len(tried) // 2 :])

@@ -90,7 +90,7 @@ def record_places(model: nn.Module, paths: Iterable[str], example: Any) -> Recor
     for kind, other in [*(("sizes", each) for each in resize(example)), ("batches", repeat_batch(example))]:
         elsewhere = Record(other)
         with suppress(Exception):  # a model may refuse some or all of these inputs
-            run(model, other, watched, elsewhere.note)
+            run_copy(model, other, watched, elsewhere.note)
         # A smaller input may have fewer levels.
         for place in elsewhere.places.keys() & record.places:
             if is_floating(value := elsewhere.places[place].value):
@@ -98,7 +98,9 @@ def record_places(model: nn.Module, paths: Iterable[str], example: Any) -> Recor
     return record
 
 
-def run(model: nn.Module, example: Any, paths: Iterable[str] = (), see: Callable[..., Any] = lambda *_: None) -> Any:
+def run_copy(
+    model: nn.Module, example: Any, paths: Iterable[str] = (), see: Callable[..., Any] = lambda *_: None
+) -> Any:
     """Run a copy of a model without autocast; what `see(path, args, kwargs, outputs)` returns replaces outputs."""
     kinds = {"cpu", *(tensor.device.type for tensor in [*model.parameters(), *model.buffers()])} - {"meta"}
     with ExitStack() as stack:
@@ -124,7 +126,9 @@ def has_effect(model: nn.Module, place: Place, record: Record) -> bool:
         return True
     spoil = partial(torch.full_like, fill_value=torch.nan)
     try:
-        spoiled = run(model, record.example, [place.path], lambda *seen: change_entry(seen[-1], place.entry, spoil))
+        spoiled = run_copy(
+            model, record.example, [place.path], lambda *seen: change_entry(seen[-1], place.entry, spoil)
+        )
     except Exception:  # noqa: BLE001  (a model may raise anything)
         return True
     return not _are_equal(record.outputs, spoiled)
@@ -139,9 +143,9 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _run_example(model: nn.Module, example: Any, paths: Iterable[str], see: Callable[..., Any]) -> Any:
-    """Run the model as `run` does; refuse an example that it does not take, or without batch."""
+    """Run the model as `run_copy` does; refuse an example that it does not take, or without batch."""
     try:
-        outputs = run(model, example, paths, see)
+        outputs = run_copy(model, example, paths, see)
     except CannotCopyError as error:
         raise refusal(ValueError, f"{type(model).__name__} cannot be run for inspection: {error}") from error
     except Exception as error:
@@ -159,7 +163,7 @@ def _run_example(model: nn.Module, example: Any, paths: Iterable[str], see: Call
 
 def _takes(model: nn.Module, example: Any) -> bool:
     try:
-        run(model, example)
+        run_copy(model, example)
     except Exception:  # noqa: BLE001  (a model may raise anything)
         return False
     return True
