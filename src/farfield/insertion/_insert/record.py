@@ -124,11 +124,12 @@ def has_effect(model: nn.Module, place: Place, record: Record) -> bool:
     seen = record.at(place)
     if seen.reaches or seen.value.is_meta:
         return True
-    spoil = partial(torch.full_like, fill_value=torch.nan)
+
+    def spoil(path: str, args: Any, kwargs: Any, outputs: Any) -> Any:
+        return change_entry(outputs, place.entry, partial(torch.full_like, fill_value=torch.nan))
+
     try:
-        spoiled = run_copy(
-            model, record.example, [place.path], lambda *seen: change_entry(seen[-1], place.entry, spoil)
-        )
+        spoiled = run_copy(model, record.example, [place.path], spoil)
     except Exception:  # noqa: BLE001  (a model may raise anything)
         return True
     return not _are_equal(record.outputs, spoiled)
