@@ -39,9 +39,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from networks import Network, networks, timm_network
 
 from farfield import insert, remove, replace_attention
-from farfield.insertion._insert.probe import call, probe
+from farfield.insertion._insert.record import Record, run_copy
+from farfield.insertion._places import Place
 from farfield.insertion._replace.finding import find_original
 from farfield.nn import GridAttention
+from farfield.nn.tracing import call
 
 make = partial(GridAttention, operator="factorized_gaussian", inner_channels=8, project="qkvo", residual=True)
 # The most parts and the most blocks of a network that are tried, and the seconds after which only blocks are tried.
@@ -62,8 +64,9 @@ class Result(NamedTuple):
 def propose_places(model: nn.Module, example: Any) -> list[str]:
     """Propose the places that a user would choose: the parts of the network, and some blocks, evenly spread."""
     paths = [path for path, module in model.named_modules() if path and any(True for _ in module.children())]
-    calls = probe(model, example, paths).calls
-    called = [path for path in paths if calls[path]]
+    record = Record(example)
+    run_copy(model, example, paths, record.note)
+    called = [path for path in paths if record.calls[path]]
     parts = [path for path in paths if path.count(".") == 0]
     blocks = [path for path in called if path not in parts]
     return spread(parts, PARTS) + spread(blocks, BLOCKS)
@@ -150,18 +153,24 @@ def moves(model: nn.Module, path: str, module: nn.Module, example: Any) -> bool:
     """
     place = path.partition("[")[0]
     names = [name for name, _ in model.named_modules() if not f"{place}.".startswith(f"{name}.")]
-    watched = [""]
+    watched = []
     if "detection" in type(model).__module__:
-        watched += [name for name in names if place and not f"{name}.".startswith(f"{place}.")]
-    before = probe(model, example, watched).outputs
+        watched = [name for name in names if place and not f"{name}.".startswith(f"{place}.")]
+    before = list(look(model, example, watched))
     # Large, because networks with random weights may strongly attenuate inner values; and NaN, where the attenuated
     # values are too small for a float32.
     for number in (10, torch.nan):
         module.output.weight.data.normal_().mul_(number)
-        after = probe(model, example, watched).outputs
-        if any(not equal(tensors(before[name]), tensors(after[name])) for name in before):
+        if any(not equal(*both) for both in zip(before, look(model, example, watched), strict=True)):
             return True
     return False
+
+
+def look(model: nn.Module, example: Any, paths: list[str]) -> Iterator[list[Tensor]]:
+    """Yield the output tensors of the network, and those of the first call of some modules."""
+    record = Record(example)
+    yield tensors(run_copy(model, example, paths, record.note))
+    yield from (tensors(record.places[Place(path)].value) for path in paths if Place(path) in record.places)
 
 
 def describe(model: nn.Module) -> list[Any]:

@@ -36,15 +36,8 @@ def insert_again(remove: bool) -> object:
     return insert(model, "0", attention_for, example=EXAMPLE)
 
 
-def replaced(removed: bool) -> Tensor:
-    """The result of a network in which the layer of an addition is replaced by another."""
-    model = added()
-    if removed:
-        insertion.remove(model, "0")
-    model[0] = conv()
-    if removed:
-        insert(model, "0", attention_for, example=EXAMPLE)
-    return model(EXAMPLE)
+def pooled() -> nn.Module:
+    return nn.Sequential(conv(), nn.MaxPool2d(2, return_indices=True))
 
 
 def inserted_in_rows(layout: Any) -> object:
@@ -113,9 +106,9 @@ ROWS = [
     ),
     Row(
         "insertion/_insert/additions.py",
-        lambda: replaced(removed=False),
-        "remove() the addition, fuse or replace the layer, then insert() again",
-        lambda: replaced(removed=True),
+        lambda: insert(pooled(), "1[2]", attention_for, example=EXAMPLE),
+        "it has 0",
+        lambda: insert(pooled(), "1[0]", attention_for, example=EXAMPLE),
     ),
     Row(
         "insertion/_insert/api.py",
@@ -130,7 +123,7 @@ ROWS = [
         lambda: inserted_in_rows("channels_last"),
     ),
     Row(
-        "insertion/_insert/probe.py",
+        "insertion/_insert/record.py",
         lambda: insert(nn.Sequential(conv()), "0", attention_for, example=EXAMPLE[0]),
         "example[None]",
         lambda: insert(nn.Sequential(conv()), "0", attention_for, example=EXAMPLE[0][None]),

@@ -1,4 +1,4 @@
-"""A place whose detections are all discarded has an effect only if the detections have one."""
+"""Which places have an effect: detections that are all discarded, and what only a run with NaN shows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from farfield import insert
+from farfield.insertion._insert.record import has_effect, record_places
+from farfield.insertion._places import Place
 from farfield.nn import GridAttention
 
 
@@ -60,3 +62,72 @@ def test_discarded_detections_have_no_effect(container: str) -> None:
 def test_detections_that_are_kept_have_one(container: str) -> None:
     net = Detector(CONTAINERS[container], has_effect=True).eval()
     insert(net, "stem", ADDITION, example=torch.rand(1, 3, 8, 8))
+
+
+class Through(nn.Module):
+    """Three grids: one goes on through NumPy, one into a number that Python reads, one into a buffer that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numpy, self.number, self.buffer, self.lost = (nn.Conv2d(3, 3, 1) for _ in range(4))
+        self.register_buffer("sums", torch.zeros(3))
+
+    def forward(self, image: Tensor) -> Tensor:
+        grid = torch.from_numpy(self.numpy(image).numpy() * 2)
+        if self.number(image).mean() > 100:
+            grid = grid + 1
+        self.sums[1:] += self.buffer(image).mean((0, 2, 3))[1:]
+        self.lost(image).add_(1)
+        return grid.mean((2, 3)) + self.sums
+
+
+PLACES = ["numpy", "number", "buffer", "lost"]
+
+
+def test_effects_that_no_tensor_carries_from_the_place_to_the_output() -> None:
+    record = record_places(Through().eval(), PLACES, torch.rand(1, 3, 8, 8))
+    assert record.at(Place("number")).reaches
+    assert record.at(Place("buffer")).reaches
+    assert not record.at(Place("lost")).reaches
+
+
+def test_a_run_with_nan_shows_what_is_not_followed() -> None:
+    net = Through().eval()
+    record = record_places(net, PLACES, torch.rand(1, 3, 8, 8))
+    for seen in record.places.values():
+        seen.reaches = False
+    assert [has_effect(net, Place(where), record) for where in PLACES] == [True, False, True, False]
+    assert list(insert(net, ["numpy", "number"], ADDITION, example=torch.rand(1, 3, 8, 8))) == ["numpy", "number"]
+    with pytest.raises(ValueError, match="insert: lost has no effect"):
+        insert(net, "lost", ADDITION, example=torch.rand(1, 3, 8, 8))
+
+
+class Held(nn.Module):
+    """A grid that several hold: its reader gets it by another name than the place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.same, self.inplace, self.head = nn.Conv2d(3, 3, 1), nn.Identity(), nn.ReLU(inplace=True), Both()
+
+    def forward(self, image: Tensor) -> Tensor:
+        grid = self.stem(image)
+        self.same(grid)
+        self.inplace(grid)
+        return self.head(grid)["all"][0].mean((2, 3))
+
+
+class Both(nn.Conv2d):
+    def __init__(self) -> None:
+        super().__init__(3, 3, 1)
+
+    def forward(self, grid: Tensor) -> Any:
+        grid = super().forward(grid)
+        return {"last": grid, "all": [grid]}
+
+
+@pytest.mark.parametrize("where", ["same", "inplace", "head[last]"])
+def test_what_is_read_by_another_name_has_no_effect(where: str) -> None:
+    net = Held().eval()
+    with pytest.raises(ValueError, match="has no effect"):
+        insert(net, where, ADDITION, example=torch.rand(1, 3, 8, 8))
+    assert list(insert(net, "stem", ADDITION, example=torch.rand(1, 3, 8, 8))) == ["stem"]

@@ -280,8 +280,8 @@ class Drops(nn.Module):
 
 def test_an_addition_without_effect() -> None:
     text = (
-        "insert: levels[0] has no effect: whatever its addition returns, Drops returns the same for this example, so "
-        'all additions were taken out again.\n  fix: insert at "levels[1]" or "levels.conv".'
+        "insert: levels[0] has no effect: whatever its addition returns, Drops returns the same for this "
+        'example.\n  fix: insert at "levels[1]" or "levels.conv".'
     )
     refused(ValueError, text, Drops(), "levels[0]")
     refused(ValueError, text, Drops(), ["levels[1]", "levels[0]"])

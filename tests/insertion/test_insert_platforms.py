@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from farfield import insert, remove
 from farfield.insertion import places
-from farfield.insertion._insert.effects import add_noise
 from helpers import distributed_additions
 from helpers.partly import partly
 from helpers.small_hosts import Net, Pyramid, Tokens, felt, image
@@ -224,12 +223,6 @@ def test_autocast(net: nn.Module, dtype: torch.dtype) -> None:
     with torch.autocast(torch.get_default_device().type, dtype=dtype):
         answer: Tensor = net(image)
     assert (answer - wanted).norm() <= 16 * torch.finfo(dtype).eps * wanted.norm()
-
-
-def test_the_default_device_may_be_another_than_that_of_the_model() -> None:
-    grid = torch.ones(1, 2, 3, 4)
-    with torch.device("meta"):
-        assert not torch.equal(add_noise(grid), grid)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

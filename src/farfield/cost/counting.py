@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from farfield.nn.devices import dtype_of
 from farfield.nn.leftovers import leftovers_cleared
 from farfield.nn.macs import MacCounter
 from farfield.nn.network_copy import CannotCopyError
-from farfield.nn.tracing import copied_empty, tensors, without_numbers
+from farfield.nn.tracing import copied_empty, hooked, tensors, without_numbers
 
 # A shape, a tensor, or one of the two for each input.
 Inputs = Tensor | Sequence["int | Tensor | Sequence[int]"]
@@ -94,7 +95,7 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
     with leftovers_cleared("cost.count", module):
         cost = run(module, inputs)[0]
         # Once more without hooks: blocks then fold layers that they otherwise call one by one, as for a user.
-        counter = execute(module, inputs, lambda *_: None)
+        counter = execute(module, inputs, lambda *_: nullcontext())
     if counter.uncounted:
         warnings.warn(
             f"cost.count: {', '.join(counter.uncounted)} in {type(module).__name__} add 0 MACs, because there is no "
@@ -104,13 +105,12 @@ def count(module: nn.Module, inputs: Inputs) -> Cost:
     return replace(cost, macs=counter.macs, by_module=counter.by_module)
 
 
-def execute(module: nn.Module, inputs: Inputs, prepare: Callable[[nn.Module, MacCounter], None]) -> MacCounter:
-    """Run a forward pass of a copy on fake tensors; return its counter, which `prepare` gets with the copy before."""
+def execute(module: nn.Module, inputs: Inputs, look: Callable[..., AbstractContextManager[None]]) -> MacCounter:
+    """Run a forward pass of a copy on fake tensors, in the context `look(copy, counter)`; return its counter."""
     try:
         with torch.no_grad(), copied_empty(module) as empty:
             counter = MacCounter(empty)
-            prepare(empty, counter)
-            with counter:
+            with look(empty, counter), counter:
                 empty(*fake_inputs(inputs, dtype_of(module)))
     except ShapeError:
         raise
@@ -130,14 +130,29 @@ def run(module: nn.Module, inputs: Inputs) -> tuple[Cost, dict[str, list[Counted
     sizes: list[int] = []
     calls: dict[str, list[CountedCall]] = {}
 
-    def prepare(empty: nn.Module, counter: MacCounter) -> None:
-        for part in innermost(empty):
-            part.register_forward_hook(lambda *call: sizes.extend(tensor.nbytes for tensor in tensors(call[-1])))
-        for name, part in empty.named_modules():
-            if isinstance(part, GridAttention) or hasattr(part, "count_printed"):
-                record_calls(part, counter, calls.setdefault(name, []))
+    @contextmanager
+    def look(empty: nn.Module, counter: MacCounter) -> Iterator[None]:
+        begun: list[int] = []
 
-    counter = execute(module, inputs, prepare)
+        def begin(*_: Any) -> None:
+            begun.append(counter.macs)
+
+        def end(path: str, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            macs = counter.macs - begun.pop()
+            grid = inputs[0] if inputs else named["grid"]
+            if len(inputs) < 2 and named.get("context") is None:
+                calls[path].append(CountedCall(tuple(grid.shape), macs))
+
+        def add_sizes(*call: Any) -> None:
+            sizes.extend(tensor.nbytes for tensor in tensors(call[-1]))
+
+        parts = {str(number): part for number, part in enumerate(innermost(empty))}
+        special = {path: part for path, part in empty.named_modules() if _is_printed(part)}
+        calls.update((path, []) for path in special)
+        with hooked(parts, after=add_sizes), hooked(special, before=begin, after=end):
+            yield
+
+    counter = execute(module, inputs, look)
     cost = Cost(
         macs=counter.macs,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
@@ -171,18 +186,9 @@ def innermost(module: nn.Module) -> Iterator[nn.Module]:
             yield from innermost(child)
 
 
-def record_calls(module: nn.Module, counter: MacCounter, calls: list[CountedCall]) -> None:
-    """Register hooks that append to `calls` each call of a module on one grid without a context."""
-    before: list[int] = []
-
-    def record(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
-        macs = counter.macs - before.pop()
-        grid = inputs[0] if inputs else named["grid"]
-        if len(inputs) < 2 and named.get("context") is None:
-            calls.append(CountedCall(tuple(grid.shape), macs))
-
-    module.register_forward_pre_hook(lambda *_: before.append(counter.macs))
-    module.register_forward_hook(record, with_kwargs=True)
+def _is_printed(module: nn.Module) -> bool:
+    """Whether papers count a module in another way."""
+    return isinstance(module, GridAttention) or hasattr(module, "count_printed")
 
 
 def weights_of(module: nn.Module) -> Iterator[nn.Parameter]:

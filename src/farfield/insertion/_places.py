@@ -115,10 +115,6 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def inside(outer: str, path: str) -> str:
-    return path[len(outer) + bool(outer) :]
-
-
 def parents(path: str) -> list[str]:
     """Return the paths of all modules around one, from the nearest to the model itself, which is ""."""
     names = path.split(".") if path else []
@@ -191,7 +187,7 @@ def host_of(model: nn.Module, place: Place) -> Place:
 def _is_opened(model: nn.Module, path: str) -> bool:
     """Whether a module around a sequence runs, counts or indexes its children, or has features of some of them."""
     for outer in parents(path):
-        around, below = model.get_submodule(outer), f"{inside(outer, path)}."
+        around, below = model.get_submodule(outer), f"{path[len(outer) + bool(outer) :]}."
         declared = getattr(around, "feature_info", None) or ()
         # timm declares the modules whose outputs are features.
         features = [entry for entry in getattr(declared, "info", declared) if isinstance(entry, dict)]

@@ -19,7 +19,7 @@ from farfield._files import stage_files
 from farfield._plain_values import check_values, read_text
 from farfield._refusals import door, refusal
 from farfield._weights import describe_differences, read_header
-from farfield.insertion._insert.additions import ChannelsLast, additions, attach_addition, read_watches, watch_places
+from farfield.insertion._insert.additions import ChannelsLast, additions, attach_addition
 from farfield.insertion._places import CHILD, Place, join
 from farfield.insertion._replace.api import replace_attention
 from farfield.insertion._replace.finding import chosen_operator, find_original, known_attention
@@ -91,7 +91,7 @@ def save_recipe(model: nn.Module, folder: str | Path) -> None:
         raise refusal(ValueError, f"peft has wrapped the model, and names its attention in another way; fix: {fix}.")
     if not inserted and not replaced:
         raise refusal(ValueError, f"nothing was inserted into {type(model).__name__} or replaced in it; fix: save it.")
-    recipe = {"format": _FORMAT, "replaced": replaced, "inserted": inserted, "watched": read_watches(model)}
+    recipe = {"format": _FORMAT, "replaced": replaced, "inserted": inserted}
     expected, state = dict(_expect_weights(model, recipe)), model.state_dict()
     added = {name: state[name].contiguous() for name in expected if name in state}
     if problems := describe_differences(expected, added):
@@ -139,7 +139,6 @@ def apply_recipe(model: nn.Module, folder: str | Path) -> None:
             _replace(model, each)
         for each in recipe["inserted"]:
             _insert(model, each)
-        watch_places(model, recipe["watched"])
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise refusal(
             ValueError, f"{path} does not fit {type(model).__name__}: {error}; fix: its own model."

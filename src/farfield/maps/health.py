@@ -15,7 +15,7 @@ from farfield.nn.attention import GridAttention
 from farfield.nn.bare import is_bare
 from farfield.nn.network_copy import clone, copied
 from farfield.nn.norm import CoefficientNorm
-from farfield.nn.tracing import call, keep_random_numbers, tensors
+from farfield.nn.tracing import call, hooked, keep_random_numbers, tensors
 from farfield.ops.grid import accumulation, flatten
 
 # The learned parts of an attention module: projections, and what operators learn beside them.
@@ -108,23 +108,21 @@ def run(model: nn.Module, example: Any) -> tuple[dict[str, Layer], Sequence[Tens
     """Run a model forward and backward; return its layers and the gradient of each response, or None if it has none."""
     kept: list[Tensor] = []
 
-    def keep(module: nn.Module, inputs: Any, response: Tensor) -> Tensor:
+    def keep(path: str, args: Any, keywords: Any, response: Tensor) -> Tensor:
         # If nothing before requires gradients, as in a frozen network, the response itself has to.
         kept.append(response if response.requires_grad else response.detach().requires_grad_())
         # Copied: the next module may work in place.
         return kept[-1].clone()
 
-    recorded = record_layers(model)
-    for module in model.modules():
-        if isinstance(module, GridAttention):
-            module.register_forward_hook(keep, prepend=True)
-    outputs = [tensor for tensor in tensors(call(model, example)) if tensor.requires_grad]
-    # Copied before the backward pass, which calls checkpointed layers again.
-    layers, responses = dict(recorded), list(kept)
-    if not (outputs and responses):
-        return layers, [None] * len(layers)
-    weights = [noise(output, seed) for seed, output in enumerate(outputs)]
-    return layers, torch.autograd.grad(outputs, responses, weights, allow_unused=True)
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, GridAttention)}
+    with record_layers(model) as recorded, hooked(modules, after=keep, first=True):
+        outputs = [tensor for tensor in tensors(call(model, example)) if tensor.requires_grad]
+        # Copied before the backward pass, which calls checkpointed layers again.
+        layers, responses = dict(recorded), list(kept)
+        if not (outputs and responses):
+            return layers, [None] * len(layers)
+        weights = [noise(output, seed) for seed, output in enumerate(outputs)]
+        return layers, torch.autograd.grad(outputs, responses, weights, allow_unused=True)
 
 
 def is_identity(attention: GridAttention) -> bool:

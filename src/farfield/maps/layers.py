@@ -21,7 +21,7 @@ from farfield.nn.attention import GridAttention
 from farfield.nn.network_copy import copied, share_parameters
 from farfield.nn.norm import CoefficientNorm
 from farfield.nn.token_attention import TokenCall, record_token_calls
-from farfield.nn.tracing import call
+from farfield.nn.tracing import call, hooked
 
 # Most tokens before the patches: class and distillation tokens and up to 8 registers, with room. Detection tokens, of
 # which YOLOS has 100, stand behind the patches.
@@ -72,8 +72,7 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
             raise refusal(TypeError, f"inputs must be tensors, got the shape {given}; fix: torch.zeros{given}.")
     with torch.no_grad(), copied(network, share_parameters, reports=True) as own:
         originals: dict[Any, Any] = dict(zip(own.modules(), network.modules(), strict=True))
-        recorded = record_layers(own)
-        with _record_tokens(own, recorded):
+        with record_layers(own) as recorded, _record_tokens(own, recorded):
             call(own.eval(), inputs)
     check_has_attention(network, recorded)
     return {
@@ -95,20 +94,20 @@ def check_has_attention(network: nn.Module, layers: dict[str, Layer]) -> None:
     raise refusal(ValueError, f"{problem}; fix: {fix}, or farfield.replace_attention for a transformer.")
 
 
-def record_layers(network: nn.Module) -> dict[str, Layer]:
-    """Return a dictionary as `layers` does, which later calls of the attention of a network, a copy, are added to."""
+@contextmanager
+def record_layers(network: nn.Module) -> Iterator[dict[str, Layer]]:
+    """Yield a dictionary as `layers` returns, which calls of the attention of a network in the context are added to."""
     recorded: dict[str, Layer] = {}
-    names = {module: name for name, module in network.named_modules() if isinstance(module, GridAttention)}
+    modules = {path: module for path, module in network.named_modules() if isinstance(module, GridAttention)}
 
-    def record(module: GridAttention, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def record(path: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         given = dict(zip(("grid", "context"), arguments, strict=False)) | keywords
         # Copied: the next module may work in place.
         copies = {name: value.detach().clone() for name, value in given.items() if value is not None}
-        add_layer(recorded, names[module], Layer(module, **copies))
+        add_layer(recorded, path, Layer(modules[path], **copies))
 
-    for module in names:
-        module.register_forward_pre_hook(record, with_kwargs=True)
-    return recorded
+    with hooked(modules, before=record):
+        yield recorded
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -121,32 +120,32 @@ def _is_replaced(module: nn.Module) -> bool:
 
 @contextmanager
 def _record_tokens(network: nn.Module, recorded: dict[str, Layer]) -> Iterator[None]:
-    """Add a layer to a dictionary for every call of a replaced attention of a network, a copy, within the context."""
-    paths = {module: path for path, module in network.named_modules() if _is_replaced(module)}
-    if not paths:
+    """Add a layer to a dictionary for every call of a replaced attention of a network within the context."""
+    modules = {path: module for path, module in network.named_modules() if _is_replaced(module)}
+    others = {path: module for path, module in network.named_modules() if path not in modules}
+    convolutions = {path: each for path, each in others.items() if isinstance(each, nn.Conv1d | nn.Conv2d | nn.Conv3d)}
+    if not modules:
         yield
         return
     thread, running, patches = threading.get_ident(), list[str](), _LastPatches()
 
-    def enter(module: nn.Module, _: Any) -> None:
-        running.append(paths[module])
+    def enter(path: str, *_: Any) -> None:
+        running.append(path)
 
     def leave(*_: Any) -> None:
         running.pop()
+
+    def see(path: str, args: Any, keywords: Any, output: Tensor) -> None:
+        patches.see(convolutions[path], output)
 
     def record(call: TokenCall) -> None:
         # Other threads may run other networks.
         if running and threading.get_ident() == thread:
             add_layer(recorded, running[-1], layer_of(call, patches.of(running[-1], call)))
 
-    for module in network.modules():
-        if module in paths:
-            module.register_forward_pre_hook(enter)
-            # Behind an error that the network catches, the module is left too.
-            module.register_forward_hook(leave, always_call=True)
-        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            module.register_forward_hook(patches.see)
-    with record_token_calls(record):
+    # Behind an error that the network catches, the module is left too.
+    attentions = hooked(modules, before=enter, after=leave, always=True)
+    with attentions, hooked(convolutions, after=see), record_token_calls(record):
         yield
 
 
@@ -157,7 +156,7 @@ class _LastPatches:
         self.size: tuple[int, ...] | None = None
         self.stack: str | None = None
 
-    def see(self, convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d, _: Any, output: Tensor) -> None:
+    def see(self, convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d, output: Tensor) -> None:
         """Remember the size of a convolution's output, if the convolution takes apart patches or single positions."""
         apart = convolution.kernel_size == convolution.stride
         self.size, self.stack = tuple(output.shape[-len(convolution.stride) :]) if apart else None, None

@@ -228,9 +228,11 @@ class Copier:
         """Copy the attributes of an object into its copy; a compiled call of a module is left out."""
         own, attributes = attributes_of(value), attributes_of(made)
         attributes.update({name: self.copy(each) for name, each in own.items() if name != "_compiled_call_impl"})
-        for slot in slots_of(type(value)):
-            with suppress(AttributeError):  # it is empty
-                slot.__set__(made, self.copy(slot.__get__(value)))
+        for base in type(value).__mro__:
+            for slot in vars(base).values() if "__slots__" in vars(base) else ():
+                if isinstance(slot, types.MemberDescriptorType):
+                    with suppress(AttributeError):  # it is empty
+                        slot.__set__(made, self.copy(slot.__get__(value)))
         return made
 
 
@@ -283,11 +285,6 @@ def attributes_of(value: Any) -> dict[str, Any]:
         return cast("dict[str, Any]", object.__getattribute__(value, "__dict__"))
     except AttributeError:
         return {}
-
-
-def slots_of(kind: type) -> list[types.MemberDescriptorType]:
-    slotted = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
-    return [each for own in slotted for each in own.values() if isinstance(each, types.MemberDescriptorType)]
 
 
 def is_plain(kind: type) -> bool:

@@ -1,15 +1,16 @@
-"""Running a model for inspection: on real or fake tensors, with the random states restored and bytes counted."""
+"""Running a model for inspection: on real or fake tensors, with hooks, bytes counted, and influences followed."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import operator
 import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,12 +40,8 @@ def keep_random_numbers(model: nn.Module) -> Iterator[None]:
 def call(model: nn.Module, example: Any) -> Any:
     """Call a model with a dict of named arguments, a tuple of arguments, or the one argument: it may write to them."""
     if isinstance(example, Mapping):
-        return model(**{name: _clone(each) for name, each in example.items()})
-    return model(*map(_clone, example if isinstance(example, tuple) else (example,)))
-
-
-def _clone(argument: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.clone, argument)
+        return model(**tree_map_only(Tensor, Tensor.clone, dict(example)))
+    return model(*tree_map_only(Tensor, Tensor.clone, example if isinstance(example, tuple) else (example,)))
 
 
 def tensors(outputs: Any) -> list[Tensor]:
@@ -62,8 +59,30 @@ def tensors(outputs: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors(part)]
 
 
-class EnoughError(Exception):
-    """Raised to stop a run early, when everything needed from it is known."""
+@contextmanager
+def hooked(
+    modules: Mapping[str, nn.Module],
+    *,
+    before: Callable[[str, Any, Any], None] | None = None,
+    after: Callable[[str, Any, Any, Any], Any] | None = None,
+    first: bool = False,
+    always: bool = False,
+) -> Iterator[None]:
+    """Call `before(path, args, kwargs)` and `after(path, args, kwargs, output)` where modules run in the context.
+
+    What `after` returns replaces the output, unless it is None. With `first`, both are called before all other hooks;
+    with `always`, `after` also behind an error of the module.
+    """
+    options: dict[str, Any] = {"prepend": first, "with_kwargs": True}
+    with ExitStack() as hooks:
+        for path, module in modules.items():
+            if before is not None:
+                hook = functools.partial(lambda path, module, *call: before(path, *call), path)
+                hooks.callback(module.register_forward_pre_hook(hook, **options).remove)
+            if after is not None:
+                hook = functools.partial(lambda path, module, *call: after(path, *call), path)
+                hooks.callback(module.register_forward_hook(hook, always_call=always, **options).remove)
+        yield
 
 
 # ---- without numbers -------------------------------------------------------------------------------------------------
@@ -146,3 +165,81 @@ class LiveBytes(TorchDispatchMode):
         self.seen[address] = weakref.ref(storage, forget)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+
+# ---- influences ------------------------------------------------------------------------------------------------------
+# They read the shape of their input, and no number.
+_LIKE = {f"{fill}_like" for fill in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
+_LIKE |= {f"new_{fill}" for fill in ("empty", "empty_strided", "full", "ones", "zeros")}
+
+
+class Influences(TorchDispatchMode):
+    """Note of each tensor, within the context, from which marked tensors it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Of each mark a bit.
+        self.marks: dict[Hashable, int] = {}
+        # Address of a storage -> where a tensor lies in it -> the bits of what it is computed from.
+        self.bits: dict[int, dict[Any, int]] = {}
+        # Of the numbers that Python has read, by which a model may choose what it computes.
+        self.read = 0
+
+    def mark(self, name: Hashable, tensor: Tensor) -> None:
+        self._add(tensor, self.marks.setdefault(name, 1 << len(self.marks)))
+
+    def names(self, value: Any) -> set[Hashable]:
+        """Return the names of the marked tensors on which those in a value depend."""
+        bits = self._read(value) | self.read
+        return {name for name, bit in self.marks.items() if bits & bit}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        arguments, operation = func._schema.arguments, func.overloadpacket.__name__
+        given = dict(zip((each.name for each in arguments), args, strict=False)) | (kwargs or {})
+        read = {} if operation in _LIKE else dict(given)
+        if operation == "where" and "self" in given and not given["condition"].is_meta:
+            # Of a side that is chosen nowhere, no number is read.
+            for side, chosen in (("self", given["condition"]), ("other", given["condition"].logical_not())):
+                if not chosen.any():
+                    del read[side]
+        bits, made = self._read(read), tensors(outputs)
+        written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+        for tensor in tensors([given.get(each) for each in written]):
+            self._add(tensor, bits)
+            parts = self.bits[_lies(tensor)[0]]
+            parts.update({where: own | bits for where, own in parts.items()})
+        if outputs is not None and not made:
+            self.read |= bits
+        # A new storage may have the address of one that is gone.
+        for address in {_lies(tensor)[0] for tensor in made} - {_lies(tensor)[0] for tensor in tensors(given)}:
+            self.bits[address] = {}
+        for tensor in made:
+            self._add(tensor, bits)
+        return outputs
+
+    def _add(self, tensor: Tensor, bits: int) -> None:
+        address, where = _lies(tensor)
+        parts = self.bits.setdefault(address, {})
+        parts[where] = parts.get(where, 0) | bits
+
+    def _read(self, value: Any) -> int:
+        bits = 0
+        for address, where in map(_lies, tensors(value)):
+            parts = self.bits.get(address, {})
+            bits |= parts[where] if where in parts else functools.reduce(operator.or_, parts.values(), 0)
+        return bits
+
+
+def is_held_twice(tensor: Tensor, held: Any) -> bool:
+    """Whether two of some tensors are this one, so that what one of them becomes does not change the other."""
+    return [_lies(each) for each in tensors(held)].count(_lies(tensor)) > 1
+
+
+def _lies(tensor: Tensor) -> tuple[int, Any]:
+    """Return the address of a tensor's storage, and where the tensor lies in it."""
+    try:
+        where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return tensor.untyped_storage()._cdata, where
+    except RuntimeError:  # nested and sparse tensors have several
+        return 0, None

@@ -7,14 +7,12 @@ it as its last element.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from farfield.insertion._insert.probe import Seen
-from farfield.insertion._places import CHILD, Place, inside, join, runs_in_order
+from farfield.insertion._places import CHILD, Place, runs_in_order
 from farfield.nn.scripting import refuse_to_script
 
 # torch.fx reads `__module__` of the module, not of its class: a module of torch.nn stays one call, all others are
@@ -60,27 +58,17 @@ def key_of(outputs: Any, entry: str) -> Any:
     raise LookupError(f'no entry "{entry}"')
 
 
-def grid_of(outputs: Any, entry: str | None) -> Any:
-    """Return the part of a host's outputs that its addition receives."""
-    return outputs if entry is None else outputs[key_of(outputs, entry)]
-
-
 def change_entry(outputs: Any, entry: str | None, change: Callable[[Any], Any]) -> Any:
     """Return the outputs of a module with one entry changed, or all of it; the module's own are not modified."""
     if entry is None:
         return change(outputs)
     key = key_of(outputs, entry)
-    return with_entry(outputs, key, change(outputs[key]))
-
-
-def with_entry(outputs: Any, key: Any, grid: Tensor) -> Any:
-    """Return a copy of a tuple, list or dict with one entry replaced."""
     if hasattr(outputs, "_fields"):
-        return outputs._replace(**{outputs._fields[key]: grid})
+        return outputs._replace(**{outputs._fields[key]: change(outputs[key])})
     if isinstance(outputs, tuple):
-        return (*outputs[:key], grid, *outputs[key + 1 :])
+        return (*outputs[:key], change(outputs[key]), *outputs[key + 1 :])
     copy = outputs.copy()
-    copy[key] = grid
+    copy[key] = change(outputs[key])
     return copy
 
 
@@ -106,13 +94,8 @@ def child_of(place: Place) -> str:
 
 
 def additions(model: nn.Module) -> dict[Place, nn.Module]:
-    """Map each place with an addition to its host: first hosts in the model, then those that others have replaced."""
-    hosts = dict(model.named_modules())
-    present = set(hosts.values())
-    for around, module, watched in _watches(model):
-        lost = {join(around, path): host for path, host in watched.hosts.items() if not _has_child(module, path)}
-        hosts |= {at: host for at, host in lost.items() if host not in present}
-    return {place: host for path, host in hosts.items() for place in places_of(path, host)}
+    """Map each place with an addition to its host."""
+    return {place: host for path, host in model.named_modules() for place in places_of(path, host)}
 
 
 def attach_addition(host: nn.Module, entry: str | None, module: nn.Module) -> None:
@@ -124,7 +107,13 @@ def attach_addition(host: nn.Module, entry: str | None, module: nn.Module) -> No
         host.add_module(CHILD, host._modules.get(CHILD, Entries()))
         cast(Entries, host._modules[CHILD])[entry] = module
     if not runs_in_order(host):
-        _hang(host)
+        # Before all other hooks. A number as the key would start anew where a saved model is loaded: the next hook
+        # would overwrite this one.
+        _hooks(host)[CHILD] = apply_addition
+        _hooks(host).move_to_end(CHILD, last=False)
+        host.__module__ = _TRACED
+        # `torch.jit.script` calls it first; it would fail at our hooks in words of its own.
+        vars(host)["__prepare_scriptable__"] = refuse_to_script
 
 
 def detach_addition(host: nn.Module, entry: str | None) -> None:
@@ -140,9 +129,9 @@ def detach_addition(host: nn.Module, entry: str | None) -> None:
             vars(host).pop("__prepare_scriptable__", None)
 
 
-def _hooks(module: nn.Module, kind: str = "forward") -> OrderedDict[Any, Any]:
+def _hooks(module: nn.Module) -> OrderedDict[Any, Any]:
     """Return the hooks of a module; their keys are torch's numbers, and CHILD for ours."""
-    return cast("OrderedDict[Any, Any]", vars(module)[f"_{kind}_hooks"])
+    return cast("OrderedDict[Any, Any]", module._forward_hooks)
 
 
 def apply_addition(host: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -150,111 +139,9 @@ def apply_addition(host: nn.Module, inputs: Any, outputs: Any) -> Any:
     return getattr(host, CHILD)(outputs)
 
 
-def _hang(host: nn.Module) -> None:
-    """Make a host call the addition that is its child, before any other forward hook runs."""
-    # A number as the key would start anew where a saved model is loaded: the next hook would overwrite this one.
-    _hooks(host)[CHILD] = apply_addition
-    _hooks(host).move_to_end(CHILD, last=False)
-    host.__module__ = _TRACED
-    # `torch.jit.script` calls it first; it would fail at our hooks in words of its own.
-    vars(host)["__prepare_scriptable__"] = refuse_to_script
-
-
-class Watch:
-    """Check, before a module runs, that the layers in it still call their additions."""
-
-    def __init__(self) -> None:
-        self.hosts: dict[str, nn.Module] = {}
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        """Check each host, as a forward pre-hook; RuntimeError if it was removed or replaced without its addition."""
-        for path, host in self.hosts.items():
-            if CHILD not in host._modules:
-                continue
-            now = _module_at(module, path)
-            if now is None or not _are_one(now._modules.get(CHILD), host._modules[CHILD]):
-                old = type(host).__name__
-                kinds = f"its {old} was removed" if now is None else f"{type(now).__name__} has replaced its {old}"
-                problem = f"{path} in {type(module).__name__} has lost its addition: {kinds}"
-                fix = "remove() the addition, fuse or replace the layer, then insert() again."
-                raise RuntimeError(f"insert: {problem}.\n  fix: {fix}")
-            # `convert_sync_batchnorm` replaces a layer by another with its children but without its hooks.
-            if CHILD not in _hooks(now):
-                _hang(now)
-                self.hosts[path] = now
-
-
-def _module_at(module: nn.Module | None, path: str) -> nn.Module | None:
-    for name in path.split("."):
-        module = module._modules.get(name) if module is not None else None
-    return module
-
-
-def _has_child(module: nn.Module, path: str) -> bool:
-    now = _module_at(module, path)
-    return now is not None and CHILD in now._modules
-
-
-def watch(model: nn.Module, places: Mapping[Place, nn.Module], seen: Seen) -> None:
-    """Make the module around each host without children check its addition: such a layer may be replaced later."""
-    for place, host in places.items():
-        if place.path and set(host._modules) == {CHILD} and not runs_in_order(host):
-            around = seen.caller_of(place.path)
-            watched = _hooks(model.get_submodule(around), "forward_pre").setdefault(CHILD, Watch())
-            watched.hosts[inside(around, place.path)] = host
-
-
-def read_watches(model: nn.Module) -> list[list[str]]:
-    """Return the pairs of paths of a module that checks additions before it runs, and of a layer in it that has one."""
-    return [[around, path] for around, _, watched in _watches(model) for path in watched.hosts]
-
-
-def watch_places(model: nn.Module, pairs: Iterable[Sequence[str]]) -> None:
-    """Make modules check additions before they run, from the pairs of `read_watches`."""
-    for around, path in pairs:
-        module = model.get_submodule(around)
-        watched = _hooks(module, "forward_pre").setdefault(CHILD, Watch())
-        watched.hosts[path] = module.get_submodule(path)
-
-
-def _are_one(one: nn.Module | None, other: nn.Module | None) -> bool:
-    """Whether two additions are one, or replicas of one on several GPUs: these share the dict of their hooks."""
-    # The first comparison is the one that Dynamo evaluates.
-    return one is other or (one is not None and other is not None and _hooks(one) is _hooks(other))
-
-
-def _watches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Watch]]:
-    for path, module in model.named_modules():
-        hook = _hooks(module, "forward_pre").get(CHILD)
-        if isinstance(hook, Watch):
-            yield path, module, hook
-
-
-def tidy(model: nn.Module, removed: Iterable[str]) -> None:
-    """Delete the watches and other hooks of additions that were removed, also those that copies inherited."""
-    for around, module, watched in list(_watches(model)):
-        for path, host in list(watched.hosts.items()):
-            # A shared layer may have lost its addition under another path.
-            if (join(around, path) in removed or CHILD not in host._modules) and not _has_child(module, path):
-                del watched.hosts[path]
-        if not watched.hosts:
-            del _hooks(module, "forward_pre")[CHILD]
+def tidy(model: nn.Module) -> None:
+    """Delete the hooks of additions that were removed, which copies of a host have inherited."""
     for module in model.modules():
         for key, hook in list(_hooks(module).items()):
             if hook is apply_addition and CHILD not in module._modules:
                 del _hooks(module)[key]
-        if not any(CHILD in inner._modules for inner in module.modules()):
-            _hooks(module, "load_state_dict_pre").pop(CHILD, None)
-
-
-def read_old(sequence: nn.Module, last: str) -> None:
-    """Make a sequence whose last child has the addition load files of 0.2, in which the sequence itself has it."""
-    _hooks(sequence, "load_state_dict_pre")[CHILD] = partial(rename_keys, last)
-
-
-def rename_keys(last: str, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Rename `farfield.…` to `{last}.farfield.…`, as a hook before a state dict is loaded."""
-    for key in [key for key in state if key.startswith(f"{prefix}{CHILD}.")]:
-        new = f"{prefix}{last}.{key.removeprefix(prefix)}"
-        if new not in state:
-            state[new] = state.pop(key)

@@ -8,26 +8,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from farfield._refusals import door, refusal
-from farfield.insertion._insert.additions import (
-    ChannelsLast,
-    additions,
-    attach_addition,
-    detach_addition,
-    read_old,
-    tidy,
-    watch,
-)
+from farfield.insertion._insert.additions import ChannelsLast, additions, attach_addition, detach_addition, tidy
 from farfield.insertion._insert.checks import (
     check_batch,
+    check_calls,
+    check_effect,
     check_free,
+    check_grid,
     check_open,
     check_types,
-    grid_at,
-    record_places,
+    find_near,
     verify,
 )
-from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, check_layouts, look_elsewhere
-from farfield.insertion._places import Place, find_places, inside
+from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, check_layouts
+from farfield.insertion._insert.record import record_places
+from farfield.insertion._places import Place, find_places
 
 
 @door("insert")
@@ -51,18 +46,19 @@ def insert(
     farfield's compact networks, and where a grid with a batch of one gets the strides of another memory format. Any
     other addition that keeps the shape, dtype and device of its input is accepted too, and changes the output at once.
 
-    The model runs a few times with the example, in eval mode, without gradients: once to get the channels of each
-    place, at other sizes to verify that these are the channels, with twice the batch to verify that the batch comes
-    first, and with the additions in place to verify that each is called as often as its host and affects the output of
-    the model. Copies with the same weights run, so what a run changes in a model is lost with them, and random states
-    are restored. If a check fails, all additions are removed again.
+    The model runs a few times, in eval mode, without gradients: with the example, to get the channels of each place and
+    to follow whether the output of the model depends on it; at other sizes to verify that these are the channels, with
+    twice the batch to verify that the batch comes first; and with the additions in place to verify that each is called
+    as often as its host. Copies with the same weights run, so what a run changes in a model is lost with them, and
+    random states are restored. If a check fails, all additions are removed again.
 
     An `nn.Sequential` runs its addition as its last element, which its length, iteration and indexing count. A sequence
     whose children the model itself runs, counts or indexes in some method, or has as features (timm's `feature_info`),
     stands for its last child: that gets the addition. Another host calls it before all its other forward hooks.
 
     Args:
-        model: Changed in place. Compile, export or wrap it afterwards.
+        model: Changed in place. Fuse layers before: a host that another layer replaces loses its addition. Compile,
+            export or wrap it afterwards.
         where: Paths of modules, one or many; `*` stands for any part of one segment, `layer4.*` for each block. A
             place that returns a tuple, list or dict needs an entry: `backbone.fpn[pool]`. `places` lists them.
         make: Function from the number of channels of a place to a new module, called once per place: `attention_for`,
@@ -89,8 +85,8 @@ def insert(
             additions; if an addition returns non-finite numbers; if `layout` or `where` is not of the given form.
 
     Cost:
-        About five forward passes, some of them of an example of up to four times the size, and at least one more for
-        each place.
+        About four forward passes, some of them of an example of up to four times the size, and one more for a place
+        whose effect cannot be followed, as through NumPy.
 
     Example:
         >>> from functools import partial
@@ -111,25 +107,25 @@ def insert(
     places = {place: model.get_submodule(place.path) for place in named.values()}
     for place in places:
         check_free("insert", model, place)
-    seen = record_places(model, [*named, *places], example)
-    grids = {place: grid_at(model, place, seen, example) for place in places}
-    elsewhere = look_elsewhere(model, places, example)
+    record = record_places(model, find_near(model, [*named, *places]), example)
+    for place in dict.fromkeys([*named, *places]):
+        check_calls(model, place, record)
+    grids = {place: check_grid(model, place, record) for place in places}
     for place in places:
-        check_batch(model, place, seen, elsewhere[place], example)
-    check_layouts(model, {place: tuple(grid.shape) for place, grid in grids.items()}, elsewhere, layout)
+        check_batch(model, place, record)
+    shapes = {place: tuple(grid.shape) for place, grid in grids.items()}
+    check_layouts(model, shapes, {place: record.at(place).sizes for place in places}, layout)
+    for place in places:
+        check_effect(model, place, record)
     made = _make_all(make, grids, layout)
     for place, module in made.items():
         attach_addition(places[place], place.entry, ChannelsLast(module) if layout == "channels_last" else module)
     try:
-        verify(model, grids, seen, example)
+        verify(model, grids, example)
     except BaseException:
         for place, host in places.items():
             detach_addition(host, place.entry)
         raise
-    watch(model, places, seen)
-    for name, place in named.items():
-        if name != place:
-            read_old(model.get_submodule(name.path), inside(name.path, place.path))
     return {str(name): made[place] for name, place in named.items()}
 
 
@@ -161,14 +157,13 @@ def remove(model: nn.Module, where: str | Sequence[str] | None = None) -> None:
         raise refusal(LookupError, f"{type(model).__name__} has no additions; fix: insert one first.")
     chosen = list(present) if where is None else []
     for pattern in [where] if isinstance(where, str) else where or ():
-        # A host that another layer has replaced is not in the model any more, so paths of additions come first.
-        matched = [place for place in present if str(place) == pattern] or _find_additions(model, pattern, present)
+        matched = _find_additions(model, pattern, present)
         if not matched:
             raise refusal(LookupError, f'no addition at "{pattern}"; there are {", ".join(map(str, present))}.')
         chosen += matched
     for place in dict.fromkeys(chosen):
         detach_addition(present[place], place.entry)
-    tidy(model, [place.path for place in chosen])
+    tidy(model)
 
 
 def _find_additions(model: nn.Module, pattern: str, present: Mapping[Place, nn.Module]) -> list[Place]:

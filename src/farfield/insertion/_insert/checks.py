@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -11,10 +10,9 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError, check_network, unknown
 from farfield._refusals import refusal
-from farfield.insertion._insert.additions import Entries, child_of, grid_of, places_of
-from farfield.insertion._insert.effects import Effects
-from farfield.insertion._insert.layout import Elsewhere, Shape, batches, changes, is_floating, look_elsewhere
-from farfield.insertion._insert.probe import Seen, describe_error, describe_value, entries, probe, run_example
+from farfield.insertion._insert.additions import Entries, child_of, places_of
+from farfield.insertion._insert.layout import batches, changes, is_floating
+from farfield.insertion._insert.record import Record, describe_error, describe_value, entries, has_effect, run_copy
 from farfield.insertion._places import CHILD, Place, join, parents
 from farfield.nn.attention import GridAttention
 from farfield.nn.normed_attention import NormedAttention
@@ -119,29 +117,27 @@ def check_free(caller: str, model: nn.Module, place: Place) -> None:
         raise ValueError(f'insert: entry "{place.entry}" of {where} cannot be the name of a module; fix: {fix}')
 
 
-def record_places(model: nn.Module, places: Iterable[Place], example: Any) -> Seen:
-    """Record each place, its parents, its children and the children of the model in one run; refuse repeated calls."""
-    watched = {
-        path for place in places for path in (place.path, *parents(place.path), *_list_children(model, place.path))
-    }
-    seen = run_example(model, watched | set(_list_children(model, "")), example)
-    for path in dict.fromkeys(place.path for place in places):
-        parent = seen.caller_of(path)
-        around, calls = parent or type(model).__name__, seen.calls[path]
-        if not calls:
-            inside = [child for child in _list_children(model, path) if seen.calls[child]] + [parent] * bool(parent)
-            whole = [child for child in _list_children(model, "") if seen.calls[child]]
-            problem = f"{path} is never called with this example, in eval; its weights may be read without a call"
-            fix = f"insert at a module that runs: {', '.join(inside or whole)}."
-            raise ValueError(f"insert: {problem}.\n  fix: {fix}")
-        if not seen.is_called_once(path):
-            problem = f"{path} is called {_times(calls)} while {around} is called {_times(seen.calls[parent])}"
-            once = [Place(parent)] * bool(parent) + _find_alternatives(model, Place(""), seen, example)
-            fix = f"{_fix_text(once)}, which is called once."
-            raise ValueError(
-                f"insert: {problem}, and one addition would change the output of every call.\n  fix: {fix}"
-            )
-    return seen
+def find_near(model: nn.Module, places: Iterable[Place]) -> set[str]:
+    """Return the paths of places, and of the modules that errors name instead: around them, in them, and the stages."""
+    near = {path for place in places for path in (place.path, *parents(place.path), *_list_children(model, place.path))}
+    return near | set(_list_children(model, ""))
+
+
+def check_calls(model: nn.Module, place: Place, record: Record) -> None:
+    """Refuse a place that is never called, or more often than the module around it."""
+    path, calls = place.path, record.calls[place.path]
+    parent = record.caller_of(path)
+    if not calls:
+        inside = [child for child in _list_children(model, path) if record.calls[child]] + [parent] * bool(parent)
+        whole = [child for child in _list_children(model, "") if record.calls[child]]
+        problem = f"{path} is never called with this example, in eval; its weights may be read without a call"
+        fix = f"insert at a module that runs: {', '.join(inside or whole)}."
+        raise ValueError(f"insert: {problem}.\n  fix: {fix}")
+    if path and calls > record.calls[parent]:
+        around = f"{parent or type(model).__name__} is called {_times(record.calls[parent])}"
+        once = [Place(parent)] * bool(parent) + _find_alternatives(model, Place(""), record)
+        problem = f"{path} is called {_times(calls)} while {around}, and one addition would change the output of every"
+        raise ValueError(f"insert: {problem} call.\n  fix: {_fix_text(once)}, which is called once.")
 
 
 def _list_children(model: nn.Module, path: str) -> list[str]:
@@ -154,24 +150,24 @@ def _list_children(model: nn.Module, path: str) -> list[str]:
     return paths
 
 
-def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
+def check_grid(model: nn.Module, place: Place, record: Record) -> Tensor:
     """Return the grid at a place: the output of its module, or an entry of it; refuse what is no grid."""
-    path, outputs = place.path or type(model).__name__, seen.outputs[place.path]
+    path, outputs = place.path or type(model).__name__, record.places[Place(place.path)].value
     several = isinstance(outputs, Mapping | tuple | list)
     if several and place.entry is None:
-        near = _find_alternatives(model, place, seen, example)
+        near = _find_alternatives(model, place, record)
         fix = f'choose an entry, "{near[0]}" for example' if near and near[0].path == place.path else _fix_text(near)
         raise TypeError(f"insert: {path} returns several values, {describe_value(outputs)}; fix: {fix}.")
     if not several and place.entry is not None:
         fix = f'insert at "{place.path}"'
         raise TypeError(f"insert: {path} returns {describe_value(outputs)} and has no entries; fix: {fix}.")
     try:
-        grid = grid_of(outputs, place.entry)
+        grid = record.at(place).value
     except LookupError:
         raise unknown(f"entry of {path}", place.entry, entries(outputs)) from None
     if not is_floating(grid):
         problem = f"{place.label} must return a grid of floats, got {describe_value(grid)}"
-        fix = _fix_text(_find_alternatives(model, place, seen, example))
+        fix = _fix_text(_find_alternatives(model, place, record))
         raise TypeError(f"insert: {problem}.\n  fix: {fix}.")
     if grid.dim() < 3:
         problem = f"{place.label} returns {tuple(grid.shape)}, which has no spatial dims to attend over"
@@ -183,14 +179,8 @@ def grid_at(model: nn.Module, place: Place, seen: Seen, example: Any) -> Tensor:
     return grid
 
 
-def grids_in(path: str, outputs: Any) -> dict[Place, Any]:
-    """Map the places of a module to what it returns there: one place, or one for each entry."""
-    several = isinstance(outputs, Mapping | tuple | list)
-    return {Place(path, entry): grid for entry, grid in (entries(outputs) if several else {None: outputs}).items()}
-
-
-def has_grid(model: nn.Module, place: Place, value: Any) -> bool:
-    """Whether a place returns a grid as `grid_at` accepts it."""
+def is_grid(model: nn.Module, place: Place, value: Any) -> bool:
+    """Whether a place returns a grid as `check_grid` accepts it."""
     return is_floating(value) and value.dim() >= 3 and not _has_batch_second(model, place, value)
 
 
@@ -200,48 +190,51 @@ def _has_batch_second(model: nn.Module, place: Place, grid: Tensor) -> bool:
     return grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules)
 
 
-def check_batch(model: nn.Module, place: Place, seen: Seen, elsewhere: Elsewhere, example: Any) -> None:
+def check_batch(model: nn.Module, place: Place, record: Record) -> None:
     """Refuse a place whose first dimension is not the batch: an addition there would not see a whole sample."""
-    shape = tuple(grid_of(seen.outputs[place.path], place.entry).shape)
-    returned = f"insert: {place.label} returns {shape}"
-    if changes(shape, elsewhere.batches):
-        problem = f"{elsewhere.batches[0]} for twice the batch, which may change only the first dimension"
+    seen = record.at(place)
+    shape = tuple(seen.value.shape)
+    if changes(shape, seen.batches):
+        problem = f"{seen.batches[0]} for twice the batch, which may change only the first dimension"
         fix = "set batch_first=True in the model, or insert where the batch is first."
-        raise ShapeError(f"{returned}, and {problem}.\n  fix: {fix}")
-    if elsewhere.keeps_batch(shape, example):
+        raise ShapeError(f"insert: {place.label} returns {shape}, and {problem}.\n  fix: {fix}")
+    if record.keeps_batch(seen):
         return
-    batch, others = batches(example), [other for other in elsewhere.sizes if other[0] != shape[0]]
+    batch, others = batches(record.example), [other for other in seen.sizes if other[0] != shape[0]]
     at_another_size = f" and {others[0]} at another input size" if others and shape[0] in batch else ""
-    fix = _fix_text(_find_alternatives(model, place, seen, example))
+    fix = _fix_text(_find_alternatives(model, place, record))
     raise ShapeError(
-        f"{returned} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}: its first dimension is not "
-        f"the batch but parts of it, windows for example, and an addition would attend within each part alone.\n"
-        f"  fix: {fix}."
+        f"insert: {place.label} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}: "
+        f"its first dimension is not the batch but parts of it, windows for example, and an addition would attend "
+        f"within each part alone.\n  fix: {fix}."
     )
 
 
-def verify(model: nn.Module, grids: Mapping[Place, Tensor], before: Seen, example: Any) -> None:
-    """Run with the additions in place: each must be called as often as its host, keep the shape and have an effect."""
+def check_effect(model: nn.Module, place: Place, record: Record) -> None:
+    """Refuse a place on which the output of the model does not depend."""
+    if not has_effect(model, place, record):
+        same = f"whatever its addition returns, {type(model).__name__} returns the same for this example"
+        fix = _fix_text(_find_alternatives(model, place, record))
+        raise ValueError(f"insert: {place.label} has no effect: {same}.\n  fix: {fix}.")
+
+
+def verify(model: nn.Module, grids: Mapping[Place, Tensor], example: Any) -> None:
+    """Run with the additions in place: each must be called as often as its host, and keep the shape."""
     children, undone = {place: child_of(place) for place in grids}, "so all additions were taken out again"
+    record = Record(example)
     try:
-        seen = probe(model, example, ["", *children.values(), *(place.path for place in grids)])
+        run_copy(model, example, {*children.values(), *(place.path for place in grids)}, record.note)
     except Exception as error:
         for place, grid in grids.items():
             _check_runs(place, model.get_submodule(children[place]), grid)
         problem = f"{type(model).__name__} fails with {', '.join(place.label for place in grids)} in place"
         raise ValueError(f"insert: {problem}, {undone}: {describe_error(error)}\n  fix: {_AROUND}") from error
     for place, grid in grids.items():
-        calls, host_calls = seen.calls[children[place]], seen.calls[place.path]
+        calls, host_calls = record.calls[children[place]], record.calls[place.path]
         if calls != host_calls or not calls:
             problem = f"{place.label} was called {_times(host_calls)} and its addition {_times(calls)}"
             raise ValueError(f"insert: {problem}, {undone}.\n  fix: {_AROUND}")
-        _check_kept(place, grid, seen.outputs[children[place]])
-    effects = Effects(model, example, seen.outputs[""])
-    for place, grid in grids.items():
-        if not (grid.is_meta or effects.reaches(place, Place(children[place]))):
-            same = f"whatever its addition returns, {type(model).__name__} returns the same for this example"
-            fix = _fix_text(_find_alternatives(model, place, before, example))
-            raise ValueError(f"insert: {place.label} has no effect: {same}, {undone}.\n  fix: {fix}.")
+        _check_kept(place, grid, record.places[Place(children[place])].value)
 
 
 def _check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
@@ -259,40 +252,35 @@ def _check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
 
 def _check_kept(place: Place, grid: Tensor, output: Any) -> None:
     """Refuse an addition that does not return one grid of the shape, dtype and device of its input."""
-    it = f"insert: the addition at {place.label}"
     if not isinstance(output, Tensor):
-        raise TypeError(f"{it} must return a tensor, got {type(output).__name__}.")
+        raise TypeError(f"insert: the addition at {place.label} must return a tensor, got {type(output).__name__}.")
     if output.shape != grid.shape:
-        raise ShapeError(f"{it} must keep the shape {tuple(grid.shape)}, got {tuple(output.shape)}.")
+        shapes = f"{tuple(grid.shape)}, got {tuple(output.shape)}"
+        raise ShapeError(f"insert: the addition at {place.label} must keep the shape {shapes}.")
     if (output.dtype, output.device) != (grid.dtype, grid.device):
         kept, got = (f"{each.dtype} on {each.device}" for each in (grid, output))
-        raise TypeError(f"{it} must keep {kept}, got {got}.")
+        raise TypeError(f"insert: the addition at {place.label} must keep {kept}, got {got}.")
     if not grid.is_meta and torch.isfinite(grid).all() and not torch.isfinite(output).all():
-        raise ValueError(f"{it} returns non-finite numbers for finite {grid.dtype} inputs.")
+        problem = f"returns non-finite numbers for finite {grid.dtype} inputs"
+        raise ValueError(f"insert: the addition at {place.label} {problem}.")
 
 
-def _find_alternatives(model: nn.Module, place: Place, seen: Seen, example: Any) -> list[Place]:
+def _find_alternatives(model: nn.Module, place: Place, record: Record) -> list[Place]:
     """Return up to three places to insert at instead: entries of the place, or modules in it or around it."""
-    candidates: dict[Place, Shape] = {}
-    for path in (place.path, *reversed(_list_children(model, place.path)), *parents(place.path)):
-        if seen.calls[path] == seen.calls[seen.caller_of(path)]:
-            grids = grids_in(path, seen.outputs.get(path)).items()
-            candidates |= {other: tuple(grid.shape) for other, grid in grids if _is_grid(grid, batches(example))}
-    candidates = {other: shape for other, shape in candidates.items() if str(other) not in ("", str(place))}
-    elsewhere = look_elsewhere(model, candidates, example)
-    effects = Effects(model, example, seen.outputs[""])
-    kept = (other for other, shape in candidates.items() if elsewhere[other].keeps_batch(shape, example))
-    return list(islice(filter(effects.reaches, kept), 3))
+    near = (place.path, *reversed(_list_children(model, place.path)), *parents(place.path))
+    once = [path for path in near if record.calls[path] == record.calls[record.caller_of(path)]]
+    others = [(other, seen) for path in once for other, seen in record.places.items() if other.path == path]
+    fit = [other for other, seen in others if seen.reaches and _is_grid(seen.value) and record.keeps_batch(seen)]
+    return [other for other in fit if str(other) not in ("", str(place))][:3]
 
 
 def _fix_text(places: list[Place]) -> str:
     return "insert at " + (" or ".join(f'"{place}"' for place in places) or "a module that returns one grid")
 
 
-def _is_grid(value: Any, batch: set[int]) -> bool:
-    """Whether a value is a floating-point grid: batch first, and two further dimensions longer than 1."""
-    fits = is_floating(value) and value.dim() >= 3 and len(value) in batch
-    return fits and sum(length > 1 for length in value.shape[1:]) > 1
+def _is_grid(value: Any) -> bool:
+    """Whether a value is a floating-point grid: two dimensions after the batch are longer than 1."""
+    return is_floating(value) and value.dim() >= 3 and sum(length > 1 for length in value.shape[1:]) > 1
 
 
 def _times(count: int) -> str:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeGuard, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
 
 from farfield._checks import ShapeError
 from farfield._refusals import refusal
-from farfield.insertion._insert.additions import grid_of
-from farfield.insertion._insert.probe import probe
 from farfield.insertion._places import Place
 
 Layout = Literal["channels_first", "channels_last"]
 _LAYOUTS = get_args(Layout)
+_OTHER: dict[Layout, Layout] = {"channels_first": "channels_last", "channels_last": "channels_first"}
 Shape = tuple[int, ...]
 
 
@@ -30,7 +28,7 @@ def channel_axis(dimensions: int, layout: Layout) -> int:
     return 1 if layout == "channels_first" else dimensions - 1
 
 
-def _resize(example: Any) -> Iterator[Any]:
+def resize(example: Any) -> Iterator[Any]:
     """Yield the example at other sizes: once for each length among its spatial axes, with all axes of it changed."""
     tensors: list[tuple[Tensor, int]] = []
     map_tensors(example, lambda *pair: tensors.append(pair))
@@ -81,13 +79,13 @@ def batches(example: Any) -> set[int]:
     return {len(example)} if isinstance(example, list) else set()
 
 
-def _repeat_batch(example: Any) -> Any:
+def repeat_batch(example: Any) -> Any:
     if isinstance(example, list):
         return example * 2
     if isinstance(example, Mapping):
-        return {name: _repeat_batch(value) for name, value in example.items()}
+        return {name: repeat_batch(value) for name, value in example.items()}
     if isinstance(example, tuple):
-        return tuple(map(_repeat_batch, example))
+        return tuple(map(repeat_batch, example))
     return torch.cat([example, example]) if isinstance(example, Tensor) and example.dim() else example
 
 
@@ -100,42 +98,17 @@ def _spatial_axes(tensor: Tensor, start: int, channels: int) -> list[int]:
     return axes
 
 
-class Elsewhere(NamedTuple):
-    """The shapes of a place for other inputs that the model accepts: other sizes, and twice the batch."""
-
-    sizes: list[Shape]
-    batches: list[Shape]
-
-    def keeps_batch(self, shape: Shape, example: Any) -> bool:
-        """Whether the first dimension has the length of the batch, and only it changes with twice the batch."""
-        lengths, sizes = {other[0] for other in self.batches}, {other[0] for other in self.sizes}
-        fits = shape[0] in batches(example) and lengths <= batches(_repeat_batch(example)) and sizes <= {shape[0]}
-        return fits and not changes(shape, self.batches)
-
-
-def look_elsewhere(model: nn.Module, places: Iterable[Place], example: Any) -> dict[Place, Elsewhere]:
-    """Return the output shapes of places for other inputs; a model may refuse some or all of these inputs."""
-    shapes = {place: Elsewhere([], []) for place in places}
-    for batched, other in [(False, other) for other in _resize(example)] + [(True, _repeat_batch(example))]:
-        outputs = probe(model, other, [place.path for place in shapes], stop_early=True).outputs
-        for place, elsewhere in shapes.items():
-            # A smaller input may have fewer levels.
-            with suppress(LookupError):
-                shape = tuple(grid_of(outputs[place.path], place.entry).shape)
-                (elsewhere.batches if batched else elsewhere.sizes).append(shape)
-    return shapes
-
-
 def check_layouts(
-    model: nn.Module, shapes: Mapping[Place, Shape], elsewhere: Mapping[Place, Elsewhere], layout: Layout | None
+    model: nn.Module, shapes: Mapping[Place, Shape], sizes: Mapping[Place, list[Shape]], layout: Layout | None
 ) -> None:
     """Refuse a layout that another input size contradicts, and the default if neither it nor the weights confirm it."""
-    reasons = {place: _find_misfit(model, place, shape, elsewhere[place], layout) for place, shape in shapes.items()}
+    reasons = {place: _find_misfit(model, place, shape, sizes[place], layout) for place, shape in shapes.items()}
     misfits = {place: misfit for place, misfit in reasons.items() if misfit is not None}
     if not misfits:
         return
     problem, fix = next(iter(misfits.values()))
-    assumed, other = layout or _LAYOUTS[0], _other_layout(layout)
+    assumed = layout or _LAYOUTS[0]
+    other = _OTHER[assumed]
     wrong = [place for place, (_, remedy) in misfits.items() if remedy == f'layout="{other}"']
     right = [place for place in shapes if place not in misfits]
     if wrong and right:
@@ -146,12 +119,13 @@ def check_layouts(
 
 
 def _find_misfit(
-    model: nn.Module, place: Place, shape: Shape, elsewhere: Elsewhere, layout: Layout | None
+    model: nn.Module, place: Place, shape: Shape, sizes: list[Shape], layout: Layout | None
 ) -> tuple[str, str] | None:
     """Return the reason why a layout is refused at one place, and the fix; None if it is accepted."""
-    assumed, other = layout or _LAYOUTS[0], _other_layout(layout)
+    assumed = layout or _LAYOUTS[0]
+    other = _OTHER[assumed]
     axis, swapped = channel_axis(len(shape), assumed), channel_axis(len(shape), other)
-    changed = changes(shape, elsewhere.sizes)
+    changed = changes(shape, sizes)
     if axis in changed:
         return (
             f"{place.label} returns {shape}, and {changed[axis]} at another input size: dimension {axis}, the channels "
@@ -177,18 +151,14 @@ def _find_misfit(
 
 
 def choose_layout(
-    model: nn.Module, place: Place, shape: Shape, elsewhere: Elsewhere, layout: Layout | None
+    model: nn.Module, place: Place, shape: Shape, sizes: list[Shape], layout: Layout | None
 ) -> Layout | None:
     """Return the layout with which `insert` accepts a place: the given one, or by default the one that is confirmed."""
-    misfit = _find_misfit(model, place, shape, elsewhere, layout)
+    misfit = _find_misfit(model, place, shape, sizes, layout)
+    assumed = layout or _LAYOUTS[0]
     if misfit is None:
-        return layout or _LAYOUTS[0]
-    other = _other_layout(layout)
-    return other if layout is None and misfit[1] == f'layout="{other}"' else None
-
-
-def _other_layout(layout: Layout | None) -> Layout:
-    return "channels_first" if layout == "channels_last" else "channels_last"
+        return assumed
+    return _OTHER[assumed] if layout is None and misfit[1] == f'layout="{_OTHER[assumed]}"' else None
 
 
 def changes(shape: Shape, others: list[Shape]) -> dict[int, Shape]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from farfield._refusals import door
-from farfield.insertion._insert.additions import attach_addition, child_of, grid_of
-from farfield.insertion._insert.checks import check_free, check_open, grids_in, has_grid
-from farfield.insertion._insert.effects import Effects, linked
-from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, choose_layout, look_elsewhere
-from farfield.insertion._insert.probe import Seen, probe, run_example
+from farfield.insertion._insert.additions import attach_addition, child_of
+from farfield.insertion._insert.checks import check_free, check_open, is_grid
+from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, choose_layout
+from farfield.insertion._insert.record import Record, has_effect, record_places, run_copy
 from farfield.insertion._places import CHILD, Place, host_of
 from farfield.nn.network_copy import copied, share_parameters
 
@@ -64,8 +62,8 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
             it; if there is no such layout.
 
     Cost:
-        About six forward passes, some of them of an example of up to four times the size, one of them with a backward
-        pass and its memory, and at least one more for each place that gets no gradient in it, or only 0.
+        About four forward passes, some of them of an example of up to four times the size, and one more for each place
+        whose effect cannot be followed, as through NumPy, or that has none.
 
     Example:
         >>> import torch
@@ -79,35 +77,35 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
     check_layout_name(layout)
     check_open("places", model)
     modules = {path: module for path, module in model.named_modules() if CHILD not in path.split(".")}
-    seen = run_example(model, modules, example)
-    grids = dict(_find_grids(model, seen))
-    elsewhere = look_elsewhere(model, grids, example)
+    record = record_places(model, modules, example)
     fitting = {}
-    for place, grid in grids.items():
-        shape = tuple(grid.shape)
-        fits = choose_layout(model, place, shape, elsewhere[place], layout)
-        if fits is None or not elsewhere[place].keeps_batch(shape, example):
+    for place, seen in record.places.items():
+        if not _takes_addition(model, place, record):
+            continue
+        shape = tuple(seen.value.shape)
+        fits = choose_layout(model, place, shape, seen.sizes, layout)
+        if fits is None or not record.keeps_batch(seen):
             continue
         axis, kind = channel_axis(len(shape), fits), type(modules[place.path]).__name__
         size = shape[1:axis] + shape[axis + 1 :]
         fitting[place] = InsertionPlace(str(place), kind, shape[axis], size, fits, shape)
-    effects = Effects(model, example, seen.outputs[""])
     called = _called_with_hosts(model, list(fitting), example)
-    sure = linked(model, example, called)
-    return [fitting[place] for place in called if grids[place].is_meta or place in sure or effects.reaches(place)]
+    return [fitting[place] for place in called if has_effect(model, place, record)]
 
 
-def _find_grids(model: nn.Module, seen: Seen) -> Iterator[tuple[Place, Tensor]]:
-    """Iterate over the grids of modules that run once for each call of the module around them and have no addition."""
-    for path, outputs in seen.outputs.items():
-        if not seen.is_called_once(path) or host_of(model, Place(path)).path != path:
-            continue
-        for place, grid in grids_in(path, outputs).items():
-            # Refused by `check_free`, or a key of a dict that no text names.
-            with suppress(ValueError, LookupError):
-                check_free("places", model, place)
-                if has_grid(model, place, grid_of(outputs, place.entry)):
-                    yield place, grid
+def _takes_addition(model: nn.Module, place: Place, record: Record) -> bool:
+    """Whether a place is a grid of a module that runs once for each call of the module around it, and has no addition.
+
+    A key of a dict that no text names is no place.
+    """
+    path = place.path
+    repeated = path and record.calls[path] > record.calls[record.caller_of(path)]
+    if repeated or host_of(model, Place(path)).path != path:
+        return False
+    with suppress(ValueError, LookupError):
+        check_free("places", model, place)
+        return is_grid(model, place, record.at(place).value)
+    return False
 
 
 def _called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> list[Place]:
@@ -116,9 +114,10 @@ def _called_with_hosts(model: nn.Module, tried: list[Place], example: Any) -> li
     with copied(model, share_parameters) as own:
         for place in tried:
             attach_addition(own.get_submodule(place.path), place.entry, nn.Identity())
+        record = Record(example)
         with suppress(Exception):  # a model may raise anything
-            calls = probe(own, example, paths).calls
-            return [place for place in tried if calls[child_of(place)] == calls[place.path] > 0]
+            run_copy(own, example, dict.fromkeys(paths), record.note)
+            return [place for place in tried if record.calls[child_of(place)] == record.calls[place.path] > 0]
     # Of places with which the model fails each half is tried alone.
     halves = (tried[: len(tried) // 2], tried[len(tried) // 2 :])
     return [place for half in halves if len(tried) > 1 for place in _called_with_hosts(model, half, example)]

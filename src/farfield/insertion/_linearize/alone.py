@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from farfield._refusals import refusal
 from farfield.insertion._linearize.features import compare, find_valid
+from farfield.nn.tracing import hooked
 
 
 class RecordedCall(NamedTuple):
@@ -30,29 +31,17 @@ Calls = Mapping[str, list[RecordedCall]]
 def record_attentions(teacher: nn.Module, paths: Sequence[str]) -> Iterator[Calls]:
     """Record the calls of the modules at some paths; those that there are not have none."""
     calls: Calls = {path: [] for path in paths}
-    modules = dict(teacher.named_modules(remove_duplicate=False))
+    modules = {path: each for path, each in teacher.named_modules(remove_duplicate=False) if path in calls}
 
-    def begin(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, keywords: Any) -> None:
-            args, keywords = tree_map_only(Tensor, _copy, (args, keywords))
-            calls[path].append(RecordedCall(args, keywords, []))
+    def begin(path: str, args: Any, keywords: Any) -> None:
+        args, keywords = tree_map_only(Tensor, _copy, (args, keywords))
+        calls[path].append(RecordedCall(args, keywords, []))
 
-        return hook
+    def end(path: str, args: Any, keywords: Any, output: Any) -> None:
+        calls[path][-1].response.extend(each.clone() for each in _responses(modules[path], output))
 
-    def end(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            calls[path][-1].response.extend(each.clone() for each in _responses(module, output))
-
-        return hook
-
-    with ExitStack() as hooks:
-        for path in paths:
-            if path in modules:
-                # Before hooks of the module's own, which the student's has too.
-                first = modules[path].register_forward_pre_hook(begin(path), prepend=True, with_kwargs=True)
-                last = modules[path].register_forward_hook(end(path))
-                hooks.callback(first.remove)
-                hooks.callback(last.remove)
+    # Before hooks of the module's own, which the student's has too.
+    with hooked(modules, before=begin, first=True), hooked(modules, after=end):
         yield calls
 
 
