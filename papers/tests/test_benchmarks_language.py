@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farfield import cost
+from farfield_papers import theory
 
 pytestmark = pytest.mark.usefixtures("benchmarks_on_path")
 
@@ -56,5 +56,5 @@ def test_the_lines_of_both_figures_are_the_papers_numbers() -> None:
     assert f"{dense[128].activation_bytes / 1e9:.2f}" == "1.09"
     assert f"{int(dense[256].macs / 1e9)}" == "412"
     base = fa_figures.bert_lines()["formula: base, conventional"][2]
-    one = cost.predict_module("CA-Tfm", channels=768, positions=512, basis=768, width=768, heads=12)
+    one = theory.predict_module("CA-Tfm", channels=768, positions=512, basis=768, width=768, heads=12)
     assert base[fa_figures.LENGTHS.index(512)].activation_bytes == 12 * one.activation_bytes
