@@ -18,18 +18,30 @@ from PIL import Image
 from farfield import cost, maps, replace_attention
 from farfield.cli import main
 from farfield.nn import GridAttention
-from farfield.ops import OPERATORS
+from farfield.ops import OPERATORS, flare
 from farfield_papers import models
 from farfield_papers.cli import explore
 from farfield_papers.cli.explore import page, panels
 from farfield_papers.cli.explore.features import features
 from farfield_papers.cli.loaded_network import LoadedNetwork, load
 from farfield_papers.cli.maps.views import select_layer
-from papers_helpers.explored import module_of
 from papers_helpers.made_images import make_folder
 
 # A share of the largest weight is drawn as its square root in steps of 1 / SHADES.
 STEP = 0.5 / page.SHADES + 1e-6
+
+
+def module_of(name: str, grid: torch.Tensor) -> GridAttention:
+    """The module whose rows a panel shows, untrained: scores are the principal direction, latents are positions."""
+    module, positions = GridAttention(grid.shape[1], flare(16) if name == "flare" else name), grid[0].flatten(1).T
+    with torch.no_grad():
+        if module.weight is not None:
+            direction = torch.linalg.eigh(positions.T.cov()).eigenvectors[:, -1]
+            middle = grid[0, :, grid.shape[2] // 2, grid.shape[3] // 2]
+            module.weight.copy_(direction * (direction @ middle).sign())
+        if module.latents is not None:
+            module.latents.copy_(positions[torch.linspace(0, len(positions) - 1, 16).long()])
+    return module
 
 
 def data_of(text: str) -> dict[str, Any]:
