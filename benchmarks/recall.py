@@ -3,7 +3,6 @@
     python benchmarks/recall.py --out recall.jsonl
     python benchmarks/recall.py --out large.jsonl --size 16,16 8,8,8 --pairs 4 16 64 --only softmax "softmax, scale 1"
     python benchmarks/recall.py --collect recall.jsonl large.jsonl --picture recall.svg        # runs nothing
-    python benchmarks/recall.py --speed --size 64,64 32,32,32 --only softmax flare HyenaND     # times what mixes, alone
 
 Each sample has some keys, all different, and a random value for each. Key and value are neighbours in a grid that is
 blank elsewhere; each key appears a second time, with a question mark to its right, where the network must return the
@@ -44,7 +43,6 @@ import itertools
 import json
 import math
 import platform
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -55,7 +53,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from recall_curves import curves_by_size, draw_picture, table
-from recall_task import CHANNELS, CONTESTANTS, Network, Task, evaluate, make_mixer, train
+from recall_task import CONTESTANTS, Network, Task, evaluate, train
 
 import farfield
 
@@ -111,29 +109,6 @@ def run_missing(options: argparse.Namespace) -> None:
         print(line, flush=True)
 
 
-# ---- speed -----------------------------------------------------------------------------------------------------------
-def show_speed(names: list[str], size: tuple[int, ...], rounds: int = 5) -> None:
-    """Print the core milliseconds of one sample's forward and backward pass, in turns, beside those of the first."""
-    grid = torch.randn(1, CHANNELS, *size, requires_grad=True)
-    mixers = {name: make_mixer(name, len(size)) for name in names}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for _, (name, mixer) in itertools.product(range(rounds + 1), mixers.items()):
-        started = time.process_time()
-        with torch.no_grad():
-            mixer(grid)
-        between = time.process_time()
-        mixer(grid).sum().backward()
-        seconds[name].append((between - started, time.process_time() - between))
-    # The first round allocates.
-    medians = {
-        name: [statistics.median(each) for each in zip(*taken[1:], strict=True)] for name, taken in seconds.items()
-    }
-    shape = " × ".join(map(str, (*size, CHANNELS)))
-    print(f"\n| {shape} | forward, ms | forward and backward, ms | beside {names[0]} |\n|---|---|---|---|")
-    for name, (forward, both) in medians.items():
-        print(f"| {name} | {1e3 * forward:.1f} | {1e3 * both:.1f} | {both / medians[names[0]][1]:.2f} |")
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 def grid_size(text: str) -> tuple[int, ...]:
     """Parse the size of a grid, such as 8,8."""
@@ -159,11 +134,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--collect", nargs="+", type=Path, metavar="FILE", help="run nothing, print the table of these files"
     )
-    parser.add_argument("--speed", action="store_true", help="train nothing, print the time of each on each size")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the curves, as .svg or .png")
     options = parser.parse_args()
-    if not options.out and not options.collect and not options.speed:
-        parser.error("give --out FILE to write runs, --collect FILE… to read them, or --speed")
+    if not options.out and not options.collect:
+        parser.error("give --out FILE to write runs, or --collect FILE… to read them")
     for size, pairs in itertools.product(options.size, options.pairs):
         if not 1 <= pairs <= Task(size, pairs).places // 2:
             parser.error(f"{pairs} pairs: from 1 to {Task(size, pairs).places // 2} fit in a grid of {size}")
@@ -173,10 +147,6 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run the missing runs, or only read files; print the table."""
     options = parse()
-    if options.speed:
-        for size in options.size:
-            show_speed(options.only, size)
-        return
     if not options.collect:
         run_missing(options)
     lines = [line for file in options.collect or [options.out] for line in read(file)]

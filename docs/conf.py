@@ -132,7 +132,7 @@ def _link_names(application, doctree, page):
 def _write_explorer(application, exception):
     """Write the page that index.md and guide/look.md show."""
     if exception is None and application.builder.format == "html":
-        content = panels_of_features(None, list(OPERATORS), 56)
+        content = panels_of_features(None, list(OPERATORS), 40)
         write(content, Path(application.outdir) / "explore.html")
 
 

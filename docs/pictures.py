@@ -8,15 +8,9 @@ Those of trained networks and of measurements, in `images`, come from what they 
 
 * `windows.webp`: `docs/windows.py`
 * `results-cifar10.png`: `papers/benchmarks/train_compact.py … --collect`
-* `results-camvid.png`: `papers/benchmarks/segmentation.py --collect`
 * `results-front.png`: `benchmarks/results.py --picture FILE`
 * `results-recall.png`: `benchmarks/recall.py --collect benchmarks/records/recall.jsonl --picture FILE`
-* `results-text.png`: `papers/benchmarks/masked_lm.py table`
-* `detect-nuclei.png`: `papers/benchmarks/detection.py … --collect`
-* `restore-nuclei.png`: `papers/benchmarks/restoration.py picture`
-* `sagan-cifar10.png`: `papers/benchmarks/gan.py picture`
-* `stereo.png`: `papers/benchmarks/stereo.py picture`
-* `fa-figure-4.png`, `fa-figure-5.png`: `papers/benchmarks/fa_figures.py`
+* `fa-figure-5.png`: `papers/benchmarks/fa_figures.py 5`
 * `look-*.png`: `farfield maps`, by the commands in `guide/look.md`
 * `seams.webp`: the first code of `guide/seams.md`
 * `segment-camvid.png`: images, labels and what `farfield predict` wrote; no script of the repository puts them together

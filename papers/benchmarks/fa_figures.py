@@ -21,7 +21,7 @@ import torch
 
 from farfield import cost
 from farfield.nn import GridAttention
-from farfield_papers import models
+from farfield_papers import models, theory
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 GIGA = 1e9
@@ -43,7 +43,7 @@ def module_lines() -> Lines:
     return {
         f"formula: {NAMES[operator]}": (
             *(COLOURS[operator], "-"),
-            [cost.predict_module(name, channels=64, positions=side**2) for side in SIZE],
+            [theory.predict_module(name, channels=64, positions=side**2) for side in SIZE],
         )
         for operator, name in (("dot", "CA-dot"), ("factorized", "FA-dot"))
     }
@@ -67,7 +67,7 @@ def bert_lines() -> Lines:
     for shape, (layers, channels, heads) in SHAPES.items():
         for operator, name in (("dot", "CA-Tfm"), ("factorized", "FA-Tfm")):
             sizes: dict[str, Any] = {"channels": channels, "basis": channels, "width": channels, "heads": heads}
-            each = [cost.predict_module(name, positions=length, **sizes) for length in LENGTHS]
+            each = [theory.predict_module(name, positions=length, **sizes) for length in LENGTHS]
             whole = [cost.Cost(layers * one.macs, 0, 0, layers * one.activation_bytes) for one in each]
             lines[f"formula: {shape}, {NAMES[operator]}"] = (COLOURS[operator], "-" if shape == "base" else "--", whole)
     return lines

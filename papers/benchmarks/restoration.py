@@ -1,9 +1,8 @@
-"""Train U-Nets without and with attention on simulated low light, equal budgets, several seeds: a table and pictures.
+"""Train U-Nets without and with attention on simulated low light, equal budgets, several seeds: a table.
 
     python papers/benchmarks/restoration.py make --volumes care3d/volumes --root data/care3d  # pairs from clean stacks
     python papers/benchmarks/restoration.py train --root data/care3d
     python papers/benchmarks/restoration.py table                           # the table again, from what is finished
-    python papers/benchmarks/restoration.py picture --root data/care3d      # before and after, beside the truth
     python papers/benchmarks/restoration.py seams --root data/care3d  # in tiles: as a whole, and as a sliding window
 
 Each run is one `farfield fit` of recipes/care3d.yaml in a folder of its own, and one `farfield test` of its best epoch
@@ -130,33 +129,6 @@ def table(runs: dict[str, list[Path]]) -> str:
     return "\n".join(lines)
 
 
-def picture(runs: dict[str, list[Path]], root: Path, file: Path) -> None:
-    """Draw the middle plane of the held-out stack: noisy, restored by each network, and the truth."""
-    import matplotlib.pyplot as plt
-    import tifffile
-
-    from farfield_papers import models
-    from farfield_papers.tasks.metrics import care_metrics
-    from farfield_papers.tasks.restore_stack import restore
-
-    truth = tifffile.imread(root / "test" / "GT" / f"{HELD_BACK}.tif")
-    noisy = tifffile.imread(root / "test" / "condition_3" / f"{HELD_BACK}.tif")
-    panels = {"noisy, 5 photons": noisy}
-    for name, folders in runs.items():
-        [version] = folders[0].glob("version_*")
-        panels[name] = restore(models.from_pretrained(version), noisy)
-    columns = -(-(len(panels) + 1) // 2)
-    figure, axes = plt.subplots(2, columns, figsize=(2.6 * columns, 5.4), layout="constrained")
-    low, high = np.percentile(truth, (0.1, 99.9))
-    for place, (name, stack) in zip(axes.flat, (panels | {"truth": truth}).items(), strict=False):
-        title = name if stack is truth else f"{name}\n{care_metrics(truth, stack).psnr:.1f} dB"
-        place.imshow(stack[len(stack) // 2], cmap="gray", vmin=low, vmax=high, interpolation="nearest")
-        place.set_title(title, fontsize=9)
-    for place in axes.flat:
-        place.axis("off")
-    figure.savefig(file, dpi=130)
-
-
 def seams(runs: dict[str, list[Path]], root: Path, tile: tuple[int, int, int]) -> str:
     """Format as a Markdown table how much tiled results differ from the stack restored in one piece.
 
@@ -223,15 +195,14 @@ def steps(field: np.ndarray, tile: tuple[int, ...], before: list[int]) -> tuple[
 
 
 def main() -> None:
-    """Make, train, tabulate or draw."""
+    """Make, train or tabulate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["make", "train", "measure", "table", "picture", "seams"])
+    parser.add_argument("action", choices=["make", "train", "measure", "table", "seams"])
     parser.add_argument("--volumes", type=Path, help="folder of clean stacks (make)")
     parser.add_argument("--root", type=Path, default=Path("data/care3d"))
     parser.add_argument("--runs", type=Path, default=Path("runs/restoration"))
     parser.add_argument("--operators", nargs="+", default=OPERATORS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--picture", type=Path, default=Path("restored.png"))
     parser.add_argument("--tile", type=int, nargs=3, default=(40, 32, 32), help="positions that a tile writes (seams)")
     arguments, options = parser.parse_known_args()
     if arguments.action == "make":
@@ -247,9 +218,7 @@ def main() -> None:
                 train(runs[index], arguments.root, name, seed, options)
     finished = {name: [run for run in runs if (run / "result.json").exists()] for name, runs in folders.items()}
     finished = {name: runs for name, runs in finished.items() if runs}
-    if arguments.action == "picture":
-        picture(finished, arguments.root, arguments.picture)
-    elif arguments.action == "seams":
+    if arguments.action == "seams":
         print(seams(finished, arguments.root, tuple(arguments.tile)))
     else:
         print(table(finished))

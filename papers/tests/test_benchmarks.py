@@ -84,52 +84,6 @@ def test_a_sliding_window_is_the_whole_but_for_attention() -> None:
     assert (border, elsewhere) == (1, 0)
 
 
-@pytest.mark.slow
-def test_segmentation_is_trained_once_and_tabulated(tmp_path: Path) -> None:
-    from papers_helpers.made_masks import make_voc
-
-    root, runs = make_voc(tmp_path / "voc", {"train": 4, "val": 2}), tmp_path / "runs"
-    (root / "classes.txt").write_text("\n".join(f"class {place}" for place in range(11)))
-    options = ["--runs", str(runs), "--outputs", "plain", "siamese", "--seeds", "1"]
-    first = run("segmentation.py", *options, "--root", str(root), "--epochs", "3", "--workers", "0")
-    row = re.search(r"\| `plain` \(under-trained\) \| 1,771 \| (0\.\d+) \| \1 \| one seed \| 0\.\d+ \| 0\.\d \|", first)
-    assert row, first
-    assert (runs / "camvid.png").stat().st_size > 10_000
-    logs = {path: path.read_bytes() for path in runs.glob("*/version_*/metrics.csv")}
-    assert len(logs) == 2
-    # Finished runs are read, and an unfinished one is no row.
-    (runs / "camvid-siamese-1" / "finished").unlink()
-    again = run("segmentation.py", *options, "--collect")
-    assert row.group() in again
-    assert "siamese" not in again
-    assert {path: path.read_bytes() for path in runs.glob("*/version_*/metrics.csv")} == logs
-
-
-@pytest.mark.slow
-def test_gans_are_trained_once_measured_and_drawn(tmp_path: Path) -> None:
-    from farfield_papers import models
-    from papers_helpers.made_images import make_root
-
-    root, runs, classifier = make_root(tmp_path / "images", 12, 12), tmp_path / "runs", tmp_path / "classifier"
-    models.kanet_kv(num_classes=3, width=0.25).save_pretrained(classifier)
-    sizes = {"side": 16, "attention_at": 8, "num_classes": 3, "generator_channels": 4, "discriminator_channels": 4}
-    small = [word for name, size in sizes.items() for word in (f"--model.network.{name}", str(size))]
-    small += ["--data.image_size", "16", "--data.workers", "0", "--data.batch_size", "4", "--trainer.max_epochs", "1"]
-    options = ["--runs", str(runs), "--operators", "none", "siamese", "--samples", "12"]
-    first = run("gan.py", "train", *options, "--root", str(root), "--classifier", str(classifier), *small)
-    rows = [line for line in first.splitlines() if line.startswith("| ")]
-    assert [row.split("|")[1].strip() for row in rows] == ["attention", "`none-1`", "`siamese-1`", "training images"]
-    # 36 images, 4 a batch.
-    assert {row.split("|")[2].strip() for row in rows[1:3]} == {"9"}
-    assert len(list((runs / "siamese-1" / "samples").glob("0*.png"))) == 12
-    (runs / "none-1" / "result.json").unlink()
-    again = run("gan.py", "table", *options)
-    assert rows[2] in again
-    assert "none-1" not in again
-    run("gan.py", "picture", *options, "--picture", str(tmp_path / "samples.png"))
-    assert (tmp_path / "samples.png").stat().st_size > 1000
-
-
 def test_three_statistics_are_tabled_from_their_records(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

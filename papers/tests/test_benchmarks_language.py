@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from farfield import cost
-from papers_helpers.made_texts import make_texts
+from farfield_papers import theory
 
 pytestmark = pytest.mark.usefixtures("benchmarks_on_path")
 
@@ -59,37 +56,5 @@ def test_the_lines_of_both_figures_are_the_papers_numbers() -> None:
     assert f"{dense[128].activation_bytes / 1e9:.2f}" == "1.09"
     assert f"{int(dense[256].macs / 1e9)}" == "412"
     base = fa_figures.bert_lines()["formula: base, conventional"][2]
-    one = cost.predict_module("CA-Tfm", channels=768, positions=512, basis=768, width=768, heads=12)
+    one = theory.predict_module("CA-Tfm", channels=768, positions=512, basis=768, width=768, heads=12)
     assert base[fa_figures.LENGTHS.index(512)].activation_bytes == 12 * one.activation_bytes
-
-
-def test_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import masked_lm
-
-    monkeypatch.setattr(masked_lm, "LENGTHS", [8, 16])
-    monkeypatch.setattr(sys, "argv", ["masked_lm.py", "lengths", "--repeats", "1", "--runs", str(tmp_path)])
-    masked_lm.main()
-    out = capsys.readouterr().out
-    assert "| | 8 | 16 |" in out
-    assert re.search(r"\| `factorized_gaussian`, ms \| \d+ \| \d+ \|", out)
-    assert re.search(r"\| `dot`, MB \| \d+ \| \d+ \|", out)
-
-
-@pytest.mark.slow
-def test_runs_are_trained_once_and_tabulated(tmp_path: Path) -> None:
-    root, runs = make_texts(tmp_path / "text", {"train": 1500, "val": 300}), tmp_path / "runs"
-
-    def run(command: str) -> str:
-        script = [sys.executable, str(BENCHMARKS / "masked_lm.py"), command, "--root", str(root), "--runs", str(runs)]
-        script += ["--operators", "factorized_gaussian", "--seeds", "1", "--epochs", "1"]
-        done = subprocess.run(script, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    first = run("train")
-    row = re.search(
-        r"\| `factorized_gaussian` \| \d+ \| (\d\.\d+) \| \1 \| one seed \| \d+ \| \d+\.\d \| \d\.\d \|", first
-    )
-    assert row, first
-    assert (runs / "text.png").stat().st_size > 10_000
-    assert row.group() in run("table")

@@ -202,12 +202,6 @@ ROWS = [
         lambda: cost.count(conv(3), (1, 3, 24, 24)),
     ),
     Row(
-        "cost/fa_modules.py",
-        lambda: cost.predict_module("FA_dot", channels=8, positions=64),
-        "FA-dot",
-        lambda: cost.predict_module("FA-dot", channels=8, positions=64),
-    ),
-    Row(
         "cost/formulas.py",
         lambda: cost.predict("hedgehog", channels=8, size=(8, 8), convention="paper"),
         'convention="farfield"',

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import random
 import select
 import shutil
 import subprocess
@@ -22,22 +21,15 @@ from farfield import cost, maps
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
 from farfield_papers.cli.explore import page, panels
-from farfield_papers.cli.explore.features import SHARPNESS, features
-from papers_helpers.explored import module_of
+from farfield_papers.cli.explore.features import features
 
 BROWSERS = ["chromium", "chromium-browser", "google-chrome", "chrome", "chromium-headless-shell"]
 CHROMIUM = next((path for path in map(shutil.which, BROWSERS) if path), None)
 missing = pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(BROWSERS)} is on PATH")
 pytestmark = [pytest.mark.slow, missing]
-# A row of the page may be off by this share of its largest weight: its queries and keys are rounded to 16 bits.
-TOLERANCE = 1e-3
-# The scores of siamese_ones sum 16 features in float32, whose magnitudes sum to at most √(16 · SHARPNESS), to 0.
-SCORE_ROUNDING = 16 * 2.0**-24 * (16 * SHARPNESS) ** 0.5
-# Of a response from merged tiles, by the largest number of the response: rounding of sums in float64.
-ROUNDING = 1e-12
 SIZES = {"wide": (1400, 900), "phone": (390, 844)}
 # What is read, and what has the colour behind it.
-TEXTS = {"body": "body", ".panel .text": ".panel", ".panel .response": ".panel", "#code": "#code"}
+TEXTS = {"body": "body", ".panel .text": ".panel", ".panel .weights": ".panel", "#code": "#code"}
 NAMES = list(OPERATORS)
 
 
@@ -105,7 +97,7 @@ class Browser:
         self.events.clear()
         self.call("Page.navigate", url=file.as_uri())
         until = time.monotonic() + 60
-        while not self.evaluate("document.readyState === 'complete' && typeof rows !== 'undefined' && rows.length > 0"):
+        while not self.evaluate("document.readyState === 'complete' && 'drawn' in document.body.dataset"):
             assert time.monotonic() < until, "the page does not draw"
             time.sleep(0.05)
 
@@ -173,11 +165,6 @@ def file(view: panels.PageContent, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def grid(view: panels.PageContent) -> torch.Tensor:
-    return features(view.photograph / 255.0, view.size)
-
-
-@pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser = Browser(tmp_path_factory.mktemp("profile"))
     yield browser
@@ -200,113 +187,69 @@ def check_events(browser: Browser, file: Path) -> None:
     assert [each for each in browser.events if each["method"] in wrong] == []
 
 
-def close_to(row: Any, expected: np.ndarray) -> bool:
-    allowed = TOLERANCE * np.abs(expected).max() + SCORE_ROUNDING / expected.size
-    return bool(np.abs(np.array(row) - expected).max() <= allowed)
+def picture_of(browser: Browser, canvas: str) -> np.ndarray:
+    """The pixels that a canvas shows, `(height, width, 4)`."""
+    copy = f"""(() => {{
+      const copy = new OffscreenCanvas(WIDTH, HEIGHT).getContext("2d", {{ willReadFrequently: true }});
+      copy.drawImage(document.querySelector({json.dumps(canvas)}), 0, 0);
+      return Array.from(copy.getImageData(0, 0, WIDTH, HEIGHT).data); }})()"""
+    return np.reshape(browser.evaluate(copy), (*browser.evaluate("DATA.size"), 4))
 
 
-def rows_of(browser: Browser) -> list[list[float]]:
-    """The rows that the page draws, one a panel."""
-    return list(browser.evaluate("rows.map((row) => Array.from(row))"))
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_rows_under_the_mouse_are_those_of_the_library(masked: bool, browser: Browser, grid: torch.Tensor) -> None:
-    height, width = grid.shape[2:]
-    drawn, modules = random.Random(5), [module_of(name, grid) for name in NAMES]
-    mask = (torch.arange(width).expand(1, height, width) >= width / 3) if masked else None
-    if masked:
-        browser.click("#mask")
-    for _ in range(20):
-        position = drawn.randrange(height), drawn.randrange(width)
-        browser.move(*position)
-        for name, module, row in zip(NAMES, modules, rows_of(browser), strict=True):
-            expected = maps.attention_row(module, grid, position, mask=mask)[0, 0].flatten().double().numpy()
-            assert close_to(row, expected), (name, position)
-        assert browser.evaluate("$('position').textContent") == "row {}, column {} of 37 × 56".format(*position)
-
-
-def test_panels_draw_their_rows_and_can_be_hovered(browser: Browser) -> None:
-    browser.move(20, 11, "#panel5 canvas")
-    assert browser.evaluate("state.position") == 20 * 56 + 11
-    pixels = "canvas.getContext('2d').getImageData(0, 0, WIDTH, HEIGHT).data"
-    canvases = browser.evaluate(f"[...document.querySelectorAll('.map canvas')].map((canvas) => Array.from({pixels}))")
-    for image, row in zip(np.reshape(canvases, (len(NAMES), -1, 4)), np.array(rows_of(browser)), strict=True):
-        # Without negative weights, the brightest pixel is where the largest weight is.
-        if row.min() >= 0 and row.max() * row.size > TOLERANCE:
-            assert image[row.argmax()].sum() == image.sum(1).max()
-
-
-def test_a_row_in_one_colour_is_explained(browser: Browser) -> None:
-    for masked in (False, True):
-        browser.evaluate(f"set('masked', {str(masked).lower()})")
-        browser.drawn()
-        said = browser.evaluate("DATA.panels.map((_, index) => $(`panel${index}`).querySelector('.even').textContent)")
-        valid = browser.evaluate("[...valid]")
-        for name, text, row in zip(NAMES, said, rows_of(browser), strict=True):
-            weights = [weight for weight, shown in zip(row, valid, strict=True) if shown]
-            # siamese_ones weighs by sums that are 0 but for rounding.
-            if name == "siamese_local":
-                said_first, _, number = text.rpartition(" ")
-                assert said_first == "every position has the weight"
-                assert float(number) == pytest.approx(weights[0], rel=0.005)  # three digits
-            elif name != "siamese_ones":
-                assert text == ""
+def test_rows_of_the_query_next_to_the_mouse_are_shown(browser: Browser, view: panels.PageContent) -> None:
+    rows, columns = panels.query_axes(view.size)
+    for place, canvas in (((5, 40), "#photograph"), ((20, 11), "#panel5 canvas"), ((36, 55), "#photograph")):
+        browser.move(*place, canvas)
+        row = min(rows, key=lambda each: abs(each - place[0]))
+        column = min(columns, key=lambda each: abs(each - place[1]))
+        assert browser.evaluate("$('position').textContent") == f"row {row}, column {column} of 37 × 56"
+        for index, panel in enumerate(view.panels):
+            shown = panel.rows[rows.index(row) * len(columns) + columns.index(column)].numpy()
+            image = picture_of(browser, f"#panel{index} canvas")
+            # Without negative weights, the brightest pixel is where the largest weight is.
+            if shown.min() >= 0 and panel.name != "siamese_ones":
+                at = np.unravel_index(shown.argmax(), shown.shape)
+                assert image[at].sum() == image.sum(-1).max(), panel.name
 
 
 def test_keys(browser: Browser) -> None:
-    before = browser.evaluate("state.position")
-    moves = {"ArrowDown": (40, 56), "ArrowRight": (39, 1), "ArrowUp": (38, -56), "ArrowLeft": (37, -1)}
-    for key, (code, change) in moves.items():
+    row, column = browser.evaluate("[state.row, state.column]")
+    moves = {"ArrowDown": (40, 1, 0), "ArrowRight": (39, 0, 1), "ArrowUp": (38, -1, 0), "ArrowLeft": (37, 0, -1)}
+    for key, (code, down, right) in moves.items():
         browser.press(key, code)
-        assert browser.evaluate("state.position") == (before := before + change)
-    # Keys work after a click on a control, too.
-    browser.click("#mask")
-    browser.press("ArrowDown", 40)
-    assert browser.evaluate("[state.position, state.masked]") == [before + 56, True]
-    for key in ("m", "t", "s", "7"):
-        browser.press(key, ord(key.upper()))
-    shown = "[$('mask').checked, $('tiles').value, $('shuffle').checked, state.chosen]"
-    assert browser.evaluate(shown) == [False, "2", True, 6]
+        row, column = row + down, column + right
+        assert browser.evaluate("[state.row, state.column]") == [row, column]
+    for _ in range(12):
+        browser.press("ArrowUp", 38)
+    assert browser.evaluate("state.row") == 0
+    browser.press("7", 55)
+    assert browser.evaluate("state.chosen") == 6
     # Whatever the tab key leads to shows that it has the focus.
     stops = []
     browser.evaluate("$('theme').focus()")
-    for _ in range(8):
+    for _ in range(6):
         browser.press("Tab", 9)
         stops.append(browser.evaluate("document.activeElement.id || document.activeElement.tagName"))
         assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", stops
-    assert {"photograph", "mask", "tiles", "size"} <= set(stops)
+    assert {"photograph", "size"} <= set(stops)
 
 
 def test_touch_moves_the_query_and_scrolls_on_panels(started: Browser, file: Path) -> None:
     started.open(file, SIZES["phone"], touch=True)
-    for place in ((5, 8), (30, 50)):
+    for place in ((3, 10), (31, 52)):
         started.touch(*started.middle(*place, "#photograph"))
-        assert started.evaluate("state.position") == place[0] * 56 + place[1]
-    started.touch(*started.middle(20, 20, "#photograph"), "touchMove")
-    assert started.evaluate("state.position") == 20 * 56 + 20
+        assert started.evaluate("position()") == list(place)
+    started.touch(*started.middle(17, 17, "#photograph"), "touchMove")
+    assert started.evaluate("position()") == [17, 17]
     started.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
     x, y = started.middle(20, 30, "#panel2 canvas")
     started.call("Input.synthesizeScrollGesture", x=x, y=y, yDistance=-300, gestureSourceType="touch", speed=2000)
     assert started.evaluate("scrollY") > 100
-    assert started.evaluate("state.position") == 20 * 56 + 20
+    assert started.evaluate("position()") == [17, 17]
     # The photograph stays where a finger reaches it.
     started.evaluate("scrollTo(0, 900)")
     assert 0 <= started.evaluate("$('photograph').getBoundingClientRect().top") < 20
     check_events(started, file)
-
-
-@pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.basis is not None])
-def test_a_slot_shows_its_basis(name: str, browser: Browser, grid: torch.Tensor) -> None:
-    browser.click(f"#panel{NAMES.index(name)}")
-    expected = maps.basis_masks(module_of(name, grid), grid)[0, 0].flatten(1).double().numpy()
-    bases = browser.evaluate("bases.map((basis) => Array.from(basis))")
-    assert all(close_to(basis, each) for basis, each in zip(bases, expected, strict=True))
-    narrow = browser.box(".slots button:last-child canvas")[2]
-    browser.click(".slots button:last-child")
-    assert browser.evaluate("state.slot") == len(bases) - 1
-    assert browser.box(".slots button:last-child canvas")[2] > 2.5 * narrow
-    assert browser.evaluate("document.querySelector('.slots [aria-pressed=true] span').textContent").startswith("slot ")
 
 
 def test_the_slider_changes_costs(browser: Browser) -> None:
@@ -322,36 +265,25 @@ def test_the_slider_changes_costs(browser: Browser) -> None:
     assert after[0].startswith(f"{cost.predict('softmax', channels=16, size=(224, 224)).macs / 1e9:.1f} G MACs")
 
 
-def test_broken_grids_respond_as_the_whole(browser: Browser) -> None:
-    shown = "[...document.querySelectorAll('.exact')].map((line) => line.textContent)"
-    assert browser.evaluate(shown) == [""] * len(NAMES)
-    browser.click("#mask")
-    browser.press("t", 84)
-    browser.press("t", 84)
-    browser.click("#shuffle")
-    browser.move(12, 40)
-    assert browser.evaluate("[state.masked, state.tiles, state.shuffled]") == [True, 4, True]
-    differences = [float(text.removeprefix("differs by ")) for text in browser.evaluate(shown)]
-    assert len(differences) == len(NAMES)
-    assert 0 < max(differences) <= ROUNDING
-
-
 @pytest.mark.parametrize("name", ["softmax", "kronecker_qkv", "factorized", "factorized_gaussian"])
-def test_the_line_of_code_computes_what_is_shown(name: str, browser: Browser, grid: torch.Tensor) -> None:
+def test_the_line_of_code_computes_what_is_shown(name: str, browser: Browser, view: panels.PageContent) -> None:
+    grid, index = features(view.photograph / 255.0, view.size), NAMES.index(name)
     names = {"maps": maps, "GridAttention": GridAttention, "torch": torch, "grid": grid}
-    browser.click(f"#panel{NAMES.index(name)}")
-    for masked in (False, True):
-        if masked:
-            browser.click("#mask")
-        browser.move(9, 33)
-        line = browser.evaluate("$('code').textContent")
-        assert line.startswith(f'maps.attention_row(GridAttention(16, "{name}"), grid, (9, 33)')
-        assert close_to(rows_of(browser)[NAMES.index(name)], eval(line, dict(names)).flatten().double().numpy())
-        if OPERATORS[name].basis:
-            browser.click(".slots button:nth-child(3)")
-            computed = eval(browser.evaluate("$('code').textContent"), dict(names)).flatten().double().numpy()
-            assert close_to(browser.evaluate("Array.from(bases[2])"), computed)
-            browser.click(".slots button:nth-child(3)")
+    browser.click(f"#panel{index}")
+    browser.move(10, 31)
+    line = browser.evaluate("$('code').textContent")
+    assert line == f'maps.attention_row(GridAttention(16, "{name}"), grid, (10, 31))[0, 0]'
+    assert torch.equal(eval(line, dict(names)), view.panels[index].rows[browser.evaluate("query()")])
+    basis = view.panels[index].basis
+    if basis is not None:
+        narrow = browser.box(".slots button:nth-child(3) canvas")[2]
+        browser.click(".slots button:nth-child(3)")
+        assert torch.equal(eval(browser.evaluate("$('code').textContent"), dict(names)), basis[2])
+        assert browser.box(".slots button:nth-child(3) canvas")[2] > 2.5 * narrow
+        shown, small = (
+            picture_of(browser, f"#{part} canvas") for part in (f"panel{index}", "detail button:nth-child(3)")
+        )
+        assert (shown == small).all()
     browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     browser.click("#copy")
     assert browser.evaluate("$('copy').textContent") == "copied"
@@ -384,24 +316,3 @@ def luminance(colour: str) -> float:
     parts = [int(number) / 255 for number in colour.removeprefix("rgb(").removesuffix(")").split(",")]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return float(np.dot((0.2126, 0.7152, 0.0722), linear))
-
-
-def test_size_and_time_of_a_move(browser: Browser, file: Path, capsys: Any) -> None:
-    """From a move of the mouse to the frame with all rows; it is printed."""
-    browser.evaluate("""let times = [];
-      $("photograph").addEventListener("pointermove", (event) => requestAnimationFrame(() => {
-        // A task after the frame: its drawing is done.
-        const channel = new MessageChannel();
-        channel.port1.onmessage = () => times.push(performance.now() - event.timeStamp);
-        channel.port2.postMessage(null);
-      }));""")
-    drawn = random.Random(3)
-    for _ in range(40):
-        browser.move(drawn.randrange(37), drawn.randrange(56))
-    times = browser.evaluate("times")
-    assert len(times) >= 40
-    size, middle = file.stat().st_size, float(np.median(times))
-    with capsys.disabled():
-        print(f"\n{size / 1e6:.2f} MB; {middle:.0f} ms a move, the median of {len(times)}; at most {max(times):.0f} ms")
-    assert size < 2e6
-    assert middle < 500

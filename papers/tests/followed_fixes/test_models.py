@@ -12,7 +12,7 @@ from torch import nn
 from torchvision.models import mobilenet_v2, resnet50
 
 from farfield.integrations.trained_models import open_model
-from farfield_papers import models
+from farfield_papers import models, theory
 from farfield_papers.models.description import read_config
 from farfield_papers.models.detector import Setup
 from helpers.followed import EXAMPLE, Row, conv, each, follow, without, written
@@ -175,6 +175,12 @@ ROWS = [
         lambda: kanet().forward_intermediates(IMAGE, indices=9),
         "from 1 to 5",
         lambda: kanet().forward_intermediates(IMAGE, indices=5),
+    ),
+    Row(
+        "theory/fa_modules.py",
+        lambda: theory.predict_module("FA_dot", channels=8, positions=64),
+        "FA-dot",
+        lambda: theory.predict_module("FA-dot", channels=8, positions=64),
     ),
     Row("models/gan.py", lambda: generated(16), "torch.randn(batch, 128)", lambda: generated(128)),
     Row(

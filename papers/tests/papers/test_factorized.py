@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from farfield import cost, nn
+from farfield_papers import theory
 
 GIGA = 1e9
 
@@ -47,7 +48,7 @@ def test_128_by_128() -> None:
     found = fa("softmax", (128, 128))
     assert found.activation_bytes > 1 * GIGA  # "over 1 GB"
     assert f"{found.activation_bytes / GIGA:.2f}" == "1.09"
-    assert cost.predict_module("CA-dot", channels=64, positions=128**2).activation_bytes == found.activation_bytes
+    assert theory.predict_module("CA-dot", channels=64, positions=128**2).activation_bytes == found.activation_bytes
     assert found.coefficients == 128**4
     # "over 50 GMACC", where 1 MACC is one multiplication or one addition: two a MACs.
     assert 50 * GIGA < 2 * found.macs < 53 * GIGA
@@ -57,7 +58,9 @@ def test_64_by_64_by_32() -> None:
     found = fa("softmax", (64, 64, 32))
     assert 68 * GIGA < found.activation_bytes < 69 * GIGA  # "over 68 GB"
     assert f"{found.activation_bytes / GIGA:.1f}" == "68.9"
-    assert cost.predict_module("CA-dot", channels=64, positions=64 * 64 * 32).activation_bytes == found.activation_bytes
+    assert (
+        theory.predict_module("CA-dot", channels=64, positions=64 * 64 * 32).activation_bytes == found.activation_bytes
+    )
     assert 3.2e12 < 2 * found.macs < 3.4e12  # "over 3.2 TMACC"
 
 
@@ -160,9 +163,9 @@ TABLE_8 = {
 
 def test_table_8() -> None:
     for name, entries in TABLE_8.items():
-        architecture = cost.MODULES[name]
+        architecture = theory.MODULES[name]
         assert (architecture.operator == "factorized", *architecture[1:]) == entries, name
-    assert set(cost.MODULES) - set(TABLE_8) == {"ResBlock", "ResBlock-bot"}
+    assert set(theory.MODULES) - set(TABLE_8) == {"ResBlock", "ResBlock-bot"}
 
 
 # Name -> memory and computation as printed; k = b. Slips of print: what has to be added to the computation.
@@ -224,7 +227,7 @@ def test_tables_9_to_11(
     name: str, printed: tuple[str, str], slip: str, part: int | None, c: int, h: int, s: int
 ) -> None:
     b, m = (c // part, c // part) if part else (40, 24)
-    found = cost.predict_module(name, channels=c, positions=s, basis=b, width=m, heads=h)
+    found = theory.predict_module(name, channels=c, positions=s, basis=b, width=m, heads=h)
     sizes = {"b": b, "c": c, "m": m, "h": h, "s": s}
     memory, computation = (eval(entry, sizes) for entry in printed)
     assert found.activation_bytes == 4 * memory
@@ -243,7 +246,7 @@ TABLE_12 |= {name: 1 if name.startswith("FA") else 2 for name in TABLE_8}
 
 @pytest.mark.parametrize(("name", "power"), TABLE_12.items())
 def test_table_12(name: str, power: int) -> None:
-    found = [cost.predict_module(name, channels=64, positions=s, heads=4) for s in (10**6, 2 * 10**6)]
+    found = [theory.predict_module(name, channels=64, positions=s, heads=4) for s in (10**6, 2 * 10**6)]
     for small, large in (
         [each.activation_bytes for each in found],
         [each.macs for each in found],
@@ -253,7 +256,7 @@ def test_table_12(name: str, power: int) -> None:
 
 @pytest.mark.parametrize("name", TABLE_8)
 def test_modules_have_the_weights_of_the_layers_here(name: str) -> None:
-    architecture = cost.MODULES[name]
+    architecture = theory.MODULES[name]
     row = "factorized" if architecture.operator == "factorized" else "dot"
     if architecture.feedforward:  # a Transformer's maps keep the channels
         made: torch.nn.Module = nn.TransformerLayer(32, row, heads=4)
@@ -263,23 +266,23 @@ def test_modules_have_the_weights_of_the_layers_here(name: str) -> None:
         heads = 4 if architecture.multi_head else 1
         made, norms = module(row, 32, project=project, inner=16, width=width, heads=heads), 0
     options = {"basis": 32, "width": 32} if architecture.feedforward else {"basis": 16, "width": 12}
-    found = cost.predict_module(name, channels=32, positions=9, heads=4, **options)
+    found = theory.predict_module(name, channels=32, positions=9, heads=4, **options)
     assert found.parameters == sum(parameter.numel() for parameter in made.parameters()) - norms
 
 
 def test_modules_that_do_not_exist() -> None:
-    with pytest.raises(LookupError, match=r'cost\.predict_module: no module "FA-Tmf"; nearest: FA-Tfm'):
-        cost.predict_module("FA-Tmf", channels=64, positions=9)
+    with pytest.raises(LookupError, match=r'predict_module: no module "FA-Tmf"; nearest: FA-Tfm'):
+        theory.predict_module("FA-Tmf", channels=64, positions=9)
     with pytest.raises(ValueError, match="positions must be a whole number from 1, got 0"):
-        cost.predict_module("FA-dot", channels=64, positions=0)
+        theory.predict_module("FA-dot", channels=64, positions=0)
     with pytest.raises(ValueError, match="heads=3 does not divide the 32 channels of basis"):
-        cost.predict_module("FA-multi", channels=64, positions=9, heads=3)
+        theory.predict_module("FA-multi", channels=64, positions=9, heads=3)
 
 
 # ---- Figure 5: BERT --------------------------------------------------------------------------------------------------
 def test_a_bert_of_8192_tokens_is_impractical_with_conventional_attention_alone() -> None:
     layer = {"channels": 768, "positions": 8192, "basis": 768, "width": 768, "heads": 12}
-    dense, linear = (12 * cost.predict_module(name, **layer).activation_bytes / GIGA for name in ("CA-Tfm", "FA-Tfm"))
+    dense, linear = (12 * theory.predict_module(name, **layer).activation_bytes / GIGA for name in ("CA-Tfm", "FA-Tfm"))
     assert dense > 40  # more than any GPU had then
     assert linear < 4
 

@@ -24,7 +24,6 @@ from farfield_papers.cli.printed import NETWORKS, SCORES
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "papers" / "recipes"
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-EARLIER = (ROOT / "docs" / "results-earlier.md").read_text(encoding="utf-8")
 NUMBER = re.compile(r"\d*\.\d+")
 IMAGENET = ("kan_imagenet", "san_imagenet")
 DENOISED = ("san_planaria", "san_tribolium")
@@ -181,19 +180,6 @@ def test_the_page_of_results_has_the_speed_ups() -> None:
     printed = [printed for names, printed in systems() if names and names[0].startswith("ops.")][:2]
     speed_ups = (KAN_TABLE_2["kronecker_qkv", 56].speed_up, SAN_TABLE_2["siamese", 56, 256].speed_up)
     assert printed == [f"{float(each.removesuffix('×')):.1f} times as fast" for each in speed_ups]
-
-
-def test_the_page_of_earlier_results_has_fas_scores() -> None:
-    table = EARLIER[EARLIER.index("| attention | box AP | mask AP |") :].split("\n\n")[0]
-    entries = [line.strip("|").split("|") for line in table.splitlines()[2:]]
-    found = [tuple(each) for _, *columns in entries for each in zip(*map(numbers, columns), strict=True)]
-    places = [row for options, row in SCORES["fa_coco"].rows.items() if options.startswith("--model.network.attention")]
-    assert found == [tuple(map(Decimal, row)) for row in places]
-    sentence = next(line for line in EARLIER.splitlines() if line.startswith("With all seven modules ResNet-101"))
-    assert numbers(sentence) == [Decimal(each) for each in backbones()[2:]]
-    for name, operator in (("PSMNet (baseline)", "null"), ("FA-PSMNet", "factorized_gaussian")):
-        epe = score("fa_sceneflow", f"--model.network.operator {operator}")
-        assert f"| {name} | {epe} |" in EARLIER
 
 
 # ---- how long a row takes --------------------------------------------------------------------------------------------

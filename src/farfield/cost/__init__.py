@@ -4,11 +4,9 @@
 values, and counts the MACs that execute; `measure` measures seconds and bytes on this machine, `compare` those of
 several modules in turns, `saved_bytes` the bytes that a forward pass keeps for its backward pass. `plan` lists which
 operators fit in memory. `roofline` compares a measured time with the least that this machine could take.
-`predict_module` has the formulas of FA's modules (`MODULES`): attention and the layers around it.
 """
 
 from farfield.cost.counting import Cost, count
-from farfield.cost.fa_modules import MODULES, predict_module
 from farfield.cost.formulas import FORMULAS
 from farfield.cost.least_time import Roofline, roofline
 from farfield.cost.measuring import Measurement, compare, measure, saved_bytes
@@ -17,7 +15,6 @@ from farfield.cost.prediction import predict
 
 __all__ = [
     "FORMULAS",
-    "MODULES",
     "Cost",
     "Measurement",
     "Needs",
@@ -28,7 +25,6 @@ __all__ = [
     "measure",
     "plan",
     "predict",
-    "predict_module",
     "roofline",
     "saved_bytes",
 ]

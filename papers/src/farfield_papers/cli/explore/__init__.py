@@ -1,4 +1,4 @@
-"""`farfield explore`: a page in which each operator shows what the position under the pointer attends to."""
+"""`farfield explore`: a page in which each operator shows what the position next to the pointer attends to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def explore(
     output: Path = Path("explore.html"),
     no_open: bool = False,
 ) -> None:
-    """Write a page in which each operator shows what the position under the pointer attends to.
+    """Write a page in which each operator shows what the position next to the pointer attends to.
 
         farfield explore --image photo.jpg
         farfield explore --image photo.jpg --operator kronecker_kv --operator siamese --size 40

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,22 +15,17 @@ from torch import Tensor
 
 from farfield import cost, maps
 from farfield._operators import FACTS
-from farfield.maps.inputs import read_call, read_query, with_running_statistics
 from farfield.nn.attention import GridAttention
-from farfield.ops.engine import summarize_grid
-from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, POOLED
 from farfield.ops.latent import flare
-from farfield.ops.projection import project_keys
-from farfield.ops.table import OPERATORS, Operator
+from farfield.ops.table import OPERATORS
 from farfield_papers.cli.explore.features import CREDIT, features, set_learned
 from farfield_papers.cli.loaded_network import load
 from farfield_papers.cli.maps.views import read_photograph, select_layer
 
-# Of operators that have some: their scores of all positions are in the page, 64 would be most of it.
-_LATENTS = 16
+_LATENTS = 16  # of operators that have some: each is a basis that is drawn
 SIZES = (7, 14, 28, 56, 112, 224, 448)
-# Names of the sources of keys and queries in engine.js.
-_SOURCES = {ALL: "all", AXES: "axes", NORMALIZED_AXES: "axes", POOLED: "windows"}
+# Queries on the longer side of the grid: the page has a row of each query, and grows with their number.
+_QUERIES = 8
 
 
 class HeadPanel(NamedTuple):
@@ -40,8 +35,8 @@ class HeadPanel(NamedTuple):
     head: int  # its index among the heads
     operator: str
     channels: int  # of the grid, for the cost
-    queries: Tensor  # `(d, positions)`, with the scale of the products in them
-    keys: Tensor  # `(d, positions)`
+    rows: Tensor  # `(queries, height, width)`, the weights of all positions for each query
+    basis: Tensor | None  # `(slots, height, width)`, of operators that have one
 
 
 class PageContent(NamedTuple):
@@ -72,12 +67,11 @@ def _panel_of_features(name: str, grid: Tensor) -> HeadPanel:
     latents = name == "flare"
     module = GridAttention(grid.shape[1], flare(_LATENTS) if latents else name)
     set_learned(module, grid, [length // 2 for length in grid.shape[2:]])
-    (queries, keys), *_ = _heads_of(module, grid)
     operator = f"flare({_LATENTS})" if latents else f'"{name}"'
     arguments = f"GridAttention({grid.shape[1]}, {operator}), grid"
     note = "; the features sum to 0, and so do its scores" if OPERATORS[name].score == "ones" else ""
     note = f"; {_LATENTS} latents here, and {OPERATORS[name].slots} in the cost" if latents else note
-    return HeadPanel(name, _text_of(name) + note, arguments, 0, name, grid.shape[1], queries, keys)
+    return HeadPanel(name, _text_of(name) + note, arguments, 0, name, grid.shape[1], *_heads_of(module, grid)[0])
 
 
 def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: int) -> PageContent:
@@ -95,10 +89,9 @@ def panels_of_layer(image: Path | None, model: str, layer: str | None, longer: i
         )
     check_shown(name, module, grid, longer)
     operator, arguments = module.operator_name, f'*maps.layers(network, image)["{name}"][:2]'
+    text = f"{operator}, {_text_of(operator)}"
     panels = [
-        HeadPanel(
-            f"head {number}", f"{operator}, {_text_of(operator)}", arguments, number, operator, module.channels, *head
-        )
+        HeadPanel(f"head {number}", text, arguments, number, operator, module.channels, *head)
         for number, head in enumerate(_heads_of(module, grid))
     ]
     intro, note = (
@@ -116,54 +109,35 @@ def _read(image: Path | None) -> tuple[NDArray[np.uint8], str]:
 
 
 def check_shown(name: str, module: GridAttention, grid: Tensor, longer: int) -> None:
-    """Refuse a layer whose rows are not made of queries and keys of positions, or whose grid is too large."""
+    """Refuse a layer whose slots and cost are not known, or whose grid is too large."""
     if module.operator_name not in OPERATORS:
-        raise ValueError(f"{name} has an operator of your own, which the page cannot compute; fix: another --layer.")
-    if module.operator.keys_from == POOLED and module.key is not None:
-        raise ValueError(f"{name} projects keys after pooling, which the page cannot do; fix: another --layer.")
+        raise ValueError(
+            f"{name} has an operator of your own, whose cost the page does not know; fix: another --layer."
+        )
     if (longest := max(grid.shape[2:])) > longer:
         size, fix = "×".join(map(str, grid.shape[2:])), f", or --size {longest}" if longest <= 64 else ""
         raise ValueError(f"{name} has a grid of {size}, longer than --size {longer}; fix: a coarser --layer{fix}.")
 
 
-def _heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return queries and keys `(d, positions)` of each head, or their scores, in float32."""
-    # Of positions also where keys or queries are sums, as the projections are linear. Norms of products multiply the
-    # queries by their running statistics; those of responses are left out, as in `maps.attention_row`.
-    positions = replace(module.operator, keys_from=ALL, queries_from=ALL)
-    with torch.no_grad(), with_running_statistics(module):
-        call = read_call(module, grid, grid.dtype)._replace(operator=positions)
-        gathered = ALL.gather(grid.float(), None, None)
-        queries, _ = read_query(call, gathered, summarize_grid(call, grid.float()))
-        keys = project_keys(call, gathered) if positions.reads_keys else queries
-    return list(zip(queries[0], keys[0], strict=True))
+def query_axes(size: tuple[int, int]) -> list[list[int]]:
+    """Return the rows and the columns at which the page has queries, evenly spread."""
+    step = max(1, round(max(size) / _QUERIES))
+    return [list(range(min(step, length) // 2, length, step)) for length in size]
+
+
+def _heads_of(module: GridAttention, grid: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the attention rows of each head for all queries of the page, and the basis of its slots."""
+    queries = itertools.product(*query_axes((grid.shape[2], grid.shape[3])))
+    rows = torch.stack([maps.attention_row(module, grid, position)[0] for position in queries], 1)
+    if module.operator.basis is None:
+        return [(each, None) for each in rows]
+    return list(zip(rows, maps.basis_masks(module, grid)[0], strict=True))
 
 
 def _text_of(operator: str) -> str:
     """Return an operator's equation and slots in a line."""
     facts = FACTS[operator]
     return f"{facts.source}; slots: {facts.slots}"
-
-
-def engine_entry(operator: Operator) -> dict[str, Any]:
-    """Return an operator as engine.js takes it: the names of its functions, features and sources."""
-    features = getattr(operator.basis, "map", None)
-    return {
-        "coefficients": _name_of(operator.coefficients),
-        "basis": _name_of(operator.basis),
-        "features": _name_of(features),
-        "one": getattr(operator.basis, "one", False),
-        "epsilon": getattr(operator.coefficients, "epsilon", 0.0),
-        "per": _name_of(operator.per),
-        "keys_from": _SOURCES[operator.keys_from],
-        "queries_from": _SOURCES[operator.queries_from],
-        "normalized": operator.queries_from.normalize is not None,
-    }
-
-
-def _name_of(function: Any) -> str | None:
-    """Return the name of a function, or of the class of one with options; None stays."""
-    return None if function is None else getattr(function, "__name__", type(function).__name__)
 
 
 def costs_of(panel: HeadPanel) -> tuple[list[int], list[int]]:

@@ -41,7 +41,7 @@ MODULES = {
 }
 
 
-@door("cost.predict_module")
+@door("predict_module")
 def predict_module(
     name: str, *, channels: int, positions: int, basis: int | None = None, width: int | None = None, heads: int = 1
 ) -> Cost:
@@ -76,8 +76,8 @@ def predict_module(
     Reference: FA Table 8–12.
 
     Example:
-        >>> from farfield import cost
-        >>> dense, linear = (cost.predict_module(name, channels=64, positions=64 * 64) for name in ("CA-dot", "FA-dot"))
+        >>> from farfield_papers.theory import predict_module
+        >>> dense, linear = (predict_module(name, channels=64, positions=4096) for name in ("CA-dot", "FA-dot"))
         >>> f"{dense.activation_bytes / linear.activation_bytes:.0f}x, {int(dense.macs / linear.macs)}x"
         '17x, 32x'
     """
