@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
-from farfield.ops.table import softmax_of_products
+from farfield.ops.slots import softmax_of_products
 
 CHANNELS, VALUES, BATCH, TESTED, TEST_SEED = 64, 4, 64, 2048, 1_000_000
 CONTESTANTS = [*OPERATORS, "softmax, scale 1", "none", "convolution", "HyenaND"]

@@ -20,7 +20,7 @@ from farfield.nn import GridAttention, attention_for
 from farfield.nn.macs import MacCounter
 from farfield.ops import OPERATORS, Operator, flare, pooled
 from farfield.ops.projection import project_queries
-from farfield.ops.table import keys, position, queries
+from farfield.ops.slots import keys, position, queries
 from helpers.partly import pairwise, partly
 from helpers.small_networks import SqueezeExcite
 

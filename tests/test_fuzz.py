@@ -11,7 +11,7 @@ import torch
 
 from farfield import ops
 from farfield.ops import function, table
-from farfield.ops.fast import kernels, steps, whole
+from farfield.ops.fast import gradients, kernels, whole
 from farfield.ops.fast import table as kernel_table
 from helpers.fuzzing import BROKEN, CONTENTS, EXPANDED, LAYOUTS, Drawn, check, draw, make_call
 from helpers.second_derivatives import WAYS
@@ -136,7 +136,7 @@ def test_a_mistake_is_seen(row: str, change: dict, monkeypatch: pytest.MonkeyPat
 def test_a_kernel_whose_derivative_is_lost_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (reason := kernels.problem()) is not None:
         pytest.skip(reason)
-    for module in (kernels, steps, kernel_table, whole):
+    for module in (kernels, gradients, kernel_table, whole):
         monkeypatch.setattr(module, "are_free", lambda *arguments: True)
     monkeypatch.setattr(function, "are_themselves", lambda *arguments: True)
     assert any(_is_wrong(index) for index in range(4 * CASES) if draw(index).second == way)

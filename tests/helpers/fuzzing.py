@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farfield import ops
 from farfield.nn import GridAttention
-from farfield.ops.table import softmax_of_products
+from farfield.ops.slots import softmax_of_products
 from helpers import explicit
 from helpers.attending import valid_or_zero, written_out
 from helpers.grids import Case, draw_learned, relative_error, tiles

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from farfield import ops, replace_attention
 from farfield.insertion import register_transformers
-from farfield.ops.table import keys, queries
+from farfield.ops.slots import keys, queries
 
 NAME = "farfield_factorized_gaussian"
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from farfield import replace_attention
 from farfield.nn.token_attention import attend_tokens
 from farfield.ops import OPERATORS
-from farfield.ops.table import weight
+from farfield.ops.slots import weight
 from helpers.token_products import EPS, ROWS, matrix, product, relative, worst_gradient
 
 VALID = torch.tensor([[True] * 3 + [False] * 4, [True] * 7])

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from farfield import ops, replace_attention
 from farfield.insertion import register_transformers
 from farfield.nn.token_attention import attend_tokens
-from farfield.ops.table import keys, queries
+from farfield.ops.slots import keys, queries
 from helpers.seeding import seeded_generator
 from helpers.token_products import EPS, ROWS, product, relative
 

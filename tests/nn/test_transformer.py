@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farfield import ShapeError, ops
 from farfield.nn import GridAttention, TransformerLayer
 from farfield.ops import OPERATORS
-from farfield.ops.table import keys, queries, weight
+from farfield.ops.slots import keys, queries, weight
 from helpers.explicit import SOFTMAX_ROWS
 from helpers.partly import partly
 from helpers.token_products import EPS, ROWS, product, relative, worst_gradient

@@ -25,8 +25,10 @@ from farfield.nn import GridAttention
 from farfield.ops.engine import SWITCH
 from farfield.ops.fast import kernels, table
 from farfield.ops.fast.axes import outer_sum, sum_axes
+from farfield.ops.fast.table import form_of
 from farfield.ops.projection import Call, Projection
-from farfield.ops.table import OPERATORS, Features, Quotient, identity, relu, softmax_pair
+from farfield.ops.slots import Features, Quotient, identity, relu, softmax_pair
+from farfield.ops.table import OPERATORS
 from helpers.beside_equations import distance, off
 from helpers.explicit import AXIS_ROWS, MEAN_ROWS
 from helpers.partly import pairwise, partly
@@ -160,8 +162,9 @@ def test_one_call_is_made_for_nothing_else(on: None, name: str) -> None:
         # A grid that wants no gradient is given none, which would be one more grid written.
         assert in_one_call(OPERATORS["siamese"], grid.detach(), matrix.requires_grad_(), 1, 1.0) is None
     for project in "qvo":
-        assert not GridAttention(32, "kronecker_qkv", project=project).call_for(grid).is_operator_alone
-    assert not GridAttention(32, "siamese", project="", coefficient_norm=True).call_for(grid).is_operator_alone
+        assert form_of(GridAttention(32, "kronecker_qkv", project=project).call_for(grid), None) == kernels.PROJECTED
+    normed = GridAttention(32, "siamese", project="", coefficient_norm=True)
+    assert form_of(normed.call_for(grid), None) == kernels.PROJECTED
 
 
 @pytest.mark.parametrize(("channels", "side", "numbers"), [(64, 64, 64 * 128 + 128**2), (16, 16, 16 * 32)])

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from farfield import ops
 from farfield.nn import GridAttention
-from farfield.ops.fast import kernels, steps
+from farfield.ops.fast import gradients, kernels
 from helpers import explicit
 from helpers.attending import written_out
 from helpers.beside_equations import drawn
@@ -135,10 +135,10 @@ def test_kernels_are_called_in_one_place() -> None:
 
 def test_projecting_again_declines_where_a_derivative_is_wanted(on: None) -> None:
     positions, matrix = torch.randn(2, CHANNELS, 35), torch.randn(8, CHANNELS)
-    assert steps.project(positions, matrix, None) is not None
-    assert steps.project(positions.requires_grad_(), matrix, None) is None
+    assert gradients.project(positions, matrix, None) is not None
+    assert gradients.project(positions.requires_grad_(), matrix, None) is None
     with torch.no_grad():
-        assert steps.project(positions, matrix, None) is not None
+        assert gradients.project(positions, matrix, None) is not None
 
 
 # ---- what is not an operator -----------------------------------------------------------------------------------------

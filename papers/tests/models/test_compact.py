@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from farfield import ShapeError
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS, Operator
-from farfield.ops.table import softmax_of_products
+from farfield.ops.slots import softmax_of_products
 from farfield_papers import models
 from farfield_papers.models import CLASSIFIERS, CompactNet
 from farfield_papers.nn import AttentionBlock, BaseBlock

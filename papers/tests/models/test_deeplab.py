@@ -15,7 +15,7 @@ from torchvision.models.segmentation import deeplabv3_resnet50
 
 from farfield import ShapeError, cost
 from farfield.ops import OPERATORS, Operator
-from farfield.ops.table import softmax_of_products
+from farfield.ops.slots import softmax_of_products
 from farfield_papers import models
 from farfield_papers.models import DeepLab
 from farfield_papers.models.deeplab import ASPP, OUTPUTS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from farfield import ShapeError
 from farfield.ops import OPERATORS, Operator
-from farfield.ops.table import softmax_of_products
+from farfield.ops.slots import softmax_of_products
 from farfield_papers import models
 from farfield_papers.models.gan import ConditionalNorm, DiscriminatorBlock, GatedAttention, GeneratorBlock
 from helpers.partly import partly

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from farfield.ops import OPERATORS, Operator
-from farfield.ops.table import softmax_of_products
+from farfield.ops.slots import softmax_of_products
 from farfield_papers import models
 from farfield_papers.models import CLASSIFIERS, CompactNet, description, storage
 from helpers.partly import partly

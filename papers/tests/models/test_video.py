@@ -16,7 +16,7 @@ from torchvision.models.video import r3d_18
 from farfield import ShapeError, cost
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS, Operator
-from farfield.ops.table import softmax_of_products
+from farfield.ops.slots import softmax_of_products
 from farfield_papers import models
 from farfield_papers.models.video import BACKBONES, NonLocalBlock, inflate
 from farfield_papers.tasks.classify import Classify

@@ -17,7 +17,7 @@ from torch import nn
 
 from farfield import cost
 from farfield.ops import Operator
-from farfield.ops.table import softmax_of_products
+from farfield.ops.slots import softmax_of_products
 from farfield_papers import models
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from farfield._checks import unknown
 from farfield._refusals import refusal
-from farfield.ops.table import OPERATORS, exponentials
+from farfield.ops.slots import exponentials
+from farfield.ops.table import OPERATORS
 from farfield.ops.work import Work, is_composed, is_quadratic_cheaper
 
 

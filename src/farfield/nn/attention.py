@@ -30,6 +30,9 @@ from farfield.ops.projection import Call, map_heads
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, look_up_operator
 
+# What operators learn (`Operator.parameter_shapes`).
+_LEARNED = ("weight", "latents", "query_map", "key_map")
+
 
 class GridAttention(nn.Module):
     """Attend over a grid of any number of spatial dims by any operator, with linear projections around it.
@@ -117,7 +120,7 @@ class GridAttention(nn.Module):
         self.value = nn.Linear(channels, width, bias) if "v" in project else None
         self.output = nn.Linear(width, channels, bias) if "o" in project else None
         shapes = operator.parameter_shapes(inner, heads)
-        for name in ("weight", "latents", "query_map", "key_map"):
+        for name in _LEARNED:
             self.register_parameter(name, nn.Parameter(torch.empty(shapes[name])) if name in shapes else None)
         self.coefficient_norm = None
         if coefficient_norm:
@@ -284,8 +287,9 @@ class GridAttention(nn.Module):
         query, key, value, output = (read_projection(part, grid) for part in letters)
         key = query if self.key is self.query else key
         if self.operator.score is not None:
-            names = self.operator.parameter_shapes(self.inner_channels, self.heads)
-            learned = {name: getattr(self, name).to(grid.dtype) for name in names}
-            ones = grid.new_ones(self.inner_channels)
-            query, key = map_heads(self.operator, query, key, learned, ones, self.heads)
+            # Modules that were saved whole may be older than a name.
+            own = {name: getattr(self, name, None) for name in _LEARNED}
+            learned = {name: each.to(grid.dtype) for name, each in own.items() if each is not None}
+            learned = learned or {"weight": grid.new_ones(self.inner_channels)}
+            query, key = map_heads(self.operator, query, key, learned, self.heads)
         return Call(self.operator, self.heads, self.scale, query, key, value, output, self.coefficient_norm)

@@ -70,7 +70,7 @@ def read_projection(module: nn.Module | None, like: Tensor) -> Projection:
     """Return an affine module, or None, as a matrix and bias that can act on a summary, or a function that runs it."""
     if module is None:
         return IDENTITY
-    if is_bare(module, nn.Linear):
+    if type(module) is nn.Linear and is_unchanged(module):
         return Projection(module.weight, module.bias)
     # Hooks see the positions and their gradients, and dropout is drawn for each of them.
     if not all(is_unchanged(part) and not _drops(part) for part in module.modules()):

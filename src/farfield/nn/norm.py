@@ -14,8 +14,8 @@ from farfield.nn.initialization import DrawnByItself
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import full_precision
 from farfield.ops.moments import Moments, pooled_moments, product_moments, response_moments
-from farfield.ops.slots import Summary
-from farfield.ops.table import Operator, products, weight
+from farfield.ops.slots import Summary, products, weight
+from farfield.ops.table import Operator
 
 
 class CoefficientNorm(nn.Module):

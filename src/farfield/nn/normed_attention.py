@@ -17,18 +17,17 @@ from farfield.nn.channel_norm import split_deviation
 from farfield.nn.checks import check_input
 from farfield.nn.initialization import DrawnByItself
 from farfield.ops.grid import hide
-from farfield.ops.table import (
-    Operator,
+from farfield.ops.slots import (
     Quotient,
     centred,
     elu_plus_one,
-    look_up_operator,
     magnitude_aware,
     relu,
     softmax_of_products,
     softmax_over_channels,
     softmax_pair,
 )
+from farfield.ops.table import Operator, look_up_operator
 
 # What weights are made of -> the standard deviation of the channels of queries and keys at first, and their mean.
 # Exponentials: exponents vary by about 4. Of a softmax of products they have two factors. Features that are 0 or small

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.grid import accumulation
+from farfield.ops.projection import head_matrices
 from farfield.ops.slots import Summary
 from farfield.ops.summary import attend_heads
 from farfield.ops.table import Operator
@@ -61,7 +62,7 @@ def attend_tokens(
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if learned:
-        matrices = operator.head_matrices(learned, query.shape[1])
+        matrices = head_matrices(operator, learned, query.shape[1])
         of_queries, of_keys = (each.transpose(-2, -1).to(query.dtype) for each in matrices)
         query, key = query @ of_queries, key @ of_keys
         operator = dataclasses.replace(operator, score=None, slots=0)

@@ -75,7 +75,8 @@ def attend(
     queries = keys = IDENTITY
     if operator.score is not None:
         learned = {each: tensor.to(query.dtype) for each, tensor in learned.items()}
-        queries, keys = map_heads(operator, queries, keys, learned, query.new_ones(query.shape[1]), heads)
+        learned = learned or {"weight": query.new_ones(query.shape[1])}
+        queries, keys = map_heads(operator, queries, keys, learned, heads)
     call = Call(operator, heads, scale, queries, keys)
     try:
         with Attending(f"ops.{name}_attention"):

@@ -13,14 +13,24 @@ import os
 from functools import partial
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from farfield.ops.fast import axes, table
-from farfield.ops.fast.combination import add_responses
+from farfield.ops.fast.steps import add_responses
 from farfield.ops.fast.whole import Target
 from farfield.ops.grid import Gathered, Place, Positions, in_layout_of, laid_out_for
 from farfield.ops.modes import is_recorded, is_recorded_for_tiles
-from farfield.ops.projection import Call, by_head, project_keys, project_queries, run_part, run_values, split_heads
+from farfield.ops.projection import (
+    Call,
+    LinearRun,
+    Projection,
+    by_head,
+    project_keys,
+    project_queries,
+    run_part,
+    split_heads,
+)
 from farfield.ops.slots import Summary
 from farfield.ops.summary import respond, summarize
 from farfield.ops.work import is_quadratic_cheaper
@@ -120,7 +130,13 @@ def _summarize_positions(
     fast: bool, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
 ) -> tuple[Tensor | None, Summary]:
     """Return the queries `(b, h, d, n)` if they are projected too, as `itself_queries` may be, and the summary."""
-    call, values = run_values(call, gathered, values, complete)
+    part, side_by_side = call.value, call.operator.keys_from.side_by_side
+    # With many latents, projecting the sums takes more MACs than projecting the values.
+    if call.operator.slots and part.matrix is not None and call.count_work(0, 0, 0, 0).projects_values_first:
+        part = Projection(run=LinearRun(part.matrix, part.bias))
+    if part.run is not None:
+        part, (values, valid) = run_part(part, Gathered(values, gathered.valid), side_by_side)
+        call, values = call._replace(value=part), values if complete else torch.where(valid > 0, values, 0)
     result = table.summarize(call, gathered, values, complete, itself_queries) if fast else None
     if result is None:
         key, shared = project_keys(call, gathered), call.value.matrix is not None
@@ -128,7 +144,7 @@ def _summarize_positions(
         same = values is gathered.positions and itself_key and not shared
         # Every head summarizes all channels where values are projected later.
         value = key if same else values[:, None] if shared else split_heads(values, call.heads)
-        as_keys = itself_queries and call.query is call.key and call.operator.keys_from.side_by_side
+        as_keys = itself_queries and call.query is call.key and side_by_side
         queries = key if as_keys and call.operator.reads_keys else None
         result = queries, summarize(call.operator, key, value, gathered.valid[:, None], complete)
     projected, summary = result

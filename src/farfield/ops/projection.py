@@ -25,10 +25,6 @@ class Projection(NamedTuple):
     run: Run | None = None  # on positions, before the matrix: of a module that no matrix defines, or to save MACs
     source: tuple[Tensor, Tensor, Tensor | None] | None = None  # what `LinearRun` made these positions of, and how
 
-    def count_rows(self, channels: int) -> int:
-        """Return the channels that the matrix makes of so many."""
-        return channels if self.matrix is None else self.matrix.shape[:-1].numel()
-
 
 @dataclass(frozen=True)
 class LinearRun:
@@ -46,15 +42,13 @@ IDENTITY = Projection()
 
 
 def map_heads(
-    operator: Operator, query: Projection, key: Projection, learned: Mapping[str, Tensor], ones: Tensor, heads: int
+    operator: Operator, query: Projection, key: Projection, learned: Mapping[str, Tensor], heads: int
 ) -> tuple[Projection, Projection]:
-    """Compose projections of queries and keys with what the operator multiplies them with, head by head.
+    """Compose projections of queries and keys with what an operator with a score multiplies them with, head by head.
 
-    `learned` holds the tensors of `operator.parameter_shapes`; `ones` is a vector `(c,)` for those that learn none.
+    `learned` holds the tensors of `operator.parameter_shapes`; a weight of ones `(c,)` if it learns none.
     """
-    if operator.score is None:
-        return query, key
-    of_queries, of_keys = operator.head_matrices(learned or {"weight": ones}, heads)
+    of_queries, of_keys = head_matrices(operator, learned, heads)
     if operator.score == "latents" and query.matrix is None and query.run is None:
         query = key  # queries are made as keys are, unless they have a projection of their own
     same = query is key and of_queries is of_keys
@@ -62,25 +56,30 @@ def map_heads(
     return mapped, mapped if same else _compose_by_head(key, of_keys)
 
 
+def head_matrices(operator: Operator, learned: Mapping[str, Tensor], heads: int) -> tuple[Tensor, Tensor]:
+    """Return the matrices `(h, r, d)` that queries and keys are multiplied with, from what the operator learns."""
+    if operator.score == "maps":
+        return learned["query_map"], learned["key_map"]
+    matrices = learned["latents"] if operator.score == "latents" else learned["weight"].view(heads, 1, -1)
+    return matrices, matrices
+
+
 def _compose_by_head(projection: Projection, matrices: Tensor) -> Projection:
     """Compose a projection with a matrix per head, `(h, r, d)`, to h·r channels: M(Wx + b) = (MW)x + Mb."""
     (heads, rows, depth), (matrix, bias, run, _) = matrices.shape, projection
-    if matrix is None:  # kernels of scores read positions once, for all heads
-        return Projection(_join_heads(matrices) if heads == 1 or rows == 1 else matrices, None, run)
+    if matrix is None and heads == 1:
+        return Projection(matrices[0], None, run)
+    if matrix is None and rows == 1:  # along the diagonal of one: kernels of scores read positions once, for all heads
+        ones = torch.eye(len(matrices), dtype=matrices.dtype, device=matrices.device)[:, None, :, None]
+        return Projection((ones * matrices[:, :, None]).flatten(2).flatten(0, 1), None, run)
+    if matrix is None:
+        return Projection(matrices, None, run)
     if not is_composed(heads, rows, heads * depth, matrix.shape[1]):
         return Projection(matrices, None, LinearRun(matrix, bias))
     matrix = (matrices @ matrix.to(matrices.dtype).unflatten(0, (heads, -1))).flatten(0, 1)
     if bias is not None:
         bias = (matrices @ bias.to(matrices.dtype).view(heads, -1, 1)).flatten()
     return Projection(matrix, bias)
-
-
-def _join_heads(matrices: Tensor) -> Tensor:
-    """Return the matrix `(h·r, h·d)` with those of the heads, `(h, r, d)`, along its diagonal."""
-    if len(matrices) == 1:
-        return matrices[0]
-    heads = torch.eye(len(matrices), dtype=matrices.dtype, device=matrices.device)[:, None, :, None]
-    return (heads * matrices[:, :, None]).flatten(2).flatten(0, 1)
 
 
 def split_heads(positions: Tensor, heads: int) -> Tensor:
@@ -137,15 +136,10 @@ class Call(NamedTuple):
     output: Projection = IDENTITY  # acts on the summary where that is cheaper
     norm: _FoldedNorm | None = None  # of coefficients or responses
 
-    @property
-    def is_operator_alone(self) -> bool:
-        """Whether nothing is projected or normed; queries and keys may be scores."""
-        same = self.query is self.key and (self.query.matrix is None or self.operator.score is not None)
-        return same and self.value.matrix is None and self.output.matrix is None and self.norm is None
-
     def count_work(self, queries: int, keys: int, channels: int, width: int) -> Work:
         """Return the sizes of one sample; channels and width are those of queries and values before projections."""
-        inner, value, output = self.query.count_rows(channels), self.value.matrix, self.output.matrix
+        query, value, output = self.query.matrix, self.value.matrix, self.output.matrix
+        inner = channels if query is None else query.shape[:-1].numel()
         biased = self.output.bias is not None or (self.norm is not None and self.norm.bias is not None)
         width, projected = (width, 0) if value is None else value.shape
         out = 0 if output is None else len(output)
@@ -165,17 +159,6 @@ def run_part(projection: Projection, gathered: Gathered, side_by_side: bool) -> 
     made = run(positions) if side_by_side else run(positions / valid.clamp_min(1)) * valid
     source = (positions, run.matrix, run.bias) if isinstance(run, LinearRun) else None
     return Projection(matrix, bias, None, source), Gathered(made, valid)
-
-
-def run_values(call: Call, keys: Gathered, values: Tensor, complete: bool) -> tuple[Call, Tensor]:
-    """Project values by a function, and by a matrix where sums of them take fewer MACs; masked positions stay 0."""
-    value, side_by_side = call.value, call.operator.keys_from.side_by_side
-    if value.matrix is not None and call.count_work(0, 0, 0, 0).projects_values_first:
-        value = Projection(run=LinearRun(value.matrix, value.bias))
-    if value.run is None:
-        return call, values
-    value, (values, valid) = run_part(value, Gathered(values, keys.valid), side_by_side)
-    return call._replace(value=value), values if complete else torch.where(valid > 0, values, 0)
 
 
 def project_keys(call: Call, gathered: Gathered) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 from farfield.ops.fused import fused_attention
 from farfield.ops.grid import accumulation
 from farfield.ops.modes import autocast_dtype, full_precision, is_recorded, is_recorded_for_onnx, is_recorded_for_tiles
-from farfield.ops.slots import Summary
-from farfield.ops.table import Operator, softmax_of_products, weight
+from farfield.ops.slots import Summary, softmax_of_products, weight
+from farfield.ops.table import Operator
 
 # Most positions that one matrix product sums, and the size of a block. The error of a product grows with the root of
 # its length: up to 120 eps over 2^20 float32 positions, 2 eps over 2,048. The sum of products over blocks of 1,024 has

@@ -20,7 +20,8 @@ from farfield._checks import check_mask
 from farfield._refusals import door
 from farfield.insertion._replace.modules import Replaced
 from farfield.ops.grid import accumulation, hide
-from farfield.ops.table import OPERATORS, Operator, Quotient, relu
+from farfield.ops.slots import Quotient, relu
+from farfield.ops.table import OPERATORS, Operator
 
 
 class _MultiScaleAttention(Replaced, nn.Module):

@@ -15,30 +15,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernels
-from farfield.ops.fast.combination import arrange, combine
-from farfield.ops.fast.scores import are_small, gradients_of_rows
-from farfield.ops.fast.steps import (
-    ResponsePlan,
-    RowPlan,
-    fitting_kernels,
-    prepare_slots,
-    project_slots,
-    respond_by,
-    select_queries,
-    split_gradients,
-    stack_projections,
-)
-from farfield.ops.fast.steps import project as project_by_kernel
+from farfield.ops.fast.gradients import gradients_of_rows, split_gradients
+from farfield.ops.fast.gradients import project as project_by_kernel
+from farfield.ops.fast.steps import ResponsePlan, RowPlan, are_small, multiply_slots, prepare_slots, stack_projections
 from farfield.ops.function import accelerate
 from farfield.ops.grid import in_channels_last
 from farfield.ops.modes import full_precision
 from farfield.ops.projection import Projection, project, split_heads
 from farfield.ops.slots import Summary
 from farfield.ops.summary import WIDENED, sum_over_positions, summarize
-from farfield.ops.table import Operator
 
 # Of positions and values that are kept as they are.
 _NO_SOURCE = (None, None, None)
@@ -61,7 +50,8 @@ def _sum_rows(plan: RowPlan, values: Tensor, valid: Tensor, rows: Tensor) -> tup
     key = split_heads(rows[:, : plan.keys], heads) if plan.keys else valid.expand(-1, heads, -1, -1)
     value = values[:, None] if plan.shared else split_heads(values, heads)
     summary = summarize(plan.operator, key, value, valid, plan.complete)
-    return select_queries(plan, rows), *summary[:3], summary.peak
+    query = rows[:, rows.shape[1] - plan.queries :].unflatten(1, (heads, -1)) if plan.queries else None
+    return query, *summary[:3], summary.peak
 
 
 # ---- the same with a backward pass that keeps the positions ----------------------------------------------------------
@@ -263,9 +253,7 @@ def _gradients_of_projection(
 
 def _respond_to(plan: ResponsePlan, positions: Tensor, *arguments: Any) -> Tensor:
     """Respond as `respond_from` does, to the parts of a summary."""
-    query, *parts = arguments[4:]
-    coefficients, slots = _factors(plan.operator, query, *parts)
-    return combine(slots, coefficients, positions, parts[-1] is not None)
+    return multiply_slots(plan, positions, arguments[4], _build_summary(arguments[5:9]), *arguments[9:])
 
 
 def _save_query(arguments: Sequence[Any]) -> Sequence[Any]:
@@ -294,33 +282,31 @@ def _gradients_of_response(
     """Return gradients of `_respond_to` for the query, the summary, and the projection and bias of the responses."""
     (plan, *_), (query, *parts), (grad_output,) = arguments[:6], arguments[6:], grad_outputs
     query, rest = _leaf(query), [None if part is None else _leaf(part) for part in parts]
-    if fitting := fitting_kernels(plan, query, _build_summary(rest[:4])):
+    summary = _build_summary(rest[:4])
+    if plan.kernels:
         with torch.enable_grad():
-            slots, sums = prepare_slots(plan.operator, query, _build_summary(rest[:4]), *rest[4:])
+            slots, sums = prepare_slots(plan.operator, query, summary, *rest[4:], by_kernel=True)
         with precision():
-            lines = (line for line in fitting if line.why_not(plan.operator, query, slots, grad_output) is None)
+            lines = (line for line in plan.kernels if line.why_not(plan, query, slots, grad_output) is None)
             kernel = next(lines, None)
         if kernel is not None:
-            grads = cast(Any, kernel.derive)(plan.operator, grad_output, query, slots, sums)
+            grads = cast(Any, kernel.derive)(plan, grad_output, query, slots, sums)
             grads = {output: grad for output, grad in zip((query, slots, sums), grads, strict=True) if grad is not None}
             return iter((*(None,) * 6, *_gradients([query, *rest], grads)))
     with torch.enable_grad():
-        coefficients, slots = _factors(plan.operator, query, *rest)
+        coefficients = plan.operator.coefficients(query, summary)
+        slots, _ = prepare_slots(plan.operator, query, summary, *rest[4:], by_kernel=False)
     with full_precision(grad_output):
         # Under autocast the product, and so its gradient, is of lower precision than its factors.
-        arranged = arrange(coefficients, slots).to(grad_output.dtype)
-        grad_slots = sum_over_positions(arranged, grad_output).to(slots.dtype)
+        factors = coefficients.flatten(1, 2).unflatten(1, (slots.shape[1], -1)).to(grad_output.dtype)
+        if factors.shape[2] != slots.shape[2]:  # the last slot is a bias
+            factors = F.pad(factors, (0, 0, 0, 1), value=1.0)
+        grad_slots = sum_over_positions(factors, grad_output).to(slots.dtype)
         inner = slots.to(grad_output.dtype) @ grad_output
         inner = inner[:, :, : math.prod(coefficients.shape[1:3]) // slots.shape[1]]
         grad_coefficients = inner.reshape(coefficients.shape).to(coefficients.dtype)
         grads = _gradients([query, *rest], {coefficients: grad_coefficients, slots: grad_slots})
     return iter((*(None,) * 6, *grads))
-
-
-def _factors(operator: Operator, query: Tensor, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the coefficients and the slots, whose product the responses are."""
-    summary = _build_summary(parts[:4])
-    return operator.coefficients(query, summary), project_slots(operator, query, summary, *parts[4:])
 
 
 def _gradients(inputs: list[Tensor | None], grad_outputs: dict[Tensor, Tensor]) -> Iterator[Tensor | None]:
@@ -349,7 +335,7 @@ _project_and_sum = accelerate(
 )
 _respond = accelerate(
     _respond_to,
-    lambda plan, positions, *arguments: respond_by(
+    lambda plan, positions, *arguments: plan.run(
         plan, positions, arguments[4], _build_summary(arguments[5:9]), *arguments[9:]
     ),
     _gradients_of_response,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from farfield.ops.modes import are_free, autocast_dtype, is_recorded
-from farfield.ops.table import Quotient
+from farfield.ops.slots import Quotient
 
 FOLDER = Path(__file__).with_name("cpu")
 LIBRARY = FOLDER / "farfield_cpu.so"

@@ -7,24 +7,24 @@ that fit it. A line is chosen once a call. Where no line runs, the equations do,
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
 from torch import Tensor
 
-from farfield.ops.fast import axes, kernels, scores, steps, whole
+from farfield.ops.fast import axes, gradients, kernels, steps, whole
 from farfield.ops.fast.autograd import project_and_summarize, respond_from
 from farfield.ops.fast.kernels import BARE, PROJECTED, WITH_TARGET, Kernel, with_any_epsilon
-from farfield.ops.fast.steps import ResponsePlan, RowPlan, respond_by
+from farfield.ops.fast.steps import Coefficients, ResponsePlan, RowPlan
 from farfield.ops.fast.whole import Target
 from farfield.ops.grid import ALL, AXES, NORMALIZED_AXES, Gathered
 from farfield.ops.modes import are_free
 from farfield.ops.projection import IDENTITY, Call
-from farfield.ops.slots import Summary
-from farfield.ops.table import (
-    OPERATORS,
+from farfield.ops.slots import (
     Features,
     Quotient,
+    Summary,
     centred,
     elu_plus_one,
     exponentials,
@@ -42,6 +42,7 @@ from farfield.ops.table import (
     softmax_pair,
     weight,
 )
+from farfield.ops.table import OPERATORS
 
 # ---- which operators -------------------------------------------------------------------------------------------------
 _MEANS = (
@@ -134,8 +135,8 @@ LINES = (
         "sums",
         ("project_and_sum",),
         ({"basis": (one, one_and_key), "keys_from": (ALL,)},),
-        scores.why_not_scores,
-        scores.sum_scores,
+        steps.why_not_scores,
+        steps.sum_scores,
         gradient=("project_and_sum",),
         needs=_FEW,
     ),
@@ -145,7 +146,7 @@ LINES = (
         ({"basis": (keys, exponentials, *_FEATURES), "keys_from": (ALL,)},),
         steps.why_not_slots,
         steps.sum_slots,
-        steps.gradients_of_slots,
+        gradients.gradients_of_slots,
         gradient=("project_and_summarize_backward",),
         needs=_FORMATS,
     ),
@@ -153,9 +154,9 @@ LINES = (
         "responses",
         (),  # torch's product
         ({"coefficients": (queries, query_and_one), "queries_from": (ALL,)},),
-        scores.why_not_score_gradients,
-        steps.combine_slots,
-        scores.gradients_of_scores,
+        gradients.why_not_score_gradients,
+        steps.multiply_slots,
+        gradients.gradients_of_scores,
         gradient=("project_and_sum",),
         when="in training",
         needs=f"{_FEW}, which are the queries",
@@ -171,7 +172,7 @@ LINES = (
         ),
         steps.why_not_multiplied,
         steps.combine_slots,
-        steps.gradients_of_combination,
+        gradients.gradients_of_combination,
         gradient=("combine_slots_backward",),
         needs=_FORMATS,
     ),
@@ -211,6 +212,12 @@ _SUMS = _lines_by("sums", "basis")
 _RESPONSES = _lines_by("responses", "coefficients")
 
 
+@functools.lru_cache(256)
+def _find_responses(coefficients: object) -> tuple[Coefficients, tuple[Kernel, ...]]:
+    """Return how kernels compute coefficients, and the lines for them."""
+    return steps.coefficients_of(coefficients), _RESPONSES.get((with_any_epsilon(coefficients),), ())
+
+
 def operators_of(line: Kernel) -> list[str]:
     return [name for name, operator in OPERATORS.items() if line.is_for(operator)]
 
@@ -229,17 +236,20 @@ def choose(call: Call, grid: Tensor, target: Target | None) -> Kernel | None:
     parts = (operator.basis, operator.coefficients, operator.per, operator.keys_from, operator.queries_from)
     if parts not in _ATTENTION:
         return None
-    form = _form(call, target)
+    form = form_of(call, target)
     lines = [line for line in _ATTENTION[parts] if form in line.forms]
     if not lines or _why_not_any(call, grid):
         return None
     return next((line for line in lines if line.why_not(call, grid) is None), None)
 
 
-def _form(call: Call, target: Target | None) -> str:
+def form_of(call: Call, target: Target | None) -> str:
     if target is not None:
         return WITH_TARGET
-    return BARE if call.is_operator_alone else PROJECTED
+    # Queries and keys may be scores of the operator's own.
+    same = call.query is call.key and (call.query.matrix is None or call.operator.score is not None)
+    alone = same and call.value.matrix is None and call.output.matrix is None and call.norm is None
+    return BARE if alone else PROJECTED
 
 
 def _why_not_any(call: Call, grid: Tensor) -> str | None:
@@ -253,7 +263,7 @@ def _why_not_any(call: Call, grid: Tensor) -> str | None:
 
 def explain(call: Call, grid: Tensor, target: Target | None = None) -> Iterator[tuple[Kernel, str | None]]:
     """Yield each line for self-attention as a whole, and why it does not run here, in words, or None."""
-    form = _form(call, target)
+    form = form_of(call, target)
     for line in LINES:
         if line.step != "attention":
             continue
@@ -277,9 +287,14 @@ def summarize(
     if operator.basis is None or not operator.keys_from.side_by_side:
         return None
     key = call.key if operator.reads_keys else None
-    query = call.query if itself and steps.are_stacked(call.key, call.query) else None
-    shared, channels = call.value.matrix is not None, positions.shape[1]
-    rows, others = (0 if one is None else one.count_rows(channels) for one in (key, query))
+    # Keys and queries are projected at once, unless one alone has a matrix, or one by head.
+    dims = {0 if each.matrix is None else each.matrix.dim() for each in (call.key, call.query)}
+    query = call.query if itself and (call.key is call.query or dims in ({0}, {2})) else None
+    rows, others = (
+        0 if each is None else positions.shape[1] if each.matrix is None else each.matrix.shape[:-1].numel()
+        for each in (key, query)
+    )
+    shared = call.value.matrix is not None
     plan = RowPlan(operator, call.heads, rows, others, call.key is query, shared, complete, values is not positions)
     # The same projection is computed once.
     own, other = key or IDENTITY, IDENTITY if query is None or key is query else query
@@ -302,7 +317,12 @@ def respond(
     operator, positions = call.operator, (call.query.source or query_positions)[0]
     if operator.basis is None or not operator.queries_from.side_by_side:
         return None
-    plan = ResponsePlan(operator, _RESPONSES.get((with_any_epsilon(operator.coefficients),), ()))
+    coefficients, lines = _find_responses(operator.coefficients)
+    # Kernels would read beyond other numbers of slots.
+    fits = summary.values.shape[2] == coefficients.each * query.shape[2] + coefficients.others
+    lines = lines if fits else ()
+    run = next((line.run for line in lines if line.names and not line.why_not(None, query, summary.values)), None)
+    plan = ResponsePlan(operator, coefficients, run or steps.multiply_slots, lines)
     if are_free(positions, *call.query, query, *summary[:3], summary.peak, matrix, bias):
-        return respond_by(plan, positions, query, summary, matrix, bias).flatten(1, 2)
+        return plan.run(plan, positions, query, summary, matrix, bias).flatten(1, 2)
     return respond_from(plan, positions, call.query, query, summary, matrix, bias).flatten(1, 2)

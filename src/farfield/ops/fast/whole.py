@@ -15,14 +15,14 @@ from torch import Tensor
 
 from farfield.ops.fast import kernels
 from farfield.ops.fast.axes import write_sum
-from farfield.ops.fast.combination import add_product
-from farfield.ops.fast.scores import are_few, are_small, expand_batch
+from farfield.ops.fast.steps import add_product, are_few, are_small
 from farfield.ops.function import accelerate, shapes_alone
 from farfield.ops.grid import add_axes, along_axes, in_channels_last, in_layout_of, laid_out_for
 from farfield.ops.modes import are_free, full_precision, is_itself
 from farfield.ops.projection import Call, Projection, by_head, project, split_heads
+from farfield.ops.slots import one_and_key
 from farfield.ops.summary import SMALL, attend_heads
-from farfield.ops.table import Operator, one_and_key
+from farfield.ops.table import Operator
 
 # What projected responses are added to: a function of their bias and of their grid `(b, out, *m)`, each perhaps None,
 # to a grid that contains both. Where the responses are None, they are added to what it returns, perhaps in place.
@@ -218,7 +218,8 @@ def slots_of_scores(call: Call, grid: Tensor) -> tuple[Tensor, Tensor]:
     # The response to a position with the scores s is Σ_h s_h W_h x̄, plus, for some operators, Σ_h W_h mean(s_h x),
     # with W_h the product of head h's matrices of output and value.
     with full_precision(grid):
-        positions, score = grid.flatten(2), expand_batch(cast(Tensor, call.query.matrix).float(), len(grid))
+        positions, matrix = grid.flatten(2), cast(Tensor, call.query.matrix).float()
+        score = matrix.expand(len(grid), -1, -1).contiguous()
         rows, sums = kernels.call("project_and_sum", positions, score, None, None)
         means = sums / positions.shape[2]  # of x, and of s_h x for each head
         value = cast(Tensor, call.value.matrix).float().unflatten(0, (call.heads, -1))
