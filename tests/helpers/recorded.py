@@ -12,7 +12,8 @@ from farfield.streaming import record
 from farfield.streaming.graph import Graph, Info, Value
 from farfield.streaming.labels import LabelledGraph, label_graph
 from farfield.streaming.passes import Store, run_in_memory
-from farfield.streaming.plan import GraphPlan, find_stored, make_graph_plan
+from farfield.streaming.plan import StreamingPlan
+from farfield.streaming.planning import find_stored, make_plan
 from farfield.streaming.spans import Box, write_box
 
 
@@ -33,7 +34,7 @@ class Tiled(NamedTuple):
     labelled: LabelledGraph
 
 
-def execute(plan: GraphPlan, read_volume: Callable[[Value, Box], Tensor], on_disk: bool = False) -> Tensor:
+def execute(plan: StreamingPlan, read_volume: Callable[[Value, Box], Tensor], on_disk: bool = False) -> Tensor:
     """Run all passes, and return the output.
 
     Args:
@@ -68,6 +69,6 @@ def run_in_tiles(
             raise LookupError(f"{value} is no volume")
         return volume[tuple(slice(*spans[0]) for spans in box)]
 
-    plan = make_graph_plan(labelled, tile, find_stored(labelled) if store else labelled.gathered)
+    plan = make_plan(labelled, tile, find_stored(labelled) if store else labelled.gathered)
     with torch.no_grad():
         return Tiled(execute(plan, read, on_disk), labelled)

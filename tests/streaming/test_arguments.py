@@ -70,7 +70,7 @@ def test_what_is_too_small(given: Any, net: nn.Module) -> None:
 def test_whole_numbers_of_other_kinds(given: Any, net: nn.Module) -> None:
     want = predict_whole(net, VOLUME, tile=(8, 8), quiet=True)
     np.testing.assert_array_equal(predict_whole(net, VOLUME, tile=given, quiet=True), want)
-    assert plan_whole(net, VOLUME.shape, tile=Tiles(8, halo=given)).graph_plan.labelled.halo == (8, 8)
+    assert plan_whole(net, VOLUME.shape, tile=Tiles(8, halo=given)).labelled.halo == (8, 8)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from farfield.streaming import graph, passes, record, rewrites
 from farfield.streaming.graph import Graph, Info, RecordingError, Value
 from farfield.streaming.labels import GraphError, label_graph
 from farfield.streaming.passes import Store, run_in_memory
-from farfield.streaming.plan import make_graph_plan
+from farfield.streaming.planning import make_plan
 from farfield.streaming.rules import RULES
 from farfield.streaming.rules.rule import RuleError
 from farfield.streaming.spans import Box, write_box
@@ -113,7 +113,7 @@ def run_on_cuda(network: nn.Module, shape: tuple[int, ...], tile: tuple[int, ...
                 layer = replace(node.args[0], module=copied_to_cuda(node.args[0].module))
                 own.nodes[index] = node._replace(args=(layer, *node.args[1:]))
     labelled = label_graph(own, shape[2:], [axis for axis, length in enumerate(tile) if length < shape[2 + axis]])
-    plan = make_graph_plan(labelled, tile, labelled.gathered)
+    plan = make_plan(labelled, tile, labelled.gathered)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), CUDA:
         info = own.info(own.output)
         result = torch.empty(info.shape, dtype=info.dtype)

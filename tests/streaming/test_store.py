@@ -19,9 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from farfield.streaming import Tiles, plan_whole, predict_whole, prediction
 from farfield.streaming.passes import Store
-from farfield.streaming.plan import find_stored, make_graph_plan
+from farfield.streaming.plan import StreamingPlan
+from farfield.streaming.planning import find_stored, make_plan
 from farfield.streaming.store import StoredInFile
-from farfield.streaming.streaming_plan import StreamingPlan
 from farfield.testing import faults
 from farfield.volumes.sink import FileOutput
 from helpers.streamed_nets import Branches, Hourglass, NormUNet, relative, settled
@@ -124,7 +124,7 @@ class Watch:
 
 def bytes_of(plan: StreamingPlan) -> int:
     """Bytes of all values that a plan stores."""
-    return sum(plan.graph_plan.labelled.graph.info(value).bytes for value in plan.stored)
+    return sum(plan.labelled.graph.info(value).bytes for value in plan.stored)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -269,9 +269,9 @@ def test_what_fits_beside_the_rest_is_stored() -> None:
     shape = (1, 50, 43)
     for disk in range(0, 400_000, 4_000):
         plan = plan_whole(net, shape, tile=Tiles((24, 16), disk=disk or 1))
-        labelled = plan.graph_plan.labelled
+        labelled = plan.labelled
         for value in find_stored(labelled) - set(plan.stored):
-            more = make_graph_plan(labelled, plan.tile, [*plan.stored, value])
+            more = make_plan(labelled, plan.tile, [*plan.stored, value])
             assert value not in more.stored or more.bytes_stored > disk
 
 
@@ -504,7 +504,7 @@ def test_keys_and_values_that_do_not_fit_are_refused_and_the_fix_works(
 ) -> None:
     net, grid = settled(Middle()), VOLUMES[2]
     want = predict_whole(net, grid, tile=8, quiet=True)
-    monkeypatch.setattr("farfield.streaming.planning.free_bytes", lambda device: free)
+    monkeypatch.setattr("farfield.streaming._plan_whole.free_bytes", lambda device: free)
     with pytest.raises(ValueError, match=rf"predict_whole: Middle .*{BYTES[2]:,} bytes") as refused:
         predict_whole(net, grid, tile=Tiles(8, disk=disk), quiet=True)
     [fix] = re.findall(r"fix: tile=Tiles\(…, disk=(\d+)\)", str(refused.value))

@@ -16,6 +16,7 @@ from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.network_copy import Copier, clone
 from farfield.nn.tracing import looks_at_a_copy
+from farfield.streaming._plan_whole import record_calls
 from farfield.streaming.arguments import (
     Tiles,
     arrange_volumes,
@@ -33,7 +34,7 @@ from farfield.streaming.global_calls import (
     find_statistics,
     follow_modules,
 )
-from farfield.streaming.planning import Planner
+from farfield.streaming.graph import Info
 from farfield.volumes.source import VolumeSource
 
 
@@ -98,8 +99,8 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
     samples = read_patches("freeze_statistics", network, patches)
     first = next(samples)
     tiles = Tiles((None,) * (first[0].dim() - 2))
-    planner = Planner(network, [each.shape for each in first], tiles, None, None)
-    calls = find_global_calls(planner.record_calls())
+    volumes = [(Info(tuple(each.shape), dtype_of(network)), None) for each in first]
+    calls = find_global_calls(record_calls(network, volumes, tiles))
     able = [call for call in calls if not call.kept]
     chosen = [call for call in able if only is None or call.key[0] in only]
     for path in only or ():
