@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -182,20 +182,25 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         check_part(part, out)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
-    mask = NODATA if mask is None and warn_of_nodata(volume) else open_mask_file(mask)
+    if mask is not None:
+        mask = open_mask_file(mask)
+    elif warn_of_nodata(volume):
+        mask = NODATA
     check_fill(fill, mask is not None)
     opened = volumes if mask is None else volumes | {"mask": open_mask(mask, volume, (known, volumes, layouts))}
     refuse_aliasing(out, opened)
     check_network(model, "model", "predict_whole(model, …)")
     refuse_meta(device_of(model))
     find = partial(find_unfinished, path, overwrite, model, opened)
-    with plan_in_turns(path, part, overwrite, find) as (identity, saved):
+    with nullcontext(find()) if part is None else plan_in_turns(path, part, overwrite, find) as (identity, saved):
         shared = refuse_shared(path, saved, several=client is not None or part is not None)
         if plan is None:
             infos = [Info(tuple(each.shape), dtype_of(model, *volumes.values())) for each in volumes.values()]
             planned = plan_volumes(model, list(zip(infos, layouts, strict=True)), tiles, pad, reduce, path, saved)
         else:
             planned = _check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
+        # Values that several processes read are in files.
+        planned = replace(planned, on_disk=planned.on_disk or (shared and bool(planned.stored)))
         if mask is not None and planned.outputs.has_answers and planned.outputs.names and planned.kept:
             raise refusal(
                 ValueError,
@@ -268,7 +273,7 @@ def _identify(prediction: Prediction, path: Path | None) -> dict[str, str]:
     halo = plan.labelled.halo
     named = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     others = [tensor for name, tensor in graph.constants.items() if name not in named]
-    settings = (plan.tile, halo, plan.patch_size, plan.stored, prediction.on_disk, str(path and path.absolute()))
+    settings = (plan.tile, halo, plan.patch_size, plan.stored, plan.on_disk, str(path and path.absolute()))
     return {
         "tile or halo": repr(settings),
         "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",

@@ -96,10 +96,13 @@ def refuse_moved(
     """
     cut = label_graph(patch.labelled.graph, patch.labelled.size, whole.cut, halo=patch.labelled.halo)
     # What has a period is seen by the first three.
-    axes = [[*dict.fromkeys([*own[:3], own[len(own) // 2], *own[-2:]])] for own in axis_spans(whole.size, tile)]
+    axes = []
+    for length, own in zip(whole.size, tile, strict=True):
+        places = range(-(-length // own))
+        axes.append(axis_spans(length, own, sorted({*places[:3], len(places) // 2, *places[-2:]})))
     for step in range(max(map(len, axes))):
-        own = tuple(own[min(step, len(own) - 1)] for own in axes)
-        _Moved(whole, patch, cut).compare(own, find_wanted(own))
+        core = tuple(spans[min(step, len(spans) - 1)] for spans in axes)
+        _Moved(whole, patch, cut).compare(core, find_wanted(core))
 
 
 @dataclass

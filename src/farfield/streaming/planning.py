@@ -165,7 +165,7 @@ def _count_tiles(plan: StreamingPlan, number: int) -> tuple[Halo, float, int]:
     halos, peak = [Halo(*[(0,) * len(plan.tile)] * 2)], 0
     # Of each value, how many positions run along each axis in all tiles, and along no axis, None.
     counts: dict[Value, Counter[int | None]] = {}
-    for tile, weights in _diagonal(axis_spans(plan.size, plan.tile)):
+    for tile, weights in _diagonal(plan.size, plan.tile):
         summarized, wanted = plan.wanted(number, tile)
         regions = find_regions(labelled, wanted, given)
         left = sum(labelled.bytes_on(value, regions[value]) for value in wanted)
@@ -209,16 +209,17 @@ def _running_macs(labelled: LabelledGraph, index: int) -> int:
     return node.macs - _summing_macs(node) if index in labelled.reductions else node.macs
 
 
-def _diagonal(spans: Sequence[Sequence[Span]]) -> Iterator[tuple[tuple[Span, ...], list[int]]]:
+def _diagonal(size: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[tuple[Span, ...], list[int]]]:
     """Iterate over tiles that stand for all, and along each axis for how many: those at both ends of an axis differ."""
     axes = []
-    for own in spans:
-        count, numbers = len(own), range(len(own))
-        places = sorted({*numbers[:_ENDS], count // 2, *numbers[-_ENDS:]})
-        axes.append([(own[place], count + 1 - len(places) if place == count // 2 else 1) for place in places])
+    for length, own in zip(size, tile, strict=True):
+        numbers = range(-(-length // own))
+        places = sorted({*numbers[:_ENDS], len(numbers) // 2, *numbers[-_ENDS:]})
+        weights = [len(numbers) + 1 - len(places) if place == len(numbers) // 2 else 1 for place in places]
+        axes.append(list(zip(axis_spans(length, own, places), weights, strict=True)))
     for step in range(max(map(len, axes))):
         # An axis of fewer tiles stays at its last, which is counted already.
-        pairs = [own[step] if step < len(own) else (own[-1][0], 0) for own in axes]
+        pairs = [each[step] if step < len(each) else (each[-1][0], 0) for each in axes]
         yield tuple(span for span, _ in pairs), [weight for _, weight in pairs]
 
 

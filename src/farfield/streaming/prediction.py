@@ -119,11 +119,6 @@ class Prediction:
         return OutputSpec(shape, numpy_dtype(plan.output_dtype), tuple(box), metadata)
 
     @property
-    def on_disk(self) -> bool:
-        """Whether values that passes store for later ones are in files: those that several processes read are."""
-        return self.plan.on_disk or (self.shared and bool(self.plan.stored))
-
-    @property
     def tile_bytes(self) -> int:
         """The most memory that a task takes, beside the parameters of the network."""
         return self.graph.tile_bytes
@@ -156,10 +151,10 @@ class Prediction:
         if self.shared:
             _check_chunks(graph, plan, self.spec)
         tiled = {name: (source, plan.cores) for name, source in self.sources.items()}
-        planned = {"positions": plan.tile, "stored": plan.stored, "on_disk": self.on_disk, "shared": self.shared}
+        planned = {"positions": plan.tile, "stored": plan.stored, "on_disk": plan.on_disk, "shared": self.shared}
         stream = Stream(output, self.identity, planned, tiled)
         folder = output.folder if isinstance(output, FileOutput) else None
-        store = Store(graph, self.on_disk, folder, device_of(self.model), shared=self.shared)
+        store = Store(graph, plan.on_disk, folder, device_of(self.model), shared=self.shared)
         skips: list[Skips] = [] if self.mask is None else [self.skipped.item]
         connected = _connect(stream, self)
         return stream, TiledRun(graph, store, *connected, stream.parts_of, *skips)
@@ -212,8 +207,8 @@ def _check_chunks(graph: StreamingPlan, plan: StreamingPlan, spec: OutputSpec) -
     """Refuse tiles that write parts of chunks: two processes would overwrite each other's."""
     kept = plan.kept
     first, chunks = graph.cores[0], chunk_lengths(spec)[len(spec.shape) - len(kept) :]
-    for axis, spans in enumerate(axis_spans(plan.size, plan.tile)):
-        for span in spans:
+    for axis, pair in enumerate(zip(plan.size, plan.tile, strict=True)):
+        for span in axis_spans(*pair):
             box = graph.own_box(graph.labelled.graph.output, (*first[:axis], span, *first[axis + 1 :]))
             starts = [spans[0][0] - low for spans, (low, _) in zip(box[2:], kept, strict=True)] if box else []
             if any(start > 0 and start % chunk for start, chunk in zip(starts, chunks, strict=False)):

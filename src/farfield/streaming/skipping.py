@@ -15,7 +15,6 @@ from torch import Tensor
 
 from farfield._checks import ShapeError
 from farfield._refusals import refusal
-from farfield.streaming.arguments import axis_spans
 from farfield.streaming.graph import Value
 from farfield.streaming.masks import find_mask
 from farfield.streaming.plan import StreamingPlan
@@ -184,7 +183,7 @@ def _widen(plan: StreamingPlan, valid: np.ndarray) -> np.ndarray:
     if plan.labelled.gathered:  # one position needs all of these
         return np.ones_like(valid)
     halo = make_plan(plan.labelled, plan.tile, []).halo
-    counts = [len(spans) for spans in axis_spans(plan.labelled.size, plan.tile)]
+    counts = [-(-length // own) for length, own in zip(plan.size, plan.tile, strict=True)]
     near = valid.reshape(len(valid), *counts).copy()
     for axis, (length, *sides) in enumerate(zip(plan.tile, *halo, strict=True)):
         along = np.moveaxis(near, axis + 1, 0)
