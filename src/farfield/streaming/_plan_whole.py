@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from farfield._checks import ShapeError, check_network, unknown
 from farfield._fingerprint import fingerprint
-from farfield._refusals import door, is_refusal, refusal
+from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of, free_bytes
-from farfield.nn.network_copy import CannotCopyError
-from farfield.nn.scripted_network import ScriptError
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, ReductionError, check_reduction, one_grid
+from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, ReductionError, check_reduction
 from farfield.streaming.arguments import (
     OF_WINDOWS,
     Tiles,
@@ -36,13 +34,12 @@ from farfield.streaming.arguments import (
     round_up_tile,
     spatial_dims_of,
 )
-from farfield.streaming.graph import Info, RecordingError, Value
+from farfield.streaming.graph import Info, Value
 from farfield.streaming.labels import GraphError, LabelledGraph
-from farfield.streaming.places import RecordedNetwork, runs_alone
+from farfield.streaming.places import Record, RecordedNetwork, make_recorder, runs_alone
 from farfield.streaming.plan import StreamingPlan
 from farfield.streaming.planning import find_stored, fit_stored, make_patch_plan, make_plan, plan_check
 from farfield.streaming.readings import find_reading, refuse_axes
-from farfield.streaming.record import record_network
 from farfield.streaming.spans import axes_of
 from farfield.volumes.place import Place, stretch
 from farfield.volumes.source import MODES, AxisLayout, Span
@@ -54,8 +51,6 @@ _DIVISIBLE = 2**6 * 3 * 5 * 7
 
 # Shape and dtype of a volume, and its axes if letters tell them.
 Given = tuple[Info, AxisLayout | None]
-# (samples, size) -> the network, recorded on these, of which it raises ValueError if it does not take them
-Record = Callable[..., RecordedNetwork]
 
 
 @partial(looks_at_a_copy, scripted=True)
@@ -159,12 +154,13 @@ def plan_volumes(
                 "numpy.asarray(volume)[:, None].",
             )
         batch, samples = (batch, 1) if mixed else (1, batch)
-        recorded = _record_whole(record, batch, size, network, channels, bool(layout.batch), pad, name_reading)
-        tile = None if tiles.size is None else round_up_tile(tiles.size, size, recorded.strides)
-        plan, on_disk = _plan_saved(recorded, tiles, tile, saved) or _choose_tiles(
-            recorded, tiles, tile, device_of(network), path
+        recorded = _record_whole(
+            record, batch, size, network, channels, is_batch=bool(layout.batch), pad=pad, name_reading=name_reading
         )
-        _refuse_large_summaries(plan.labelled, device_of(network))
+        tile = None if tiles.size is None else round_up_tile(tiles.size, size, recorded.strides)
+        found, device = _plan_saved(recorded, tiles, tile, saved), device_of(network)
+        plan, on_disk = found or _choose_tiles(recorded, tiles, tile, device, path)
+        _refuse_large_summaries(plan.labelled, device)
         if tiles.statistics == "tile" and plan.cut:
             plan = _plan_patches(model, plan, recorded.outputs, partial(record, batch))
         plan = _place_output(recorded, plan, padding)
@@ -225,11 +221,8 @@ def _name_reading(
         """Return the axes that can be cut of a volume that is read otherwise; raise the error of a call with it."""
         trial, dims = replace(tiles, size=tile), spatial_dims_of(network, tile, other)
         given: list[Given] = [(Info(other, dtype), parse_layouts([other], dims)[0])]
-        _, channels, halo = _parse_volumes(network, given, trial, lambda: None)
-        record = make_recorder(model, channels, dtype, halo, reduce)
-        plan_volumes(model, given, trial, pad, reduce, path, record=record)
-        one = _record_first(record, 1, [other[len(other) - dims :]])
-        return one.cuttable if one else ()
+        plan = plan_volumes(model, given, trial, pad, reduce, path)
+        return RecordedNetwork(plan.labelled.graph, plan.size, plan.labelled.halo).cuttable
 
     dims = spatial_dims_of(network, tiles.size, shape)
     found = find_reading(network, shape, dims, tiles.size, plan_reading)
@@ -242,58 +235,16 @@ def _name_reading(
 
 
 # ---- recordings ------------------------------------------------------------------------------------------------------
-def make_recorder(
-    model: nn.Module,
-    channels: Sequence[int],
-    dtype: torch.dtype,
-    halo: Sequence[int] | None = None,
-    reduce: Reduce = None,
-) -> Record:
-    """Return what records a network on so many samples of a size, each once."""
-    known: dict[tuple[int, tuple[int, ...], bool], RecordedNetwork] = {}
-    outputs = Outputs()
-
-    def record(batch: int, size: tuple[int, ...], *, reduced: bool = True) -> RecordedNetwork:
-        key = batch, size, reduced and reduce is not None
-        if key in known:
-            return known[key]
-        inputs = [Info((batch, own, *size), dtype) for own in channels]
-
-        def finish(output: Any) -> Tensor:
-            nonlocal outputs
-            grid, outputs = one_grid(model, inputs[0].shape, output, reduce if reduced else outputs.taken)
-            return grid
-
-        try:
-            graph = record_network(model, inputs, finish)
-        except (RecordingError, CannotCopyError, ScriptError) as error:
-            raise GraphError(str(error)) from error
-        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
-            if is_refusal(error):
-                raise
-            if str(error).startswith("MeanOverFlips: "):  # which runs in the function that was called
-                raise refusal(type(error), str(error).removeprefix("MeanOverFlips: ")) from error
-            raise refusal(ValueError, f"{type(model).__name__} does not take a grid of size {size}: {error}") from error
-        known[key] = RecordedNetwork(graph, size, halo, outputs, partial(record, reduced=reduced))
-        return known[key]
-
-    return record
-
-
-def record_calls(model: nn.Module, volumes: Sequence[Given], tiles: Tiles) -> RecordedNetwork:
+def record_calls(model: nn.Module, channels: Sequence[int], size: tuple[int, ...]) -> RecordedNetwork:
     """Record two samples on a size that strides divide, or on the volume's if the network does not take that.
 
     Where the size is large, no window is as long as a grid.
     """
-    name_reading = partial(_name_reading, model, volumes, tiles, None, None, None)
-    layouts, channels, halo = _parse_volumes(model, volumes, tiles, name_reading)
-    shape, dims = volumes[0][0].shape, layouts[0].spatial_dims
-    record = make_recorder(model, channels, volumes[0][0].dtype, halo)
-    first = _record_first(record, 2, [(_DIVISIBLE,) * dims])
+    check_arguments(model, len(channels))
+    record = make_recorder(model, channels, dtype_of(model))
+    first = _record_first(record, 2, [(_DIVISIBLE,) * len(size)])
     with _explained(model):
-        return first or _record_whole(
-            record, 2, shape[len(shape) - dims :], model, channels, bool(layouts[0].batch), None, name_reading
-        )
+        return first or _record_whole(record, 2, size, model, channels, is_batch=True)
 
 
 def _record_first(record: Record, batch: int, sizes: Sequence[tuple[int, ...]]) -> RecordedNetwork | None:
@@ -315,10 +266,11 @@ def _record_whole(
     batch: int,
     size: tuple[int, ...],
     network: nn.Module,
-    channels: tuple[int, ...],
+    channels: Sequence[int],
+    *,
     is_batch: bool,
-    pad: str | None,
-    name_reading: Callable[[], None],
+    pad: str | None = None,
+    name_reading: Callable[[], None] = lambda: None,
 ) -> RecordedNetwork:
     """Record the network on the whole volume; an error has sizes that it takes if the strides are why."""
     try:
@@ -327,7 +279,7 @@ def _record_whole(
         raise
     except ValueError as error:
         name_reading()
-        refuse_axes(network, channels, size, is_batch, error)
+        refuse_axes(network, tuple(channels), size, is_batch, error)
         probe = None if pad else _record_first(record, 1, [(_DIVISIBLE,) * len(size)])
         strides = probe.strides if probe else ()
         if any(length % stride for length, stride in zip(size, strides, strict=False)):
@@ -422,10 +374,7 @@ def _refuse_large_summaries(labelled: LabelledGraph, device: torch.device) -> No
 
 # ---- patches, and the output -----------------------------------------------------------------------------------------
 def _plan_patches(
-    model: nn.Module,
-    plan: StreamingPlan,
-    outputs: Outputs,
-    record: Callable[[tuple[int, ...]], RecordedNetwork],
+    model: nn.Module, plan: StreamingPlan, outputs: Outputs, record: Callable[[tuple[int, ...]], RecordedNetwork]
 ) -> StreamingPlan:
     """Plan how the network runs on patches, so that norms, means and pooling see what a tile reads."""
     along = axes_of(plan.labelled.layouts[plan.labelled.graph.output])
@@ -440,8 +389,7 @@ def _plan_patches(
         raise
     except ValueError as error:
         raise refusal(
-            ValueError,
-            f'{error}\n  fix: Tiles(…, statistics="whole"), as the network takes no patch of the volume.',
+            ValueError, f'{error}\n  fix: Tiles(…, statistics="whole"), as the network takes no patch of the volume.'
         ) from error
     if isinstance(model, MeanOverFlips) and any(each.reductions for each in patched.passes):
         raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')

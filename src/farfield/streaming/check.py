@@ -22,8 +22,9 @@ from farfield._refusals import refusal
 from farfield.nn.network_copy import copied, share_parameters
 from farfield.streaming.graph import Graph, Value, run_node, run_whole
 from farfield.streaming.labels import last_uses, summarized_boxes
-from farfield.streaming.passes import Store, run_in_memory
-from farfield.streaming.plan import RegionCheck, StreamingPlan
+from farfield.streaming.passes import Store, TiledRun
+from farfield.streaming.plan import RegionCheck, StreamingPlan, own_box
+from farfield.streaming.records import Records
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, write_box
@@ -215,19 +216,26 @@ def without_fast_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def run_tiles(plan: StreamingPlan, read_volume: Callable[[int, Box], Tensor], device: torch.device) -> Tensor:
-    graph, layouts = plan.labelled.graph, plan.labelled.layouts
-    info = graph.info(graph.output)
-    result = torch.empty(info.shape, dtype=info.dtype, device=device)
+def run_tiles(
+    plan: StreamingPlan, read_volume: Callable[[int, Box], Tensor], device: torch.device, *, on_disk: bool = False
+) -> Tensor:
+    """Run all passes on one sample, one tile after the other, and return the output."""
+    records = list[Records]()
+    result = torch.empty(plan.output_shape, dtype=plan.output_dtype, device=device)
 
-    def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-        return read_volume(volume, box)
-
-    def write(sample: int, box: Box, numbers: Tensor | None) -> None:
-        if numbers is not None:
-            write_box(result, layouts[graph.output], box, numbers)
-
-    run_in_memory(plan, Store(plan, False, None, device), read, write)
+    layout = plan.labelled.layouts[plan.labelled.graph.output]
+    run = TiledRun(
+        plan,
+        Store(plan, on_disk, None, device),
+        lambda sample, volume, index, box: read_volume(volume, box),
+        lambda sample, box, numbers: None if numbers is None else write_box(result, layout, box, numbers),
+        lambda number: records[number].read()["parts"],
+    )
+    for each in run.passes:
+        records.append(Records(each.tiles, each.merge))
+        for index in range(each.tiles):
+            records[-1].add(index, each.run_tile(index))
+    run.close()
     return result
 
 
@@ -287,7 +295,7 @@ def _run_operation(plan: StreamingPlan, index: int, known: dict[Value, Tensor]) 
         each = (summarize_tile(labelled, index, own, read, tile) for tile, own in boxes)
         parts[index] = functools.reduce(labelled.reductions[index].merge, each)
     for tile in plan.cores:
-        box = plan.own_box(value, tile)
+        box = own_box(plan, value, tile)
         if box is not None:
             numbers = compute(labelled, {value: box}, graph.nodes[index].inputs, read, parts)[value]
             write_box(result, labelled.layouts[value], box, numbers)

@@ -34,7 +34,6 @@ from farfield.streaming.global_calls import (
     find_statistics,
     follow_modules,
 )
-from farfield.streaming.graph import Info
 from farfield.volumes.source import VolumeSource
 
 
@@ -98,9 +97,7 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
         raise refusal(TypeError, f'only must be a sequence of paths, got "{only}"; fix: only=["{only}"].')
     samples = read_patches("freeze_statistics", network, patches)
     first = next(samples)
-    tiles = Tiles((None,) * (first[0].dim() - 2))
-    volumes = [(Info(tuple(each.shape), dtype_of(network)), None) for each in first]
-    calls = find_global_calls(record_calls(network, volumes, tiles))
+    calls = find_global_calls(record_calls(network, [each.shape[1] for each in first], tuple(first[0].shape[2:])))
     able = [call for call in calls if not call.kept]
     chosen = [call for call in able if only is None or call.key[0] in only]
     for path in only or ():

@@ -48,9 +48,9 @@ class GlobalCall(NamedTuple):
         return f"{path}: {function}" + (f" ({number + 1})" if number else "")
 
 
-def find_global_calls(recording: RecordedNetwork) -> list[GlobalCall]:
+def find_global_calls(recorded: RecordedNetwork) -> list[GlobalCall]:
     """Return the calls of a network that sum over all positions, in order."""
-    graph, size = recording.graph, recording.size
+    graph, size = recorded.graph, recorded.size
     positions, samples = dict[int, str](), dict[int, str]()
     labelled = label_graph(graph, size, range(len(size)), halo=[0] * len(size), refused=positions)
     shape = graph.info(graph.inputs[0]).shape

@@ -14,8 +14,8 @@ from torch import Tensor
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
 from farfield.streaming.patches import compute_patch
-from farfield.streaming.plan import StreamingPlan
-from farfield.streaming.records import Merge, Record, Records, empty_record
+from farfield.streaming.plan import StreamingPlan, find_wanted, given_values, own_box
+from farfield.streaming.records import Merge, Record, empty_record
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, box_shape, read_box, region_of
@@ -84,7 +84,7 @@ class Store(dict[Value, StoredValue]):
                 self[value] = StoredInMemory(info, layout, device)
                 continue
             path = None if folder is None else folder / f"{name_value(value)}{SUFFIX}"
-            boxes = [plan.own_box(value, tile) for tile in plan.cores]
+            boxes = [own_box(plan, value, tile) for tile in plan.cores]
             name = f'"{plan.labelled.graph.nodes[value.node].path}"'
             if shared and path is not None:
                 self[value] = StoredInBlocks(path, name, info, boxes, device)
@@ -209,7 +209,7 @@ class TiledRun(Run):
         plan, labelled, tile = self.plan, self.plan.labelled, self.plan.cores[index]
         graph, record = labelled.graph, empty_record()
         # A tile that is skipped sums nothing, stores zeros, and writes none.
-        summarized, wanted = ({}, {}) if self.skips(self.sample, number, index) else plan.wanted(number, tile)
+        summarized, wanted = ({}, {}) if self.skips(self.sample, number, index) else find_wanted(plan, number, tile)
 
         def read(value: Value, box: Box) -> Tensor:
             if value in graph.inputs:
@@ -219,7 +219,7 @@ class TiledRun(Run):
         if plan.patch:
             known, boxes = compute_patch(labelled, plan.patch, tile, wanted, read, self.parts)
         else:
-            known, boxes = compute(labelled, wanted, plan.given(number), read, self.parts), wanted
+            known, boxes = compute(labelled, wanted, given_values(plan, number), read, self.parts), wanted
 
         def part(value: Value, box: Box) -> Tensor:
             if not known:
@@ -231,7 +231,7 @@ class TiledRun(Run):
             if not are_numbers(parts):  # NaN would spread to every position
                 raise _not_finite_in(graph.nodes[node].path, tile)
         for value in plan.passes[number].writes:
-            if (box := plan.own_box(value, tile)) is None:
+            if (box := own_box(plan, value, tile)) is None:
                 continue
             numbers = part(value, box)
             if value in labelled.gathered and _spreads(numbers):
@@ -239,20 +239,9 @@ class TiledRun(Run):
             own_sum = self.store[value].write(index, box, numbers)
             if own_sum is not None:
                 record["stored"][name_value(value)] = {str(index): own_sum}
-        if number == len(plan.passes) - 1 and (box := plan.own_box(graph.output, tile)) is not None:
+        if number == len(plan.passes) - 1 and (box := own_box(plan, graph.output, tile)) is not None:
             self.write_output(self.sample, box, part(graph.output, box) if known else None)
         return record
-
-
-def run_in_memory(plan: StreamingPlan, store: Store, read_volume: ReadVolume, write_output: WriteOutput) -> None:
-    """Run all passes of a plan on one sample, one tile after the other."""
-    records: list[Records] = []
-    run = TiledRun(plan, store, read_volume, write_output, lambda number: records[number].read()["parts"])
-    for each in run.passes:
-        records.append(Records(each.tiles, each.merge))
-        for index in range(each.tiles):
-            records[-1].add(index, each.run_tile(index))
-    store.close()
 
 
 def _spreads(numbers: Tensor) -> bool:

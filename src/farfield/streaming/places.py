@@ -8,14 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from farfield.streaming.adapt import Outputs
-from farfield.streaming.graph import Graph, RecordedLayer, Value, map_values
+from farfield._refusals import is_refusal, refusal
+from farfield.nn.network_copy import CannotCopyError
+from farfield.nn.scripted_network import ScriptError
+from farfield.streaming.adapt import Outputs, Reduce, one_grid
+from farfield.streaming.graph import Graph, Info, RecordedLayer, RecordingError, Value, map_values
 from farfield.streaming.labels import GraphError, LabelledGraph, box_at, find_ratio, find_regions, label_graph
+from farfield.streaming.record import record_network
 from farfield.streaming.rules import POINTWISE, find_rule
 from farfield.streaming.spans import Piece, lengths_along
 from farfield.volumes.place import Place, stretch
@@ -171,6 +176,48 @@ class RecordedNetwork:
                 if [node.op for node in other.graph.nodes] == [node.op for node in self.graph.nodes]:
                     return find_scales(other.places)
         return None
+
+
+# (samples, size) -> the network, recorded on these, of which it raises ValueError if it does not take them
+Record = Callable[..., RecordedNetwork]
+
+
+def make_recorder(
+    model: nn.Module,
+    channels: Sequence[int],
+    dtype: torch.dtype,
+    halo: Sequence[int] | None = None,
+    reduce: Reduce = None,
+) -> Record:
+    """Return what records a network on so many samples of a size, each once."""
+    known: dict[tuple[int, tuple[int, ...], bool], RecordedNetwork] = {}
+    outputs = Outputs()
+
+    def record(batch: int, size: tuple[int, ...], *, reduced: bool = True) -> RecordedNetwork:
+        key = batch, size, reduced and reduce is not None
+        if key in known:
+            return known[key]
+        inputs = [Info((batch, own, *size), dtype) for own in channels]
+
+        def finish(output: Any) -> Tensor:
+            nonlocal outputs
+            grid, outputs = one_grid(model, inputs[0].shape, output, reduce if reduced else outputs.taken)
+            return grid
+
+        try:
+            graph = record_network(model, inputs, finish)
+        except (RecordingError, CannotCopyError, ScriptError) as error:
+            raise GraphError(str(error)) from error
+        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+            if is_refusal(error):
+                raise
+            if str(error).startswith("MeanOverFlips: "):  # which runs in the function that was called
+                raise refusal(type(error), str(error).removeprefix("MeanOverFlips: ")) from error
+            raise refusal(ValueError, f"{type(model).__name__} does not take a grid of size {size}: {error}") from error
+        known[key] = RecordedNetwork(graph, size, halo, outputs, partial(record, reduced=reduced))
+        return known[key]
+
+    return record
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

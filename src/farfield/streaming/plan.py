@@ -168,36 +168,6 @@ class StreamingPlan:
         """The most bytes of disk that stored values take at once; the output is not counted."""
         return self.stored_bytes if self.on_disk else 0
 
-    # ---- what a task computes ----------------------------------------------------------------------------------------
-    def given(self, number: int) -> set[Value]:
-        """Return the values that a pass reads: volumes, and what earlier passes stored."""
-        return {*self.labelled.graph.inputs, *(value for each in self.passes[:number] for value in each.writes)}
-
-    def wanted(self, number: int, tile: Sequence[Span]) -> tuple[dict[int, dict[Value, Box]], dict[Value, Box]]:
-        """Return what a pass summarizes of a tile, for each reduction, and all boxes that it computes."""
-        labelled = self.labelled
-        every = {index: summarized_boxes(labelled, index, tile) for index in self.passes[number].reductions}
-        summarized = {index: boxes for index, boxes in every.items() if boxes}
-        pairs = [pair for boxes in summarized.values() for pair in boxes.items() if pair[0] not in labelled.kept]
-        ends = find_ends(labelled, self.passes, number)
-        pairs += [(value, box) for value in ends if (box := self.own_box(value, tile)) is not None]
-        wanted: dict[Value, Box] = {}
-        for value, box in pairs:
-            wanted[value] = hull(wanted.get(value, box), box)
-        return summarized, wanted
-
-    def own_box(self, value: Value, tile: Sequence[Span]) -> Box | None:
-        """Return a tile's own part of a value; None if it has none. What it writes of the output may be moved."""
-        layout = self.labelled.layouts[value]
-        box = self.labelled.core(layout, tile)
-        if self.is_moved and value == self.labelled.graph.output:
-            moved = []
-            for (piece,), ((start, stop),), (low, high) in zip(layout[2:], box[2:], self.kept, strict=True):
-                first = min(high, low + start)
-                moved.append(((first, high if stop == piece.length else max(first, min(high, low + stop))),))
-            box = (*box[:2], *moved)
-        return None if is_empty(box) or not self.labelled.owns(layout, tile) else box
-
     # ---- in another process ------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         """Save what describes the graph; its constants come from the network again, but those of `reduce`."""
@@ -221,16 +191,8 @@ class StreamingPlan:
         with door(caller):
             refuse_training(network.network if isinstance(network, MeanOverFlips) else network)
             bound = self._convert(lambda labelled: _bind_graph(labelled, network, self.outputs))
-            bound.refuse_moved()
+            refuse_moved_parts(bound)
         return bound
-
-    def refuse_moved(self) -> None:
-        """Refuse a network of which a constant, or what a position reads, is another on a patch than on the whole."""
-        if self.patch:
-            numbers = range(len(self.passes))
-            refuse_moved(
-                self.labelled, self.patch, self.tile, lambda own: [self.wanted(number, own)[1] for number in numbers]
-            )
 
     # ---- as text -----------------------------------------------------------------------------------------------------
     def __str__(self) -> str:
@@ -288,11 +250,6 @@ class RegionCheck(NamedTuple):
     bytes: int
 
 
-def find_ends(labelled: LabelledGraph, passes: Sequence[PlannedPass], number: int) -> list[Value]:
-    """Return the values that a pass computes to store and write them."""
-    return [*passes[number].writes, *([labelled.graph.output] if number == len(passes) - 1 else [])]
-
-
 def count_stored(labelled: LabelledGraph, passes: Sequence[PlannedPass]) -> int:
     """Return the most bytes that stored values take at once."""
     most, there = 0, set[Value]()
@@ -303,6 +260,56 @@ def count_stored(labelled: LabelledGraph, passes: Sequence[PlannedPass]) -> int:
     return most
 
 
+# ---- what a task computes --------------------------------------------------------------------------------------------
+def given_values(plan: StreamingPlan, number: int) -> set[Value]:
+    """Return the values that a pass reads: volumes, and what earlier passes stored."""
+    return {*plan.labelled.graph.inputs, *(value for each in plan.passes[:number] for value in each.writes)}
+
+
+def find_wanted(
+    plan: StreamingPlan, number: int, tile: Sequence[Span]
+) -> tuple[dict[int, dict[Value, Box]], dict[Value, Box]]:
+    """Return what a pass summarizes of a tile, for each reduction, and all boxes that it computes."""
+    labelled = plan.labelled
+    every = {index: summarized_boxes(labelled, index, tile) for index in plan.passes[number].reductions}
+    summarized = {index: boxes for index, boxes in every.items() if boxes}
+    pairs = [pair for boxes in summarized.values() for pair in boxes.items() if pair[0] not in labelled.kept]
+    ends = find_ends(labelled, plan.passes, number)
+    pairs += [(value, box) for value in ends if (box := own_box(plan, value, tile)) is not None]
+    wanted: dict[Value, Box] = {}
+    for value, box in pairs:
+        wanted[value] = hull(wanted.get(value, box), box)
+    return summarized, wanted
+
+
+def find_ends(labelled: LabelledGraph, passes: Sequence[PlannedPass], number: int) -> list[Value]:
+    """Return the values that a pass computes to store and write them."""
+    return [*passes[number].writes, *([labelled.graph.output] if number == len(passes) - 1 else [])]
+
+
+def own_box(plan: StreamingPlan, value: Value, tile: Sequence[Span]) -> Box | None:
+    """Return a tile's own part of a value; None if it has none. What it writes of the output may be moved."""
+    labelled, layout = plan.labelled, plan.labelled.layouts[value]
+    box = labelled.core(layout, tile)
+    if plan.is_moved and value == labelled.graph.output:
+        moved = []
+        for (piece,), ((start, stop),), (low, high) in zip(layout[2:], box[2:], plan.kept, strict=True):
+            first = min(high, low + start)
+            moved.append(((first, high if stop == piece.length else max(first, min(high, low + stop))),))
+        box = (*box[:2], *moved)
+    return None if is_empty(box) or not labelled.owns(layout, tile) else box
+
+
+def refuse_moved_parts(plan: StreamingPlan) -> None:
+    """Refuse a network of which a constant, or what a position reads, is another on a patch than on the whole."""
+    if plan.patch:
+        numbers = range(len(plan.passes))
+        refuse_moved(
+            plan.labelled, plan.patch, plan.tile, lambda own: [find_wanted(plan, number, own)[1] for number in numbers]
+        )
+
+
+# ---- as text, and in another process ---------------------------------------------------------------------------------
 def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 

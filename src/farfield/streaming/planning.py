@@ -13,7 +13,16 @@ from farfield.streaming.graph import Node, Value
 from farfield.streaming.labels import GraphError, LabelledGraph, count_bytes, find_regions
 from farfield.streaming.patches import Patch, find_attention
 from farfield.streaming.places import RecordedNetwork, find_places, find_scales
-from farfield.streaming.plan import PlannedPass, RegionCheck, StreamingPlan, count_stored, find_ends
+from farfield.streaming.plan import (
+    PlannedPass,
+    RegionCheck,
+    StreamingPlan,
+    count_stored,
+    find_ends,
+    find_wanted,
+    given_values,
+    refuse_moved_parts,
+)
 from farfield.streaming.spans import Halo, Layout, Region, Span, join_halos, region_of, whole_box
 
 # Tiles at each end of an axis whose cost is counted one by one.
@@ -95,7 +104,7 @@ def make_patch_plan(plan: StreamingPlan, record: Callable[[tuple[int, ...]], Rec
         raise GraphError("it runs other operations on a patch than on the whole volume")
     passes = end_passes(labelled, (), levels, attention)
     patched = count_costs(replace(plan, passes=passes, patch=Patch(own, plan.size, halo, scales, multiples)))
-    patched.refuse_moved()
+    refuse_moved_parts(patched)
     return patched
 
 
@@ -161,12 +170,12 @@ def count_costs(plan: StreamingPlan) -> StreamingPlan:
 
 def _count_tiles(plan: StreamingPlan, number: int) -> tuple[Halo, float, int]:
     # What a tile reads along an axis follows from its place along it alone, so a diagonal of tiles tells all.
-    labelled, graph, given = plan.labelled, plan.labelled.graph, plan.given(number)
+    labelled, graph, given = plan.labelled, plan.labelled.graph, given_values(plan, number)
     halos, peak = [Halo(*[(0,) * len(plan.tile)] * 2)], 0
     # Of each value, how many positions run along each axis in all tiles, and along no axis, None.
     counts: dict[Value, Counter[int | None]] = {}
     for tile, weights in _diagonal(plan.size, plan.tile):
-        summarized, wanted = plan.wanted(number, tile)
+        summarized, wanted = find_wanted(plan, number, tile)
         regions = find_regions(labelled, wanted, given)
         left = sum(labelled.bytes_on(value, regions[value]) for value in wanted)
         # Beside what was computed, a summary takes as much as its operands.

@@ -19,8 +19,8 @@ from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import Tiles, arrange_volumes, axis_spans
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.masks import mask_plan
-from farfield.streaming.passes import ReadVolume, Skips, Store, TiledRun, WriteOutput
-from farfield.streaming.plan import StreamingPlan
+from farfield.streaming.passes import Skips, Store, TiledRun
+from farfield.streaming.plan import StreamingPlan, own_box
 from farfield.streaming.progress import Stream
 from farfield.streaming.skipping import find_skipped, layout_of_mask, open_mask
 from farfield.streaming.spans import Box, box_shape
@@ -147,6 +147,7 @@ class Prediction:
             return replace(self, plan=self.plan.bind("predict_whole", self.model))
 
     def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, TiledRun]:
+        """Return what reads boxes of the volumes and writes those of the output, and the tasks in between."""
         plan, graph = self.plan, self.graph
         if self.shared:
             _check_chunks(graph, plan, self.spec)
@@ -155,9 +156,27 @@ class Prediction:
         stream = Stream(output, self.identity, planned, tiled)
         folder = output.folder if isinstance(output, FileOutput) else None
         store = Store(graph, plan.on_disk, folder, device_of(self.model), shared=self.shared)
+
+        def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
+            return self.read_box(lambda name, *place: stream.read(name, index, *place), sample, volume, box)
+
+        def write(sample: int, box: Box, numbers: Tensor | None) -> None:
+            if numbers is None:
+                if isinstance(output, FileOutput):  # of zeros from the start
+                    return
+                numbers = torch.zeros(box_shape(box), dtype=plan.output_dtype)
+            spans = [spans[0] for spans in box[2:]]
+            if (both := overlap(spans, plan.kept)) is None:  # it stands for padding
+                return
+            part = numbers[(slice(None), slice(None), *index_within(both, spans))]
+            shape = plan.output_layout.shape(part.shape[0], part.shape[1], part.shape[2:])
+            leading = [slice(None)] * (len(shape) - len(spans))
+            if plan.samples > 1:
+                leading[: plan.layout.batch] = plan.layout.index_sample(sample)
+            stream.write((*leading, *index_within(both, plan.kept)), part.reshape(shape))
+
         skips: list[Skips] = [] if self.mask is None else [self.skipped.item]
-        connected = _connect(stream, self)
-        return stream, TiledRun(graph, store, *connected, stream.parts_of, *skips)
+        return stream, TiledRun(graph, store, read, write, stream.parts_of, *skips)
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -176,19 +195,22 @@ class Prediction:
     def check_region(self, stream: Stream) -> None:
         """Compare tiles with the network itself on a region of the volume; warn if that is not possible."""
         plan, model = self.plan, self.model
-
         # The first and the last sample are one batch.
         shape = (min(plan.samples, 2) * plan.batch // plan.samples, *plan.size)
-
-        def finish(output: Any) -> Tensor:
-            return one_grid(model, shape, output, plan.outputs.taken)[0]
-
         problem = plan.check if plan.cut else ""
         if isinstance(plan.check, RegionCheck):
             # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
             read = partial(self.read_box, lambda name, region, sample: self.sources[name].read(region, sample))
             with torch.no_grad():
-                problem = run_check(plan.check, model, finish, plan.size, read, plan.samples, stream.warn)
+                problem = run_check(
+                    plan.check,
+                    model,
+                    lambda output: one_grid(model, shape, output, plan.outputs.taken)[0],
+                    plan.size,
+                    read,
+                    plan.samples,
+                    stream.warn,
+                )
         if problem:
             stream.warn(f"predict_whole: tiles are not checked: {problem}.")
 
@@ -209,7 +231,7 @@ def _check_chunks(graph: StreamingPlan, plan: StreamingPlan, spec: OutputSpec) -
     first, chunks = graph.cores[0], chunk_lengths(spec)[len(spec.shape) - len(kept) :]
     for axis, pair in enumerate(zip(plan.size, plan.tile, strict=True)):
         for span in axis_spans(*pair):
-            box = graph.own_box(graph.labelled.graph.output, (*first[:axis], span, *first[axis + 1 :]))
+            box = own_box(graph, graph.labelled.graph.output, (*first[:axis], span, *first[axis + 1 :]))
             starts = [spans[0][0] - low for spans, (low, _) in zip(box[2:], kept, strict=True)] if box else []
             if any(start > 0 and start % chunk for start, chunk in zip(starts, chunks, strict=False)):
                 raise refusal(
@@ -218,29 +240,3 @@ def _check_chunks(graph: StreamingPlan, plan: StreamingPlan, spec: OutputSpec) -
                     'statistics="tile", pad= moves them; fix: a volume of a size that the strides divide, or one '
                     "process.",
                 )
-
-
-def _connect(stream: Stream, prediction: Prediction) -> tuple[ReadVolume, WriteOutput]:
-    """Return how passes read boxes of the volumes, and write those of the output, without what stands for padding."""
-    plan = prediction.plan
-    kept, apart = plan.kept, plan.samples > 1
-
-    def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-        return prediction.read_box(lambda name, *place: stream.read(name, index, *place), sample, volume, box)
-
-    def write(sample: int, box: Box, numbers: Tensor | None) -> None:
-        if numbers is None:
-            if isinstance(stream.output, FileOutput):  # of zeros from the start
-                return
-            numbers = torch.zeros(box_shape(box), dtype=plan.output_dtype)
-        spans = [spans[0] for spans in box[2:]]
-        if (both := overlap(spans, kept)) is None:
-            return
-        part, target = numbers[(slice(None), slice(None), *index_within(both, spans))], index_within(both, kept)
-        shape = plan.output_layout.shape(part.shape[0], part.shape[1], part.shape[2:])
-        leading = [slice(None)] * (len(shape) - len(target))
-        if apart:
-            leading[: plan.layout.batch] = plan.layout.index_sample(sample)
-        stream.write((*leading, *target), part.reshape(shape))
-
-    return read, write

@@ -103,7 +103,7 @@ class Stream:
             self.known += 1
         self._check_there()
         self.record = empty_record()
-        with torch.no_grad(), self._threads():
+        with torch.no_grad(), self._threads() if self.is_shared else contextlib.nullcontext():
             parts = self.passes[number].run_tile(index)
         self.inputs.check(between=True)
         with self.explained():
@@ -113,13 +113,11 @@ class Stream:
     def _threads(self) -> Iterator[None]:
         """Use as many threads as all processes: the order of sums, and so their rounding, follows from their number."""
         before = torch.get_num_threads()
-        if self.is_shared and before != self.threads:
-            torch.set_num_threads(self.threads)
+        torch.set_num_threads(self.threads)
         try:
             yield
         finally:
-            if torch.get_num_threads() != before:
-                torch.set_num_threads(before)
+            torch.set_num_threads(before)
 
     def _check_there(self) -> None:
         """Refuse a task that is late: other processes have finished the output, and its folder is gone."""

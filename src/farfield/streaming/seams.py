@@ -17,7 +17,7 @@ from farfield._checks import ShapeError, check_network
 from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming._plan_whole import Record, plan_volumes, record_calls
+from farfield.streaming._plan_whole import plan_volumes, record_calls
 from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import (
     Tiles,
@@ -34,6 +34,7 @@ from farfield.streaming.check import find_varied
 from farfield.streaming.frozen import ObservedNetwork, RunningMeans, observe_patches, read_patches
 from farfield.streaming.global_calls import NORMS, GlobalCall, Key, find_global_calls
 from farfield.streaming.graph import Info
+from farfield.streaming.places import Record
 from farfield.streaming.plan import StreamingPlan
 from farfield.streaming.seam_report import GlobalLayer, SeamReport, compare_tilings
 from farfield.streaming.spans import Halo, Span
@@ -251,7 +252,7 @@ class _Part:
     def _find_calls(self) -> tuple[list[GlobalCall], tuple[int, ...]]:
         """Return the calls that sum over all positions, and the strides."""
         try:
-            recorded = record_calls(self.network, self.volumes, Tiles((None,) * len(self.volume_size)))
+            recorded = record_calls(self.network, [info.shape[1] for info, _ in self.volumes], self.volume_size)
             self.record = recorded.record
             return find_global_calls(recorded), recorded.strides
         except (ValueError, TypeError) as error:

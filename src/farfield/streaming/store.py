@@ -295,7 +295,6 @@ class StoredInBlocks(StoredInFile):
         self.sample = sample
 
     def write(self, index: int, box: Box, block: Tensor) -> int | None:
-        """Write a tile's own part."""
         content = block.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         self.checksums[index] = checksum(content)
         with self._explained():
