@@ -38,7 +38,7 @@ from farfield.streaming.graph import Info, Value
 from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.places import Record, RecordedNetwork, make_recorder, runs_alone
 from farfield.streaming.plan import StreamingPlan
-from farfield.streaming.planning import find_stored, fit_stored, make_patch_plan, make_plan, plan_check
+from farfield.streaming.planning import count_costs, find_stored, fit_stored, make_patch_plan, make_plan, plan_check
 from farfield.streaming.readings import find_reading, refuse_axes
 from farfield.streaming.spans import axes_of
 from farfield.volumes.place import Place, stretch
@@ -163,7 +163,7 @@ def plan_volumes(
         _refuse_large_summaries(plan.labelled, device)
         if tiles.statistics == "tile" and plan.cut:
             plan = _plan_patches(model, plan, recorded.outputs, partial(record, batch))
-        plan = _place_output(recorded, plan, padding)
+        plan = count_costs(_place_output(recorded, plan, padding))
         return replace(
             plan,
             layout=layout,
@@ -319,7 +319,7 @@ def _choose_tiles(
         memory = int(_MEMORY_SHARE * free_bytes(device))
     if given is None:
         whole = make_plan(recorded.label([]), size, [])
-        if whole.passes[0].bytes <= memory:
+        if count_costs(whole).passes[0].bytes <= memory:
             return whole, False
     axes = recorded.cuttable if given is None else cut_axes(size, given)
     labelled = recorded.label(axes)
@@ -335,7 +335,7 @@ def _choose_tiles(
         return make_plan(labelled, edges, stored)
 
     def is_large(count: int) -> bool:
-        return max(each.bytes for each in plan_tiles(count).passes) > of_tile
+        return count_costs(plan_tiles(count)).tile_bytes > of_tile
 
     # The largest number of multiples that fits; one where none does.
     return plan_tiles(max(1, bisect(range(1, most + 1), False, key=is_large))), on_disk
@@ -442,5 +442,6 @@ def _place_output(recorded: RecordedNetwork, plan: StreamingPlan, padding: tuple
             f"the network returns {info.shape[2:]} for size {size}, nothing of which is left "
             f"without the {tuple(padding)} padded positions; fix: a larger volume, or one that needs no padding.",
         )
+    # Tiles that write from where what is kept begins read more there; a patch does not.
     is_moved = any(map(any, padding)) and not plan.patch
     return replace(plan, padding=padding, places=tuple(along), doubts=doubts, kept=tuple(kept), is_moved=is_moved)

@@ -18,7 +18,7 @@ from farfield.streaming.graph import Graph, Info, Node, Value, Writer, map_value
 from farfield.streaming.labels import GraphError, LabelledGraph, find_gathered, label_graph
 from farfield.streaming.places import find_steps
 from farfield.streaming.plan import StreamingPlan
-from farfield.streaming.planning import make_plan
+from farfield.streaming.planning import count_costs, make_plan
 from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
 from farfield.streaming.rules.rule import OperationCall, convert_number, given_dims, spatial_dims, widen
 from farfield.streaming.rules.sums import find_norm
@@ -51,7 +51,7 @@ def mask_plan(plan: StreamingPlan, network: Any) -> StreamingPlan:
         text = f"{type(network).__name__} has no mask: {str(error).partition('; fix')[0]}"
         raise refusal(GraphError, f"{text}; fix: mask=None, and a volume that is filled or cropped.") from error
     stored = {*masked.gathered, *(masking.moved[value] for value in plan.stored)}
-    passes = make_plan(masked, plan.tile, stored).passes
+    passes = count_costs(make_plan(masked, plan.tile, stored)).passes
     return replace(plan, labelled=masked, passes=passes, is_moved=False)
 
 

@@ -36,9 +36,9 @@ _MANY = 64
 
 
 def make_plan(labelled: LabelledGraph, tile: Sequence[int], chosen: Collection[Value]) -> StreamingPlan:
-    """Plan the passes of a graph; of the chosen values those are stored that a later pass reads."""
+    """Plan the passes of a graph, without their costs; of the chosen values those are stored that a later one reads."""
     passes = end_passes(labelled, chosen, labelled.levels, labelled.reductions)
-    return count_costs(StreamingPlan(labelled, tuple(map(min, tile, labelled.size)), passes))
+    return StreamingPlan(labelled, tuple(map(min, tile, labelled.size)), passes)
 
 
 def end_passes(
@@ -103,7 +103,7 @@ def make_patch_plan(plan: StreamingPlan, record: Callable[[tuple[int, ...]], Rec
     if [node.op for node in nodes] != [node.op for node in own.graph.nodes]:
         raise GraphError("it runs other operations on a patch than on the whole volume")
     passes = end_passes(labelled, (), levels, attention)
-    patched = count_costs(replace(plan, passes=passes, patch=Patch(own, plan.size, halo, scales, multiples)))
+    patched = replace(plan, passes=passes, patch=Patch(own, plan.size, halo, scales, multiples))
     refuse_moved_parts(patched)
     return patched
 
@@ -282,7 +282,7 @@ def plan_check(
         round_up(length // stride, 2) // 2 * stride if axis in halved and length >= 2 * stride else length
         for axis, (length, stride) in enumerate(zip(size, strides, strict=True))
     ]
-    own = make_plan(recorded, tile, stored)
+    own = count_costs(make_plan(recorded, tile, stored))
     cost = 2.0 * sum(recorded.graph.nodes[index].macs for index in recorded.order)
     cost = batch * (cost + sum(each.macs for each in own.passes))
     if cost > most:

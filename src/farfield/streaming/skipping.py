@@ -18,7 +18,7 @@ from farfield._refusals import refusal
 from farfield.streaming.graph import Value
 from farfield.streaming.masks import find_mask
 from farfield.streaming.plan import StreamingPlan
-from farfield.streaming.planning import make_plan
+from farfield.streaming.planning import count_costs, make_plan
 from farfield.streaming.run import compute
 from farfield.streaming.spans import Box, axes_of, is_empty
 from farfield.volumes.axes_view import SlicedArray, as_slice, order_axes
@@ -182,7 +182,7 @@ def _widen(plan: StreamingPlan, valid: np.ndarray) -> np.ndarray:
     """Return the tiles that valid ones read of, from the output back to the volume."""
     if plan.labelled.gathered:  # one position needs all of these
         return np.ones_like(valid)
-    halo = make_plan(plan.labelled, plan.tile, []).halo
+    halo = count_costs(make_plan(plan.labelled, plan.tile, [])).halo
     counts = [-(-length // own) for length, own in zip(plan.size, plan.tile, strict=True)]
     near = valid.reshape(len(valid), *counts).copy()
     for axis, (length, *sides) in enumerate(zip(plan.tile, *halo, strict=True)):
