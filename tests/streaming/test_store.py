@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from farfield.streaming import Tiles, plan_whole, predict_whole, prediction
+from farfield.streaming.graph import Info
 from farfield.streaming.passes import Store
 from farfield.streaming.plan import StreamingPlan
 from farfield.streaming.planning import find_stored, make_plan
-from farfield.streaming.store import StoredInFile
+from farfield.streaming.spans import Piece
+from farfield.streaming.store import StoredInBlocks, StoredInFile, StoredInMemory, StoredValue
 from farfield.testing import faults
 from farfield.volumes.sink import FileOutput
 from helpers.streamed_nets import Branches, Hourglass, NormUNet, relative, settled
@@ -100,9 +102,9 @@ class Watch:
         self.written = self.peak = self.passes = 0
         write, begin, finish = StoredInFile.write, Store.begin, FileOutput.finish
 
-        def counted_write(file: StoredInFile, index: int, box: Any, block: Tensor) -> None:
+        def counted_write(file: StoredInFile, index: int, box: Any, block: Tensor) -> int | None:
             self.written += block.numel() * block.element_size()
-            write(file, index, box, block)
+            return write(file, index, box, block)
 
         def look() -> None:
             self.peak = max(self.peak, sum(each.stat().st_size for each in folder.rglob("*.value")))
@@ -547,9 +549,9 @@ def test_a_killed_prediction_goes_on_with_the_keys_that_are_stored(
         predict_whole(net, Stopping(reads), plan=plan, out=out, quiet=True)
     writes, write = [], StoredInFile.write
 
-    def counted(stored: StoredInFile, index: int, box: Any, block: Tensor) -> None:
+    def counted(stored: StoredInFile, index: int, box: Any, block: Tensor) -> int | None:
         writes.append(index)
-        write(stored, index, box, block)
+        return write(stored, index, box, block)
 
     monkeypatch.setattr(StoredInFile, "write", counted)
     if damaged:
@@ -566,3 +568,35 @@ def test_a_killed_prediction_goes_on_with_the_keys_that_are_stored(
     assert writes == [index % 30 for index in range(first, 60) for _ in plan.stored]
     np.testing.assert_array_equal(got, want)
     assert [each.name for each in tmp_path.iterdir()] == ["out.npy"]
+
+
+@pytest.mark.parametrize("kind", [StoredInMemory, StoredInFile, StoredInBlocks])
+def test_what_a_stored_value_must_do(kind: Any, tmp_path: Path) -> None:
+    info, layout = Info((1, 2, 6), torch.float32), ((Piece(1),), (Piece(2),), (Piece(6, 0),))
+    boxes = [(((0, 1),), ((0, 2),), ((start, start + 3),)) for start in (0, 3)]
+    across = (((0, 1),), ((1, 2),), ((2, 5),))
+    own = (info, layout) if kind is StoredInMemory else (tmp_path / "1-0.value", "conv", info, boxes)
+    value, again = (kind(*own, torch.device("cpu")) for _ in range(2))
+    assert isinstance(value, StoredValue)
+    for sample, numbers in enumerate(torch.rand(3, 1, 2, 6)):
+        value.begin(sample)
+        value.take_over(value)
+        blocks = zip(boxes, numbers.split(3, 2), strict=True)
+        sums = {str(index): value.write(index, box, block) for index, (box, block) in enumerate(blocks)}
+        assert torch.equal(value.read(0, across), numbers[:, 1:, 2:5])
+        # As another process finds it, which knows the sums alone.
+        again.begin(sample)
+        lives_on = kind is not StoredInMemory
+        assert again.holds({}, [])
+        assert again.holds(sums, [0, 1]) == lives_on
+        assert not again.holds(sums | {"1": 0}, [0, 1])
+        if lives_on:
+            assert again.holds(sums, [1])
+            assert torch.equal(again.read(1, across), numbers[:, 1:, 2:5])
+    value.clean(is_read=True)
+    assert torch.equal(value.read(1, across), numbers[:, 1:, 2:5])
+    value.close()
+    value.remove()
+    with pytest.raises((LookupError, ValueError, OSError), match=r"no tile|changed|cannot write"):
+        value.read(0, across)
+    assert not list(tmp_path.iterdir())
