@@ -147,12 +147,7 @@ def plan_volumes(
         # Of a network that took no size, it is not known.
         mixed = batch > 1 and (bool(pad and probe is None) or _mixes_samples(record, batch, size))
         if mixed and "Z" in dict(layout.samples):
-            raise refusal(
-                ValueError,
-                f"layers of {type(model).__name__} mix samples, so planes one after the other are not its result "
-                'on all of them; fix: one plane at a time, volume.crop({"Z": (0, 1)}), or all as one batch, '
-                "numpy.asarray(volume)[:, None].",
-            )
+            raise _planes_mixed(model)
         batch, samples = (batch, 1) if mixed else (1, batch)
         recorded = _record_whole(
             record, batch, size, network, channels, is_batch=bool(layout.batch), pad=pad, name_reading=name_reading
@@ -259,6 +254,15 @@ def _mixes_samples(record: Record, batch: int, size: tuple[int, ...]) -> bool:
     """Whether the result of a sample depends on others, on their number, or on its place among them."""
     several, one = (_record_first(record, each, [size]) for each in (batch, 1))
     return several is None or one is None or not runs_alone(several.graph, one.graph)
+
+
+def _planes_mixed(model: nn.Module) -> ValueError:
+    return refusal(
+        ValueError,
+        f"layers of {type(model).__name__} mix samples, so planes one after the other are not its result on all of "
+        'them; fix: one plane at a time, volume.crop({"Z": (0, 1)}), or all as one batch, '
+        "numpy.asarray(volume)[:, None].",
+    )
 
 
 def _record_whole(

@@ -23,8 +23,6 @@ from farfield.volumes.source import AxisLayout, Region, Span
 
 # Work, in MACs of the network, above which a plan names a way to do less.
 _WORK = 4
-# Of a region, which is no volume.
-_NO_LAYOUT = AxisLayout(0, False, 0)
 
 
 class PlannedPass(NamedTuple):
@@ -69,7 +67,7 @@ class StreamingPlan:
     tile: tuple[int, ...]
     passes: tuple[PlannedPass, ...]
     patch: Patch | None = field(default=None, repr=False)
-    layout: AxisLayout = _NO_LAYOUT
+    layout: AxisLayout = field(default_factory=lambda: AxisLayout(0, False, 0))
     channels: tuple[int, ...] = ()
     padding: tuple[Span, ...] = ()
     pad: str | None = None
