@@ -14,7 +14,7 @@ from torch import Tensor
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
 from farfield.streaming.patches import compute_patch
-from farfield.streaming.plan import StreamingPlan, find_wanted, given_values, own_box
+from farfield.streaming.plan import StreamingPlan, find_wanted, own_box
 from farfield.streaming.records import Merge, Record, empty_record
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
@@ -219,7 +219,8 @@ class TiledRun(Run):
         if plan.patch:
             known, boxes = compute_patch(labelled, plan.patch, tile, wanted, read, self.parts)
         else:
-            known, boxes = compute(labelled, wanted, given_values(plan, number), read, self.parts), wanted
+            given = {*graph.inputs, *plan.passes[number].reads}
+            known, boxes = compute(labelled, wanted, given, read, self.parts), wanted
 
         def part(value: Value, box: Box) -> Tensor:
             if not known:

@@ -259,11 +259,6 @@ def count_stored(labelled: LabelledGraph, passes: Sequence[PlannedPass]) -> int:
 
 
 # ---- what a task computes --------------------------------------------------------------------------------------------
-def given_values(plan: StreamingPlan, number: int) -> set[Value]:
-    """Return the values that a pass reads: volumes, and what earlier passes stored."""
-    return {*plan.labelled.graph.inputs, *(value for each in plan.passes[:number] for value in each.writes)}
-
-
 def find_wanted(
     plan: StreamingPlan, number: int, tile: Sequence[Span]
 ) -> tuple[dict[int, dict[Value, Box]], dict[Value, Box]]:

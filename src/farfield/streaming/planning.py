@@ -20,7 +20,6 @@ from farfield.streaming.plan import (
     count_stored,
     find_ends,
     find_wanted,
-    given_values,
     refuse_moved_parts,
 )
 from farfield.streaming.spans import Halo, Layout, Region, Span, join_halos, region_of, whole_box
@@ -144,7 +143,8 @@ def fit_stored(labelled: LabelledGraph, allowed: int) -> set[Value]:
 
     def saved_by(value: Value) -> float:
         nodes = {each.node for each in _reach(labelled, [value], chosen - {value})}
-        return sum(_running_macs(labelled, node) for node in nodes) / labelled.graph.info(value).bytes
+        macs = (_split_macs(labelled.graph.nodes[index], index in labelled.reductions)[1] for index in nodes)
+        return sum(macs) / labelled.graph.info(value).bytes
 
     chosen, removed = find_stored(labelled), list[Value]()
     while not fits(chosen) and chosen != labelled.gathered:
@@ -170,7 +170,9 @@ def count_costs(plan: StreamingPlan) -> StreamingPlan:
 
 def _count_tiles(plan: StreamingPlan, number: int) -> tuple[Halo, float, int]:
     # What a tile reads along an axis follows from its place along it alone, so a diagonal of tiles tells all.
-    labelled, graph, given = plan.labelled, plan.labelled.graph, given_values(plan, number)
+    labelled, graph = plan.labelled, plan.labelled.graph
+    given = {*graph.inputs, *plan.passes[number].reads}
+    macs = {index: _split_macs(graph.nodes[index], index in labelled.reductions) for index in labelled.order}
     halos, peak = [Halo(*[(0,) * len(plan.tile)] * 2)], 0
     # Of each value, how many positions run along each axis in all tiles, and along no axis, None.
     counts: dict[Value, Counter[int | None]] = {}
@@ -186,13 +188,13 @@ def _count_tiles(plan: StreamingPlan, number: int) -> tuple[Halo, float, int]:
                 spans = [(*own, dim[0]) for own, dim in zip(tile, region[-len(tile) :], strict=True)]
                 before = tuple(max(0, start - read[0][0]) for start, _, read in spans)
                 halos.append(Halo(before, tuple(max(0, read[-1][1] - stop) for _, stop, read in spans)))
-            elif value not in given and _running_macs(labelled, value.node):
+            elif value not in given and macs[value.node][1]:
                 _add_positions(counts.setdefault(value, Counter()), labelled.layouts[value], region, weights)
     running = sum(
-        _running_macs(labelled, value.node) * math.prod(own.values()) / max(1, math.prod(graph.info(value).shape))
+        macs[value.node][1] * math.prod(own.values()) / max(1, math.prod(graph.info(value).shape))
         for value, own in counts.items()
     )
-    summing = sum(_summing_macs(graph.nodes[index]) for index in plan.passes[number].reductions)
+    summing = sum(macs[index][0] for index in plan.passes[number].reductions)
     return join_halos(halos), summing + running, peak + labelled.constant_bytes
 
 
@@ -201,21 +203,16 @@ def _count_patch(plan: StreamingPlan, patch: Patch, number: int) -> tuple[Halo, 
     operands = (graph.nodes[index].inputs[each] for index in reductions for each in whole.reductions[index].operands)
     wanted = patch.boxes([*operands, *find_ends(whole, plan.passes, number)])
     regions, attention = find_regions(patch.labelled, wanted, graph.inputs), find_attention(whole)
-    macs = sum(_summing_macs(graph.nodes[index]) for index in reductions)
-    for index in {value.node for value in regions}:
-        macs += graph.nodes[index].macs - (_summing_macs(graph.nodes[index]) if index in attention else 0)
+    macs = sum(_split_macs(graph.nodes[index])[0] for index in reductions)
+    macs += sum(_split_macs(graph.nodes[index], index in attention)[1] for index in {value.node for value in regions})
     peak = count_bytes(patch.labelled, regions, graph.inputs, wanted)
     return patch.halo, float(macs * len(plan.cores)), peak + patch.labelled.constant_bytes
 
 
-def _summing_macs(node: Node) -> int:
-    """Return the MACs of a reduction while it is summarized: all, but of a layer, which also responds."""
-    return node.args[0].summing if node.op == "layer" else node.macs
-
-
-def _running_macs(labelled: LabelledGraph, index: int) -> int:
-    node = labelled.graph.nodes[index]
-    return node.macs - _summing_macs(node) if index in labelled.reductions else node.macs
+def _split_macs(node: Node, is_reduction: bool = True) -> tuple[int, int]:
+    """Return the MACs of a node while it is summarized, and those while it runs, as only a layer does of reductions."""
+    summing = node.args[0].summing if node.op == "layer" else node.macs
+    return (summing, node.macs - summing) if is_reduction else (0, node.macs)
 
 
 def _diagonal(size: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[tuple[Span, ...], list[int]]]:
