@@ -22,7 +22,7 @@ from farfield.streaming import (
     MeanOverFlips,
     StreamingPlan,
     Tiles,
-    _plan_whole,
+    places,
     plan_whole,
     predict_whole,
     prediction,
@@ -344,13 +344,13 @@ class Fixed(nn.Module):
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of volumes on which networks are recorded."""
     shapes: list[tuple[int, ...]] = []
-    record = _plan_whole.record_network
+    record = places.record_network
 
     def counted(network: nn.Module, volumes: Any, finish: Any) -> Any:
         shapes.append(volumes[0].shape)
         return record(network, volumes, finish)
 
-    monkeypatch.setattr(_plan_whole, "record_network", counted)
+    monkeypatch.setattr(places, "record_network", counted)
     return shapes
 
 

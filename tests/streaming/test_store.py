@@ -274,7 +274,7 @@ def test_what_fits_beside_the_rest_is_stored() -> None:
         labelled = plan.labelled
         for value in find_stored(labelled) - set(plan.stored):
             more = make_plan(labelled, plan.tile, [*plan.stored, value])
-            assert value not in more.stored or more.bytes_stored > disk
+            assert value not in more.stored or more.stored_bytes > disk
 
 
 @pytest.mark.parametrize(("name", "bad"), [("disk", -1), ("memory", -5), ("disk", 0.5), ("disk", "10"), ("disk", True)])

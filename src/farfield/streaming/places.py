@@ -129,7 +129,7 @@ class RecordedNetwork:
             try:
                 self._tried[axes] = label_graph(self.graph, self.size, axes, halo=self.halo)
             except GraphError as error:
-                self._tried[axes] = error.with_traceback(None)
+                self._tried[axes] = error
         return self._tried[axes]
 
     @cached_property
