@@ -101,7 +101,8 @@ class Stream:
         while self.is_shared and self.known < number:
             self._learn(self.records[self.known].read())
             self.known += 1
-        self._check_there()
+        if self.is_shared:
+            self._check_there()
         self.record = empty_record()
         with torch.no_grad(), self._threads() if self.is_shared else contextlib.nullcontext():
             parts = self.passes[number].run_tile(index)
@@ -121,7 +122,7 @@ class Stream:
 
     def _check_there(self) -> None:
         """Refuse a task that is late: other processes have finished the output, and its folder is gone."""
-        if self.is_shared and isinstance(self.output, FileOutput) and not (self.output.folder / STATE).exists():
+        if isinstance(self.output, FileOutput) and not (self.output.folder / STATE).exists():
             text = f'"{self.output.folder}" is gone: the output is finished, or was removed; fix: repeat the call.'
             raise refusal(FileNotFoundError, text)
 
@@ -182,7 +183,8 @@ class Stream:
                 f"{self.caller}: the result has infinite numbers, and the network is of float16, which ends at "
                 f"{torch.finfo(box.dtype).max:g}; fix: model.float(), or model.bfloat16()."
             )
-        self._check_there()
+        if self.is_shared:
+            self._check_there()
         with self.explained():
             self.output.write(index, box)
         if isinstance(self.output, FileOutput):
