@@ -97,7 +97,7 @@ class Empty:
     def connect(self, output: Any) -> tuple[Any, Any]:
         """Return the tasks, and what runs them: one pass."""
         from farfield.streaming.passes import Pass, Run
-        from farfield.streaming.progress import Saved, Stream
+        from farfield.streaming.progress import Stream
 
         def merge(one: Any, two: Any) -> Any:
             return one[0] + two[0], one[1] + two[1]
@@ -105,7 +105,7 @@ class Empty:
         class OnePass(Run):
             passes = (Pass(self.tiles, self.run_tile, 1.0, lambda key: merge),)
 
-        return Stream(output, {"model": "empty"}, Saved((1,), shared=True), {}), OnePass()
+        return Stream(output, {"model": "empty"}, {"positions": (1,), "shared": True}, {}), OnePass()
 
     def surroundings(self) -> AbstractContextManager[None]:
         """Return the context in which tasks run."""

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from farfield.nn import GridAttention
 from farfield.streaming import StreamingPlan, plan_whole, predict_whole
-from farfield.streaming.plan import join_halos
 
 
 class Setting(NamedTuple):
@@ -194,10 +193,10 @@ def volume(shape: tuple[int, ...]) -> Tensor:
 
 def slide(net: nn.Module, grid: Tensor, plan: StreamingPlan) -> Tensor:
     """Run a network on each tile with the halo of the plan, and keep the tile's own positions."""
-    result = torch.empty(plan.output.shape[1:])
-    halo = join_halos(each.halo for each in plan.passes)
+    result = torch.empty(plan.output_shape[1:])
+    halo = plan.halo
     # Resizing with align_corners steps by another ratio, and tiles of it alone are near it.
-    ratios = [length / own for length, own in zip(plan.output.shape[-len(plan.size) :], plan.size, strict=True)]
+    ratios = [length / own for length, own in zip(plan.output_shape[-len(plan.size) :], plan.size, strict=True)]
     # The strides divide the tile and the volume.
     multiples = list(map(math.gcd, plan.tile, plan.size))
     for core in plan.cores:

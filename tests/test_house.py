@@ -76,7 +76,7 @@ def test_imports_go_one_way() -> None:
         ("maps/__init__.py", "import farfield_papers.theory"),
         ("cli/__init__.py", "import farfield_papers"),
         ("insertion/_places.py", "from farfield import maps"),
-        ("volumes/volume.py", "from farfield.streaming.streaming_plan import PlannedOutput"),
+        ("volumes/volume.py", "from farfield.streaming.plan import StreamingPlan"),
         ("insertion/_places.py", "import torchvision"),
         ("insertion/_replace/modules.py", "import timm"),
         ("insertion/_replace/masks.py", "import transformers"),

@@ -166,11 +166,9 @@ def sliding(network: Any, stack: np.ndarray, plan: Any) -> np.ndarray:
     """Restore a stack tile by tile, each tile with the halo of a plan, independent of the other tiles."""
     import torch
 
-    from farfield.streaming.plan import join_halos
-
     grid = torch.from_numpy(np.pad(stack, plan.padding, mode="reflect"))[None, None]
     restored = torch.empty_like(grid)
-    halo = join_halos(each.halo for each in plan.passes)
+    halo = plan.halo
     # The strides divide the tile and the padded stack.
     multiples = list(map(math.gcd, plan.tile, plan.size))
     with torch.inference_mode():
@@ -180,7 +178,7 @@ def sliding(network: Any, stack: np.ndarray, plan: Any) -> np.ndarray:
             part = network(grid[(..., *(slice(*span) for span in region))])
             own = (slice(start - first, stop - first) for (start, stop), (first, _) in zip(core, region, strict=True))
             restored[(..., *(slice(*span) for span in core))] = part[(..., *own)]
-    return restored[(0, 0, *(slice(*span) for span in plan.output.kept))].numpy()
+    return restored[(0, 0, *(slice(*span) for span in plan.kept))].numpy()
 
 
 def steps(field: np.ndarray, tile: tuple[int, ...], before: list[int]) -> tuple[float, float]:

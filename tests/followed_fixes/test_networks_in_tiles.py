@@ -162,7 +162,7 @@ ROWS = [
         lambda: predict(Run(searched, conv()), tile=Tiles(16, halo=0)),
     ),
     Row(
-        "streaming/recording.py",
+        "streaming/places.py",
         lambda: predict(Run(rolled, conv()), tile=16),
         "tile=(20, None)",
         lambda: predict(Run(rolled, conv()), tile=(20, None)),

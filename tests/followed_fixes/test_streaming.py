@@ -103,7 +103,7 @@ ROWS = [
     Row("_refusals.py", lambda: predict(ONE, titles=8), "fix: tile.", lambda: predict(ONE, tile=8)),
     Row("_refusals.py", lambda: predict_whole(ONE, VOLUME, 16), "by name, tile", lambda: predict(ONE, tile=16)),
     Row(
-        "streaming/planning.py",
+        "streaming/_plan_whole.py",
         lambda: predict(RGB, LAST),
         "numpy.moveaxis(volume, -1, 0)",
         lambda: predict(RGB, np.moveaxis(LAST, -1, 0)),
@@ -199,28 +199,31 @@ ROWS = [
         "streaming/adapt.py", lambda: MeanOverFlips(ONE, (0, 0)), "axes=(0, 1)", lambda: MeanOverFlips(ONE, axes=(0, 1))
     ),
     Row(
-        "streaming/planning.py",
+        "streaming/_plan_whole.py",
         lambda: predict(Run(joined, conv()), VOLUME[:, :37]),
         'pad="reflect"',
         lambda: predict(Run(joined, conv()), VOLUME[:, :37], pad="reflect"),
     ),
     Row(
-        "streaming/planning.py",
+        "streaming/_plan_whole.py",
         lambda: predict(Run(sorted_rows, conv()), tile=16),
         "tile with None for that axis",
         lambda: predict(Run(sorted_rows, conv()), tile=(16, None)),
     ),
     Row(
-        "streaming/planning.py",
+        "streaming/_plan_whole.py",
         lambda: predict(Run(lambda m, x: m[0](x) * x.mean().item(), conv()), tile=16),
         "mean(…, keepdim=True)",
         lambda: predict(Run(lambda m, x: m[0](x) * x.mean((2, 3), keepdim=True), conv()), tile=16),
     ),
     Row(
-        "streaming/planning.py", lambda: plan_whole(ONE, VOLUME), "volume.shape", lambda: plan_whole(ONE, VOLUME.shape)
+        "streaming/_plan_whole.py",
+        lambda: plan_whole(ONE, VOLUME),
+        "volume.shape",
+        lambda: plan_whole(ONE, VOLUME.shape),
     ),
     Row(
-        "streaming/planning.py",
+        "streaming/_plan_whole.py",
         lambda: plan_whole(ONE, VOLUME.shape, tile=Tiles(16, halo=(1, 2, 3))),
         "halo=3",
         lambda: plan_whole(ONE, VOLUME.shape, tile=Tiles(16, halo=3)),
@@ -238,13 +241,13 @@ ROWS = [
         lambda: predict(ONE, mask=VOLUME[0] > 0),
     ),
     Row(
-        "streaming/streaming_plan.py",
+        "streaming/_predict_whole.py",
         lambda: predict(ONE, plan=plan_whole(ONE, (1, 20, 20))),
         "plan_whole(model, volume.shape)",
         lambda: predict(ONE, plan=plan_whole(ONE, VOLUME.shape)),
     ),
     Row(
-        "streaming/streaming_plan.py",
+        "streaming/_predict_whole.py",
         lambda: predict(ONE, tile=8, plan=plan_whole(ONE, VOLUME.shape)),
         "give them to plan_whole",
         lambda: predict(ONE, plan=plan_whole(ONE, VOLUME.shape, tile=8)),

@@ -185,7 +185,7 @@ def compare_prediction(seed: int) -> Outcome:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plan = plan_whole(net, shape, tile=tiles, pad=None)
-            if tiles.statistics == "tile" and plan.graph_plan.labelled.reductions:
+            if tiles.statistics == "tile" and plan.labelled.reductions:
                 return Outcome("right", "statistics of tiles are no comparison")
             got = predict_whole(net, volume, tile=tiles, quiet=True)
     except TilesDifferError as error:

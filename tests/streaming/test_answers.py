@@ -170,8 +170,8 @@ def test_classifiers_of_others(name: str) -> None:
 def test_a_plan_counts_what_is_summed_and_is_pickled() -> None:
     net, grid = settled(Slide(classify)), volume(2, 3, *SIZES[2])
     plan = plan_whole(net, grid.shape, tile=16)
-    assert plan.output.shape == (2, 5)
-    assert set(plan.output.places) == {None}
+    assert plan.output_shape == (2, 5)
+    assert set(plan.places) == {None}
     assert len(plan.passes) == 2
     assert plan.passes[0].bytes > 6 * 8 * 8 * 4
     assert not isinstance(plan.check, str)

@@ -15,19 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from farfield.streaming import MeanOverFlips, Tiles, check, plan_whole, planning, predict_whole, prediction, recording
+from farfield.streaming import MeanOverFlips, Tiles, _plan_whole, check, plan_whole, planning, predict_whole, prediction
 from farfield.streaming.labels import label_graph
-from farfield.streaming.plan import GraphPlan, find_stored, make_graph_plan
+from farfield.streaming.plan import StreamingPlan
+from farfield.streaming.planning import find_stored, make_plan
 from farfield.streaming.rules import RULES
 from farfield.streaming.spans import Box
 from helpers.drawn_networks import Layer
 from helpers.recorded import record_network
 
 
-def plan_of(net: nn.Module, size: tuple[int, ...], tile: tuple[int, ...]) -> GraphPlan:
+def plan_of(net: nn.Module, size: tuple[int, ...], tile: tuple[int, ...]) -> StreamingPlan:
     graph = record_network(net, (1, 1, *size))
     labelled = label_graph(graph, size, [axis for axis, own in enumerate(tile) if own < size[axis]])
-    return make_graph_plan(labelled, tile, find_stored(labelled))
+    return make_plan(labelled, tile, find_stored(labelled))
 
 
 def run(net: nn.Module, size: tuple[int, ...], tile: tuple[int, ...]) -> str:
@@ -151,7 +152,7 @@ def test_float64_runs_only_where_rounding_alone_does_not_explain_a_difference(mo
 
 
 def test_regions_grow_from_two_strides_to_the_halo() -> None:
-    sizes = list(recording.region_sizes((100, 90, 33), (0, 1), (16, 16, 1), (20, 20, 0)))
+    sizes = list(planning.region_sizes((100, 90, 33), (0, 1), (16, 16, 1), (20, 20, 0)))
     assert sizes[0] == (20, 42, 33)
     assert sizes[-1] == (16 * 6 + 4, 16 * 5 + 10, 33)
     assert all(
@@ -181,9 +182,9 @@ def test_a_plan_has_its_check_and_pickles_it() -> None:
     net, volume = network(), torch.randn(1, 200, 180)
     plan = plan_whole(net, (1, 20000, 18000), tile=5000)
     assert isinstance(plan.check, check.RegionCheck)
-    assert 0 < plan.check.macs <= recording._SHARE * sum(each.macs for each in plan.passes)
-    assert len(plan.check.plan.tiles) >= 2
-    assert any("region of " + " × ".join(map(str, plan.check.size)) in line for line in plan.lines())
+    assert 0 < plan.check.macs <= planning._SHARE * sum(each.macs for each in plan.passes)
+    assert len(plan.check.plan.cores) >= 2
+    assert any("region of " + " × ".join(map(str, plan.check.plan.size)) in line for line in plan.lines())
     restored = pickle.loads(pickle.dumps(plan_whole(net, volume.shape, tile=50)))
     assert not any(name in restored.check.plan.labelled.graph.constants for name, _ in net.named_parameters())
     got = predict_whole(net, volume, plan=restored, quiet=True)
@@ -212,8 +213,8 @@ def test_the_whole_of_a_small_volume_is_compared(tile: object) -> None:
     net = network()
     plan = plan_whole(net, (1, 16, 20), tile=tile)
     assert isinstance(plan.check, check.RegionCheck)
-    assert plan.check.size == (16, 20)
-    assert len(plan.check.plan.tiles) == (2 if tile != (16, None) else 1)
+    assert plan.check.plan.size == (16, 20)
+    assert len(plan.check.plan.cores) == (2 if tile != (16, None) else 1)
 
 
 @pytest.mark.parametrize("size", [(16, 18), (200, 180)])
@@ -221,7 +222,7 @@ def test_samples_that_are_mixed_are_seen(monkeypatch: pytest.MonkeyPatch, size: 
     net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), Layer(lambda grid: grid - grid[-1:])).eval()
     volumes = torch.randn(3, 1, *size)
     predict_whole(net, volumes, tile=50 if size[0] > 50 else 8, quiet=True)
-    monkeypatch.setattr(planning.Planner, "_mixes_samples", lambda *_: False)
+    monkeypatch.setattr(_plan_whole, "_mixes_samples", lambda *_: False)
     with pytest.raises(check.TilesDifferError):
         predict_whole(net, volumes, tile=50 if size[0] > 50 else 8, quiet=True)
 
@@ -379,7 +380,7 @@ def test_a_check_that_takes_more_than_a_tile_says_so() -> None:
     net = nn.Sequential(nn.Conv2d(1, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 1, 3, padding=1))
     plan = plan_whole(net.eval(), (512, 512), tile=16)
     assert isinstance(plan.check, check.RegionCheck)
-    unfolded = 64 * 9 * math.prod(plan.check.size)
+    unfolded = 64 * 9 * math.prod(plan.check.plan.size)
     assert plan.check.bytes > plan.tile_bytes
     assert plan.check.bytes == 8 * (unfolded + sum(each.numel() for each in net.parameters()))
     assert f"{plan.check.bytes:,} bytes for parameters" in str(plan)

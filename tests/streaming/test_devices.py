@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,14 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from farfield.nn import attention_for
 from farfield.nn.network_copy import Copier, make_empty
-from farfield.streaming import graph, passes, record, rewrites
+from farfield.streaming import check, graph, passes, record, rewrites
 from farfield.streaming.graph import Graph, Info, RecordingError, Value
 from farfield.streaming.labels import GraphError, label_graph
-from farfield.streaming.passes import Store, run_in_memory
-from farfield.streaming.plan import make_graph_plan
+from farfield.streaming.planning import make_plan
 from farfield.streaming.rules import RULES
 from farfield.streaming.rules.rule import RuleError
-from farfield.streaming.spans import Box, write_box
+from farfield.streaming.spans import Box, Layout, write_box
 from helpers.drawn_networks import draw_network, draw_tile
 
 CUDA = torch.device("cuda", 0)
@@ -113,21 +113,18 @@ def run_on_cuda(network: nn.Module, shape: tuple[int, ...], tile: tuple[int, ...
                 layer = replace(node.args[0], module=copied_to_cuda(node.args[0].module))
                 own.nodes[index] = node._replace(args=(layer, *node.args[1:]))
     labelled = label_graph(own, shape[2:], [axis for axis, length in enumerate(tile) if length < shape[2 + axis]])
-    plan = make_graph_plan(labelled, tile, labelled.gathered)
+    plan = make_plan(labelled, tile, labelled.gathered)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), CUDA:
-        info = own.info(own.output)
-        result = torch.empty(info.shape, dtype=info.dtype)
-
-        def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-            return torch.empty([stop - start for ((start, stop),) in box])
-
-        def write(sample: int, box: Box, numbers: Tensor) -> None:
-            assert numbers.device == CUDA
-            write_box(result, labelled.layouts[own.output], box, numbers)
-
         own.constants.update({name: torch.empty_like(each) for name, each in own.constants.items()})
-        run_in_memory(plan, Store(plan, False, None, CUDA), read, write)
-    return result
+
+        def write(result: Tensor, layout: Layout, box: Box, numbers: Tensor) -> None:
+            assert numbers.device == CUDA
+            write_box(result, layout, box, numbers)
+
+        with mock.patch.object(check, "write_box", write):
+            return check.run_tiles(
+                plan, lambda volume, box: torch.empty([stop - start for ((start, stop),) in box]), CUDA
+            )
 
 
 @pytest.fixture(autouse=True)

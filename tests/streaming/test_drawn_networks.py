@@ -52,7 +52,7 @@ def networks(draw: st.DrawFn, rank: int) -> nn.Module:
 
 def cropped(output: Tensor, plan: StreamingPlan) -> Tensor:
     """What is promised of a padded volume: the network's output without positions that stand for padding alone."""
-    for place, (before, after) in zip(plan.output.places, plan.padding, strict=True):
+    for place, (before, after) in zip(plan.places, plan.padding, strict=True):
         if place is not None:
             axis, (scale, _) = place
             start, stop = int(before / scale), output.shape[axis] - int(after / scale)

@@ -18,7 +18,7 @@ from farfield.streaming import predict_whole
 from farfield.streaming.functions import run_recorded
 from farfield.streaming.graph import Graph, Info, Writer
 from farfield.streaming.labels import GraphError
-from farfield.streaming.recording import Recording
+from farfield.streaming.places import RecordedNetwork
 from farfield.streaming.rewrites import as_attention
 from helpers.drawn_networks import Layer
 from helpers.recorded import record_network, run_in_tiles
@@ -237,10 +237,10 @@ def roll_positions(grid: Tensor) -> Tensor:
 
 
 def test_axes_that_cannot_be_cut_together() -> None:
-    recording = Recording(record_network(Layer(roll_positions), SHAPE), SHAPE[2:], None)
-    assert recording.cuttable == (0,)  # the longest
+    recorded = RecordedNetwork(record_network(Layer(roll_positions), SHAPE), SHAPE[2:])
+    assert recorded.cuttable == (0,)  # the longest
     with pytest.raises(GraphError, match=r"fix: tile=\(11, None\)"):
-        recording.label((0, 1))
+        recorded.label((0, 1))
     net, volume = Layer(roll_positions).eval(), torch.randn(SHAPE, dtype=torch.float64)
     torch.testing.assert_close(predict_whole(net, volume, tile=(11, None), quiet=True), net(volume))
 
@@ -251,8 +251,8 @@ def sort_and_search(grid: Tensor) -> Tensor:
 
 
 def test_where_no_axis_can_be_cut_it_runs_in_one_piece() -> None:
-    recording = Recording(record_network(Layer(sort_and_search), SHAPE), SHAPE[2:], None)
-    assert recording.cuttable == ()
+    recorded = RecordedNetwork(record_network(Layer(sort_and_search), SHAPE), SHAPE[2:])
+    assert recorded.cuttable == ()
     net, volume = Layer(sort_and_search).eval(), torch.rand(SHAPE)
     torch.testing.assert_close(predict_whole(net, volume, tile=(None, None), quiet=True), net(volume))
 

@@ -7,9 +7,11 @@ import errno
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from farfield.streaming import _predict_whole
 from farfield.streaming.arguments import parse_tiles
-from farfield.streaming.planning import Planner
+from farfield.streaming.graph import Info
 from farfield.testing import faults
 from farfield.testing.predictions import TILES, VOLUME, Key, Predictions, check_predictions, networks, plans_made_once
 
@@ -33,7 +35,8 @@ def test_a_network_at_the_address_of_another_has_a_plan_of_its_own() -> None:
 
     def plan(weights: int) -> object:
         model = copy.deepcopy(networks()[weights])
-        return Planner(model, [VOLUME.shape], parse_tiles((4, 4)), None, None).plan()
+        volumes = [(Info(VOLUME.shape, torch.float32), None)]
+        return _predict_whole.plan_volumes(model, volumes, parse_tiles((4, 4)), None, None, None, None)
 
     plans = [[plan(weights) for weights in range(3)] for _ in range(3)]
     assert len({id(own) for own in plans[0]}) == 3

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield.streaming import plan_whole
-from farfield.streaming.streaming_plan import StreamingPlan
+from farfield.streaming.plan import StreamingPlan
 from farfield.volumes.place import Place
 
 # Long enough for the period of three resampling layers by 2 or 3, 216, after three strides of 3.
@@ -107,7 +107,7 @@ def plan_of(net: nn.Module, length: int = LENGTH) -> StreamingPlan:
 
 
 def place_of(plan: StreamingPlan) -> Place:
-    found = plan.output.places[0]
+    found = plan.places[0]
     assert found is not None
     assert found[0] == 2
     return found[1]
@@ -142,8 +142,8 @@ def test_layers_one_after_the_other_stand_where_they_read(seed: int) -> None:
     place = place_of(plan)
     assert_stands(nn.Sequential(*norms), *place)
     # What is rolled or padded by its other end agrees with itself; a flipped output is named.
-    is_moved = plan.output.shape[-1] == LENGTH and place != Place()
-    assert bool(plan.output.doubts) == (place.scale < 0 or is_moved)
+    is_moved = plan.output_shape[-1] == LENGTH and place != Place()
+    assert bool(plan.doubts) == (place.scale < 0 or is_moved)
 
 
 LAYERS: dict[str, tuple[nn.Module, Fraction | int, Fraction | int]] = {
@@ -223,17 +223,17 @@ def test_paths_that_disagree_are_named_and_the_first_is_taken(seed: int) -> None
     assert place in (own if seed % 3 == 2 else [own[seed % 3]])
     if own[0] != own[1]:
         for scale, offset in own:
-            assert f"p · {scale}" in plan.output.doubts[0]
-            assert not offset or str(abs(offset)) in plan.output.doubts[0]
-        assert plan.output.doubts[0] in str(plan)
+            assert f"p · {scale}" in plan.doubts[0]
+            assert not offset or str(abs(offset)) in plan.doubts[0]
+        assert plan.doubts[0] in str(plan)
 
 
 def test_an_output_of_the_volumes_positions_that_stands_elsewhere_is_named() -> None:
     backbone = nn.Sequential(*(nn.Conv2d(1, 1, 3, stride=2, padding=1) for _ in range(3)))
     up = nn.Upsample(scale_factor=8, mode="bilinear")
     plan = plan_whole(nn.Sequential(backbone, up).eval(), (1, 64, 48), tile=16)
-    assert plan.output.places == ((2, (1, Fraction(-7, 2))), (3, (1, Fraction(-7, 2))))
-    assert all("p · 1 - 7/2" in plan.output.doubts[axis] for axis in (0, 1))
+    assert plan.places == ((2, (1, Fraction(-7, 2))), (3, (1, Fraction(-7, 2))))
+    assert all("p · 1 - 7/2" in plan.doubts[axis] for axis in (0, 1))
 
 
 def test_axes_that_cannot_be_cut_have_their_places_too() -> None:
@@ -247,8 +247,8 @@ def test_axes_that_cannot_be_cut_have_their_places_too() -> None:
             return torch.fft.ifft(grid, dim=-1).real
 
     plan = plan_whole(Waves().eval(), (1, 64, 48), tile=(16, None))
-    assert plan.output.places == ((2, (2, 1)), (3, (2, 1)))
-    assert not plan.output.doubts
+    assert plan.places == ((2, (2, 1)), (3, (2, 1)))
+    assert not plan.doubts
 
 
 def test_a_size_that_no_rule_tells_is_named() -> None:
@@ -261,8 +261,8 @@ def test_a_size_that_no_rule_tells_is_named() -> None:
             return self.last(grid)
 
     plan = plan_whole(Projected().eval(), (1, 64, 48), tile=(16, None))
-    assert plan.output.places == ((2, (1, 0)), (3, (4, Fraction(3, 2))))
-    assert list(plan.output.doubts) == [1]
+    assert plan.places == ((2, (1, 0)), (3, (4, Fraction(3, 2))))
+    assert list(plan.doubts) == [1]
 
 
 def test_padding_that_is_taken_away_moves_nothing() -> None:
@@ -270,4 +270,4 @@ def test_padding_that_is_taken_away_moves_nothing() -> None:
     plan = plan_whole(net.eval(), (1, 30, 33), tile=8, pad="reflect")
     assert plan.padding == ((1, 1), (1, 2))
     # Without padding, the first position stands in the middle of the first four, and a quarter of four before it.
-    assert plan.output.places == ((2, (2, Fraction(1, 2) - 1)), (3, (2, Fraction(1, 2) - 1)))
+    assert plan.places == ((2, (2, Fraction(1, 2) - 1)), (3, (2, Fraction(1, 2) - 1)))

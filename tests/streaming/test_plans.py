@@ -22,8 +22,8 @@ from farfield.streaming import (
     MeanOverFlips,
     StreamingPlan,
     Tiles,
+    places,
     plan_whole,
-    planning,
     predict_whole,
     prediction,
 )
@@ -344,13 +344,13 @@ class Fixed(nn.Module):
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of volumes on which networks are recorded."""
     shapes: list[tuple[int, ...]] = []
-    record = planning.record_network
+    record = places.record_network
 
     def counted(network: nn.Module, volumes: Any, finish: Any) -> Any:
         shapes.append(volumes[0].shape)
         return record(network, volumes, finish)
 
-    monkeypatch.setattr(planning, "record_network", counted)
+    monkeypatch.setattr(places, "record_network", counted)
     return shapes
 
 
@@ -400,7 +400,7 @@ def test_an_output_without_an_axis_that_is_not_cut(tile: tuple[int | None, ...])
             return self.first(grid).mean(2)
 
     plan = plan_whole(settled(Projected()), (5, 32, 48), tile=tile)
-    assert plan.output.places == (None, (2, (2, Fraction(1, 2))), (3, (2, Fraction(1, 2))))
+    assert plan.places == (None, (2, (2, Fraction(1, 2))), (3, (2, Fraction(1, 2))))
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from farfield.streaming import Tiles, plan_whole, planning, predict_whole
-from farfield.streaming.streaming_plan import StreamingPlan
+from farfield.streaming import Tiles, _plan_whole, plan_whole, predict_whole
+from farfield.streaming.plan import StreamingPlan
 from farfield.testing.predictions import SoftmaxBetween
 from helpers.stopping import recording_tasks, stopping
 from helpers.streamed_nets import settled
@@ -236,13 +236,13 @@ def test_the_plan_does_not_follow_what_is_free_now(
 ) -> None:
     chosen, out, plain = net if network == "norms" else settled(SoftmaxBetween()), tmp_path / "out.npy", "plain.npy"
     # So little that tiles are chosen, and values do not fit.
-    monkeypatch.setattr(planning, "free_bytes", lambda device: least)
+    monkeypatch.setattr(_plan_whole, "free_bytes", lambda device: least)
     predict_whole(chosen, volume, out=tmp_path / plain, quiet=True)
     with stopping(3):
         predict_whole(chosen, volume, out=out, quiet=True)
     assert stored(out)
-    monkeypatch.setattr(planning, "free_bytes", lambda device: free)
-    monkeypatch.setattr(planning.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(_plan_whole, "free_bytes", lambda device: free)
+    monkeypatch.setattr(_plan_whole.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     with warnings.catch_warnings(), recording_tasks() as tasks:
         warnings.simplefilter("error")
         predict_whole(chosen, volume, out=out, quiet=True)

@@ -122,7 +122,7 @@ def test_a_file_has_them_as_named_channels(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_for_all_outputs() -> None:
-    assert plan_whole(settled(Heads("tuple")), IMAGE.shape, tile=8).output.shape == (1, 5, 30, 26)
+    assert plan_whole(settled(Heads("tuple")), IMAGE.shape, tile=8).output_shape == (1, 5, 30, 26)
 
 
 def flipped_by_hand(net: nn.Module, grid: Tensor) -> Iterator[list[Tensor]]:

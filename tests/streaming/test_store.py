@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from farfield.streaming import Tiles, plan_whole, predict_whole, prediction
+from farfield.streaming.graph import Info
 from farfield.streaming.passes import Store
-from farfield.streaming.plan import find_stored, make_graph_plan
-from farfield.streaming.store import StoredInFile
-from farfield.streaming.streaming_plan import StreamingPlan
+from farfield.streaming.plan import StreamingPlan
+from farfield.streaming.planning import find_stored, make_plan
+from farfield.streaming.spans import Piece
+from farfield.streaming.store import StoredInBlocks, StoredInFile, StoredInMemory, StoredValue
 from farfield.testing import faults
 from farfield.volumes.sink import FileOutput
 from helpers.streamed_nets import Branches, Hourglass, NormUNet, relative, settled
@@ -100,9 +102,9 @@ class Watch:
         self.written = self.peak = self.passes = 0
         write, begin, finish = StoredInFile.write, Store.begin, FileOutput.finish
 
-        def counted_write(file: StoredInFile, index: int, box: Any, block: Tensor) -> None:
+        def counted_write(file: StoredInFile, index: int, box: Any, block: Tensor) -> int | None:
             self.written += block.numel() * block.element_size()
-            write(file, index, box, block)
+            return write(file, index, box, block)
 
         def look() -> None:
             self.peak = max(self.peak, sum(each.stat().st_size for each in folder.rglob("*.value")))
@@ -124,7 +126,7 @@ class Watch:
 
 def bytes_of(plan: StreamingPlan) -> int:
     """Bytes of all values that a plan stores."""
-    return sum(plan.graph_plan.labelled.graph.info(value).bytes for value in plan.stored)
+    return sum(plan.labelled.graph.info(value).bytes for value in plan.stored)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -269,10 +271,10 @@ def test_what_fits_beside_the_rest_is_stored() -> None:
     shape = (1, 50, 43)
     for disk in range(0, 400_000, 4_000):
         plan = plan_whole(net, shape, tile=Tiles((24, 16), disk=disk or 1))
-        labelled = plan.graph_plan.labelled
+        labelled = plan.labelled
         for value in find_stored(labelled) - set(plan.stored):
-            more = make_graph_plan(labelled, plan.tile, [*plan.stored, value])
-            assert value not in more.stored or more.bytes_stored > disk
+            more = make_plan(labelled, plan.tile, [*plan.stored, value])
+            assert value not in more.stored or more.stored_bytes > disk
 
 
 @pytest.mark.parametrize(("name", "bad"), [("disk", -1), ("memory", -5), ("disk", 0.5), ("disk", "10"), ("disk", True)])
@@ -504,7 +506,7 @@ def test_keys_and_values_that_do_not_fit_are_refused_and_the_fix_works(
 ) -> None:
     net, grid = settled(Middle()), VOLUMES[2]
     want = predict_whole(net, grid, tile=8, quiet=True)
-    monkeypatch.setattr("farfield.streaming.planning.free_bytes", lambda device: free)
+    monkeypatch.setattr("farfield.streaming._plan_whole.free_bytes", lambda device: free)
     with pytest.raises(ValueError, match=rf"predict_whole: Middle .*{BYTES[2]:,} bytes") as refused:
         predict_whole(net, grid, tile=Tiles(8, disk=disk), quiet=True)
     [fix] = re.findall(r"fix: tile=Tiles\(…, disk=(\d+)\)", str(refused.value))
@@ -547,9 +549,9 @@ def test_a_killed_prediction_goes_on_with_the_keys_that_are_stored(
         predict_whole(net, Stopping(reads), plan=plan, out=out, quiet=True)
     writes, write = [], StoredInFile.write
 
-    def counted(stored: StoredInFile, index: int, box: Any, block: Tensor) -> None:
+    def counted(stored: StoredInFile, index: int, box: Any, block: Tensor) -> int | None:
         writes.append(index)
-        write(stored, index, box, block)
+        return write(stored, index, box, block)
 
     monkeypatch.setattr(StoredInFile, "write", counted)
     if damaged:
@@ -566,3 +568,35 @@ def test_a_killed_prediction_goes_on_with_the_keys_that_are_stored(
     assert writes == [index % 30 for index in range(first, 60) for _ in plan.stored]
     np.testing.assert_array_equal(got, want)
     assert [each.name for each in tmp_path.iterdir()] == ["out.npy"]
+
+
+@pytest.mark.parametrize("kind", [StoredInMemory, StoredInFile, StoredInBlocks])
+def test_what_a_stored_value_must_do(kind: Any, tmp_path: Path) -> None:
+    info, layout = Info((1, 2, 6), torch.float32), ((Piece(1),), (Piece(2),), (Piece(6, 0),))
+    boxes = [(((0, 1),), ((0, 2),), ((start, start + 3),)) for start in (0, 3)]
+    across = (((0, 1),), ((1, 2),), ((2, 5),))
+    own = (info, layout) if kind is StoredInMemory else (tmp_path / "1-0.value", "conv", info, boxes)
+    value, again = (kind(*own, torch.device("cpu")) for _ in range(2))
+    assert isinstance(value, StoredValue)
+    for sample, numbers in enumerate(torch.rand(3, 1, 2, 6)):
+        value.begin(sample)
+        value.take_over(value)
+        blocks = zip(boxes, numbers.split(3, 2), strict=True)
+        sums = {str(index): value.write(index, box, block) for index, (box, block) in enumerate(blocks)}
+        assert torch.equal(value.read(0, across), numbers[:, 1:, 2:5])
+        # As another process finds it, which knows the sums alone.
+        again.begin(sample)
+        lives_on = kind is not StoredInMemory
+        assert again.holds({}, [])
+        assert again.holds(sums, [0, 1]) == lives_on
+        assert not again.holds(sums | {"1": 0}, [0, 1])
+        if lives_on:
+            assert again.holds(sums, [1])
+            assert torch.equal(again.read(1, across), numbers[:, 1:, 2:5])
+    value.clean(is_read=True)
+    assert torch.equal(value.read(1, across), numbers[:, 1:, 2:5])
+    value.close()
+    value.remove()
+    with pytest.raises((LookupError, ValueError, OSError), match=r"no tile|changed|cannot write"):
+        value.read(0, across)
+    assert not list(tmp_path.iterdir())

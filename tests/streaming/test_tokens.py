@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from farfield.streaming import plan_whole, predict_whole
 from farfield.streaming.labels import GraphError
-from farfield.streaming.recording import Recording
+from farfield.streaming.places import RecordedNetwork
 from helpers.drawn_networks import Layer
 from helpers.recorded import record_network, run_in_tiles
 
@@ -111,8 +111,8 @@ def drawn(*args: object, **options: object) -> Transformer:
 @pytest.mark.parametrize("attend", ATTENTIONS)
 def test_both_axes_are_cut(attend: Attend, classes: bool) -> None:
     net, volume = drawn(attend, classes=classes), torch.randn(VOLUME, dtype=torch.float64)
-    recording = Recording(record_network(net, VOLUME, dtype=torch.float64), VOLUME[2:], None)
-    assert recording.cuttable == (0, 1)
+    recorded = RecordedNetwork(record_network(net, VOLUME, dtype=torch.float64), VOLUME[2:])
+    assert recorded.cuttable == (0, 1)
     output = predict_whole(net, volume, tile=(4, 6), quiet=True)
     torch.testing.assert_close(output, net(volume))
 
@@ -122,7 +122,7 @@ def test_nothing_of_a_patch_is_computed_twice(attend: Attend) -> None:
     net = drawn(attend, before=3)
     plan = plan_whole(net, (2, *VOLUME[1:]), tile=(4, 6))
     # What is computed again is that of tokens, and what these make of all keys.
-    assert 0.9 < plan.recomputed < 1 + 3 / (GRID[0] * GRID[1]) * len(plan.graph_plan.tiles)
+    assert 0.9 < plan.recomputed < 1 + 3 / (GRID[0] * GRID[1]) * len(plan.cores)
 
 
 @pytest.mark.long

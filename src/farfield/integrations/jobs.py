@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from farfield._refusals import door, refusal
 from farfield.integrations.trained_models import OpenedModel
+from farfield.nn.devices import dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming import StreamingPlan, Tiles, predict_whole, use_progress_bar
+from farfield.streaming._plan_whole import plan_volumes
 from farfield.streaming.adapt import Reduce
 from farfield.streaming.arguments import arrange_volumes
-from farfield.streaming.plan import join_halos
-from farfield.streaming.planning import Planner
+from farfield.streaming.graph import Info
+from farfield.streaming.places import RecordedNetwork
 from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished
-from farfield.streaming.recording import Recording
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import find_shared
 from farfield.volumes.place import Place
@@ -97,8 +98,9 @@ class Job:
         def plan(network: nn.Module) -> tuple[StreamingPlan, bool]:
             _, arrays, layouts = arrange_volumes("Job", network, tiles, self.volume)
             _, saved = find_unfinished(path, self.overwrite, network, arrays)
-            shapes = [each.shape for each in arrays.values()]
-            planned = Planner(network, shapes, tiles, self.pad, self.reduce, path, saved, layouts).plan()
+            infos = [Info(tuple(each.shape), dtype_of(network)) for each in arrays.values()]
+            volumes = list(zip(infos, layouts, strict=True))
+            planned = plan_volumes(network, volumes, tiles, self.pad, self.reduce, path, saved)
             return planned, saved is not None
 
         made: tuple[StreamingPlan, bool] = self._look(plan)
@@ -155,7 +157,7 @@ class Job:
         dims = len(self.plan.size)
         plan, _ = self._make_plan(replace(self.tiles, size=[_BLOCK.get(dims, _LEAST)] * dims))
         known, source = self._open(plan)
-        if known is None or None in plan.output.places:
+        if known is None or None in plan.places:
             raise refusal(ValueError, "the output has other axes than the volume; fix: start without a preview.")
         place = [
             position.get(letter, 0) + low for letter, (low, _) in zip(known.axes[-dims:], plan.padding, strict=True)
@@ -193,11 +195,10 @@ class _Bar:
 
 def _add_halo(core: Region, plan: StreamingPlan) -> Region:
     """Return what a tile reads, out to multiples of the strides: a region that the network takes as it is."""
-    strides = Recording(plan.graph_plan.labelled.graph, plan.size, None).strides
-    halo = join_halos(each.halo for each in plan.passes)
+    strides = RecordedNetwork(plan.labelled.graph, plan.size).strides
     return tuple(
         (max(0, (start - before) // stride * stride), min(length, -(-(stop + after) // stride) * stride))
-        for (start, stop), before, after, stride, length in zip(core, *halo, strides, plan.size, strict=True)
+        for (start, stop), before, after, stride, length in zip(core, *plan.halo, strides, plan.size, strict=True)
     )
 
 
@@ -205,14 +206,14 @@ def _take_core(result: Tensor, known: ImageMetadata, plan: StreamingPlan, core: 
     """Return the own positions of a tile from the output of what it reads, without those that stand for padding."""
     letters, places = known.axes[-len(core) :], {}
     index: list[slice] = []
-    for axis, (letter, own) in enumerate(zip(letters, plan.output.places, strict=True)):
+    for axis, (letter, own) in enumerate(zip(letters, plan.places, strict=True)):
         if own is None:  # which has no preview
             continue
         (start, stop), (low, high), first = core[axis], plan.padding[axis], region[axis][0]
         place, (scale, offset) = own
         begin, end = (abs((at - first) / scale) for at in (max(start, low), min(stop, plan.size[axis] - high)))
         index.append(slice(int(begin), math.ceil(end)))
-        places[letter] = Place(scale, offset + (int(begin) - plan.output.kept[place - 2][0]) * scale + first)
+        places[letter] = Place(scale, offset + (int(begin) - plan.kept[place - 2][0]) * scale + first)
     numbers = to_numpy(result[0])[(slice(None), *index)]
     placed = replace(known, spacing=dict.fromkeys(letters, 1.0) | dict(known.spacing)).placed(places)
     if len(numbers) == 1:

@@ -8,6 +8,7 @@ again. `plan_whole` states all of this before anything runs, `predict_whole` run
 single layer. Needs the extra `stream`: `pip install "farfield[stream]"`.
 """
 
+from farfield.streaming._plan_whole import plan_whole
 from farfield.streaming._predict_whole import predict_whole
 from farfield.streaming._respond_whole import respond_whole
 from farfield.streaming.adapt import MeanOverFlips
@@ -15,10 +16,9 @@ from farfield.streaming.arguments import Tiles
 from farfield.streaming.engines.local import use_progress_bar
 from farfield.streaming.engines.parts import Part
 from farfield.streaming.frozen import freeze_statistics
-from farfield.streaming.planning import plan_whole
+from farfield.streaming.plan import StreamingPlan
 from farfield.streaming.seam_report import GlobalLayer, Mismatch, SeamReport
 from farfield.streaming.seams import find_seams
-from farfield.streaming.streaming_plan import StreamingPlan
 
 __all__ = [
     "GlobalLayer",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from farfield._checks import check_network
+from farfield._checks import ShapeError, check_network
 from farfield._fingerprint import fingerprint
 from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
+from farfield.streaming._plan_whole import plan_volumes
 from farfield.streaming.adapt import Reduce
-from farfield.streaming.arguments import OF_WINDOWS, Tiles, arrange_volumes, parse_tiles, refuse_meta
+from farfield.streaming.arguments import OF_WINDOWS, Tiles, arrange_volumes, parse_layouts, parse_tiles, refuse_meta
 from farfield.streaming.engines.cluster import check_cluster, run_on_cluster
 from farfield.streaming.engines.local import run_local
 from farfield.streaming.engines.parts import Part, check_part, plan_in_turns, run_part
-from farfield.streaming.planning import Planner
+from farfield.streaming.graph import Info
+from farfield.streaming.plan import StreamingPlan, describe_graph
 from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished, refuse_shared
 from farfield.streaming.skipping import NODATA, check_fill, open_mask, open_mask_file, warn_of_nodata
-from farfield.streaming.streaming_plan import StreamingPlan, check_plan, describe_graph
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
 from farfield.volumes.sink import FileOutput, output_for
+from farfield.volumes.source import AxisLayout
 
 
 @partial(looks_at_a_copy, scripted=True)
@@ -179,22 +182,26 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         check_part(part, out)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
-    mask = NODATA if mask is None and warn_of_nodata(volume) else open_mask_file(mask)
+    if mask is not None:
+        mask = open_mask_file(mask)
+    elif warn_of_nodata(volume):
+        mask = NODATA
     check_fill(fill, mask is not None)
     opened = volumes if mask is None else volumes | {"mask": open_mask(mask, volume, (known, volumes, layouts))}
     refuse_aliasing(out, opened)
     check_network(model, "model", "predict_whole(model, …)")
     refuse_meta(device_of(model))
     find = partial(find_unfinished, path, overwrite, model, opened)
-    with plan_in_turns(path, part, overwrite, find) as (identity, saved):
+    with nullcontext(find()) if part is None else plan_in_turns(path, part, overwrite, find) as (identity, saved):
         shared = refuse_shared(path, saved, several=client is not None or part is not None)
         if plan is None:
-            shapes = [each.shape for each in volumes.values()]
-            dtype = dtype_of(model, *volumes.values())
-            planned = Planner(model, shapes, tiles, pad, reduce, path, saved, layouts, dtype).plan()
+            infos = [Info(tuple(each.shape), dtype_of(model, *volumes.values())) for each in volumes.values()]
+            planned = plan_volumes(model, list(zip(infos, layouts, strict=True)), tiles, pad, reduce, path, saved)
         else:
-            planned = check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
-        if mask is not None and planned.outputs.has_answers and planned.outputs.names and planned.output.kept:
+            planned = _check_plan(plan, volumes, tile, pad, reduce, layouts).bind("predict_whole", model)
+        # Values that several processes read are in files.
+        planned = replace(planned, on_disk=planned.on_disk or (shared and bool(planned.stored)))
+        if mask is not None and planned.outputs.has_answers and planned.outputs.names and planned.kept:
             raise refusal(
                 ValueError,
                 "mask leaves positions of the output at 0, and a number beside a grid is one for all of them; fix: "
@@ -209,11 +216,11 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         if not quiet:
             print(prediction, file=sys.stderr)
         like = next(iter(volumes.values()))
-        output = output_for("predict_whole", out, prediction.spec, like, overwrite, planned.output.dtype)
+        output = output_for("predict_whole", out, prediction.spec, like, overwrite, planned.output_dtype)
         stream, run = prediction.connect(output)
-        if planned.output.doubts and known is not None and (known.spacing or known.affine):
+        if planned.doubts and known is not None and (known.spacing or known.affine):
             letters = known.axes[-len(planned.size) :]
-            doubts = "; ".join(f"along {letters[axis]} {each}" for axis, each in planned.output.doubts.items())
+            doubts = "; ".join(f"along {letters[axis]} {each}" for axis, each in planned.doubts.items())
             stream.warn(f"predict_whole: the place of the output is uncertain: {doubts}.")
         if part is not None and isinstance(output, FileOutput):
             stream.join(output, run)
@@ -231,12 +238,42 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     return label_result(volume, result, prediction.spec.metadata)
 
 
+def _check_plan(
+    plan: Any,
+    volumes: Mapping[str, Any],
+    tile: Any,
+    pad: str | None,
+    reduce: Reduce,
+    known: Sequence[AxisLayout | None],
+) -> StreamingPlan:
+    """Return a plan that was given; refuse one of other volumes, or beside what it has itself."""
+    if not isinstance(plan, StreamingPlan):
+        raise refusal(TypeError, f"plan must be what plan_whole returns, got {type(plan).__name__}; fix: plan=None.")
+    if tile is not None or pad is not None:
+        raise refusal(ValueError, "got tile or pad beside plan, which has both; fix: give them to plan_whole.")
+    if reduce is not None and fingerprint(reduce) != plan.reduction:
+        raise refusal(ValueError, "got another reduce than plan was made with; fix: give it to plan_whole.")
+    layouts = parse_layouts([each.shape for each in volumes.values()], plan.layout.spatial_dims, known)
+    size = [length - sum(positions) for length, positions in zip(plan.size, plan.padding, strict=True)]
+    plan = replace(plan, layout=known[0]) if known and known[0] else plan  # a plan knows no letters
+    planned = plan.layout.shape(plan.batch, plan.channels[0], size)
+    first = tuple(next(iter(volumes.values())).shape)
+    pairs = zip(layouts, volumes.values(), strict=True)
+    if first != planned or tuple(own.batch_and_channels(each.shape)[1] for own, each in pairs) != plan.channels:
+        raise refusal(
+            ShapeError,
+            f"plan is of volumes of another shape.\n  planned  {planned}\n  got      {first}\n"
+            "  fix: plan_whole(model, volume.shape).",
+        )
+    return plan
+
+
 def _identify(prediction: Prediction, path: Path | None) -> dict[str, str]:
-    plan, model, graph = prediction.plan, prediction.model, prediction.plan.graph_plan.labelled.graph
-    halo = plan.graph_plan.labelled.halo
+    plan, model, graph = prediction.plan, prediction.model, prediction.plan.labelled.graph
+    halo = plan.labelled.halo
     named = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     others = [tensor for name, tensor in graph.constants.items() if name not in named]
-    settings = (plan.tile, halo, plan.patch_size, plan.stored, prediction.on_disk, str(path and path.absolute()))
+    settings = (plan.tile, halo, plan.patch_size, plan.stored, plan.on_disk, str(path and path.absolute()))
     return {
         "tile or halo": repr(settings),
         "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",

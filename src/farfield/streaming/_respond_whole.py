@@ -24,7 +24,7 @@ from farfield.streaming.arguments import arrange_letters, cores, parse_positions
 from farfield.streaming.engines.cluster import check_cluster, run_on_cluster
 from farfield.streaming.engines.local import run_local
 from farfield.streaming.passes import Pass, Run
-from farfield.streaming.progress import Saved, Stream, find_unfinished, refuse_shared
+from farfield.streaming.progress import Stream, find_unfinished, refuse_shared
 from farfield.streaming.records import Record, empty_record
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.axes_view import order_axes
@@ -120,7 +120,7 @@ def respond_whole(
     call.identity, saved = find_unfinished(path, None, layer, given)
     call.shared = refuse_shared(path, saved, several=client is not None)
     if tile is None and saved is not None:
-        call.tile = saved.tile
+        call.tile = tuple(saved["positions"])
     output = output_for("respond_whole", out, call.spec, given["grid"], None, dtype_of(layer))
     call.identity["tile or halo"] = repr((call.spec.box, call.tiles_of_keys, str(path and path.absolute())))
     stream, run = call.connect(output)
@@ -212,7 +212,7 @@ class _Call:
 
     def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, _Response]:
         """Return the tasks, and what runs them."""
-        planned = Saved(size_of(self.volumes["grid"][1][0]), shared=self.shared)
+        planned = {"positions": size_of(self.volumes["grid"][1][0]), "shared": self.shared}
         stream = Stream(output, self.identity, planned, self.volumes)
         return stream, _Response(self.layer, self.keys, stream)
 

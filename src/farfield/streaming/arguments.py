@@ -134,39 +134,26 @@ def parse_positions(name: str, given: Any, least: int, *, optional: bool = False
     return tuple(numbers) if is_sequence else numbers[0] or 0
 
 
-class _Spans(Sequence[Span]):
-    """The own positions of the tiles along an axis, computed as they are asked for."""
-
-    def __init__(self, length: int, positions: int) -> None:
-        self.length, self.starts = length, range(0, length, positions)
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self[each] for each in range(len(self))[place]]
-        start = self.starts[place]
-        return start, min(start + self.starts.step, self.length)
-
-
-def axis_spans(size: Sequence[int], tile: Sequence[int]) -> list[_Spans]:
-    """Return for each axis the own positions of the tiles along it."""
-    return list(map(_Spans, size, tile))
+def axis_spans(length: int, own: int, places: Sequence[int] | None = None) -> list[Span]:
+    """Return the own positions of tiles along an axis of a length, of all tiles or of those at some places."""
+    starts = range(0, length, own)
+    return [
+        (start, min(start + own, length)) for start in (starts if places is None else map(starts.__getitem__, places))
+    ]
 
 
 def cores(size: Sequence[int], tile: Sequence[int]) -> list[tuple[Span, ...]]:
     """Return the own positions of each tile, the last axis fastest; every position of the volume is in one tile."""
-    spans = axis_spans(size, tile)
     # A header of some bytes can state any size.
-    count, free = math.prod(map(len, spans)), free_bytes(torch.device("cpu"))
+    count = math.prod(-(-length // own) for length, own in zip(size, tile, strict=True))
+    free = free_bytes(torch.device("cpu"))
     if count * _TILE_BYTES > SUMMARY_SHARE * free:
         raise refusal(
             ShapeError,
             f"a volume of size {tuple(size)} has {count:,} tiles of size {tuple(tile)}, whose list takes more than "
             f"half of the {free:,} bytes that are free; fix: larger tiles, or a part, open_volume(path, region=…).",
         )
-    return list(itertools.product(*spans))
+    return list(itertools.product(*map(axis_spans, size, tile)))
 
 
 def cut_axes(size: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:

@@ -22,8 +22,9 @@ from farfield._refusals import refusal
 from farfield.nn.network_copy import copied, share_parameters
 from farfield.streaming.graph import Graph, Value, run_node, run_whole
 from farfield.streaming.labels import last_uses, summarized_boxes
-from farfield.streaming.passes import Store, run_in_memory
-from farfield.streaming.plan import GraphPlan, RegionCheck
+from farfield.streaming.passes import Store, TiledRun
+from farfield.streaming.plan import RegionCheck, StreamingPlan, own_box
+from farfield.streaming.records import Records
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, write_box
@@ -70,7 +71,7 @@ def run_check(
         spans = zip(region, box[2:], strict=True)
         return read(sample, volume, (*box[:2], *(((first + a, first + b),) for (first, _), ((a, b),) in spans)))
 
-    region, first = find_varied(check.size, size, partial(read_part, 0, 0, whole[0]))
+    region, first = find_varied(plan.size, size, partial(read_part, 0, 0, whole[0]))
     each = [
         [read_part(sample, volume, box, region) if sample or volume else first for volume, box in enumerate(whole)]
         for sample in apart
@@ -85,7 +86,7 @@ def run_check(
     try:
         want = _run_copy(network, finish, grids, None, None if noisy else warn)
     except (RuntimeError, IndexError, ValueError) as error:
-        return f"the network does not run on a region of size {check.size} ({str(error).splitlines()[0]:.80})"
+        return f"the network does not run on a region of size {plan.size} ({str(error).splitlines()[0]:.80})"
     if not want.isfinite().all():
         return "the result on a region has numbers that are not finite"
     got = torch.cat([run_tiles(plan, own, want.device) for own in reads])
@@ -105,7 +106,7 @@ def run_check(
     fix = f"tile={axes} without plan, which runs the volume in" if in_tiles else f"{name}(volume), itself in"
     raise refusal(
         TilesDifferError,
-        f"{name} has another result in tiles than untiled, on a region of size {check.size}: the largest difference "
+        f"{name} has another result in tiles than untiled, on a region of size {plan.size}: the largest difference "
         f"is {float((got.double() - want.double()).abs().max()):.3g}; {problem}; fix: {fix} one piece.",
     )
 
@@ -130,7 +131,9 @@ def _find_allowed(
     return _ALLOWED * (share * own + _eps(want))
 
 
-def _find_problem(plan: GraphPlan, each: Sequence[Sequence[Tensor]], got: Tensor, want: Tensor, allowed: float) -> str:
+def _find_problem(
+    plan: StreamingPlan, each: Sequence[Sequence[Tensor]], got: Tensor, want: Tensor, allowed: float
+) -> str:
     """Return why tiles differ on the grids of each sample; nothing if rounding that a condition made large is why."""
     for own in each:
         if problem := _find_difference(plan, own):
@@ -145,7 +148,7 @@ def _find_problem(plan: GraphPlan, each: Sequence[Sequence[Tensor]], got: Tensor
     return _OTHER
 
 
-def _read_known(plan: GraphPlan, grids: Sequence[Tensor], volume: int, box: Box) -> Tensor:
+def _read_known(plan: StreamingPlan, grids: Sequence[Tensor], volume: int, box: Box) -> Tensor:
     """Read a box of a volume from what is known of all."""
     layout = plan.labelled.layouts[plan.labelled.graph.inputs[volume]]
     return read_box(grids[volume], region_of(whole_box(layout)), box)
@@ -213,19 +216,26 @@ def without_fast_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def run_tiles(plan: GraphPlan, read_volume: Callable[[int, Box], Tensor], device: torch.device) -> Tensor:
-    graph, layouts = plan.labelled.graph, plan.labelled.layouts
-    info = graph.info(graph.output)
-    result = torch.empty(info.shape, dtype=info.dtype, device=device)
+def run_tiles(
+    plan: StreamingPlan, read_volume: Callable[[int, Box], Tensor], device: torch.device, *, on_disk: bool = False
+) -> Tensor:
+    """Run all passes on one sample, one tile after the other, and return the output."""
+    records = list[Records]()
+    result = torch.empty(plan.output_shape, dtype=plan.output_dtype, device=device)
 
-    def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-        return read_volume(volume, box)
-
-    def write(sample: int, box: Box, numbers: Tensor | None) -> None:
-        if numbers is not None:
-            write_box(result, layouts[graph.output], box, numbers)
-
-    run_in_memory(plan, Store(plan, False, None, device), read, write)
+    layout = plan.labelled.layouts[plan.labelled.graph.output]
+    run = TiledRun(
+        plan,
+        Store(plan, on_disk, None, device),
+        lambda sample, volume, index, box: read_volume(volume, box),
+        lambda sample, box, numbers: None if numbers is None else write_box(result, layout, box, numbers),
+        lambda number: records[number].read()["parts"],
+    )
+    for each in run.passes:
+        records.append(Records(each.tiles, each.merge))
+        for index in range(each.tiles):
+            records[-1].add(index, each.run_tile(index))
+    run.close()
     return result
 
 
@@ -253,7 +263,7 @@ def _count_in_series(graph: Graph) -> int:
     return counts[graph.output.node]
 
 
-def _find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
+def _find_difference(plan: StreamingPlan, grids: Sequence[Tensor]) -> str:
     """Return what names the first operation that differs in tiles from itself untiled; nothing if none does."""
     # Operands are untiled, so a difference is the operation's own: it is one from half of the digits of its dtype on.
     labelled = plan.labelled
@@ -271,7 +281,7 @@ def _find_difference(plan: GraphPlan, grids: Sequence[Tensor]) -> str:
     return ""
 
 
-def _run_operation(plan: GraphPlan, index: int, known: dict[Value, Tensor]) -> Tensor:
+def _run_operation(plan: StreamingPlan, index: int, known: dict[Value, Tensor]) -> Tensor:
     """Run the first output of one operation tile by tile, on operands that are known as a whole."""
     labelled, value = plan.labelled, Value(index)
     graph, result = labelled.graph, torch.empty_like(known[value]).contiguous()
@@ -281,11 +291,11 @@ def _run_operation(plan: GraphPlan, index: int, known: dict[Value, Tensor]) -> T
         return read_box(known[source], region_of(whole_box(labelled.layouts[source])), box)
 
     if index in labelled.reductions:
-        boxes = [(tile, own) for tile in plan.tiles if (own := summarized_boxes(labelled, index, tile))]
+        boxes = [(tile, own) for tile in plan.cores if (own := summarized_boxes(labelled, index, tile))]
         each = (summarize_tile(labelled, index, own, read, tile) for tile, own in boxes)
         parts[index] = functools.reduce(labelled.reductions[index].merge, each)
-    for tile in plan.tiles:
-        box = plan.own_box(value, tile)
+    for tile in plan.cores:
+        box = own_box(plan, value, tile)
         if box is not None:
             numbers = compute(labelled, {value: box}, graph.nodes[index].inputs, read, parts)[value]
             write_box(result, labelled.layouts[value], box, numbers)

@@ -16,6 +16,7 @@ from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.network_copy import Copier, clone
 from farfield.nn.tracing import looks_at_a_copy
+from farfield.streaming._plan_whole import record_calls
 from farfield.streaming.arguments import (
     Tiles,
     arrange_volumes,
@@ -33,7 +34,6 @@ from farfield.streaming.global_calls import (
     find_statistics,
     follow_modules,
 )
-from farfield.streaming.planning import Planner
 from farfield.volumes.source import VolumeSource
 
 
@@ -97,9 +97,7 @@ def freeze_statistics(network: nn.Module, patches: Any, *, only: Sequence[str] |
         raise refusal(TypeError, f'only must be a sequence of paths, got "{only}"; fix: only=["{only}"].')
     samples = read_patches("freeze_statistics", network, patches)
     first = next(samples)
-    tiles = Tiles((None,) * (first[0].dim() - 2))
-    planner = Planner(network, [each.shape for each in first], tiles, None, None)
-    calls = find_global_calls(planner.record_calls())
+    calls = find_global_calls(record_calls(network, [each.shape[1] for each in first], tuple(first[0].shape[2:])))
     able = [call for call in calls if not call.kept]
     chosen = [call for call in able if only is None or call.key[0] in only]
     for path in only or ():

@@ -22,8 +22,8 @@ from farfield.nn.tracing import tensors
 from farfield.ops.modes import attending
 from farfield.streaming.graph import FunctionCall, Value, name_function
 from farfield.streaming.labels import LabelledGraph, find_gathered, label_graph
+from farfield.streaming.places import RecordedNetwork
 from farfield.streaming.record import is_layer
-from farfield.streaming.recording import Recording
 from farfield.streaming.rules.aligned import ALIGNED_RULES
 from farfield.streaming.rules.norms import find_norm
 from farfield.streaming.spans import axes_of
@@ -48,9 +48,9 @@ class GlobalCall(NamedTuple):
         return f"{path}: {function}" + (f" ({number + 1})" if number else "")
 
 
-def find_global_calls(recording: Recording) -> list[GlobalCall]:
+def find_global_calls(recorded: RecordedNetwork) -> list[GlobalCall]:
     """Return the calls of a network that sum over all positions, in order."""
-    graph, size = recording.graph, recording.size
+    graph, size = recorded.graph, recorded.size
     positions, samples = dict[int, str](), dict[int, str]()
     labelled = label_graph(graph, size, range(len(size)), halo=[0] * len(size), refused=positions)
     shape = graph.info(graph.inputs[0]).shape

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from farfield._refusals import refusal
 from farfield.streaming.graph import Graph, Info, Node, Value, Writer, map_values
 from farfield.streaming.labels import GraphError, LabelledGraph, find_gathered, label_graph
 from farfield.streaming.places import find_steps
-from farfield.streaming.plan import GraphPlan, PatchPlan, make_graph_plan
+from farfield.streaming.plan import StreamingPlan
+from farfield.streaming.planning import count_costs, make_plan
 from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
 from farfield.streaming.rules.rule import OperationCall, convert_number, given_dims, spatial_dims
 from farfield.streaming.spans import Piece, axes_of, length_of, lengths_along
@@ -34,10 +36,10 @@ _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 _MOMENTS = ("mean", "var", "std", "var_mean", "std_mean")
 
 
-def mask_plan(plan: GraphPlan, network: Any) -> GraphPlan:
+def mask_plan(plan: StreamingPlan, network: Any) -> StreamingPlan:
     """Return a plan whose last input is the mask `(1, 1, *size)`, by which sums over positions leave out the others."""
     labelled = plan.labelled
-    if isinstance(plan, PatchPlan):
+    if plan.patch:
         text = 'mask leaves positions out of statistics of the whole volume; fix: Tiles(…, statistics="whole").'
         raise refusal(ValueError, text)
     try:
@@ -48,7 +50,8 @@ def mask_plan(plan: GraphPlan, network: Any) -> GraphPlan:
         text = f"{type(network).__name__} has no mask: {str(error).partition('; fix')[0]}"
         raise refusal(GraphError, f"{text}; fix: mask=None, and a volume that is filled or cropped.") from error
     stored = {*masked.gathered, *(masking.moved[value] for value in plan.stored)}
-    return make_graph_plan(masked, plan.tile, stored)
+    passes = count_costs(make_plan(masked, plan.tile, stored)).passes
+    return replace(plan, labelled=masked, passes=passes, is_moved=False)
 
 
 def find_mask(graph: Graph, node: Node) -> Value | None:

@@ -14,12 +14,12 @@ from torch import Tensor
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
 from farfield.streaming.patches import compute_patch
-from farfield.streaming.plan import GraphPlan, PatchPlan
-from farfield.streaming.records import Merge, Record, Records, empty_record
+from farfield.streaming.plan import StreamingPlan, find_wanted, own_box
+from farfield.streaming.records import Merge, Record, empty_record
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Span, box_shape, read_box, region_of
-from farfield.streaming.store import SUFFIX, StoredInBlocks, StoredInFile, StoredInMemory
+from farfield.streaming.store import SUFFIX, StoredInBlocks, StoredInFile, StoredInMemory, StoredValue
 
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
@@ -68,60 +68,45 @@ class Run(ABC):
         """Let go of files and memory."""
 
 
-class Sums(dict[int, Parts]):
-    """The parts of all tiles of each reduction of a plan, merged; those of a pass are read when one is first used."""
-
-    def __init__(self, plan: GraphPlan, parts_of: PartsOf) -> None:
-        self.levels, self.parts_of = plan.labelled.levels, parts_of
-
-    def __missing__(self, index: int) -> Parts:
-        self.update({int(key): parts for key, parts in self.parts_of(self.levels[index] - 1).items()})
-        return self[index]
-
-
-class Store(dict[Value, StoredInMemory | StoredInFile]):
+class Store(dict[Value, StoredValue]):
     """The values that are stored between the passes of a plan, each from its own pass to the last that reads it.
 
     If several processes share it, each block is a file of its own, in `folder`.
     """
 
     def __init__(
-        self, plan: GraphPlan, on_disk: bool, folder: Path | None, device: torch.device, *, shared: bool = False
+        self, plan: StreamingPlan, on_disk: bool, folder: Path | None, device: torch.device, *, shared: bool = False
     ) -> None:
         self.plan = plan
-        # Those of which each block is a file: none, or all.
-        self.blocks: dict[Value, StoredInBlocks] = {}
         for value in plan.stored:
             info, layout = plan.labelled.graph.info(value), plan.labelled.layouts[value]
             if not on_disk:
                 self[value] = StoredInMemory(info, layout, device)
                 continue
             path = None if folder is None else folder / f"{name_value(value)}{SUFFIX}"
-            boxes = [plan.own_box(value, tile) for tile in plan.tiles]
+            boxes = [own_box(plan, value, tile) for tile in plan.cores]
             name = f'"{plan.labelled.graph.nodes[value.node].path}"'
             if shared and path is not None:
-                self[value] = self.blocks[value] = StoredInBlocks(path, name, info, boxes, device)
+                self[value] = StoredInBlocks(path, name, info, boxes, device)
             else:
                 self[value] = StoredInFile(path, name, info, boxes, device)
 
-    def begin(self, sample: int, stage: int) -> None:
+    def begin(self, sample: int, number: int) -> None:
         """Let go of what no pass from this one on reads; what this one stores takes over files of that."""
-        for each in self.blocks.values():
+        for each in self.values():
             each.begin(sample)
-        if self.blocks:
-            return
-        stored, made, info = self.plan.stored, self.plan.stages[stage].writes, self.plan.labelled.graph.info
-        sizes = {value: info(value).bytes for value in stored}
+        lives, made = self.plan.lives, self.plan.passes[number].writes
+        sizes = {value: self.plan.labelled.graph.info(value).bytes for value in lives}
         # Pass 0 is of another sample, which reads nothing of the sample before.
-        gone = [value for value, last in stored.items() if stage == 0 or last < stage]
+        gone = [value for value, (_, last) in lives.items() if number == 0 or last < number]
         free = sorted((value for value in gone if value not in made and self[value].is_reusable), key=sizes.__getitem__)
         for value in sorted(made, key=sizes.__getitem__, reverse=True):
             before = value if self[value].is_reusable or not free else free.pop()
             self[value].take_over(self[before])
         # Files that are left stay for what later passes store, as far as the planned disk space has room.
-        later = any(each.writes for each in self.plan.stages[stage + 1 :])
-        live = (value for value, last in stored.items() if self.plan.level_of(value) <= stage <= last)
-        room = self.plan.bytes_stored - sum(sizes[value] for value in live)
+        later = any(first > number for first, _ in lives.values())
+        live = (value for value, (first, last) in lives.items() if first <= number <= last)
+        room = self.plan.stored_bytes - sum(sizes[value] for value in live)
         kept = set()
         for value in reversed(free):
             if later and sizes[value] <= room:
@@ -129,30 +114,27 @@ class Store(dict[Value, StoredInMemory | StoredInFile]):
                 kept.add(value)
         for value in gone:
             if value not in made and value not in kept:
-                self[value].remove()
+                self[value].free()
 
-    def clean(self, sample: int, stage: int) -> None:
-        """Remove what no pass from this one on reads, where that is in files of its own."""
-        for value, each in self.blocks.items():
+    def clean(self, sample: int, number: int) -> None:
+        """Remove what no pass from this one on reads, where other processes may not have let go of it."""
+        for value, each in self.items():
             each.begin(sample)
-            each.clean(is_read=stage <= self.plan.stored[value])
-
-    def clear(self) -> None:
-        for each in self.values():
-            each.remove()
+            each.clean(is_read=number <= self.plan.lives[value][1])
 
     def close(self) -> None:
         """Let go of memory and opened files; what is in files with a name stays there."""
         for each in self.values():
             each.close()
 
-    def holds(self, sums: Mapping[str, Mapping[str, int]], stage: int, finished: Collection[int]) -> bool:
+    def holds(self, sums: Mapping[str, Mapping[str, int]], number: int, finished: Collection[int]) -> bool:
         """Whether all is there that a pass needs, of which some tiles are finished, by checksums of its blocks."""
         for value, each in self.items():
-            level: int = self.plan.level_of(value)
-            needed: Collection[int] = range(len(self.plan.tiles)) if level < stage <= self.plan.stored[value] else ()
-            if not each.holds(sums.get(name_value(value), {}), finished if level == stage else needed):
-                self.clear()
+            first, last = self.plan.lives[value]
+            needed: Collection[int] = range(len(self.plan.cores)) if first < number <= last else ()
+            if not each.holds(sums.get(name_value(value), {}), finished if first == number else needed):
+                for other in self.values():
+                    other.remove()
                 return False
         return True
 
@@ -162,120 +144,105 @@ class TiledRun(Run):
 
     def __init__(
         self,
-        plan: GraphPlan,
+        plan: StreamingPlan,
         store: Store,
         read_volume: ReadVolume,
         write_output: WriteOutput,
         parts_of: PartsOf,
-        samples: int = 1,
         skips: Skips = lambda *_: False,
     ) -> None:
         self.plan, self.store, self.skips = plan, store, skips
         self.read_volume, self.write_output, self.parts_of = read_volume, write_output, parts_of
-        self.samples, self.sample, self.sums = samples, -1, Sums(plan, parts_of)
         # The pass of the last task, over all samples.
         self.number = -1
+        # Of the sample that runs: the merged parts of all tiles of each reduction, of so many passes.
+        self.sample, self.known, self.parts = -1, 0, dict[int, Parts]()
 
     @property
     def passes(self) -> list[Pass]:
-        reductions, stages = self.plan.labelled.reductions, self.plan.passes * self.samples
+        reductions, passes = self.plan.labelled.reductions, self.plan.passes * self.plan.samples
         return [
             Pass(
-                len(self.plan.tiles),
+                len(self.plan.cores),
                 functools.partial(self.run_task, number),
                 each.macs,
                 lambda key: reductions[int(key)].merge,
             )
-            for number, each in enumerate(stages)
+            for number, each in enumerate(passes)
         ]
 
     def run_task(self, number: int, index: int) -> Record:
         """Run a pass, counted over all samples, on a tile; return its record."""
-        stages = len(self.plan.stages)
-        sample, stage = divmod(number, stages)
+        before = number - number % len(self.plan.passes)
+        sample, own = divmod(number, len(self.plan.passes))
         if sample != self.sample:
-            self.sums, self.sample = Sums(self.plan, lambda each: self.parts_of(sample * stages + each)), sample
+            self.sample, self.known, self.parts = sample, 0, {}
+        while self.known < own:
+            self.parts |= {int(key): parts for key, parts in self.parts_of(before + self.known).items()}
+            self.known += 1
         if number != self.number:
             # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
-            self.store.begin(sample, stage)
+            self.store.begin(sample, own)
             self.number = number
-        return self._run_tile(stage, index)
+        return self._run_tile(own, index)
 
     def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
         """Go on with a pass of which some tiles are finished; False if what was stored for it is gone."""
-        sample, stage = divmod(number, len(self.plan.stages))
-        self.store.clean(sample, stage)
-        holds = self.store.holds(sums, stage, finished)
+        self.clean(number)
+        holds = self.store.holds(sums, number % len(self.plan.passes), finished)
         if holds and finished:
             self.number = number
         return holds
 
     def first_pass(self, number: int) -> int:
-        return number - number % len(self.plan.stages)
+        return number - number % len(self.plan.passes)
 
     def clean(self, number: int) -> None:
         """Remove what was stored in files of its own, and no pass from this one on reads."""
-        self.store.clean(number // len(self.plan.stages), number % len(self.plan.stages))
+        self.store.clean(*divmod(number, len(self.plan.passes)))
 
     def close(self) -> None:
         """Let go of stored values."""
         self.store.close()
 
-    def _store(self, record: Record, value: Value, index: int, box: Box, numbers: Tensor) -> None:
-        self.store[value].write(index, box, numbers)
-        own = self.store[value].checksums.get(index)
-        record["stored"] |= {} if own is None else {name_value(value): {str(index): own}}
-
-    def _run_tile(self, stage: int, index: int) -> Record:
-        plan, labelled, tile = self.plan, self.plan.labelled, self.plan.tiles[index]
-        inputs, output = labelled.graph.inputs, labelled.graph.output
+    def _run_tile(self, number: int, index: int) -> Record:
+        plan, labelled, tile = self.plan, self.plan.labelled, self.plan.cores[index]
+        graph, record = labelled.graph, empty_record()
         # A tile that is skipped sums nothing, stores zeros, and writes none.
-        summarized, wanted = ({}, {}) if self.skips(self.sample, stage, index) else plan.wanted(stage, tile)
+        summarized, wanted = ({}, {}) if self.skips(self.sample, number, index) else find_wanted(plan, number, tile)
 
         def read(value: Value, box: Box) -> Tensor:
-            if value in inputs:
-                return self.read_volume(self.sample, inputs.index(value), index, box)
+            if value in graph.inputs:
+                return self.read_volume(self.sample, graph.inputs.index(value), index, box)
             return self.store[value].read(index, box)
 
-        if isinstance(plan, PatchPlan):
-            known, boxes = compute_patch(plan, tile, wanted, read, self.sums)
+        if plan.patch:
+            known, boxes = compute_patch(labelled, plan.patch, tile, wanted, read, self.parts)
         else:
-            known, boxes = compute(labelled, wanted, plan.given(stage), read, self.sums), wanted
+            given = {*graph.inputs, *plan.passes[number].reads}
+            known, boxes = compute(labelled, wanted, given, read, self.parts), wanted
 
         def part(value: Value, box: Box) -> Tensor:
             if not known:
-                return torch.zeros(box_shape(box), dtype=labelled.graph.info(value).dtype)
+                return torch.zeros(box_shape(box), dtype=graph.info(value).dtype)
             return read_box(known[value], region_of(boxes[value]), box)
 
-        parts = {node: summarize_tile(labelled, node, own, part, tile) for node, own in summarized.items()}
-        record = empty_record() | {"parts": self._check(parts, tile)}
-        for value in plan.stages[stage].writes:
-            if (box := plan.own_box(value, tile)) is not None:
-                numbers = part(value, box)
-                if value in labelled.gathered and _spreads(numbers):
-                    raise _not_finite_in(labelled.graph.nodes[value.node].path, tile)
-                self._store(record, value, index, box, numbers)
-        if plan.stages[stage].last and (box := plan.own_box(output, tile)) is not None:
-            self.write_output(self.sample, box, part(output, box) if known else None)
+        for node, own in summarized.items():
+            parts = record["parts"][str(node)] = summarize_tile(labelled, node, own, part, tile)
+            if not are_numbers(parts):  # NaN would spread to every position
+                raise _not_finite_in(graph.nodes[node].path, tile)
+        for value in plan.passes[number].writes:
+            if (box := own_box(plan, value, tile)) is None:
+                continue
+            numbers = part(value, box)
+            if value in labelled.gathered and _spreads(numbers):
+                raise _not_finite_in(graph.nodes[value.node].path, tile)
+            own_sum = self.store[value].write(index, box, numbers)
+            if own_sum is not None:
+                record["stored"][name_value(value)] = {str(index): own_sum}
+        if number == len(plan.passes) - 1 and (box := own_box(plan, graph.output, tile)) is not None:
+            self.write_output(self.sample, box, part(graph.output, box) if known else None)
         return record
-
-    def _check(self, parts: Mapping[int, Parts], tile: Sequence[Span]) -> dict[str, Parts]:
-        """Return parts by key; refuse NaN, which would spread to every position."""
-        for node, own in parts.items():
-            if not are_numbers(own):
-                raise _not_finite_in(self.plan.labelled.graph.nodes[node].path, tile)
-        return {str(node): own for node, own in parts.items()}
-
-
-def run_in_memory(plan: GraphPlan, store: Store, read_volume: ReadVolume, write_output: WriteOutput) -> None:
-    """Run all passes of a plan on one sample, one tile after the other."""
-    records: list[Records] = []
-    run = TiledRun(plan, store, read_volume, write_output, lambda number: records[number].read()["parts"])
-    for each in run.passes:
-        records.append(Records(each.tiles, each.merge))
-        for index in range(each.tiles):
-            records[-1].add(index, each.run_tile(index))
-    store.close()
 
 
 def _spreads(numbers: Tensor) -> bool:

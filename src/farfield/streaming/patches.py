@@ -7,86 +7,120 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from farfield._refusals import refusal
-from farfield.streaming.arguments import axis_spans, round_up
+from farfield.streaming.arguments import axis_spans
 from farfield.streaming.graph import Value, run_whole
 from farfield.streaming.labels import GraphError, LabelledGraph, find_needs, is_read, label_graph, trace
-from farfield.streaming.places import find_places
-from farfield.streaming.plan import Halo, PatchPlan, join_halos, make_graph_plan
-from farfield.streaming.recording import Recording, find_scales
+from farfield.streaming.places import Scales
 from farfield.streaming.rules.reading import READING_RULES
 from farfield.streaming.rules.rule import OperationCall, Parts, Reduction
 from farfield.streaming.run import Read, compute
-from farfield.streaming.spans import Box, Layout, Piece, Span, box_shape, lengths_along, read_box, region_of, whole_box
+from farfield.streaming.spans import (
+    Box,
+    Halo,
+    Layout,
+    Piece,
+    Span,
+    box_shape,
+    lengths_along,
+    read_box,
+    region_of,
+    whole_box,
+)
 
 # Rounding of places and of what follows from them, in units in the last place of numbers up to their length.
 _ROUNDING = 8
 
 
-def make_patch_plan(
-    labelled: LabelledGraph, tile: Sequence[int], record: Callable[[tuple[int, ...]], Recording]
-) -> PatchPlan:
-    """Plan how a network, which `record` records on the size of a patch, runs on patches; or raise GraphError."""
-    nodes = labelled.graph.nodes
-    if labelled.gathered:
-        path = nodes[min(labelled.gathered).node].path
-        raise GraphError(f"{path} needs all positions of the volume for each of its own")
-    # All reductions but attention are those of a tile, and need no pass.
-    levels: dict[int, int] = {}
-    for index in labelled.order:
-        before = max((levels[value.node] for value in nodes[index].inputs), default=0)
-        levels[index] = before + (index in labelled.reductions and nodes[index].op == "layer")
-    whole = make_graph_plan(replace(labelled, levels=levels), tile, [])
-    halo = join_halos(each.halo for each in whole.passes)
-    plan = PatchPlan(whole.labelled, whole.tile, {}, labelled, halo, find_scales(find_places(labelled)))
-    halo = Halo(*(tuple(map(round_up, side, plan.multiples)) for side in halo))
-    # A patch has the remainder of the volume's size, so that the last starts at a multiple; so do tiles that do not.
-    size = tuple(
-        min(length, round_up(own, multiple) + (own % multiple and multiple) + before + after + length % multiple)
-        for length, own, before, after, multiple in zip(labelled.size, whole.tile, *halo, plan.multiples, strict=True)
-    )
-    patch = record(size).label([])
-    if [node.op for node in nodes] != [node.op for node in patch.graph.nodes]:
-        raise GraphError("it runs other operations on a patch than on the whole volume")
-    plan = replace(plan, patch=patch, halo=halo)
-    refuse_moved(plan)
-    return plan
+@dataclass
+class Patch:
+    """The part of the volume on which a network runs for a tile: all have one size, also at the border."""
+
+    # The graph of one patch, with the nodes of that of the volume.
+    labelled: LabelledGraph
+    # The size of the volume.
+    whole: tuple[int, ...]
+    # What a tile reads before and after its own positions, where the volume does not end.
+    halo: Halo
+    # Of each value, positions of the volume from one of its own to the next.
+    scales: dict[Value, Scales]
+    # For each axis, where patches begin: at a position of each value, windows included.
+    multiples: tuple[int, ...]
+
+    def region(self, tile: Sequence[Span]) -> tuple[Span, ...]:
+        """Return the patch of a tile: all have the same size, also at the border of the volume."""
+        each = zip(self.halo.around(tile, self.whole), self.labelled.size, self.whole, self.multiples, strict=True)
+        starts = [min(start // own * own, length - positions) for (start, _), positions, length, own in each]
+        return tuple((start, start + positions) for start, positions in zip(starts, self.labelled.size, strict=True))
+
+    def first(self, value: Value, axis: int, region: Sequence[Span], length: int) -> Fraction:
+        """Return where a patch begins in a value that has a length along an axis."""
+        return region[axis][0] / self.scales[value].get(axis, Fraction(self.whole[axis], length))
+
+    def part(self, value: Value, layout: Layout, region: Sequence[Span]) -> Box:
+        """Return where the value of a patch lies in that of the whole, of which each dimension is one piece."""
+        shape, box = self.labelled.graph.info(value).shape, []
+        for (piece,), length in zip(layout, shape, strict=True):
+            start = 0 if piece.axis is None else int(self.first(value, piece.axis, region, piece.length))
+            box.append(((start, start + length),))
+        return tuple(box)
+
+    def boxes(self, values: Collection[Value]) -> dict[Value, Box]:
+        """Return the whole boxes of values on a patch, of those that depend on the volume."""
+        return {value: whole_box(self.labelled.layouts[value]) for value in values if value not in self.labelled.kept}
+
+
+def find_attention(labelled: LabelledGraph) -> tuple[int, ...]:
+    """Return the nodes that see the whole volume also on patches."""
+    return tuple(index for index in labelled.reductions if labelled.graph.nodes[index].op == "layer")
 
 
 # ---- what is not the whole's, moved ----------------------------------------------------------------------------------
-def refuse_moved(plan: PatchPlan) -> None:
-    """Refuse a network of which a constant, or what a position reads, is another on a patch than on the whole."""
-    cut = label_graph(plan.patch.graph, plan.patch.size, plan.labelled.cut, halo=plan.patch.halo)
-    spans = axis_spans(plan.labelled.size, plan.tile)
+def refuse_moved(
+    whole: LabelledGraph,
+    patch: Patch,
+    tile: Sequence[int],
+    find_wanted: Callable[[Sequence[Span]], Iterable[Mapping[Value, Box]]],
+) -> None:
+    """Refuse a network of which a constant, or what a position reads, is another on a patch than on the whole.
+
+    `find_wanted` returns what each pass computes of a tile.
+    """
+    cut = label_graph(patch.labelled.graph, patch.labelled.size, whole.cut, halo=patch.labelled.halo)
     # What has a period is seen by the first three.
-    axes = [[*dict.fromkeys([*own[:3], own[len(own) // 2], *own[-2:]])] for own in spans]
+    axes = []
+    for length, own in zip(whole.size, tile, strict=True):
+        places = range(-(-length // own))
+        axes.append(axis_spans(length, own, sorted({*places[:3], len(places) // 2, *places[-2:]})))
     for step in range(max(map(len, axes))):
-        _Moved(plan, cut).compare(tuple(own[min(step, len(own) - 1)] for own in axes))
+        core = tuple(spans[min(step, len(spans) - 1)] for spans in axes)
+        _Moved(whole, patch, cut).compare(core, find_wanted(core))
 
 
 @dataclass
 class _Moved:
     """A patch and the whole: what positions of the one compute, and those of the other in the same place."""
 
-    plan: PatchPlan
+    whole: LabelledGraph
+    patch: Patch
     # The graph on the patch, cut along the same axes.
-    patch: LabelledGraph
+    cut: LabelledGraph
     # Of each value that was found, how many of its positions along each axis are before the patch.
     places: dict[Value, dict[int, int]] = field(default_factory=dict)
 
-    def compare(self, tile: Sequence[Span]) -> None:
+    def compare(self, tile: Sequence[Span], wanted: Iterable[Mapping[Value, Box]]) -> None:
         """Find the places of all that a tile is computed from, apart from statistics; refuse a value without one."""
-        whole, region = self.plan.labelled, self.plan.region(tile)
+        whole, region = self.whole, self.patch.region(tile)
         starts = {axis: start for axis, (start, _) in enumerate(region)}
         self.places |= dict.fromkeys(whole.graph.inputs, starts)
-        wanted = (self.plan.wanted(stage, tile)[1] for stage in range(len(self.plan.stages)))
         needs = [pair for each in wanted for pair in trace(whole, each, whole.graph.inputs)[1]]
         for value, box in sorted(needs):
             if value in whole.known:
@@ -94,7 +128,7 @@ class _Moved:
             places = [self.places[value]] if value in self.places else self._find_places(value, region)
             found = next((place for place in places if self._is_same(value, place, box)), None)
             if found is None:
-                node, size = whole.graph.nodes[value.node], " × ".join(map(str, self.patch.size))
+                node, size = whole.graph.nodes[value.node], " × ".join(map(str, self.patch.labelled.size))
                 text = f"{node.op} in {node.path} has other constants, or reads other positions, on a patch of {size}"
                 fix = 'fix: Tiles(…, statistics="whole")'
                 raise refusal(GraphError, f"{text} than on the whole volume; {fix}.")
@@ -102,11 +136,12 @@ class _Moved:
 
     def _find_places(self, value: Value, region: Sequence[Span]) -> Iterator[dict[int, int]]:
         """Iterate over where a patch may begin in a value: what is inside may be flipped."""
-        own, there = (lengths_along(each.layouts[value]) for each in (self.plan.labelled, self.patch))
-        graph, options = self.plan.labelled.graph, []
-        attention = [each for index in self.plan.reductions for each in (Value(index), graph.nodes[index].inputs[0])]
+        own, there = (lengths_along(each.layouts[value]) for each in (self.whole, self.cut))
+        graph, options = self.whole.graph, []
+        nodes = find_attention(self.whole)
+        attention = [each for index in nodes for each in (Value(index), graph.nodes[index].inputs[0])]
         for axis, length in own.items() if own.keys() == there.keys() else ():
-            first = self.plan.first(value, axis, region, length)
+            first = self.patch.first(value, axis, region, length)
             places = [first, length - there[axis] - first]
             places = places[:1] if value in (graph.output, *attention) else places
             options.append([int(place) for place in places if place.denominator == 1])
@@ -119,12 +154,12 @@ class _Moved:
             first = 0 if piece.axis is None else place[piece.axis]
             return span[0] - first, span[1] - first
 
-        pairs = zip(self.plan.labelled.layouts[value], box, strict=True)
+        pairs = zip(self.whole.layouts[value], box, strict=True)
         return tuple(tuple(map(move, dim, spans)) for dim, spans in pairs)
 
     def _is_same(self, value: Value, place: Mapping[int, int], box: Box) -> bool:
         """Whether a box, and single positions in it, are computed from the same numbers on the patch, and alike."""
-        whole, patch = self.plan.labelled, self.patch
+        whole, patch = self.whole, self.cut
         node, other = (each.graph.nodes[value.node] for each in (whole, patch))
         is_alike = (node.args, node.kwargs) == (other.args, other.kwargs) and node.op not in READING_RULES
         for own in (box, *_single_positions(whole.layouts[value], box)):
@@ -141,7 +176,7 @@ class _Moved:
         return True
 
     def _reads_same(self, value: Value, box: Box, there: Box) -> bool:
-        whole, patch = self.plan.labelled, self.patch
+        whole, patch = self.whole, self.cut
         if not is_read(whole, value, box) or not is_read(patch, value, there):
             return is_read(whole, value, box) == is_read(patch, value, there)
         if value in whole.known:
@@ -150,7 +185,7 @@ class _Moved:
 
     def _computes_same(self, value: Value, box: Box, moved: Box, needs: Sequence[tuple[Value, Box]]) -> bool:
         """Whether an operation gives the same result of any numbers."""
-        whole, random, tensors = self.plan.labelled, torch.Generator().manual_seed(0), list[Any]()
+        whole, random, tensors = self.whole, torch.Generator().manual_seed(0), list[Any]()
         for source, read in needs:
             if not is_read(whole, source, read):
                 tensors.append(None)
@@ -160,7 +195,7 @@ class _Moved:
                 tensors.append(torch.rand(box_shape(read), generator=random).to(whole.graph.info(source).dtype))
         one, other = (
             frame.rules[value.node].run(frame.calls[value.node], value.output, own, tensors)
-            for frame, own in ((whole, box), (self.patch, moved))
+            for frame, own in ((whole, box), (self.cut, moved))
         )
         return _are_equal(one, other, max(whole.graph.info(value).shape))
 
@@ -196,28 +231,33 @@ def _are_equal(one: Tensor, other: Tensor, length: int = 1) -> bool:
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 def compute_patch(
-    plan: PatchPlan, tile: Sequence[Span], wanted: Collection[Value], read: Read, parts: Mapping[int, Parts]
+    whole: LabelledGraph,
+    patch: Patch,
+    tile: Sequence[Span],
+    wanted: Collection[Value],
+    read: Read,
+    parts: Mapping[int, Parts],
 ) -> tuple[dict[Value, Tensor], dict[Value, Box]]:
     """Compute values on a tile's patch; return also the boxes that these are in the whole."""
-    labelled, region = plan.labelled, plan.region(tile)
+    region = patch.region(tile)
 
     def move(value: Value, box: Box) -> Box:
         """Return where a box of a value on the patch lies in the whole; each dimension is one piece."""
+        part = patch.part(value, whole.layouts[value], region)
         return tuple(
-            ((first + start, first + stop),)
-            for ((first, _),), ((start, stop),) in zip(plan.part(value, region), box, strict=True)
+            ((first + start, first + stop),) for ((first, _),), ((start, stop),) in zip(part, box, strict=True)
         )
 
     def reduce(index: int) -> Reduction:
-        whole = labelled.reductions[index]
+        reduction = whole.reductions[index]
 
         def finish(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], own: Parts) -> Tensor:
-            return whole.finish(labelled.calls[index], output, move(Value(index, output), box), tensors, own)
+            return reduction.finish(whole.calls[index], output, move(Value(index, output), box), tensors, own)
 
-        return whole._replace(finish=finish)
+        return reduction._replace(finish=finish)
 
-    patch = copy.copy(plan.patch)
-    patch.reductions = {index: reduce(index) for index in plan.reductions}
-    boxes, inputs = plan.patch_boxes(wanted), patch.graph.inputs
-    known = compute(patch, boxes, inputs, lambda value, box: read(value, move(value, box)), parts)
-    return known, {value: plan.part(value, region) for value in known}
+    graph = copy.copy(patch.labelled)
+    graph.reductions = {index: reduce(index) for index in find_attention(whole)}
+    boxes, inputs = patch.boxes(wanted), graph.graph.inputs
+    known = compute(graph, boxes, inputs, lambda value, box: read(value, move(value, box)), parts)
+    return known, {value: patch.part(value, whole.layouts[value], region) for value in known}

@@ -1,373 +1,361 @@
-"""Plan passes over tiles from the graph alone: levels, stored values, halos, memory."""
+"""The plan of a prediction in tiles: where its passes end, and what they read, store and cost."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from farfield.streaming.arguments import axis_spans, cores, cut_axes
-from farfield.streaming.graph import Node, Value
-from farfield.streaming.labels import LabelledGraph, count_bytes, find_regions, summarized_boxes
-from farfield.streaming.spans import Box, Layout, Region, Span, hull, is_empty, region_of, whole_box
+import torch
+from torch import Tensor, nn
 
-# Tiles at each end of an axis whose cost is counted one by one.
-_ENDS = 2
+from farfield._refusals import door, refusal
+from farfield.streaming.adapt import MeanOverFlips, Outputs, one_grid
+from farfield.streaming.arguments import cores, cut_axes, refuse_training
+from farfield.streaming.graph import Graph, Node, Value
+from farfield.streaming.labels import LabelledGraph, label_graph, summarized_boxes
+from farfield.streaming.patches import Patch, refuse_moved
+from farfield.streaming.record import AROUND, record_network
+from farfield.streaming.spans import Box, Halo, hull, is_empty, join_halos
+from farfield.volumes.place import Place
+from farfield.volumes.source import AxisLayout, Region, Span
 
-
-class Halo(NamedTuple):
-    """Positions that a tile reads before and after its own positions, one number per spatial dim each."""
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-    def around(self, core: Sequence[Span], whole: Sequence[int]) -> tuple[Span, ...]:
-        """Return the region that a tile reads: its own positions and the halo, cut at the border of the volume."""
-        return tuple(
-            (max(0, start - before), min(length, stop + after))
-            for (start, stop), before, after, length in zip(core, *self, whole, strict=True)
-        )
-
-
-def join_halos(halos: Iterable[Halo]) -> Halo:
-    """Return the largest of some halos, per axis and direction."""
-    return Halo(*(tuple(map(max, zip(*ends, strict=True))) for ends in zip(*halos, strict=True)))
-
-
-def _halo_of(region: Region, tile: Sequence[Span]) -> Halo:
-    pairs = list(zip(tile, (dim[0] for dim in region[-len(tile) :]), strict=True))
-    return Halo(
-        tuple(max(0, start - spans[0][0]) for (start, _), spans in pairs),
-        tuple(max(0, spans[-1][1] - stop) for (_, stop), spans in pairs),
-    )
+# Work, in MACs of the network, above which a plan names a way to do less.
+_WORK = 4
 
 
 class PlannedPass(NamedTuple):
+    """A pass over all tiles: where it ends, and what it costs. The last one writes the output."""
+
     summarizes: tuple[str, ...]  # paths of the layers that need the whole grid and are summarized
     stores: tuple[str, ...]  # paths of the layers whose results are stored for later passes
+    reductions: tuple[int, ...]  # the nodes that are summarized
+    writes: tuple[Value, ...]  # the values that are stored
+    reads: tuple[Value, ...]  # the values of earlier passes that it reads
     halo: Halo  # positions of the volume that a tile reads before and after its own
-    macs: float  # for one sample, or for all of them where a layer mixes samples
-    bytes: int  # the most that the values of a tile take at once
-
-
-class _GraphPass(NamedTuple):
-    """What one pass over all tiles summarizes, by node, and stores; the last one writes the output."""
-
-    reductions: tuple[int, ...]
-    writes: tuple[Value, ...]
-    last: bool
+    macs: float = 0.0  # for one sample, or for all of them where a layer mixes samples
+    bytes: int = 0  # the most that the values of a tile take at once
 
 
 @dataclass
-class GraphPlan:
-    """How a graph runs over the tiles of a volume."""
+class StreamingPlan:
+    """The plan of `predict_whole`. It can be pickled, and passed to it for other volumes of the same shape.
 
-    labelled: LabelledGraph
+    Attributes:
+        labelled: The recorded network, of one sample, or of all where layers mix them.
+        tile: Size of the tiles that are written.
+        passes: The passes, each of which runs over all tiles of each sample.
+        patch: The patch that a tile runs on, if norms, means and pooling see what a tile reads.
+        layout: Axes of the volume; of the first of several.
+        channels: Number of channels of each volume that the network takes.
+        padding: How many positions are padded before and after each spatial axis.
+        pad: How they are padded.
+        samples: Number of samples that run one after the other; 1 if layers mix samples.
+        outputs: The names of several outputs.
+        places: For each spatial axis of the volume, without padding, the axis of the output that runs along it, and
+            where what is kept stands; None if none runs along it.
+        doubts: By axis of the volume, what makes the place of the output along it uncertain.
+        kept: The spatial region of the output that does not stand for padding alone.
+        is_moved: Whether tiles write from where that begins, in whole chunks.
+        on_disk: Whether values that passes store for later ones are in files; else they are in memory.
+        reduction: The fingerprint of the argument `reduce`.
+        check: The check on a region of the volume before the first pass, or why there is none.
+    """
+
+    labelled: LabelledGraph = field(repr=False)
     tile: tuple[int, ...]
-    # Stored value -> the last pass that reads it.
-    stored: dict[Value, int]
-    # Where the output does not stand for padding: what tiles write begins there, in whole chunks. Empty: everywhere.
-    kept: tuple[Span, ...] = field(default=(), kw_only=True)
+    passes: tuple[PlannedPass, ...]
+    patch: Patch | None = field(default=None, repr=False)
+    layout: AxisLayout = field(default_factory=lambda: AxisLayout(0, False, 0))
+    channels: tuple[int, ...] = ()
+    padding: tuple[Span, ...] = ()
+    pad: str | None = None
+    samples: int = 1
+    outputs: Outputs = field(default_factory=Outputs)
+    places: tuple[tuple[int, Place] | None, ...] = ()
+    doubts: dict[int, str] = field(default_factory=dict)
+    kept: Region = ()
+    is_moved: bool = False
+    on_disk: bool = False
+    reduction: str = ""
+    check: RegionCheck | str = ""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Size of the volume, padded."""
+        return self.labelled.size
 
     @cached_property
-    def tiles(self) -> list[tuple[Span, ...]]:
-        """Own positions of each tile, the last axis fastest."""
-        return cores(self.labelled.size, self.tile)
+    def cores(self) -> list[Region]:
+        """The own positions of each tile, in the padded volume: those that it writes, without halo."""
+        return cores(self.size, self.tile)
 
     @property
     def cut(self) -> tuple[int, ...]:
         """The axes that are cut."""
-        return cut_axes(self.labelled.size, self.tile)
+        return cut_axes(self.size, self.tile)
 
     @property
-    def reductions(self) -> Collection[int]:
-        """The nodes that passes summarize."""
-        return self.labelled.reductions
-
-    @cached_property
-    def stages(self) -> list[_GraphPass]:
-        levels, last = self.labelled.levels, self.level_of(self.labelled.graph.output)
-        return [
-            _GraphPass(
-                tuple(index for index in self.reductions if levels[index] == stage + 1),
-                tuple(value for value in self.stored if levels[value.node] == stage),
-                stage == last,
-            )
-            for stage in range(last + 1)
-        ]
-
-    @cached_property
-    def passes(self) -> tuple[PlannedPass, ...]:
-        nodes = self.labelled.graph.nodes
-        return tuple(
-            PlannedPass(
-                tuple(dict.fromkeys(nodes[index].path for index in each.reductions)),
-                tuple(dict.fromkeys(nodes[value.node].path for value in each.writes)),
-                *self._cost(stage),
-            )
-            for stage, each in enumerate(self.stages)
-        )
-
-    def level_of(self, value: Value) -> int:
-        """Return the first pass that can compute a value."""
-        return self.labelled.levels[value.node]
-
-    def given(self, stage: int) -> set[Value]:
-        """Return the values that a pass reads: volumes, and what earlier passes stored."""
-        return {*self.labelled.graph.inputs, *(value for value in self.stored if self.level_of(value) < stage)}
-
-    def ends(self, stage: int) -> list[Value]:
-        """Return the values that a pass computes to store and write them."""
-        each = self.stages[stage]
-        return [*each.writes, *([self.labelled.graph.output] if each.last else [])]
-
-    def summarized(self, stage: int) -> list[Value]:
-        nodes, reductions = self.labelled.graph.nodes, self.labelled.reductions
-        return [
-            nodes[index].inputs[each] for index in self.stages[stage].reductions for each in reductions[index].operands
-        ]
-
-    def wanted(self, stage: int, tile: Sequence[Span]) -> tuple[dict[int, dict[Value, Box]], dict[Value, Box]]:
-        """Return what a pass summarizes of a tile, for each reduction, and all boxes that it computes."""
-        every = {index: summarized_boxes(self.labelled, index, tile) for index in self.stages[stage].reductions}
-        summarized = {index: boxes for index, boxes in every.items() if boxes}
-        pairs = [pair for boxes in summarized.values() for pair in boxes.items() if pair[0] not in self.labelled.kept]
-        pairs += [(value, box) for value in self.ends(stage) if (box := self.own_box(value, tile)) is not None]
-        wanted: dict[Value, Box] = {}
-        for value, box in pairs:
-            wanted[value] = hull(wanted.get(value, box), box)
-        return summarized, wanted
-
-    def own_box(self, value: Value, tile: Sequence[Span]) -> Box | None:
-        """Return a tile's own part of a value; None if it has none."""
-        layout = self.labelled.layouts[value]
-        box = self.labelled.core(layout, tile)
-        if self.kept and value == self.labelled.graph.output:
-            box = self._move_to_kept(layout, box)
-        return None if is_empty(box) or not self.labelled.owns(layout, tile) else box
-
-    def _move_to_kept(self, layout: Layout, box: Box) -> Box:
-        """Return what a tile writes of the output: its own part, moved by the padding before it."""
-        moved = []
-        for (piece,), ((start, stop),), (low, high) in zip(layout[2:], box[2:], self.kept, strict=True):
-            first = min(high, low + start)
-            moved.append(((first, high if stop == piece.length else max(first, min(high, low + stop))),))
-        return (*box[:2], *moved)
-
-    def _cost(self, stage: int) -> tuple[Halo, float, int]:
-        """Return the halo, the MACs and the bytes of a pass."""
-        # What a tile reads along an axis follows from its place along it alone, so a diagonal of tiles tells all.
-        labelled, graph, given = self.labelled, self.labelled.graph, self.given(stage)
-        halos, peak = [Halo(*[(0,) * len(self.tile)] * 2)], 0
-        # Of each value, how many positions run along each axis in all tiles, and along no axis, None.
-        counts: dict[Value, Counter[int | None]] = {}
-        for tile, weights in _diagonal(axis_spans(self.labelled.size, self.tile)):
-            summarized, wanted = self.wanted(stage, tile)
-            regions = find_regions(labelled, wanted, given)
-            left = sum(labelled.bytes_on(value, regions[value]) for value in wanted)
-            # Beside what was computed, a summary takes as much as its operands.
-            copies = [sum(map(labelled.bytes_on, own, map(region_of, own.values()))) for own in summarized.values()]
-            peak = max(peak, count_bytes(labelled, regions, given, wanted), left + max(copies, default=0))
-            for value, region in regions.items():
-                if value in graph.inputs:
-                    halos.append(_halo_of(region, tile))
-                elif value not in given and _running_macs(labelled, value.node):
-                    _add_positions(counts.setdefault(value, Counter()), labelled.layouts[value], region, weights)
-        summing = sum(_summing_macs(graph.nodes[index]) for index in self.stages[stage].reductions)
-        running = sum(
-            _running_macs(labelled, value.node) * math.prod(own.values()) / max(1, math.prod(graph.info(value).shape))
-            for value, own in counts.items()
-        )
-        return join_halos(halos), summing + running, peak + labelled.constant_bytes
+    def batch(self) -> int:
+        """Number of samples of the volume."""
+        graph = self.labelled.graph
+        return self.samples * graph.info(graph.inputs[0]).shape[0]
 
     @property
-    def bytes_stored(self) -> int:
-        """The most bytes of stored values at once."""
-        info = self.labelled.graph.info
-        stored = [(info(value).bytes, self.level_of(value), last) for value, last in self.stored.items()]
-        stages = range(len(self.stages))
-        return max(sum(size for size, first, last in stored if first <= stage <= last) for stage in stages)
-
-
-def _summing_macs(node: Node) -> int:
-    """Return the MACs of a reduction while it is summarized: all, but of a layer, which also responds."""
-    return node.args[0].summing if node.op == "layer" else node.macs
-
-
-def _running_macs(labelled: LabelledGraph, index: int) -> int:
-    node = labelled.graph.nodes[index]
-    return node.macs - _summing_macs(node) if index in labelled.reductions else node.macs
-
-
-def _diagonal(spans: Sequence[Sequence[Span]]) -> Iterator[tuple[tuple[Span, ...], list[int]]]:
-    """Iterate over tiles that stand for all, and along each axis for how many: those at both ends of an axis differ."""
-    axes = []
-    for own in spans:
-        count, numbers = len(own), range(len(own))
-        places = sorted({*numbers[:_ENDS], count // 2, *numbers[-_ENDS:]})
-        axes.append([(own[place], count + 1 - len(places) if place == count // 2 else 1) for place in places])
-    for step in range(max(map(len, axes))):
-        # An axis of fewer tiles stays at its last, which is counted already.
-        pairs = [own[step] if step < len(own) else (own[-1][0], 0) for own in axes]
-        yield tuple(span for span, _ in pairs), [weight for _, weight in pairs]
-
-
-def _add_positions(counts: Counter[int | None], layout: Layout, region: Region, weights: Sequence[int]) -> None:
-    """Add the positions of a region along each axis, so often; those along no axis, None, are the same in all tiles."""
-    extents: dict[int | None, int] = dict.fromkeys([*range(len(weights)), None], 1)
-    for piece, spans in zip(itertools.chain(*layout), itertools.chain(*region), strict=True):
-        extents[piece.axis] *= sum(stop - start for start, stop in spans)
-    counts.setdefault(None, extents.pop(None))
-    counts.update({axis: extents[axis] * weight for axis, weight in enumerate(weights)})
-
-
-@dataclass
-class PatchPlan(GraphPlan):
-    """How a graph runs on patches; its passes summarize attention alone, and store nothing."""
-
-    # The graph of one patch, with the same nodes.
-    patch: LabelledGraph
-    # What a tile reads before and after its own positions, where the volume does not end.
-    halo: Halo
-    # Positions of the volume from one of a value to the next, along each axis.
-    scales: dict[Value, dict[int, Fraction]]
+    def output_shape(self) -> tuple[int, ...]:
+        """Shape of the network's output, of all samples, with what stands for padding."""
+        shape = self.labelled.graph.info(self.labelled.graph.output).shape
+        return (shape[0] * self.samples, *shape[1:])
 
     @property
-    def reductions(self) -> list[int]:
-        """The nodes that see the whole: attention."""
-        return [index for index in self.labelled.reductions if self.labelled.graph.nodes[index].op == "layer"]
+    def output_dtype(self) -> torch.dtype:
+        """That of the network's output."""
+        return self.labelled.graph.info(self.labelled.graph.output).dtype
 
+    @property
+    def output_layout(self) -> AxisLayout:
+        """Axes of the output: those of the volume; answers and several outputs have one of channels, also of one."""
+        return self.layout._replace(channels=True) if self.outputs.channels else self.layout
+
+    @property
+    def patch_size(self) -> tuple[int, ...]:
+        """The size of a patch, if norms, means and pooling see what a tile reads: statistics="tile"."""
+        return self.patch.labelled.size if self.patch else ()
+
+    @property
+    def halo(self) -> Halo:
+        """The largest halo of all passes."""
+        return join_halos(each.halo for each in self.passes)
+
+    @property
+    def macs(self) -> int:
+        """MACs of the untiled network on all samples."""
+        return self.samples * sum(self.labelled.graph.nodes[index].macs for index in self.labelled.order)
+
+    @property
+    def recomputed(self) -> float:
+        """MACs of all passes, relative to those of the untiled network."""
+        return self.samples * sum(each.macs for each in self.passes) / max(1, self.macs)
+
+    @property
+    def tile_bytes(self) -> int:
+        """The most bytes that the values of a tile take at once."""
+        return max(each.bytes for each in self.passes)
+
+    # ---- what passes store -------------------------------------------------------------------------------------------
     @cached_property
-    def multiples(self) -> tuple[int, ...]:
-        """For each axis, where patches begin: at a position of each value, windows included."""
-        along = [[own[axis].numerator for own in self.scales.values() if axis in own] for axis in range(len(self.tile))]
-        return tuple(math.lcm(*own) for own in along)
+    def lives(self) -> dict[Value, tuple[int, int]]:
+        """Of each value that is stored, the pass that writes it, and the last one that reads it."""
+        last = {value: number for number, each in enumerate(self.passes) for value in each.reads}
+        first = {value: number for number, each in enumerate(self.passes) for value in each.writes}
+        return {value: (first[value], last[value]) for value in sorted(first)}
 
-    def region(self, tile: Sequence[Span]) -> tuple[Span, ...]:
-        """Return the patch of a tile: all have the same size, also at the border of the volume."""
-        lengths, spans = self.labelled.size, self.halo.around(tile, self.labelled.size)
-        each = zip(spans, self.patch.size, lengths, self.multiples, strict=True)
-        starts = (min(start // own * own, length - positions) for (start, _), positions, length, own in each)
-        return tuple((start, start + positions) for start, positions in zip(starts, self.patch.size, strict=True))
+    @property
+    def stored(self) -> tuple[Value, ...]:
+        """The values that passes store for later ones."""
+        return tuple(self.lives)
 
-    def first(self, value: Value, axis: int, region: Sequence[Span], length: int) -> Fraction:
-        """Return where a patch begins in a value that has a length along an axis."""
-        return region[axis][0] / self.scales[value].get(axis, Fraction(self.labelled.size[axis], length))
+    @property
+    def stored_bytes(self) -> int:
+        """The most bytes that stored values take at once."""
+        return count_stored(self.labelled, self.passes)
 
-    def part(self, value: Value, region: Sequence[Span]) -> Box:
-        """Return where the value of a patch lies in that of the whole, of which each dimension is one piece."""
-        shape, box = self.patch.graph.info(value).shape, []
-        for (piece,), length in zip(self.labelled.layouts[value], shape, strict=True):
-            start = 0 if piece.axis is None else int(self.first(value, piece.axis, region, piece.length))
-            box.append(((start, start + length),))
-        return tuple(box)
+    @property
+    def disk_bytes(self) -> int:
+        """The most bytes of disk that stored values take at once; the output is not counted."""
+        return self.stored_bytes if self.on_disk else 0
 
-    def patch_boxes(self, values: Collection[Value]) -> dict[Value, Box]:
-        """Return the whole boxes of values on a patch, of those that depend on the volume."""
-        return {value: whole_box(self.patch.layouts[value]) for value in values if value not in self.patch.kept}
+    # ---- in another process ------------------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        """Save what describes the graph; its constants come from the network again, but those of `reduce`."""
+        state = self._convert(_without_labels)
+        return {each.name: getattr(state, each.name) for each in fields(state)}
 
-    def _cost(self, stage: int) -> tuple[Halo, float, int]:
-        graph, reductions = self.patch.graph, self.stages[stage].reductions
-        wanted = self.patch_boxes([*self.summarized(stage), *self.ends(stage)])
-        regions = find_regions(self.patch, wanted, graph.inputs)
-        macs = sum(_summing_macs(graph.nodes[index]) for index in reductions)
-        for index in {value.node for value in regions}:
-            macs += graph.nodes[index].macs - (_summing_macs(graph.nodes[index]) if index in self.reductions else 0)
-        peak = count_bytes(self.patch, regions, graph.inputs, wanted)
-        return self.halo, float(macs * len(self.tiles)), peak + self.patch.constant_bytes
+    def _convert(self, function: Callable[[LabelledGraph], LabelledGraph]) -> StreamingPlan:
+        """Return the plan, and that of the region that is checked, with other graphs."""
+        patch, check = self.patch, self.check
+        if patch:
+            patch = replace(patch, labelled=function(patch.labelled))
+        if isinstance(check, RegionCheck):
+            check = check._replace(plan=check.plan._convert(function))
+        return replace(self, labelled=function(self.labelled), patch=patch, check=check)
+
+    def bind(self, caller: str, network: nn.Module) -> StreamingPlan:
+        """Return the plan with the tensors and layers of a network; refuse one that runs others than was planned.
+
+        The network is recorded again: what it reads in Python, such as attributes and `tensor.item()`, is in its graph.
+        """
+        with door(caller):
+            refuse_training(network.network if isinstance(network, MeanOverFlips) else network)
+            bound = self._convert(lambda labelled: _bind_graph(labelled, network, self.outputs))
+            refuse_moved_parts(bound)
+        return bound
+
+    # ---- as text -----------------------------------------------------------------------------------------------------
+    def __str__(self) -> str:
+        """Return the text that `predict_whole` prints."""
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """Return the lines of text that `predict_whole` prints."""
+        size, tile = (" × ".join(map(str, each)) for each in (self.size, self.tile))
+        halo = " × ".join(f"{before}+{after}" for before, after in zip(*self.halo, strict=True))
+        text = [f"volume {size} positions" + (" (padded)" if any(map(any, self.padding)) else "")]
+        count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
+        memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
+        text.append(f"{count} of {tile} positions with a halo of {halo}, {memory}")
+        if self.patch:
+            patch = " × ".join(map(str, self.patch_size))
+            text.append(f'norms and pooling see the {patch} positions that a tile reads: statistics="tile"')
+        if self.samples > 1:
+            names = {"T": "times", "Z": "planes"}
+            samples = " × ".join(f"{length} {names[letter]}" for letter, length in self.layout.samples if length > 1)
+            text.append(f"{samples or f'{self.samples} samples'} one after the other: no layer mixes them")
+        for number, each in enumerate(self.passes):
+            done = [("summarize", each.summarizes), ("store", each.stores)]
+            what = ", ".join(f"{verb} {_list_names(names)}" for verb, names in done if names) or "write"
+            work = self.samples * each.macs / max(1, self.macs)
+            text.append(f"pass {number + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs")
+        if self.stored:
+            where = "on disk" if self.on_disk else "in memory"
+            count = f"{len(self.stored)} values are" if len(self.stored) > 1 else "1 value is"
+            text.append(f"{count} stored {where} between passes, at most {self.stored_bytes:,} bytes at once")
+        total = f"{self.macs / 1e9:,.1f} billion" if self.macs >= 1e9 else f"{self.macs / 1e6:,.3g} million"
+        text.append(f"in total {self.recomputed:.2f} times the MACs of the untiled network, which are {total}")
+        if isinstance(self.check, RegionCheck):
+            region = " × ".join(map(str, self.check.plan.size))
+            share = f"{self.check.macs / max(1, self.macs):.2g} times the network's MACs"
+            if self.check.bytes > self.tile_bytes:
+                share += f", and {self.check.bytes:,} bytes for parameters in float64"
+            text.append(f"before, tiles are compared with the network on a region of {region} positions: {share}")
+        else:
+            text.append(f"not checked: {self.check}")
+        text += [f"place of the output along axis {axis}: {each}" for axis, each in self.doubts.items()]
+        if self.recomputed > _WORK and not self.patch:
+            text.append("to do less work: tile=Tiles(…, disk=bytes) stores values inside the network between passes")
+        return text
 
 
-@dataclass
-class RegionCheck:
+class RegionCheck(NamedTuple):
     """A check on a region, which runs as if it were the volume."""
 
     # The passes over its tiles, of which there are at least two.
-    plan: GraphPlan
+    plan: StreamingPlan
     # Of the untiled network in two precisions, and of the tiles.
     macs: float
     # Of the network's parameters and buffers in float64, and of what a convolution unfolds; grids take less.
     bytes: int
 
-    @property
-    def size(self) -> tuple[int, ...]:
-        """The size of the region."""
-        return self.plan.labelled.size
+
+def count_stored(labelled: LabelledGraph, passes: Sequence[PlannedPass]) -> int:
+    """Return the most bytes that stored values take at once."""
+    most, there = 0, set[Value]()
+    for number, each in enumerate(passes):
+        there |= {*each.writes}
+        most = max(most, sum(labelled.graph.info(value).bytes for value in there))
+        there &= {value for later in passes[number + 1 :] for value in later.reads}
+    return most
 
 
-def make_graph_plan(labelled: LabelledGraph, tile: Sequence[int], chosen: Collection[Value]) -> GraphPlan:
-    """Plan the passes of a graph; of the chosen values those are stored that a later pass reads."""
-    last = labelled.levels[labelled.graph.output.node]
-    plan = GraphPlan(labelled, tuple(map(min, tile, labelled.size)), dict.fromkeys(sorted(chosen), last))
-    read: dict[Value, int] = {}
-    for stage in range(len(plan.stages)):
-        given = plan.given(stage)
-        reached = _reach(labelled, [*plan.summarized(stage), *plan.ends(stage)], given)
-        read |= dict.fromkeys(reached & given & plan.stored.keys(), stage)
-    return replace(plan, stored=dict(sorted(read.items())))
+# ---- what a task computes --------------------------------------------------------------------------------------------
+def find_wanted(
+    plan: StreamingPlan, number: int, tile: Sequence[Span]
+) -> tuple[dict[int, dict[Value, Box]], dict[Value, Box]]:
+    """Return what a pass summarizes of a tile, for each reduction, and all boxes that it computes."""
+    labelled = plan.labelled
+    every = {index: summarized_boxes(labelled, index, tile) for index in plan.passes[number].reductions}
+    summarized = {index: boxes for index, boxes in every.items() if boxes}
+    pairs = [pair for boxes in summarized.values() for pair in boxes.items() if pair[0] not in labelled.kept]
+    ends = find_ends(labelled, plan.passes, number)
+    pairs += [(value, box) for value in ends if (box := own_box(plan, value, tile)) is not None]
+    wanted: dict[Value, Box] = {}
+    for value, box in pairs:
+        wanted[value] = hull(wanted.get(value, box), box)
+    return summarized, wanted
 
 
-def _reach(labelled: LabelledGraph, ends: Sequence[Value], given: Collection[Value]) -> set[Value]:
-    """Return the values that a pass computes or reads for its ends: none beyond what is given or was summarized."""
-    waiting, reached = list(ends), set[Value]()
-    while waiting:
-        value = waiting.pop()
-        if value in reached or value in labelled.known:
-            continue
-        reached.add(value)
-        reduction = labelled.reductions.get(value.node)
-        if value not in given and (reduction is None or reduction.reads is not None):
-            waiting += labelled.graph.nodes[value.node].inputs
-    return reached
+def find_ends(labelled: LabelledGraph, passes: Sequence[PlannedPass], number: int) -> list[Value]:
+    """Return the values that a pass computes to store and write them."""
+    return [*passes[number].writes, *([labelled.graph.output] if number == len(passes) - 1 else [])]
 
 
-def find_stored(labelled: LabelledGraph) -> set[Value]:
-    """Return the values to store so that each operation with MACs runs in one pass alone."""
-    levels, graph = labelled.levels, labelled.graph
-    stored = set(labelled.gathered)
-    for index in labelled.order:
-        for source in graph.nodes[index].inputs:
-            later = levels[source.node] < levels[index]
-            if later and source not in labelled.known and labelled.layouts[source]:
-                stored.add(_cheapest_source(labelled, source))
-    return {value for value in stored if value not in graph.inputs}
+def own_box(plan: StreamingPlan, value: Value, tile: Sequence[Span]) -> Box | None:
+    """Return a tile's own part of a value; None if it has none. What it writes of the output may be moved."""
+    labelled, layout = plan.labelled, plan.labelled.layouts[value]
+    box = labelled.core(layout, tile)
+    if plan.is_moved and value == labelled.graph.output:
+        moved = []
+        for (piece,), ((start, stop),), (low, high) in zip(layout[2:], box[2:], plan.kept, strict=True):
+            first = min(high, low + start)
+            moved.append(((first, high if stop == piece.length else max(first, min(high, low + stop))),))
+        box = (*box[:2], *moved)
+    return None if is_empty(box) or not labelled.owns(layout, tile) else box
 
 
-def _cheapest_source(labelled: LabelledGraph, value: Value) -> Value:
-    """Return the value from which this one follows without MACs, and which has no more bytes."""
-    graph = labelled.graph
-    while True:
-        node = graph.nodes[value.node]
-        sources = [source for source in node.inputs if source not in labelled.known]
-        grids = {source for source in sources if graph.info(source).bytes * 8 > graph.info(value).bytes}
-        if node.macs or len(grids) != 1 or value in labelled.gathered:
-            return value
-        (source,) = grids
-        if graph.info(source).bytes > graph.info(value).bytes or source.node not in labelled.calls:
-            return value
-        value = source
+def refuse_moved_parts(plan: StreamingPlan) -> None:
+    """Refuse a network of which a constant, or what a position reads, is another on a patch than on the whole."""
+    if plan.patch:
+        numbers = range(len(plan.passes))
+        refuse_moved(
+            plan.labelled, plan.patch, plan.tile, lambda own: [find_wanted(plan, number, own)[1] for number in numbers]
+        )
 
 
-def fit_stored(labelled: LabelledGraph, allowed: int) -> set[Value]:
-    """Return the values to store in so many bytes: those that save most MACs a byte, and all that are gathered."""
+# ---- as text, and in another process ---------------------------------------------------------------------------------
+def _list_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
-    def fits(values: Collection[Value]) -> bool:
-        return make_graph_plan(labelled, labelled.size, values).bytes_stored <= allowed
 
-    def saved_by(value: Value) -> float:
-        nodes = {each.node for each in _reach(labelled, [value], chosen - {value})}
-        return sum(_running_macs(labelled, node) for node in nodes) / labelled.graph.info(value).bytes
+def _without_labels(labelled: LabelledGraph) -> LabelledGraph:
+    """Return a graph without labels, which follow from it, and without constants of its network."""
+    graph = replace(labelled.graph, constants=_constants_around(labelled.graph), calls=[])
+    return LabelledGraph(graph, labelled.size, labelled.cut, labelled.halo)
 
-    chosen, removed = find_stored(labelled), list[Value]()
-    while not fits(chosen) and chosen != labelled.gathered:
-        removed.append(min(sorted(chosen - labelled.gathered), key=saved_by))
-        chosen.remove(removed[-1])
-    # What was removed early may fit beside the rest after what was removed later.
-    for value in reversed(removed):
-        if fits({*chosen, value}):
-            chosen.add(value)
-    return chosen
+
+def _constants_around(graph: Graph) -> dict[str, Tensor]:
+    """Return the constants of what ran behind the network: of `reduce`, and where several outputs are joined."""
+    names = (node.args[0] for node in graph.nodes if node.op == "constant" and node.path == AROUND)
+    return {name: graph.constants[name] for name in names}
+
+
+def describe_graph(nodes: Sequence[Node]) -> list[str]:
+    """Return a text for each node: equal ones give equal numbers from equal constants, whose names do not count."""
+    return [repr(node._replace(args=() if node.op == "constant" else node.args, path="", macs=0)) for node in nodes]
+
+
+def _bind_graph(labelled: LabelledGraph, network: nn.Module, outputs: Outputs) -> LabelledGraph:
+    """Return a graph with its labels, and the tensors and layers of a network; refuse one of other operations."""
+    planned = labelled.graph
+    volumes = [planned.info(value) for value in planned.inputs]
+    found = outputs
+
+    def finish(output: Any) -> Tensor:
+        nonlocal found
+        grid, found = one_grid(network, volumes[0].shape, output, outputs.taken)
+        return grid
+
+    try:
+        graph = record_network(network, volumes, finish, planned)
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+        raise _other_network(network, f"does not run on a volume of shape {volumes[0].shape}: {error}") from error
+    count = len(graph.nodes)
+    pairs = zip(describe_graph(graph.nodes), describe_graph(planned.nodes), strict=False)
+    other = next((index for index, (own, was) in enumerate(pairs) if own != was), None)
+    if other is not None:
+        own, was = (f"{each.nodes[other].op} in {each.nodes[other].path}" for each in (graph, planned))
+        raise _other_network(network, f"runs {own}, and the plan {was}" + " with other arguments" * (own == was))
+    reduced = planned.nodes[count:]
+    ends = {value for node in reduced for value in node.inputs if value.node < count} or {planned.output}
+    around, own_around = (sum(node.path == AROUND for node in each.nodes) for each in (planned, graph))
+    if (ends, found) != ({graph.output}, outputs) or around != own_around + len(reduced):
+        raise _other_network(network, "returns other results")
+    constants = _constants_around(planned) | graph.constants
+    bound = replace(graph, constants=constants, nodes=graph.nodes + reduced, output=planned.output)
+    return label_graph(bound, labelled.size, labelled.cut, halo=labelled.halo)
+
+
+def _other_network(network: nn.Module, why: str) -> ValueError:
+    return refusal(
+        ValueError, f"plan is of another network: {type(network).__name__} {why}; fix: plan_whole of this network."
+    )

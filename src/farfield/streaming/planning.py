@@ -1,405 +1,312 @@
-"""Plan a prediction in tiles: record the network, choose the tiles and what is stored, and describe the output."""
+"""Where the passes of a plan end, which values they store, and what they cost, from the labelled graph alone."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import shutil
-from bisect import bisect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
-
-from farfield._checks import ShapeError, check_network, unknown
-from farfield._fingerprint import fingerprint
-from farfield._refusals import door, is_refusal, refusal
-from farfield.nn.devices import device_of, dtype_of, free_bytes
-from farfield.nn.network_copy import CannotCopyError
-from farfield.nn.scripted_network import ScriptError
-from farfield.nn.tracing import looks_at_a_copy
-from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, ReductionError, check_reduction, one_grid
-from farfield.streaming.arguments import (
-    OF_WINDOWS,
-    Tiles,
-    check_arguments,
-    cut_axes,
-    parse_layouts,
-    parse_tiles,
-    refuse_large_summary,
-    refuse_training,
-    round_up_tile,
-    spatial_dims_of,
+from farfield.streaming.arguments import axis_spans, round_up
+from farfield.streaming.graph import Node, Value
+from farfield.streaming.labels import GraphError, LabelledGraph, count_bytes, find_regions
+from farfield.streaming.patches import Patch, find_attention
+from farfield.streaming.places import RecordedNetwork, find_places, find_scales
+from farfield.streaming.plan import (
+    PlannedPass,
+    RegionCheck,
+    StreamingPlan,
+    count_stored,
+    find_ends,
+    find_wanted,
+    refuse_moved_parts,
 )
-from farfield.streaming.graph import Info, RecordingError, Value
-from farfield.streaming.labels import GraphError, LabelledGraph
-from farfield.streaming.patches import make_patch_plan
-from farfield.streaming.plan import GraphPlan, PatchPlan, find_stored, fit_stored, make_graph_plan
-from farfield.streaming.progress import Saved
-from farfield.streaming.readings import find_reading, refuse_axes
-from farfield.streaming.record import record_network
-from farfield.streaming.recording import Recording, plan_check
-from farfield.streaming.spans import axes_of
-from farfield.streaming.streaming_plan import StreamingPlan, plan_output
-from farfield.volumes.source import MODES, AxisLayout
+from farfield.streaming.spans import Halo, Layout, Region, Span, join_halos, region_of, whole_box
 
-# The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
-_MEMORY_SHARE, _DISK_SHARE = 0.25, 0.5
-# A length that strides divide, and windows of common models.
-_DIVISIBLE = 2**6 * 3 * 5 * 7
+# Tiles at each end of an axis whose cost is counted one by one.
+_ENDS = 2
+# The share of the planned MACs that a check may take, and what it may take of any volume: a tenth of a second.
+_SHARE, _FEW_MACS, _FEW_BYTES = 0.02, 2 * 10**9, 2**26
+# Positions along an axis of a region that are enough where halos are smaller.
+_ENOUGH = 32
+# Tiles of a volume above which a region is cut along all axes, and not along the last alone.
+_MANY = 64
 
 
-@partial(looks_at_a_copy, scripted=True)
-@door("plan_whole", OF_WINDOWS)
-def plan_whole(
-    model: nn.Module,
-    shape: Sequence[int] | Sequence[Sequence[int]],
-    *,
-    tile: int | Sequence[int | None] | Tiles | None = None,
-    pad: str | None = None,
-    reduce: Reduce = None,
-) -> StreamingPlan:
-    """Plan a call of `predict_whole`, which also prints its plan before it starts.
-
-    The network is recorded on tensors without numbers, at the volume's own size; nothing of it runs. A plan can be
-    pickled, and `predict_whole(…, plan=plan)` runs it on any volume of the shape.
-
-    Args:
-        model: As in `predict_whole`.
-        shape: Shape of the volume; a tuple of shapes for a network of several inputs.
-        tile: As in `predict_whole`. Values are planned on disk if `Tiles(disk=…)` allows it: a plan knows no path.
-        pad: As in `predict_whole`.
-        reduce: As in `predict_whole`.
-
-    Returns:
-        The plan; `print(plan)` prints what `predict_whole` prints.
-
-    Raises:
-        TypeError: If a volume is passed in place of its shape, if tile or halo have numbers that are no integers, if
-            `reduce` is no function, or if the network does not return one grid, or several of one size.
-        ValueError: If the model is in training mode, does not take the volume's size, or has attention whose summary,
-            or keys and values, take too much memory; if shapes do not fit (`ShapeError`); if an operation does not run
-            in tiles (`GraphError`): the text has its name and the module that ran it.
-        LookupError: If `pad` or `reduce` is unknown.
-
-    Cost:
-        Seconds at most, and no memory that grows with the volume.
-
-    Example:
-        >>> from torch import Tensor, nn
-        >>> from farfield.nn import GridAttention
-        >>> from farfield.streaming import plan_whole
-        >>> attention = GridAttention(8, "siamese")
-        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), attention, nn.Conv2d(8, 1, 3, padding=1))
-        >>> plan = plan_whole(net.eval(), (1000, 1000), tile=256)
-        >>> len(plan.cores), len(plan.passes), plan.passes[0].summarizes, plan.passes[0].halo.before
-        (16, 2, ('1',), (1, 1))
-        >>> plan.stored_bytes, plan.disk_bytes, round(plan.recomputed, 2)
-        (32000000, 0, 1.0)
-    """
-    several = isinstance(shape, tuple | list) and bool(shape) and not any(isinstance(each, int) for each in shape)
-    shapes: list[Any] = list(shape) if several else [shape]
-    for each in shapes:
-        if not isinstance(each, Sequence) or isinstance(each, str):
-            given = f"a volume of shape {tuple(each.shape)}" if hasattr(each, "shape") else f"{each!r:.60}"
-            raise refusal(TypeError, f"shape must be numbers, got {given}; fix: plan_whole(model, volume.shape).")
-    check_network(model, "model", "plan_whole(model, …)")
-    return Planner(model, shapes, parse_tiles(tile), pad, reduce).plan()
+def make_plan(labelled: LabelledGraph, tile: Sequence[int], chosen: Collection[Value]) -> StreamingPlan:
+    """Plan the passes of a graph, without their costs; of the chosen values those are stored that a later one reads."""
+    passes = end_passes(labelled, chosen, labelled.levels, labelled.reductions)
+    return StreamingPlan(labelled, tuple(map(min, tile, labelled.size)), passes)
 
 
-@dataclass
-class Planner:
-    """Plans a call of `predict_whole` or `plan_whole`, of which these are the arguments."""
-
-    model: Any
-    shapes: Sequence[Sequence[int]]
-    tiles: Tiles
-    pad: str | None
-    reduce: Reduce
-    # The path of the output, and what an unfinished prediction there was planned with.
-    path: Path | None = None
-    saved: Saved | None = None
-    # Of volumes with letters.
-    known_layouts: Sequence[AxisLayout | None] = ()
-    # That of the volumes as the network takes them; None if these are not known.
-    dtype: torch.dtype | None = None
-    # Whether it is tried how a volume is read.
-    is_trial: bool = False
-    # Known once the network is recorded.
-    outputs: Outputs = field(default_factory=Outputs, init=False)
-    # Number of samples, size, and whether it is reduced -> the network on volumes of these.
-    recordings: dict[tuple[int, tuple[int, ...], bool], Recording] = field(default_factory=dict, init=False)
-
-    def plan(self) -> StreamingPlan:
-        """Make the plan."""
-        with self._explained():
-            return self._plan()
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Name the network that does not run in tiles."""
-        try:
-            yield
-        except GraphError as error:
-            raise refusal(GraphError, f"{type(self.model).__name__} does not run in tiles: {error}") from error
-
-    def _plan(self) -> StreamingPlan:
-        self._check()
-        # One on a size that the strides divide states the padding.
-        sizes = [(_DIVISIBLE,) * len(self.size), self.size] if self.pad else []
-        probe = self._record_first(self.batch, sizes)
-        strides = probe.strides if probe and self.pad else (1,) * len(self.size)
-        # Half on each end, as in CARE.
-        missing = [-length % stride for length, stride in zip(self.size, strides, strict=True)]
-        padding = tuple((each // 2, each - each // 2) for each in missing)
-        size = tuple(length + each for length, each in zip(self.size, missing, strict=True))
-        # Of a network that took no size, it is not known.
-        mixed = self.batch > 1 and (bool(self.pad and probe is None) or self._mixes_samples(size))
-        if mixed and "Z" in dict(self.layouts[0].samples):
-            raise refusal(
-                ValueError,
-                f"layers of {type(self.model).__name__} mix samples, so planes one after the other are not its result "
-                'on all of them; fix: one plane at a time, volume.crop({"Z": (0, 1)}), or all as one batch, '
-                "numpy.asarray(volume)[:, None].",
-            )
-        batch, samples = (self.batch, 1) if mixed else (1, self.batch)
-        recording = self._record_whole(batch, size, probe)
-        tile = None if self.tiles.size is None else round_up_tile(self.tiles.size, size, recording.strides)
-        plan, on_disk = self._plan_saved(recording, tile) or self._choose_tiles(recording, tile)
-        self._refuse_large_summaries(plan.labelled)
-        if self.tiles.statistics == "tile" and plan.cut:
-            plan = self._plan_patches(plan, batch)
-        output = plan_output(recording, plan, padding, samples)
-        if any(map(any, padding)) and not isinstance(plan, PatchPlan):
-            plan = replace(plan, kept=output.kept)
-        return StreamingPlan(
-            layout=self.layouts[0],
-            channels=self.channels,
-            padding=padding,
-            pad=self.pad,
-            samples=samples,
-            passes=plan.passes,
-            output=output,
-            outputs=self.outputs,
-            on_disk=on_disk and bool(plan.stored),
-            reduction=fingerprint(self.reduce),
-            check=plan_check(partial(self._record, batch, reduced=False), plan, recording.strides, samples),
-            graph_plan=plan,
+def end_passes(
+    labelled: LabelledGraph, chosen: Collection[Value], levels: Mapping[int, int], reductions: Collection[int]
+) -> tuple[PlannedPass, ...]:
+    """Return where passes end, without their costs: each node runs in the pass of its level, which sums before it."""
+    nodes, last, none = labelled.graph.nodes, levels[labelled.graph.output.node], (0,) * len(labelled.size)
+    passes, read = list[PlannedPass](), set[Value]()
+    for number in range(last + 1):
+        sums = tuple(index for index in reductions if levels[index] == number + 1)
+        writes = tuple(value for value in sorted(chosen) if levels[value.node] == number)
+        ends = [nodes[index].inputs[each] for index in sums for each in labelled.reductions[index].operands]
+        ends += [*writes, *([labelled.graph.output] if number == last else [])]
+        stored = {value for value in chosen if levels[value.node] < number}
+        reads = _reach(labelled, ends, stored.union(labelled.graph.inputs)) & stored
+        passes.append(PlannedPass((), (), sums, writes, tuple(sorted(reads)), Halo(none, none)))
+        read |= reads
+    for number, each in enumerate(passes):
+        writes = tuple(value for value in each.writes if value in read)
+        paths = [[nodes[index].path for index in each.reductions], [nodes[value.node].path for value in writes]]
+        passes[number] = each._replace(
+            summarizes=tuple(dict.fromkeys(paths[0])), stores=tuple(dict.fromkeys(paths[1])), writes=writes
         )
+    return tuple(passes)
 
-    def _check(self) -> None:
-        model = self.model
-        self.network = model.network if isinstance(model, MeanOverFlips) else model
-        refuse_training(self.network)
-        if self.pad is not None and self.pad not in MODES:
-            raise unknown("pad", self.pad, MODES)
-        check_reduction(self.reduce)
-        check_arguments(self.network, len(self.shapes))
-        first = next(iter(self.known_layouts), None)
-        dims = spatial_dims_of(self.network, self.tiles.size, self.shapes[0], first)
-        try:
-            self.layouts = parse_layouts(self.shapes, dims, self.known_layouts)
-        except ShapeError:
-            self._name_reading(dims)
-            raise
-        pairs = [own.batch_and_channels(shape) for own, shape in zip(self.layouts, self.shapes, strict=True)]
-        self.batch, self.channels = pairs[0][0], tuple(channels for _, channels in pairs)
-        self.size = tuple(self.shapes[0][len(self.shapes[0]) - dims :])
-        halo = self.tiles.halo
-        self.halo = (halo,) * dims if isinstance(halo, int) else halo
-        if self.halo is not None and len(self.halo) != dims:
-            raise refusal(
-                ShapeError,
-                f"halo must be one number, or one for each of {dims} spatial dims, got {halo!r}; fix: "
-                f"halo={max(self.halo, default=0)}.",
+
+def _reach(labelled: LabelledGraph, ends: Sequence[Value], given: Collection[Value]) -> set[Value]:
+    """Return the values that a pass computes or reads for its ends: none beyond what is given or was summarized."""
+    waiting, reached = list(ends), set[Value]()
+    while waiting:
+        value = waiting.pop()
+        if value in reached or value in labelled.known:
+            continue
+        reached.add(value)
+        reduction = labelled.reductions.get(value.node)
+        if value not in given and (reduction is None or reduction.reads is not None):
+            waiting += labelled.graph.nodes[value.node].inputs
+    return reached
+
+
+def make_patch_plan(plan: StreamingPlan, record: Callable[[tuple[int, ...]], RecordedNetwork]) -> StreamingPlan:
+    """Plan how a network, which `record` records on the size of a patch, runs on patches; or raise GraphError."""
+    labelled, nodes = plan.labelled, plan.labelled.graph.nodes
+    if labelled.gathered:
+        path = nodes[min(labelled.gathered).node].path
+        raise GraphError(f"{path} needs all positions of the volume for each of its own")
+    # All reductions but attention are those of a tile, and need no pass.
+    attention, levels = find_attention(labelled), dict[int, int]()
+    for index in labelled.order:
+        levels[index] = max((levels[value.node] for value in nodes[index].inputs), default=0) + (index in attention)
+    whole = count_costs(replace(plan, passes=end_passes(labelled, (), levels, labelled.reductions)))
+    scales = find_scales(find_places(labelled))
+    along = [[own[axis].numerator for own in scales.values() if axis in own] for axis in range(len(plan.tile))]
+    multiples = tuple(math.lcm(*own) for own in along)
+    halo = Halo(*(tuple(map(round_up, side, multiples)) for side in whole.halo))
+    # A patch has the remainder of the volume's size, so that the last starts at a multiple; so do tiles that do not.
+    size = tuple(
+        min(length, round_up(own, multiple) + (own % multiple and multiple) + before + after + length % multiple)
+        for length, own, before, after, multiple in zip(plan.size, plan.tile, *halo, multiples, strict=True)
+    )
+    own = record(size).label([])
+    if [node.op for node in nodes] != [node.op for node in own.graph.nodes]:
+        raise GraphError("it runs other operations on a patch than on the whole volume")
+    passes = end_passes(labelled, (), levels, attention)
+    patched = replace(plan, passes=passes, patch=Patch(own, plan.size, halo, scales, multiples))
+    refuse_moved_parts(patched)
+    return patched
+
+
+# ---- stored values ---------------------------------------------------------------------------------------------------
+def find_stored(labelled: LabelledGraph) -> set[Value]:
+    """Return the values to store so that each operation with MACs runs in one pass alone."""
+    levels, graph = labelled.levels, labelled.graph
+    stored = set(labelled.gathered)
+    for index in labelled.order:
+        for source in graph.nodes[index].inputs:
+            later = levels[source.node] < levels[index]
+            if later and source not in labelled.known and labelled.layouts[source]:
+                stored.add(_cheapest_source(labelled, source))
+    return {value for value in stored if value not in graph.inputs}
+
+
+def _cheapest_source(labelled: LabelledGraph, value: Value) -> Value:
+    """Return the value from which this one follows without MACs, and which has no more bytes."""
+    graph = labelled.graph
+    while True:
+        node = graph.nodes[value.node]
+        sources = [source for source in node.inputs if source not in labelled.known]
+        grids = {source for source in sources if graph.info(source).bytes * 8 > graph.info(value).bytes}
+        if node.macs or len(grids) != 1 or value in labelled.gathered:
+            return value
+        (source,) = grids
+        if graph.info(source).bytes > graph.info(value).bytes or source.node not in labelled.calls:
+            return value
+        value = source
+
+
+def fit_stored(labelled: LabelledGraph, allowed: int) -> set[Value]:
+    """Return the values to store in so many bytes: those that save most MACs a byte, and all that are gathered."""
+
+    def fits(values: Collection[Value]) -> bool:
+        return count_stored(labelled, end_passes(labelled, values, labelled.levels, labelled.reductions)) <= allowed
+
+    def saved_by(value: Value) -> float:
+        nodes = {each.node for each in _reach(labelled, [value], chosen - {value})}
+        macs = (_split_macs(labelled.graph.nodes[index], index in labelled.reductions)[1] for index in nodes)
+        return sum(macs) / labelled.graph.info(value).bytes
+
+    chosen, removed = find_stored(labelled), list[Value]()
+    while not fits(chosen) and chosen != labelled.gathered:
+        removed.append(min(sorted(chosen - labelled.gathered), key=saved_by))
+        chosen.remove(removed[-1])
+    # What was removed early may fit beside the rest after what was removed later.
+    for value in reversed(removed):
+        if fits({*chosen, value}):
+            chosen.add(value)
+    return chosen
+
+
+# ---- costs -----------------------------------------------------------------------------------------------------------
+def count_costs(plan: StreamingPlan) -> StreamingPlan:
+    """Return a plan with the halo, the MACs and the bytes of each pass."""
+    numbers, patch = range(len(plan.passes)), plan.patch
+    costs = [_count_patch(plan, patch, each) if patch else _count_tiles(plan, each) for each in numbers]
+    each_pass = zip(plan.passes, costs, strict=True)
+    return replace(
+        plan, passes=tuple(each._replace(halo=halo, macs=macs, bytes=size) for each, (halo, macs, size) in each_pass)
+    )
+
+
+def _count_tiles(plan: StreamingPlan, number: int) -> tuple[Halo, float, int]:
+    # What a tile reads along an axis follows from its place along it alone, so a diagonal of tiles tells all.
+    labelled, graph = plan.labelled, plan.labelled.graph
+    given = {*graph.inputs, *plan.passes[number].reads}
+    macs = {index: _split_macs(graph.nodes[index], index in labelled.reductions) for index in labelled.order}
+    halos, peak = [Halo(*[(0,) * len(plan.tile)] * 2)], 0
+    # Of each value, how many positions run along each axis in all tiles, and along no axis, None.
+    counts: dict[Value, Counter[int | None]] = {}
+    for tile, weights in _diagonal(plan.size, plan.tile):
+        summarized, wanted = find_wanted(plan, number, tile)
+        regions = find_regions(labelled, wanted, given)
+        left = sum(labelled.bytes_on(value, regions[value]) for value in wanted)
+        # Beside what was computed, a summary takes as much as its operands.
+        copies = [sum(map(labelled.bytes_on, own, map(region_of, own.values()))) for own in summarized.values()]
+        peak = max(peak, count_bytes(labelled, regions, given, wanted), left + max(copies, default=0))
+        for value, region in regions.items():
+            if value in graph.inputs:
+                spans = [(*own, dim[0]) for own, dim in zip(tile, region[-len(tile) :], strict=True)]
+                before = tuple(max(0, start - read[0][0]) for start, _, read in spans)
+                halos.append(Halo(before, tuple(max(0, read[-1][1] - stop) for _, stop, read in spans)))
+            elif value not in given and macs[value.node][1]:
+                _add_positions(counts.setdefault(value, Counter()), labelled.layouts[value], region, weights)
+    running = sum(
+        macs[value.node][1] * math.prod(own.values()) / max(1, math.prod(graph.info(value).shape))
+        for value, own in counts.items()
+    )
+    summing = sum(macs[index][0] for index in plan.passes[number].reductions)
+    return join_halos(halos), summing + running, peak + labelled.constant_bytes
+
+
+def _count_patch(plan: StreamingPlan, patch: Patch, number: int) -> tuple[Halo, float, int]:
+    whole, graph, reductions = plan.labelled, patch.labelled.graph, plan.passes[number].reductions
+    operands = (graph.nodes[index].inputs[each] for index in reductions for each in whole.reductions[index].operands)
+    wanted = patch.boxes([*operands, *find_ends(whole, plan.passes, number)])
+    regions, attention = find_regions(patch.labelled, wanted, graph.inputs), find_attention(whole)
+    macs = sum(_split_macs(graph.nodes[index])[0] for index in reductions)
+    macs += sum(_split_macs(graph.nodes[index], index in attention)[1] for index in {value.node for value in regions})
+    peak = count_bytes(patch.labelled, regions, graph.inputs, wanted)
+    return patch.halo, float(macs * len(plan.cores)), peak + patch.labelled.constant_bytes
+
+
+def _split_macs(node: Node, is_reduction: bool = True) -> tuple[int, int]:
+    """Return the MACs of a node while it is summarized, and those while it runs, as only a layer does of reductions."""
+    summing = node.args[0].summing if node.op == "layer" else node.macs
+    return (summing, node.macs - summing) if is_reduction else (0, node.macs)
+
+
+def _diagonal(size: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[tuple[Span, ...], list[int]]]:
+    """Iterate over tiles that stand for all, and along each axis for how many: those at both ends of an axis differ."""
+    axes = []
+    for length, own in zip(size, tile, strict=True):
+        numbers = range(-(-length // own))
+        places = sorted({*numbers[:_ENDS], len(numbers) // 2, *numbers[-_ENDS:]})
+        weights = [len(numbers) + 1 - len(places) if place == len(numbers) // 2 else 1 for place in places]
+        axes.append(list(zip(axis_spans(length, own, places), weights, strict=True)))
+    for step in range(max(map(len, axes))):
+        # An axis of fewer tiles stays at its last, which is counted already.
+        pairs = [each[step] if step < len(each) else (each[-1][0], 0) for each in axes]
+        yield tuple(span for span, _ in pairs), [weight for _, weight in pairs]
+
+
+def _add_positions(counts: Counter[int | None], layout: Layout, region: Region, weights: Sequence[int]) -> None:
+    """Add the positions of a region along each axis, so often; those along no axis, None, are the same in all tiles."""
+    extents: dict[int | None, int] = dict.fromkeys([*range(len(weights)), None], 1)
+    for piece, spans in zip(itertools.chain(*layout), itertools.chain(*region), strict=True):
+        extents[piece.axis] *= sum(stop - start for start, stop in spans)
+    counts.setdefault(None, extents.pop(None))
+    counts.update({axis: extents[axis] * weight for axis, weight in enumerate(weights)})
+
+
+# ---- the region that is checked --------------------------------------------------------------------------------------
+def plan_check(
+    record: Callable[[tuple[int, ...]], RecordedNetwork], plan: StreamingPlan, strides: Sequence[int], samples: int
+) -> RegionCheck | str:
+    """Plan the largest check that takes at most `_SHARE` of the planned MACs, and a tile's bytes; or tell why none.
+
+    What takes few of both is no matter of a share, such as the whole of a small volume.
+    """
+    labelled, size = plan.labelled, None
+    most = max(_SHARE * samples * sum(each.macs for each in plan.passes), _FEW_MACS)
+    room = max(_FEW_BYTES, *(each.bytes for each in plan.passes))
+    reach = tuple(map(max, *plan.halo))
+    untiled, output = sum(labelled.graph.nodes[index].macs for index in labelled.order), labelled.graph.output
+    regions = find_regions(labelled, {output: whole_box(labelled.layouts[output])}, labelled.graph.inputs)
+    peak = count_bytes(labelled, regions, labelled.graph.inputs, [output])
+    batch = min(samples, 2)
+    for each in [*region_sizes(labelled.size, plan.cut, strides, reach), labelled.size]:
+        # By positions, and tiles with their halos as twice the network; in float64 that takes twice the bytes.
+        share = batch * math.prod(each) / math.prod(labelled.size)
+        if 4 * share * untiled <= most and 2 * share * peak <= room:
+            size = each
+    if size is None:
+        return "the volume is one tile" if not plan.cut else "a region of two strides takes too much work, or memory"
+    # A patch runs in one piece, of whatever size.
+    cut = () if plan.patch else plan.cut
+    try:
+        recorded = record(size).label(cut)
+    except (GraphError, ValueError, TypeError) as error:
+        return f"the network does not run on a region of size {size} ({str(error).splitlines()[0]:.80})"
+    # Batch norms have outputs that are empty, and not read.
+    if any(0 in recorded.graph.nodes[index].outputs[0].shape for index in recorded.order):
+        return f"the network crops all of a region of size {size}"
+    stored = find_stored(recorded)
+    if {*plan.stored} <= stored:
+        stored = {*recorded.gathered, *plan.stored}
+    # Tiles of a region take their time however few positions they have: two where the volume has few.
+    halved = cut if len(plan.cores) > _MANY else cut[-1:]
+    tile = [
+        round_up(length // stride, 2) // 2 * stride if axis in halved and length >= 2 * stride else length
+        for axis, (length, stride) in enumerate(zip(size, strides, strict=True))
+    ]
+    own = count_costs(make_plan(recorded, tile, stored))
+    cost = 2.0 * sum(recorded.graph.nodes[index].macs for index in recorded.order)
+    cost = batch * (cost + sum(each.macs for each in own.passes))
+    if cost > most:
+        return "it takes too much of the work"
+    # In float64, convolutions of torch on a CPU unfold: as many numbers as they take products for an output channel.
+    nodes = recorded.graph.nodes
+    unfolded = max((node.macs // node.outputs[0].shape[1] for node in nodes if "convolution" in node.op), default=0)
+    return RegionCheck(own, cost, 8 * (unfolded + sum(each.numel() for each in recorded.graph.constants.values())))
+
+
+def region_sizes(
+    size: Sequence[int], cut: Sequence[int], strides: Sequence[int], reach: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
+    """Iterate over sizes of regions, the smallest first, up to those in whose middle a halo ends within them."""
+    # Along axes that are cut a region has so many strides and what the volume has beyond those; at least two along one.
+    most = {}
+    for axis in cut:
+        halo, enough = -(-reach[axis] // strides[axis]), -(-_ENOUGH // strides[axis])
+        most[axis] = min(size[axis] // strides[axis], max(2 * halo + 2, enough))
+    for steps in range(1, max(most.values(), default=1) + 1):
+        # Two strides along the last axis alone, then along one more, then three along all, and so on.
+        for doubled in range(len(cut)) if steps == 1 else [len(cut)]:
+            counts = {
+                axis: min(most[axis], max(steps, 2 if place <= doubled else 1))
+                for place, axis in enumerate(reversed(cut))
+            }
+            yield tuple(
+                counts[axis] * strides[axis] + length % strides[axis] if axis in counts else length
+                for axis, length in enumerate(size)
             )
-
-    def _record(self, batch: int, size: tuple[int, ...], *, reduced: bool = True) -> Recording:
-        """Record the network on volumes of this size; raise ValueError if it does not take them."""
-        key = batch, size, reduced and self.reduce is not None
-        if key in self.recordings:
-            return self.recordings[key]
-        dtype = self.dtype or dtype_of(self.model)
-        volumes = [Info((batch, own, *size), dtype) for own in self.channels]
-
-        def finish(output: Any) -> Tensor:
-            reduce = self.reduce if reduced else self.outputs.taken
-            grid, self.outputs = one_grid(self.model, volumes[0].shape, output, reduce)
-            return grid
-
-        try:
-            graph = record_network(self.model, volumes, finish)
-        except (RecordingError, CannotCopyError, ScriptError) as error:
-            raise GraphError(str(error)) from error
-        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
-            if is_refusal(error):
-                raise
-            if str(error).startswith("MeanOverFlips: "):  # which runs in the function that was called
-                raise refusal(type(error), str(error).removeprefix("MeanOverFlips: ")) from error
-            raise refusal(
-                ValueError, f"{type(self.model).__name__} does not take a grid of size {size}: {error}"
-            ) from error
-        record = partial(self._record, batch, reduced=reduced)
-        self.recordings[key] = Recording(graph, size, self.halo, record)
-        return self.recordings[key]
-
-    def _record_first(self, batch: int, sizes: Sequence[tuple[int, ...]]) -> Recording | None:
-        """Record the network on the first of these sizes that it takes."""
-        for size in sizes:
-            with suppress(ValueError):
-                return self._record(batch, size)
-        return None
-
-    def _mixes_samples(self, size: tuple[int, ...]) -> bool:
-        """Whether the result of a sample depends on others, on their number, or on its place among them."""
-        several, one = (self._record_first(batch, [size]) for batch in (self.batch, 1))
-        return several is None or one is None or not several.runs_as(one)
-
-    def record_calls(self) -> Recording:
-        """Record two samples on a size that strides divide, or on the volume's if the network does not take that.
-
-        Where the size is large, no window is as long as a grid.
-        """
-        self._check()
-        first = self._record_first(2, [(_DIVISIBLE,) * len(self.size)])
-        with self._explained():
-            return first or self._record_whole(2, self.size, None)
-
-    def _record_whole(self, batch: int, size: tuple[int, ...], probe: Recording | None) -> Recording:
-        """Record the network on the whole volume; an error has sizes that it takes if the strides are why."""
-        try:
-            return self._record(batch, size)
-        except (GraphError, ReductionError):
-            raise
-        except ValueError as error:
-            self._name_reading(len(size))
-            refuse_axes(self.network, self.channels, size, bool(self.layouts[0].batch), error)
-            if not self.pad:
-                probe = self._record_first(1, [(_DIVISIBLE,) * len(size)])
-            strides = probe.strides if probe else ()
-            if any(length % stride for length, stride in zip(size, strides, strict=False)):
-                multiples = " × ".join(map(str, strides))
-                raise refusal(
-                    ValueError, f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".'
-                ) from error
-            raise
-
-    def _name_reading(self, dims: int) -> None:
-        """Refuse a volume that the network takes with other axes, and name these; return where none are found."""
-        shape = tuple(self.shapes[0])
-        if self.is_trial or len(self.shapes) > 1 or any(self.known_layouts) or 0 in shape:
-            return
-        found = find_reading(self.network, shape, dims, self.tiles.size, self._plan_reading)
-        if found is not None:
-            raise refusal(
-                ValueError,
-                f"{type(self.model).__name__} does not take a volume of shape {shape} with {dims} spatial dims, and "
-                f"takes it as {found[0]}\n  fix: {found[1]}, if these are its axes.",
-            )
-
-    def _plan_reading(self, shape: tuple[int, ...], tile: Any) -> tuple[int, ...]:
-        """Return the axes that can be cut of a volume that is read otherwise; raise the error of a call with it."""
-        trial = replace(self, shapes=[shape], tiles=replace(self.tiles, size=tile), saved=None, is_trial=True)
-        trial._plan()
-        one = trial._record_first(1, [trial.size])
-        return one.cuttable if one else ()
-
-    def _plan_patches(self, plan: GraphPlan, batch: int) -> PatchPlan:
-        """Plan how the network runs on patches, so that norms, means and pooling see what a tile reads."""
-        along = axes_of(plan.labelled.layouts[plan.labelled.graph.output])
-        if self.outputs.has_answers or not set(plan.cut) <= set(along):
-            raise GraphError(
-                'what it returns sums over the whole, and statistics="tile" sees what a tile reads; fix: '
-                'Tiles(…, statistics="whole")'
-            )
-        try:
-            patches = make_patch_plan(plan.labelled, plan.tile, partial(self._record, batch))
-        except GraphError:
-            raise
-        except ValueError as error:
-            raise refusal(
-                ValueError,
-                f'{error}\n  fix: Tiles(…, statistics="whole"), as the network takes no patch of the volume.',
-            ) from error
-        if patches.reductions and isinstance(self.model, MeanOverFlips):
-            raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')
-        return patches
-
-    def _plan_saved(self, recording: Recording, given: tuple[int, ...] | None) -> tuple[GraphPlan, bool] | None:
-        """Return the plan of an unfinished prediction, if the call is for it, whatever memory and disk are free."""
-        saved, tiles = self.saved, self.tiles
-        if saved is None or len(saved.tile) != len(recording.size):
-            return None
-        # An explicit number of bytes on disk determines by itself what is stored.
-        is_explicit = tiles.disk is not None and (saved.on_disk or tiles.disk > 0)
-        if is_explicit or (given or saved.tile) != saved.tile:
-            return None
-        try:
-            labelled = recording.label(cut_axes(recording.size, saved.tile))
-        except GraphError:
-            return None
-        stored = {*labelled.gathered, *(Value(*each) for each in saved.stored)}
-        if not stored <= find_stored(labelled):
-            return None
-        return make_graph_plan(labelled, saved.tile, stored), saved.on_disk
-
-    def _choose_tiles(self, recording: Recording, given: tuple[int, ...] | None) -> tuple[GraphPlan, bool]:
-        """Choose the size of tiles and the values that are stored; return the plan, and whether they are on disk."""
-        size, memory = recording.size, self.tiles.memory
-        if memory is None:
-            memory = int(_MEMORY_SHARE * free_bytes(device_of(self.network)))
-        if given is None:
-            whole = make_graph_plan(recording.label([]), size, [])
-            if whole.passes[0].bytes <= memory:
-                return whole, False
-        axes = recording.cuttable if given is None else cut_axes(size, given)
-        labelled = recording.label(axes)
-        of_tile, of_stored, on_disk = self._choose_budget(labelled, memory)
-        stored = fit_stored(labelled, of_stored)
-        if given is not None:
-            return make_graph_plan(labelled, given, stored), on_disk
-        multiple = math.lcm(*(recording.strides[axis] for axis in axes))
-        most = max((-(-size[axis] // multiple) for axis in axes), default=1)
-
-        def plan_tiles(count: int) -> GraphPlan:
-            edges = tuple(count * multiple if axis in axes else length for axis, length in enumerate(size))
-            return make_graph_plan(labelled, edges, stored)
-
-        def is_large(count: int) -> bool:
-            return max(each.bytes for each in plan_tiles(count).passes) > of_tile
-
-        # The largest number of multiples that fits; one where none does.
-        return plan_tiles(max(1, bisect(range(1, most + 1), False, key=is_large))), on_disk
-
-    def _choose_budget(self, labelled: LabelledGraph, memory: int) -> tuple[int, int, bool]:
-        """Return the bytes of a tile and of stored values, and whether these are on disk: where it has enough room."""
-        graph, disk = labelled.graph, self.tiles.disk
-        wanted = sum(graph.info(value).bytes for value in find_stored(labelled))
-        on_disk, of_stored = bool(disk), disk or (memory // 2 if wanted else 0)
-        if wanted and self.path is not None and disk is None:
-            # On disk a value outlives a process that is killed.
-            room = int(_DISK_SHARE * shutil.disk_usage(self.path.absolute().parent).free)
-            if room >= min(wanted, memory // 2):
-                on_disk, of_stored = True, room
-        least = sum(graph.info(value).bytes for value in labelled.gathered)
-        if least > of_stored:
-            names = ", ".join(dict.fromkeys(graph.nodes[value.node].path for value in labelled.gathered))
-            where = "disk" if on_disk else "memory"
-            raise refusal(
-                ValueError,
-                f"{names} needs all positions for each of its own, which are {least:,} bytes to store, "
-                f"and may take {of_stored:,} bytes of {where}; fix: tile=Tiles(…, disk={least}), or attention that "
-                "compresses, such as factorized_gaussian.",
-            )
-        return memory if on_disk else memory - of_stored, of_stored, on_disk
-
-    def _refuse_large_summaries(self, labelled: LabelledGraph) -> None:
-        free = free_bytes(device_of(self.network))
-        for node in (labelled.graph.nodes[index] for index in labelled.reductions):
-            if node.op == "layer" and node.args[0].summary_bytes:
-                name = f"the summary of {node.args[0].module.operator_name} at {node.path}"
-                refuse_large_summary(name, node.args[0].summary_bytes, free)

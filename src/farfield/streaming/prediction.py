@@ -19,12 +19,11 @@ from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import Tiles, arrange_volumes, axis_spans
 from farfield.streaming.check import RegionCheck, run_check
 from farfield.streaming.masks import mask_plan
-from farfield.streaming.passes import ReadVolume, Skips, Store, TiledRun, WriteOutput
-from farfield.streaming.plan import GraphPlan
-from farfield.streaming.progress import Saved, Stream
+from farfield.streaming.passes import Skips, Store, TiledRun
+from farfield.streaming.plan import StreamingPlan, own_box
+from farfield.streaming.progress import Stream
 from farfield.streaming.skipping import find_skipped, layout_of_mask, open_mask
 from farfield.streaming.spans import Box, box_shape
-from farfield.streaming.streaming_plan import StreamingPlan
 from farfield.volumes.file_formats import OutputSpec, chunk_lengths
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.sink import ArrayOutput, FileOutput, numpy_dtype
@@ -75,7 +74,7 @@ class Prediction:
         """The volumes, as they are read, and the mask."""
         _, volumes, layouts = self.arranged
         spatial_dims, padding, mode = self.plan.layout.spatial_dims, self.plan.padding, self.plan.pad or "reflect"
-        graph = self.plan.graph_plan.labelled.graph
+        graph = self.plan.labelled.graph
         device, dtype = device_of(self.model), graph.info(graph.inputs[0]).dtype
         sources = {
             name: VolumeSource(
@@ -92,9 +91,9 @@ class Prediction:
         return sources
 
     @cached_property
-    def graph(self) -> GraphPlan:
+    def graph(self) -> StreamingPlan:
         """How the network runs, with the mask."""
-        return self.plan.graph_plan if self.mask is None else mask_plan(self.plan.graph_plan, self.model)
+        return self.plan if self.mask is None else mask_plan(self.plan, self.model)
 
     @cached_property
     def skipped(self) -> np.ndarray:
@@ -103,34 +102,33 @@ class Prediction:
 
     @cached_property
     def spec(self) -> OutputSpec:
-        plan, output, layout = self.plan, self.plan.output, self.plan.output_layout
-        shape = layout.shape(output.shape[0], output.shape[1], size_of(output.kept))
-        box = [*shape[: len(shape) - len(output.written)], *output.written]
+        plan, layout, (batch, channels, *_) = self.plan, self.plan.output_layout, self.plan.output_shape
+        shape, dims = layout.shape(batch, channels, size_of(plan.kept)), len(plan.kept)
+        # The part that the first tile writes.
+        first = plan.labelled.core(plan.labelled.layouts[plan.labelled.graph.output], plan.cores[0])[2:]
+        written = [
+            min(spans[0][1] - spans[0][0], high - low) for spans, (low, high) in zip(first, plan.kept, strict=True)
+        ]
+        box = [*shape[: len(shape) - dims], *written]
         if plan.samples > 1:
             box[: layout.batch] = [1] * layout.batch
-        channels = next(iter(self.sources.values())).channels
-        known, dims = self.arranged[0], len(output.kept)
-        metadata = describe_output(known, layout, channels, output.shape[1], output.places, dims)
+        given = next(iter(self.sources.values())).channels
+        metadata = describe_output(self.arranged[0], layout, given, channels, plan.places, dims)
         if plan.outputs.names:
             metadata = replace(metadata, channels=plan.outputs.channel_names())
-        return OutputSpec(shape, numpy_dtype(output.dtype), tuple(box), metadata)
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether values that passes store for later ones are in files: those that several processes read are."""
-        return self.plan.on_disk or (self.shared and bool(self.plan.stored))
+        return OutputSpec(shape, numpy_dtype(plan.output_dtype), tuple(box), metadata)
 
     @property
     def tile_bytes(self) -> int:
         """The most memory that a task takes, beside the parameters of the network."""
-        return max(each.bytes for each in self.graph.passes)
+        return self.graph.tile_bytes
 
     def __str__(self) -> str:
         """Return the plan, and how many tiles are skipped, as text."""
         if self.mask is None:
             return str(self.plan)
-        plan, empty = replace(self.plan, graph_plan=self.graph, passes=self.graph.passes), self.skipped[:, -1]
-        return f"{plan}\n{empty.sum():,} of {empty.size:,} tiles have no valid position: skipped"
+        empty = self.skipped[:, -1]
+        return f"{self.graph}\n{empty.sum():,} of {empty.size:,} tiles have no valid position: skipped"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what follows from the arguments."""
@@ -149,16 +147,36 @@ class Prediction:
             return replace(self, plan=self.plan.bind("predict_whole", self.model))
 
     def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, TiledRun]:
+        """Return what reads boxes of the volumes and writes those of the output, and the tasks in between."""
         plan, graph = self.plan, self.graph
         if self.shared:
             _check_chunks(graph, plan, self.spec)
         tiled = {name: (source, plan.cores) for name, source in self.sources.items()}
-        stream = Stream(output, self.identity, Saved(plan.tile, plan.stored, self.on_disk, self.shared), tiled)
+        planned = {"positions": plan.tile, "stored": plan.stored, "on_disk": plan.on_disk, "shared": self.shared}
+        stream = Stream(output, self.identity, planned, tiled)
         folder = output.folder if isinstance(output, FileOutput) else None
-        store = Store(graph, self.on_disk, folder, device_of(self.model), shared=self.shared)
+        store = Store(graph, plan.on_disk, folder, device_of(self.model), shared=self.shared)
+
+        def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
+            return self.read_box(lambda name, *place: stream.read(name, index, *place), sample, volume, box)
+
+        def write(sample: int, box: Box, numbers: Tensor | None) -> None:
+            if numbers is None:
+                if isinstance(output, FileOutput):  # of zeros from the start
+                    return
+                numbers = torch.zeros(box_shape(box), dtype=plan.output_dtype)
+            spans = [spans[0] for spans in box[2:]]
+            if (both := overlap(spans, plan.kept)) is None:  # it stands for padding
+                return
+            part = numbers[(slice(None), slice(None), *index_within(both, spans))]
+            shape = plan.output_layout.shape(part.shape[0], part.shape[1], part.shape[2:])
+            leading = [slice(None)] * (len(shape) - len(spans))
+            if plan.samples > 1:
+                leading[: plan.layout.batch] = plan.layout.index_sample(sample)
+            stream.write((*leading, *index_within(both, plan.kept)), part.reshape(shape))
+
         skips: list[Skips] = [] if self.mask is None else [self.skipped.item]
-        connected = _connect(stream, self)
-        return stream, TiledRun(graph, store, *connected, stream.parts_of, plan.samples, *skips)
+        return stream, TiledRun(graph, store, read, write, stream.parts_of, *skips)
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -177,19 +195,22 @@ class Prediction:
     def check_region(self, stream: Stream) -> None:
         """Compare tiles with the network itself on a region of the volume; warn if that is not possible."""
         plan, model = self.plan, self.model
-
         # The first and the last sample are one batch.
         shape = (min(plan.samples, 2) * plan.batch // plan.samples, *plan.size)
-
-        def finish(output: Any) -> Tensor:
-            return one_grid(model, shape, output, plan.outputs.taken)[0]
-
-        problem = plan.check if plan.graph_plan.cut else ""
+        problem = plan.check if plan.cut else ""
         if isinstance(plan.check, RegionCheck):
             # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
             read = partial(self.read_box, lambda name, region, sample: self.sources[name].read(region, sample))
             with torch.no_grad():
-                problem = run_check(plan.check, model, finish, plan.size, read, plan.samples, stream.warn)
+                problem = run_check(
+                    plan.check,
+                    model,
+                    lambda output: one_grid(model, shape, output, plan.outputs.taken)[0],
+                    plan.size,
+                    read,
+                    plan.samples,
+                    stream.warn,
+                )
         if problem:
             stream.warn(f"predict_whole: tiles are not checked: {problem}.")
 
@@ -204,13 +225,13 @@ class Prediction:
         return grid[tuple(slice(*spans[0]) for spans in box[:2])]
 
 
-def _check_chunks(graph: GraphPlan, plan: StreamingPlan, spec: OutputSpec) -> None:
+def _check_chunks(graph: StreamingPlan, plan: StreamingPlan, spec: OutputSpec) -> None:
     """Refuse tiles that write parts of chunks: two processes would overwrite each other's."""
-    kept = plan.output.kept
-    first, chunks = graph.tiles[0], chunk_lengths(spec)[len(spec.shape) - len(kept) :]
-    for axis, spans in enumerate(axis_spans(plan.size, plan.tile)):
-        for span in spans:
-            box = graph.own_box(graph.labelled.graph.output, (*first[:axis], span, *first[axis + 1 :]))
+    kept = plan.kept
+    first, chunks = graph.cores[0], chunk_lengths(spec)[len(spec.shape) - len(kept) :]
+    for axis, pair in enumerate(zip(plan.size, plan.tile, strict=True)):
+        for span in axis_spans(*pair):
+            box = own_box(graph, graph.labelled.graph.output, (*first[:axis], span, *first[axis + 1 :]))
             starts = [spans[0][0] - low for spans, (low, _) in zip(box[2:], kept, strict=True)] if box else []
             if any(start > 0 and start % chunk for start, chunk in zip(starts, chunks, strict=False)):
                 raise refusal(
@@ -219,29 +240,3 @@ def _check_chunks(graph: GraphPlan, plan: StreamingPlan, spec: OutputSpec) -> No
                     'statistics="tile", pad= moves them; fix: a volume of a size that the strides divide, or one '
                     "process.",
                 )
-
-
-def _connect(stream: Stream, prediction: Prediction) -> tuple[ReadVolume, WriteOutput]:
-    """Return how passes read boxes of the volumes, and write those of the output, without what stands for padding."""
-    plan = prediction.plan
-    kept, apart = plan.output.kept, plan.samples > 1
-
-    def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
-        return prediction.read_box(lambda name, *place: stream.read(name, index, *place), sample, volume, box)
-
-    def write(sample: int, box: Box, numbers: Tensor | None) -> None:
-        if numbers is None:
-            if isinstance(stream.output, FileOutput):  # of zeros from the start
-                return
-            numbers = torch.zeros(box_shape(box), dtype=plan.output.dtype)
-        spans = [spans[0] for spans in box[2:]]
-        if (both := overlap(spans, kept)) is None:
-            return
-        part, target = numbers[(slice(None), slice(None), *index_within(both, spans))], index_within(both, kept)
-        shape = plan.output_layout.shape(part.shape[0], part.shape[1], part.shape[2:])
-        leading = [slice(None)] * (len(shape) - len(target))
-        if apart:
-            leading[: plan.layout.batch] = plan.layout.index_sample(sample)
-        stream.write((*leading, *target), part.reshape(shape))
-
-    return read, write

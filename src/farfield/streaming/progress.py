@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from farfield.volumes.unfinished import STATE, explain_disk_errors, unfinished_f
 # Of the file that tells what the records beside it are of.
 FIELDS = {
     "identity": dict,
+    # The plan: resuming does not depend on the free memory and disk. The size of tiles, node and output of each value
+    # that is stored between passes, and whether on disk; and whether several processes work on it, in files of blocks.
     "positions": list,
     "stored": list,
     "on_disk": bool,
@@ -39,17 +41,6 @@ FIELDS = {
 }
 
 
-class Saved(NamedTuple):
-    """What an unfinished prediction was planned with: resuming does not depend on the free memory and disk."""
-
-    tile: tuple[int, ...]
-    # Node and output of each value that is stored between passes.
-    stored: tuple[tuple[int, int], ...] = ()
-    on_disk: bool = False
-    # Whether several processes work on it: each block of a stored value is a file.
-    shared: bool = False
-
-
 class Stream:
     """The tasks of a prediction: reads tiles of volumes, writes boxes of the output, and keeps records of the tiles."""
 
@@ -57,11 +48,12 @@ class Stream:
         self,
         output: FileOutput | ArrayOutput,
         identity: dict[str, str],  # fingerprints of all that the result depends on: the same to resume
-        planned: Saved,
+        planned: Mapping[str, Any],  # the fields of the plan that are saved, from `positions` to `shared`
         volumes: Mapping[str, tuple[VolumeSource, Sequence[Region]]],
     ) -> None:
         self.caller, self.output, self.identity, self.volumes = output.caller, output, identity, volumes
-        self.planned, self.threads = planned, torch.get_num_threads()
+        self.planned = {"stored": (), "on_disk": False, "shared": False, **planned}
+        self.is_shared, self.threads = self.planned["shared"], torch.get_num_threads()
         self.inputs = InputFiles({name: source.array for name, (source, _) in volumes.items()}, output.array)
         self.run: Run | None = None
         self.passes: list[Pass] = []
@@ -106,12 +98,13 @@ class Stream:
 
     def run_task(self, number: int, index: int) -> None:
         """Run a pass on a tile, and keep its record."""
-        while self.planned.shared and self.known < number:
+        while self.is_shared and self.known < number:
             self._learn(self.records[self.known].read())
             self.known += 1
-        self._check_there()
+        if self.is_shared:
+            self._check_there()
         self.record = empty_record()
-        with torch.no_grad(), self._threads():
+        with torch.no_grad(), self._threads() if self.is_shared else contextlib.nullcontext():
             parts = self.passes[number].run_tile(index)
         self.inputs.check(between=True)
         with self.explained():
@@ -121,17 +114,15 @@ class Stream:
     def _threads(self) -> Iterator[None]:
         """Use as many threads as all processes: the order of sums, and so their rounding, follows from their number."""
         before = torch.get_num_threads()
-        if self.planned.shared and before != self.threads:
-            torch.set_num_threads(self.threads)
+        torch.set_num_threads(self.threads)
         try:
             yield
         finally:
-            if torch.get_num_threads() != before:
-                torch.set_num_threads(before)
+            torch.set_num_threads(before)
 
     def _check_there(self) -> None:
         """Refuse a task that is late: other processes have finished the output, and its folder is gone."""
-        if self.planned.shared and isinstance(self.output, FileOutput) and not (self.output.folder / STATE).exists():
+        if isinstance(self.output, FileOutput) and not (self.output.folder / STATE).exists():
             text = f'"{self.output.folder}" is gone: the output is finished, or was removed; fix: repeat the call.'
             raise refusal(FileNotFoundError, text)
 
@@ -192,7 +183,8 @@ class Stream:
                 f"{self.caller}: the result has infinite numbers, and the network is of float16, which ends at "
                 f"{torch.finfo(box.dtype).max:g}; fix: model.float(), or model.bfloat16()."
             )
-        self._check_there()
+        if self.is_shared:
+            self._check_there()
         with self.explained():
             self.output.write(index, box)
         if isinstance(self.output, FileOutput):
@@ -225,7 +217,7 @@ class Stream:
                 self._plan(run)
             else:
                 # Rounding follows from the threads with which workers began.
-                self.threads = state["threads"] if self.planned.shared else self.threads
+                self.threads = state["threads"] if self.is_shared else self.threads
                 self._reopen(output, run, state["written"])
             unlocked.pop_all()
         return state is not None
@@ -259,9 +251,7 @@ class Stream:
             raise
 
     def _save(self, output: FileOutput, written: Sequence[Any]) -> None:
-        positions, stored, on_disk, shared = self.planned
-        state = {"identity": self.identity, "positions": positions, "stored": stored, "on_disk": on_disk}
-        state |= {"shared": shared, "threads": self.threads, "written": written}
+        state = {"identity": self.identity, **self.planned, "threads": self.threads, "written": written}
         replace_file(output.folder / STATE, pack(state))
 
     def _reopen(self, output: FileOutput, run: Run, written: Sequence[Any]) -> None:
@@ -340,7 +330,7 @@ def _warn(text: str) -> None:
 
 def find_unfinished(
     path: Path | None, overwrite: bool | None, model: nn.Module, volumes: Mapping[str, Any]
-) -> tuple[dict[str, str], Saved | None]:
+) -> tuple[dict[str, str], dict[str, Any] | None]:
     """Return what identifies a model and its volumes, and what an unfinished prediction of these was planned with."""
     if path is None:
         return {}, None
@@ -351,14 +341,13 @@ def find_unfinished(
     state = _read_saved(path, overwrite)
     if state is None or any(state["identity"].get(name) != own for name, own in identity.items()):
         return identity, None
-    stored = tuple((int(node), int(output)) for node, output in state["stored"])
-    return identity, Saved(tuple(state["positions"]), stored, state["on_disk"], state["shared"])
+    return identity, state
 
 
-def refuse_shared(path: Path | None, saved: Saved | None, *, several: bool) -> bool:
+def refuse_shared(path: Path | None, saved: Mapping[str, Any] | None, *, several: bool) -> bool:
     """Return whether several processes write an output; refuse them where one has begun it."""
-    if saved is None or not several or saved.shared:
-        return several if saved is None else saved.shared
+    if saved is None or not several or saved["shared"]:
+        return several if saved is None else saved["shared"]
     fix = "repeat the call in one process, or remove that folder"
     raise refusal(ValueError, f'"{path}.unfinished" was begun by one process; fix: {fix}.')
 

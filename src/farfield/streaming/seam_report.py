@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farfield._checks import install_command
 from farfield._refusals import door, refusal
-from farfield.streaming.plan import Halo
+from farfield.streaming.spans import Halo
 
 # The largest difference, by the range of the output, up to which there is no seam.
 _SEAMLESS = 1e-3

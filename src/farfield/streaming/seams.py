@@ -17,6 +17,7 @@ from farfield._checks import ShapeError, check_network
 from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.nn.tracing import looks_at_a_copy
+from farfield.streaming._plan_whole import plan_volumes, record_calls
 from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import (
     Tiles,
@@ -32,10 +33,11 @@ from farfield.streaming.arguments import (
 from farfield.streaming.check import find_varied
 from farfield.streaming.frozen import ObservedNetwork, RunningMeans, observe_patches, read_patches
 from farfield.streaming.global_calls import NORMS, GlobalCall, Key, find_global_calls
-from farfield.streaming.plan import GraphPlan, Halo, PatchPlan, join_halos
-from farfield.streaming.planning import Planner
+from farfield.streaming.graph import Info
+from farfield.streaming.places import Record
+from farfield.streaming.plan import StreamingPlan
 from farfield.streaming.seam_report import GlobalLayer, SeamReport, compare_tilings
-from farfield.streaming.spans import Span
+from farfield.streaming.spans import Halo, Span
 from farfield.volumes.source import VolumeSource, overlap, size_of
 
 # Tiles of the part of a volume that is examined, at most; and the share of the free memory that it may take untiled.
@@ -223,7 +225,8 @@ class _Part:
         ]
         self.volume_size = sources[0].size
         shapes = [(1, source.channels, *self.volume_size) for source in sources]
-        self.planner = Planner(network, shapes, Tiles((None,) * dims), None, None)
+        self.volumes = [(Info(shape, dtype_of(network)), None) for shape in shapes]
+        self.record: Record | None = None
         self.calls, strides = self._find_calls()
         self.tile = round_up_tile(tiles.size, self.volume_size, strides)
         self.size = _choose_size(self.tile, self.volume_size, strides)
@@ -238,7 +241,7 @@ class _Part:
             round_up(own // stride, 2) // 2 * stride if own < length else 0
             for own, length, stride in zip(self.tile, self.size, strides, strict=True)
         )
-        self.planner.shapes = [(*shape[:2], *self.size) for shape in shapes]
+        self.volumes = [(info._replace(shape=(*info.shape[:2], *self.size)), None) for info, _ in self.volumes]
         self.missing: tuple[int, ...] = ()
         self.halo = self._find_halo(strides)
         region, first = find_varied(self.size, self.volume_size, lambda region: sources[0].read(region, 0)[:1])
@@ -249,8 +252,9 @@ class _Part:
     def _find_calls(self) -> tuple[list[GlobalCall], tuple[int, ...]]:
         """Return the calls that sum over all positions, and the strides."""
         try:
-            recording = self.planner.record_calls()
-            return find_global_calls(recording), recording.strides
+            recorded = record_calls(self.network, [info.shape[1] for info, _ in self.volumes], self.volume_size)
+            self.record = recorded.record
+            return find_global_calls(recorded), recorded.strides
         except (ValueError, TypeError) as error:
             self.notes.append(f"its layers are not known: {_first_line(error)}")
             return [], (1,) * len(self.volume_size)
@@ -267,18 +271,17 @@ class _Part:
         if plan is None:
             self.notes.append("the halo is a quarter of the tile, as it is not known")
             return Halo(quarter, quarter)
-        halo = plan.halo if isinstance(plan, PatchPlan) else join_halos(each.halo for each in plan.passes)
+        halo = plan.halo
         room = zip(self.size, self.tile, *halo, self.shift, strict=True)
         if any(own + before + after + shift > length for length, own, before, after, shift in room):
             self.missing = tuple(map(max, *halo))
             halo = Halo(*(tuple(map(min, side, quarter)) for side in halo))
         return halo
 
-    def _plan(self, tiles: Tiles) -> tuple[GraphPlan | None, str]:
+    def _plan(self, tiles: Tiles) -> tuple[StreamingPlan | None, str]:
         """Return how the network runs on the part; None, and why not, if it does not."""
-        self.planner.tiles = tiles
         try:
-            return self.planner.plan().graph_plan, ""
+            return plan_volumes(self.network, self.volumes, tiles, record=self.record), ""
         except (ValueError, TypeError) as error:
             return None, _first_line(error)
 

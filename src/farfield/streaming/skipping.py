@@ -15,10 +15,10 @@ from torch import Tensor
 
 from farfield._checks import ShapeError
 from farfield._refusals import refusal
-from farfield.streaming.arguments import axis_spans
 from farfield.streaming.graph import Value
 from farfield.streaming.masks import find_mask
-from farfield.streaming.plan import GraphPlan, join_halos, make_graph_plan
+from farfield.streaming.plan import StreamingPlan
+from farfield.streaming.planning import count_costs, make_plan
 from farfield.streaming.run import compute
 from farfield.streaming.spans import Box, axes_of, is_empty
 from farfield.volumes.axes_view import SlicedArray, as_slice, order_axes
@@ -126,7 +126,7 @@ def layout_of_mask(mask: Any, layout: AxisLayout, shape: Sequence[int], mixed: b
     return layout._replace(channels=False)
 
 
-def find_skipped(plan: GraphPlan, source: VolumeSource, samples: int) -> np.ndarray:
+def find_skipped(plan: StreamingPlan, source: VolumeSource, samples: int) -> np.ndarray:
     """Return which tiles each pass skips, `(samples, passes, tiles)`: those without a valid position of what it sums.
 
     Tiles that store what others read are not skipped.
@@ -135,17 +135,18 @@ def find_skipped(plan: GraphPlan, source: VolumeSource, samples: int) -> np.ndar
     own = range(samples) if source.layout.batch and samples > 1 else [None]
     # What each pass sums and writes, with its mask.
     masks: list[list[tuple[Value, Value | None]]] = []
-    for each in plan.stages:
+    for each in plan.passes:
         sums = [(graph.nodes[index], labelled.reductions[index].operands[0]) for index in each.reductions]
         masks.append([(node.inputs[operand], find_mask(graph, node)) for node, operand in sums])
-        masks[-1] += [(graph.output, find_mask(graph, graph.nodes[graph.output.node]))] * each.last
+        if each is plan.passes[-1]:
+            masks[-1].append((graph.output, find_mask(graph, graph.nodes[graph.output.node])))
         # Of values that run along fewer axes, some tiles alone have all.
         shared = (value for value in each.writes if not set(plan.cut) <= set(axes_of(labelled.layouts[value])))
         masks[-1] += [(value, None) for value in shared]
     # Of each sample, pass and tile, and of what is summed or written.
-    found = [np.zeros((len(own), len(plan.tiles), len(pairs)), bool) for pairs in masks]
+    found = [np.zeros((len(own), len(plan.cores), len(pairs)), bool) for pairs in masks]
     filled = np.zeros(len(own), bool)
-    for (row, sample), (place, tile) in itertools.product(enumerate(own), enumerate(plan.tiles)):
+    for (row, sample), (place, tile) in itertools.product(enumerate(own), enumerate(plan.cores)):
         has_valid = functools.cache(partial(_has_valid, plan, source, sample, tile))
         filled[row] |= has_valid(graph.inputs[-1])
         for own_found, pairs in zip(found, masks, strict=True):
@@ -155,14 +156,14 @@ def find_skipped(plan: GraphPlan, source: VolumeSource, samples: int) -> np.ndar
     kept = np.stack([each.max(2, initial=False) for each in found], 1)
     # What has no valid position at all is summed nevertheless, in the first tile.
     kept[:, :, 0] |= np.stack([(~each.max(1)).max(1, initial=False) for each in found], 1)
-    storing = [stage for stage, each in enumerate(plan.stages) if each.writes]
+    storing = [stage for stage, each in enumerate(plan.passes) if each.writes]
     if storing:
         kept[:, storing] |= _widen(plan, np.logical_or.reduce(kept, 1))[:, None]
     kept &= filled[:, None, None]
     return ~np.broadcast_to(kept, (samples, *kept.shape[1:]))
 
 
-def _has_valid(plan: GraphPlan, source: VolumeSource, sample: int | None, tile: Region, mask: Value | None) -> bool:
+def _has_valid(plan: StreamingPlan, source: VolumeSource, sample: int | None, tile: Region, mask: Value | None) -> bool:
     """Whether a tile's own part of a mask has a valid position, as far as that is known before the passes."""
     labelled = plan.labelled
     if mask is None or labelled.levels[mask.node]:
@@ -177,13 +178,12 @@ def _has_valid(plan: GraphPlan, source: VolumeSource, sample: int | None, tile: 
     return bool(compute(labelled, {mask: box}, labelled.graph.inputs, read, {})[mask].any())
 
 
-def _widen(plan: GraphPlan, valid: np.ndarray) -> np.ndarray:
+def _widen(plan: StreamingPlan, valid: np.ndarray) -> np.ndarray:
     """Return the tiles that valid ones read of, from the output back to the volume."""
     if plan.labelled.gathered:  # one position needs all of these
         return np.ones_like(valid)
-    whole = make_graph_plan(plan.labelled, plan.tile, [])
-    halo = join_halos(each.halo for each in whole.passes)
-    counts = [len(spans) for spans in axis_spans(plan.labelled.size, plan.tile)]
+    halo = count_costs(make_plan(plan.labelled, plan.tile, [])).halo
+    counts = [-(-length // own) for length, own in zip(plan.size, plan.tile, strict=True)]
     near = valid.reshape(len(valid), *counts).copy()
     for axis, (length, *sides) in enumerate(zip(plan.tile, *halo, strict=True)):
         along = np.moveaxis(near, axis + 1, 0)

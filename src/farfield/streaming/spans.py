@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -174,6 +174,26 @@ def clip(span: Span, length: int) -> Span:
     """Return the part of a span within an axis, at least one position."""
     start = min(max(span[0], 0), length - 1)
     return start, max(min(span[1], length), start + 1)
+
+
+# ---- halos -----------------------------------------------------------------------------------------------------------
+class Halo(NamedTuple):
+    """Positions that a tile reads before and after its own positions, one number per spatial dim each."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def around(self, core: Sequence[Span], whole: Sequence[int]) -> tuple[Span, ...]:
+        """Return the region that a tile reads: its own positions and the halo, cut at the border of the volume."""
+        return tuple(
+            (max(0, start - before), min(length, stop + after))
+            for (start, stop), before, after, length in zip(core, *self, whole, strict=True)
+        )
+
+
+def join_halos(halos: Iterable[Halo]) -> Halo:
+    """Return the largest of some halos, per axis and direction."""
+    return Halo(*(tuple(map(max, zip(*ends, strict=True))) for ends in zip(*halos, strict=True)))
 
 
 # ---- regions ---------------------------------------------------------------------------------------------------------

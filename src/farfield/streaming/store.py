@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,21 +38,66 @@ SUFFIX = ".value"
 _CHECKSUM = 8
 
 
-class StoredInMemory:
-    """A value that is stored in memory, from the first write until it is removed."""
+class StoredValue(ABC):
+    """A value that is stored between passes: each tile writes its own part, and any tile reads any box.
 
-    is_reusable = False  # by `take_over` of another value
+    It begins with the first write of a sample, and goes on in another process where `holds` says so. Whoever keeps a
+    value is the only one to know where: in memory, in a file, or in files that several processes share.
+    """
+
+    @abstractmethod
+    def write(self, index: int, box: Box, block: Tensor) -> int | None:
+        """Write a tile's own part; return its checksum, by which `holds` finds it again, or None if it does not."""
+
+    @abstractmethod
+    def read(self, index: int, box: Box) -> Tensor:
+        """Read a box for a tile, as numbers on the device; refuse what is not as it was written."""
+
+    @abstractmethod
+    def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
+        """Whether the blocks of these tiles are there, by their checksums; they are then read and continued."""
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether another value can take over what this one is kept in."""
+        return False
+
+    @abstractmethod
+    def take_over(self, other: Any) -> None:
+        """Begin anew in what another value, or this one, was kept in, which nothing reads any more."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Let go of a value that this process does not read any more."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove a value that no process reads any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of memory and open files; what has a name stays."""
+
+    def begin(self, sample: int) -> None:  # noqa: B027  # one value after the other is in one place
+        """Write and read the value of a sample from now on."""
+
+    def clean(self, *, is_read: bool) -> None:  # noqa: B027  # `free` and `take_over` leave nothing
+        """Remove what other processes have left of earlier samples, and of this one unless it is read."""
+
+
+class StoredInMemory(StoredValue):
+    """A value that is stored in memory, from the first write until it is removed."""
 
     def __init__(self, info: Info, layout: Layout, device: torch.device) -> None:
         self.info, self.layout, self.device = info, layout, device
-        self.checksums: dict[int, int] = {}  # memory ends with its process
         self.whole: Tensor | None = None
 
-    def write(self, index: int, box: Box, block: Tensor) -> None:
-        """Write a tile's own part."""
+    def write(self, index: int, box: Box, block: Tensor) -> int | None:
+        """Write a tile's own part; memory ends with its process, and has no checksum."""
         if self.whole is None:
             self.whole = torch.empty(self.info.shape, dtype=self.info.dtype, device=self.device)
         write_box(self.whole, self.layout, box, block)
+        return None
 
     def read(self, index: int, box: Box) -> Tensor:
         if self.whole is None:
@@ -71,10 +117,10 @@ class StoredInMemory:
         """Free it."""
         self.whole = None
 
-    close = remove
+    free = close = remove
 
 
-class StoredInFile:
+class StoredInFile(StoredValue):
     """A value that is stored in a file; each tile's own part, if it has one, is a contiguous block, in their order."""
 
     # What computes it again where it has changed.
@@ -101,7 +147,7 @@ class StoredInFile:
     def _described(self) -> str:
         return f'"{self.path}"' if self.path is not None else f"the temporary file of {self.name}"
 
-    def write(self, index: int, box: Box, block: Tensor) -> None:
+    def write(self, index: int, box: Box, block: Tensor) -> int | None:
         """Write a tile's own part; make the file, and reserve its disk space, at the first."""
         if not self.checksums:
             self._make()
@@ -112,6 +158,7 @@ class StoredInFile:
             file.seek(self.offsets[index])
             while len(content):
                 content = content[file.write(content) :]
+        return self.checksums[index]
 
     def _make(self) -> None:
         with self._explained():
@@ -208,6 +255,8 @@ class StoredInFile:
             with self._explained():
                 self.path.unlink(missing_ok=True)
 
+    free = remove
+
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Replace an error of the disk by one that names the file and the fix."""
@@ -245,12 +294,12 @@ class StoredInBlocks(StoredInFile):
     def begin(self, sample: int) -> None:
         self.sample = sample
 
-    def write(self, index: int, box: Box, block: Tensor) -> None:
-        """Write a tile's own part."""
+    def write(self, index: int, box: Box, block: Tensor) -> int | None:
         content = block.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         self.checksums[index] = checksum(content)
         with self._explained():
             replace_file(self._file(index), content, self.checksums[index].to_bytes(_CHECKSUM, "little"))
+        return self.checksums[index]
 
     def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
         """Whether there are the blocks of these tiles, by their checksums."""
@@ -270,6 +319,12 @@ class StoredInBlocks(StoredInFile):
     def remove(self) -> None:
         """Remove the files."""
         self.clean(is_read=False)
+
+    def take_over(self, other: Any) -> None:
+        """Leave what other processes may still read to `clean`: blocks that are written are files of their own."""
+
+    def free(self) -> None:
+        """Leave what other processes may still read to `clean`."""
 
     @property
     def _folder(self) -> Path:

@@ -33,8 +33,7 @@ from hypothesis.stateful import (
 from torch import Tensor, nn
 
 from farfield._fingerprint import fingerprint
-from farfield.streaming import StreamingPlan, Tiles, planning, predict_whole, store
-from farfield.streaming.progress import Saved
+from farfield.streaming import StreamingPlan, Tiles, _predict_whole, predict_whole, store
 from farfield.testing import faults
 
 SUFFIXES = (".npy", ".tif", ".ome.tif", ".zarr", ".ome.zarr")
@@ -75,21 +74,22 @@ class Ending(NamedTuple):
 @contextmanager
 def plans_made_once() -> Iterator[None]:
     """Make the plan of each network and tile once, which takes most of the time."""
-    make = planning.Planner.plan
-    plans: dict[tuple[Any, ...], StreamingPlan] = {}
+    make = _predict_whole.plan_volumes
+    plans: dict[str, StreamingPlan] = {}
 
-    def cached(planner: planning.Planner) -> StreamingPlan:
-        own, saved = planner, planner.saved
+    def cached(model: nn.Module, volumes: Any, *given: Any) -> StreamingPlan:
+        *options, _, saved = given
+        planned = None if saved is None else [saved[name] for name in ("positions", "stored", "on_disk", "shared")]
         # A network is known by its numbers: `predict_whole` looks at a copy, and the next copy may have its address.
-        for kept in (None, saved):  # what is saved is most often what would be planned
-            key = (fingerprint(own.model), tuple(map(tuple, own.shapes)), own.tiles, own.pad, own.reduce, kept)
+        for kept in (None, planned):  # what is saved is most often what would be planned
+            key = f"{fingerprint(model)} {volumes} {options} {kept}"
             found = plans.get(key)
-            if found and saved in (None, Saved(found.tile, found.stored, found.on_disk)):
+            if found and planned in (None, [[*found.tile], [[*each] for each in found.stored], found.on_disk, False]):
                 return found
-        plans[key] = make(planner)
+        plans[key] = make(model, volumes, *given)
         return plans[key]
 
-    with mock.patch.object(planning.Planner, "plan", cached):
+    with mock.patch.object(_predict_whole, "plan_volumes", cached):
         yield
 
 

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from farfield.streaming.passes import Pass, Run
-from farfield.streaming.progress import Saved, Stream
+from farfield.streaming.progress import Stream
 from farfield.streaming.records import Record, empty_record
 from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
@@ -93,7 +93,7 @@ def write_whole(caller: str, path: Path, array: np.ndarray, metadata: ImageMetad
     """Write an array in memory to a path, completely or not at all, and return it opened."""
     check_path(path, overwrite)
     output = FileOutput(caller, path, OutputSpec(array.shape, array.dtype, array.shape, metadata), overwrite)
-    with contextlib.closing(Stream(output, {"model": "in one piece"}, Saved(array.shape), {})) as stream:
+    with contextlib.closing(Stream(output, {"model": "in one piece"}, {"positions": array.shape}, {})) as stream:
         stream.open(_InOnePiece(stream, array))
         return run_local(stream, quiet=True)
 

@@ -83,12 +83,10 @@ _Found = TypeVar("_Found", bound=tuple[Any, Any])
 
 
 @contextlib.contextmanager
-def plan_in_turns(
-    path: Path | None, part: Part | None, overwrite: bool, find: Callable[[], _Found]
-) -> Iterator[_Found]:
+def plan_in_turns(path: Path | None, part: Part, overwrite: bool, find: Callable[[], _Found]) -> Iterator[_Found]:
     """Find what an output was planned with; the first part plans it while others wait, and these take its plan."""
     found = find()
-    if path is None or part is None or (found[1] is not None and not overwrite):
+    if path is None or (found[1] is not None and not overwrite):
         yield found
         return
     owned, start = OwnedFolder(unfinished_folder(path), path), time.monotonic()
