@@ -139,6 +139,15 @@ def fresh_compiler(request: pytest.FixtureRequest) -> None:
         torch._dynamo.reset()
 
 
+@pytest.fixture(scope="module")
+def planned_once() -> Iterator[None]:
+    """Equal calls of a file share a plan, which takes most of their time; not for tests of plans."""
+    from farfield.testing.predictions import plans_made_once
+
+    with plans_made_once():
+        yield
+
+
 @pytest.fixture
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that leaves nothing in this checkout, the user's cache, or the environment of other tests."""

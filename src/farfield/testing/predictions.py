@@ -81,8 +81,10 @@ def plans_made_once() -> Iterator[None]:
     def cached(planner: planning.Planner) -> StreamingPlan:
         own, saved = planner, planner.saved
         # A network is known by its numbers: `predict_whole` looks at a copy, and the next copy may have its address.
+        options = own.tiles, own.pad, own.reduce, own.path is None, own.known_layouts, own.dtype
+        call = fingerprint([own.model, own.shapes, options])
         for kept in (None, saved):  # what is saved is most often what would be planned
-            key = (fingerprint(own.model), tuple(map(tuple, own.shapes)), own.tiles, own.pad, own.reduce, kept)
+            key = (call, kept)
             found = plans.get(key)
             if found and saved in (None, Saved(found.tile, found.stored, found.on_disk)):
                 return found
