@@ -50,7 +50,7 @@ def test_who_hooked_before_sees_a_place_with_its_addition(where: str) -> None:
 def test_a_hook_changes_what_the_addition_made() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 1)).eval()
     net[0].register_forward_hook(lambda module, inputs, grid: torch.zeros_like(grid))
-    with pytest.raises(ValueError, match="0 has no effect: whatever its addition returns, Sequential returns the same"):
+    with pytest.raises(ValueError, match=r"0 has no effect: .*Sequential"):
         insert(net, "0", identity, example=image)
 
 
@@ -181,7 +181,7 @@ def test_fuse_modules_loses_no_addition_without_a_word(where: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fused = fuse_modules(net, [["stage.1.conv", "stage.1.norm"]])
-    with pytest.raises(RuntimeError, match=r"insert: (conv|norm) in Block has lost its addition: \w+ has replaced its"):
+    with pytest.raises(RuntimeError, match=r"insert: (conv|norm) in Block .*lost its addition: \w+ "):
         fused(image)
     remove(fused)
     torch.testing.assert_close(fused(image), plain)
@@ -197,7 +197,7 @@ def test_a_layer_that_is_gone() -> None:
     remove(net, "stage.1.norm")
     net(image)
     del net.stem
-    with pytest.raises(RuntimeError, match="stem in Net has lost its addition: its Conv2d was removed"):
+    with pytest.raises(RuntimeError, match=r"stem in Net .*lost its addition: .*Conv2d"):
         net(image)
     remove(net, "stem")
     with pytest.raises(AttributeError, match="stem"):

@@ -36,7 +36,7 @@ def test_a_missing_file_of_several_is_named(what: str, way: str, tmp_path: Path)
         other.unlink()
     else:
         other.rename(tmp_path / "m2.ome.tif" if what == "renamed" else tmp_path.parent / "m1.ome.tif")
-    with pytest.raises(ValueError, match=r'2 of its 4 planes are missing, which are in "m1.ome.tif"; fix: put'):
+    with pytest.raises(ValueError, match=r'2 of its 4 planes .*"m1\.ome\.tif"; fix: put'):
         WAYS[way](path)
 
 
@@ -46,7 +46,7 @@ def test_a_description_of_more_planes_than_there_are(way: str, tmp_path: Path) -
     xml.addimage("uint8", (6, 9, 11), (6, 1, 1, 9, 11, 1), axes="ZYX")
     told = xml.tostring()
     tifffile.imwrite(tmp_path / "few.ome.tif", PLANES, photometric="minisblack", description=told, metadata=None)
-    with pytest.raises(ValueError, match=r"2 of its 6 planes are missing, which its description names; fix: "):
+    with pytest.raises(ValueError, match=r"2 of its 6 planes .*; fix: "):
         WAYS[way](tmp_path / "few.ome.tif")
 
 
@@ -77,7 +77,7 @@ def test_only_files_below_the_folder_are_read(
         start(self, file, *given, **options)
 
     monkeypatch.setattr(tifffile.TiffFile, "__init__", noted)
-    with pytest.raises(ValueError, match=rf'it has "{re.escape(told)}" as its parts, and only files in its folder'):
+    with pytest.raises(ValueError, match=rf'it has "{re.escape(told)}" .*parts.*in its folder'):
         WAYS[way](path)
     assert set(files) == {str(path)}
 

@@ -122,10 +122,10 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_run_of_another_task(tmp_path: Path) -> None:
     models.MODELS["kanet_qkv"](num_classes=3).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"not from volumes to volumes; fix: farfield predict"):
+    with pytest.raises(ValueError, match=r"volumes; fix: farfield predict"):
         open_model("run of farfield fit", tmp_path)
     models.unet_projection(first_channels=4).save_pretrained(tmp_path / "projection")
-    with pytest.raises(ValueError, match=r"is a projection, not from volumes to volumes; fix: farfield predict"):
+    with pytest.raises(ValueError, match=r"is a projection, .*volumes; fix: farfield predict"):
         open_model("run of farfield fit", tmp_path / "projection")
 
 
@@ -136,6 +136,6 @@ def test_a_run_that_names_a_class_of_others_builds_nothing(tmp_path: Path, run: 
     (folder / "config.yaml").write_text(json.dumps({"task": "restore", "model": {"network": entry}}))
     weights = {f"network.{name}": each for name, each in models.from_pretrained(run).state_dict().items()}
     torch.save({"state_dict": weights}, folder / "checkpoints" / "best.ckpt")
-    with pytest.raises(ValueError, match=r"os\.system, which is not a network of farfield; fix: torch\.jit\.trace"):
+    with pytest.raises(ValueError, match=r"os\.system, .*network of farfield; fix: torch\.jit\.trace"):
         open_model("run of farfield fit", folder)
     assert not (tmp_path / "written").exists()

@@ -428,12 +428,12 @@ class Trap:
 def test_weights_that_are_none(tmp_path: Path, build: Callable[..., nn.Module]) -> None:
     path, sprung = tmp_path / "start.pth", tmp_path / "sprung"
     torch.save({"weight": Trap(sprung)}, path)
-    with pytest.raises(ValueError, match=r"start.pth holds more than tensors and plain values; .*not loaded; fix: "):
+    with pytest.raises(ValueError, match=r"start.pth .*not loaded; fix: "):
         build(weights=path)
     assert not sprung.exists()
     for content in (b"", b"words", path.read_bytes()[:100]):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"start.pth is damaged: it is no whole file of torch.save; fix: "):
+        with pytest.raises(ValueError, match=r"start.pth is damaged: .*torch\.save; fix: "):
             build(weights=path)
         (tmp_path / "start.safetensors").write_bytes(content)
         with pytest.raises(ValueError, match=r"start.safetensors is damaged: .*; fix: download it again."):
