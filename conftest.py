@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Workers with as many threads as cores fight over the cores, and a result must not depend on how many there are.
@@ -162,6 +162,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the test's own in place of the user's; the folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command line in this process; what it prints."""
+    from farfield.cli import main
+
+    def run(*words: str) -> str:
+        main(words)
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture

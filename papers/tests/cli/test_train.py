@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from farfield import ShapeError
 from farfield_papers import models
-from farfield_papers.cli.train import main
 from farfield_papers.data.readers.images import FolderError
 from farfield_papers.tasks.checkpoints import CheckpointError
+from papers_helpers.commands import farfield, words
 from papers_helpers.made_images import COLOURS, full_disk, make_folder, make_root
 from papers_helpers.quiet import MARKS, TRAINER
 
@@ -43,19 +43,6 @@ FOLDERS = {
 }
 
 pytestmark = [pytest.mark.long, *MARKS]
-
-
-def words(command: str, **options: Any) -> list[str]:
-    """Spell a command line; a dot in an option's name may be written __ here."""
-    named = {name.replace("__", "."): value for name, value in options.items() if value is not None}
-    # It is read in order: the configuration, then a class, then its arguments.
-    pairs = sorted(named.items(), key=lambda pair: (pair[0] != "config", pair[0].count(".")))
-    return [command, *(f"--{name}={value}" for name, value in pairs)]
-
-
-def farfield(command: str, **options: Any) -> None:
-    """Call the command line in this process."""
-    main(words(command, **options))
 
 
 def fit(root: Path, **options: Any) -> Path:

@@ -13,17 +13,15 @@ import torch
 from farfield.integrations.jobs import Job
 from farfield.integrations.trained_models import kinds, open_model
 from farfield.streaming import Tiles
-from farfield.volumes import ImageMetadata, Volume, open_volume
+from farfield.volumes import Volume, open_volume
 from farfield_papers import models
 from farfield_papers.tasks.restore_stack import restore
-
-SHAPE = (9, 34, 30)
-SPACED = ImageMetadata("ZYX", {"Z": 2.0, "Y": 0.5, "X": 0.5}, dict.fromkeys("ZYX", "micrometer"), {"Y": 3.0})
+from helpers.jobs import SHAPE, SPACED, StopError, make_stack, stop_after
 
 
 @pytest.fixture
 def stack() -> Volume:
-    return Volume(np.random.default_rng(0).poisson(40, SHAPE).astype(np.uint16), SPACED)
+    return make_stack()
 
 
 @pytest.fixture
@@ -32,21 +30,6 @@ def run(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     models.unet_care(first_channels=4).save_pretrained(tmp_path / "run")
     return tmp_path / "run"
-
-
-class StopError(Exception):
-    """What `show` raises to end a prediction."""
-
-
-def stop_after(tiles: int, shown: list[float]) -> Any:
-    """What `show` is, to stop after so many tiles."""
-
-    def show(share: float, text: str) -> None:
-        shown.append(share)
-        if len(shown) == tiles:
-            raise StopError
-
-    return show
 
 
 @pytest.mark.long

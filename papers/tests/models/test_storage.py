@@ -29,6 +29,7 @@ from farfield.ops.table import softmax_of_products
 from farfield_papers import models
 from farfield_papers.models import CLASSIFIERS, CompactNet, description, storage
 from helpers.partly import partly
+from papers_helpers.refusals import Trap
 
 SAVED = Path(__file__).parent / "saved" / "sanet"
 LOGITS = [3.703454, -3.534860, 0.315928]  # of the saved model, in float64
@@ -414,16 +415,6 @@ def test_what_is_of_another_size_than_its_weights_is_not_made(tmp_path: Path) ->
 
 
 # ---- weights that a user names ---------------------------------------------------------------------------------------
-class Trap:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.folder,)
-
-
 @pytest.mark.parametrize("build", [models.deeplab_compact, models.bert_small])
 def test_weights_that_are_none(tmp_path: Path, build: Callable[..., nn.Module]) -> None:
     path, sprung = tmp_path / "start.pth", tmp_path / "sprung"

@@ -31,6 +31,7 @@ from farfield_papers.tasks.checkpoints import (
 from farfield_papers.tasks.classify import Classify
 from farfield_papers.tasks.logs import newest_run, next_run
 from papers_helpers.made_images import full_disk
+from papers_helpers.refusals import Trap
 
 files = AtomicCheckpoints()
 
@@ -185,16 +186,6 @@ def test_only_checkpoints_in_the_run_s_own_folder_are_removed(path: Path, tmp_pa
     assert path.is_file()
     files.remove_checkpoint(path)
     assert not path.exists()
-
-
-class Trap:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.folder,)
 
 
 @pytest.mark.parametrize("save", [torch.save, lambda trap, path: path.write_bytes(pickle.dumps(trap))])
