@@ -22,9 +22,6 @@ from farfield.volumes.axes_view import AxesView, crop_array
 from farfield.volumes.input_files import InputFiles
 from helpers.streamed_nets import relative, settled
 
-# Plans are the same in many calls, and take much of their time.
-pytestmark = pytest.mark.usefixtures("planned_once")
-
 NUMBERS = np.random.default_rng(3).integers(1, 200, (6, 24, 20)).astype("uint8")
 
 

@@ -28,10 +28,6 @@ from helpers import several_processes
 from helpers.several_processes import CASES, content, network_of, volume_of
 from helpers.streamed_nets import settled
 
-# Plans are the same in many calls, and take much of their time.
-pytestmark = pytest.mark.usefixtures("planned_once")
-
-
 distributed = pytest.importorskip("distributed", reason="distributed is not installed, which the extra dev has")
 
 ROOT = Path(__file__).parents[2]

@@ -24,9 +24,6 @@ from helpers.partly import partly
 from helpers.stopping import recording_tasks, stopping
 from helpers.streamed_nets import Hourglass, relative, settled
 
-# Plans are the same in many calls, and take much of their time.
-pytestmark = pytest.mark.usefixtures("planned_once")
-
 SIZE = (12, 20, 22)
 SUFFIXES = (".npy", ".zarr", ".tif", ".ome.tiff")
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from farfield import streaming
 from farfield._fingerprint import fingerprint
 from farfield.streaming import predict_whole, respond_whole
+from helpers.stopping import stopping
 from helpers.streamed_nets import attention, settled
 
 TILE = (8, 8)
@@ -280,3 +281,39 @@ def test_other_processes_agree() -> None:
     ]
     assert printed[0] == printed[1]
     assert len(set(printed[0].split(", "))) == 9
+
+
+def _brighter(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    return output + BRIGHT
+
+
+BRIGHT = 1.0
+
+
+class _Bright(nn.Conv2d):
+    """A convolution and what a function of its file adds, which reads a number there."""
+
+    def forward(self, grid: torch.Tensor) -> torch.Tensor:
+        return _brighter(self, (grid,), super().forward(grid))
+
+
+@pytest.mark.parametrize("changed", ["a hook", "a number in the file"])
+def test_a_network_that_runs_other_operations_does_not_finish_a_file(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is an attribute of the network: half of the file would be of each."""
+    net, out = settled(nn.Sequential(_Bright(1, 1, 3, padding=1))), tmp_path / "out.npy"
+    volume, tile = np.random.default_rng(0).random((20, 24), "float32"), (10, 8)
+    with stopping(3):
+        predict_whole(net, volume, tile=tile, out=out, quiet=True)
+    if changed == "a hook":
+        handle = net[0].register_forward_hook(_brighter)
+    else:
+        monkeypatch.setattr(sys.modules[__name__], "BRIGHT", 5.0)
+    with pytest.raises(ValueError, match="another graph of the model; fix: "):
+        predict_whole(net, volume, tile=tile, out=out, quiet=True)
+    if changed == "a hook":
+        handle.remove()
+    monkeypatch.undo()
+    want = predict_whole(net, volume, tile=tile, quiet=True)
+    np.testing.assert_array_equal(predict_whole(net, volume, tile=tile, out=out, quiet=True), want)

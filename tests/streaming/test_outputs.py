@@ -19,9 +19,6 @@ from farfield.streaming.labels import GraphError
 from helpers.drawn_networks import Layer
 from helpers.streamed_nets import attention, settled
 
-# Plans are the same in many calls, and take much of their time.
-pytestmark = pytest.mark.usefixtures("planned_once")
-
 SIZE = (12, 14)
 
 

@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -400,41 +399,6 @@ def test_another_network_does_not_take_the_tiles_of_an_unfinished_prediction(
     stop(".npy")
     predict_whole(settled(Hourglass("siamese", 2)), volume, out=out, overwrite=True)
     assert "1 tile of 20 × 24 positions" in capsys.readouterr().err
-
-
-def _brighter(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    return output + BRIGHT
-
-
-BRIGHT = 1.0
-
-
-class _Bright(nn.Conv2d):
-    """A convolution and what a function of its file adds, which reads a number there."""
-
-    def forward(self, grid: torch.Tensor) -> torch.Tensor:
-        return _brighter(self, (grid,), super().forward(grid))
-
-
-@pytest.mark.parametrize("changed", ["a hook", "a number in the file"])
-def test_a_network_that_runs_other_operations_does_not_finish_a_file(
-    changed: str, volume: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither is an attribute of the network: half of the file would be of each."""
-    net, out = settled(nn.Sequential(_Bright(1, 1, 3, padding=1))), tmp_path / "out.npy"
-    with stopping(3):
-        predict_whole(net, volume, tile=TILE, out=out, quiet=True)
-    if changed == "a hook":
-        handle = net[0].register_forward_hook(_brighter)
-    else:
-        monkeypatch.setattr(sys.modules[__name__], "BRIGHT", 5.0)
-    with pytest.raises(ValueError, match="another graph of the model; fix: "):
-        predict_whole(net, volume, tile=TILE, out=out, quiet=True)
-    if changed == "a hook":
-        handle.remove()
-    monkeypatch.undo()
-    want = predict_whole(net, volume, tile=TILE, quiet=True)
-    np.testing.assert_array_equal(predict_whole(net, volume, tile=TILE, out=out, quiet=True), want)
 
 
 def test_a_mask_of_the_context_is_not_one_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

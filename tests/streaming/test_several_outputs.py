@@ -17,9 +17,6 @@ from farfield.streaming import MeanOverFlips, Tiles, plan_whole, predict_whole
 from farfield.volumes import open_volume
 from helpers.streamed_nets import attention, relative, settled
 
-# Plans are the same in many calls, and take much of their time.
-pytestmark = pytest.mark.usefixtures("planned_once")
-
 
 class Both(NamedTuple):
     distance: Any
