@@ -212,6 +212,7 @@ def _means(grid: torch.Tensor) -> list[torch.Tensor]:
     return [grid.mean(dim=2), grid.mean(dim=1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=["centred", "one sign"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("row", LONG_ROWS)
