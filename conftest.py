@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Workers with as many threads as cores fight over the cores, and a result must not depend on how many there are.
@@ -139,6 +139,15 @@ def fresh_compiler(request: pytest.FixtureRequest) -> None:
         torch._dynamo.reset()
 
 
+@pytest.fixture(scope="module")
+def planned_once() -> Iterator[None]:
+    """Equal calls of a file share a plan, which takes most of their time; not for tests of plans."""
+    from farfield.testing.predictions import plans_made_once
+
+    with plans_made_once():
+        yield
+
+
 @pytest.fixture
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that leaves nothing in this checkout, the user's cache, or the environment of other tests."""
@@ -153,6 +162,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the test's own in place of the user's; the folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command line in this process; what it prints."""
+    from farfield.cli import main
+
+    def run(*words: str) -> str:
+        main(words)
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture

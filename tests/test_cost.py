@@ -244,7 +244,7 @@ def test_operators_that_no_paper_covers_have_farfields_count_alone(row: str) -> 
     net = nn.Sequential(nn.Conv2d(3, 8, 1), GridAttention(8, row))
     for operator in (row, net):
         with pytest.raises(
-            LookupError, match=f'^cost.predict: no convention of KAN, SAN, FA covers {row}; fix: convention="farfield"'
+            LookupError, match=f'^cost.predict: .*convention .*KAN, SAN, FA .*{row}; fix: convention="farfield"'
         ):
             cost.predict(operator, channels=3 if operator is net else 8, size=(5, 6), convention="paper")
     with pytest.raises(LookupError, match=f'^cost.predict: no operator of SAN "{row}"; it has averaged, '):
@@ -262,7 +262,7 @@ def test_an_operator_of_ones_own_has_no_formula() -> None:
     for operator in (own, video):
         with pytest.raises(
             LookupError,
-            match=r"cost.predict: there is no formula for an operator that is not in ops.OPERATORS; fix: cost.count\(",
+            match=r"cost.predict: .*formula .*ops\.OPERATORS; fix: cost\.count\(",
         ):
             cost.predict(operator, channels=8, size=(4, 5, 6))
         with pytest.raises(LookupError, match="no formula"):
@@ -383,15 +383,11 @@ def test_fused_attention_counts_its_two_products_forward_and_four_backward(heads
 
 
 def test_a_size_of_one_number_and_a_shape_without_batch() -> None:
-    with pytest.raises(
-        TypeError, match=r"^cost\.predict: size must have one number per .*, got 56; fix: size=\(56, 56\)"
-    ):
+    with pytest.raises(TypeError, match=r"^cost\.predict: size .*, got 56; fix: size=\(56, 56\)"):
         cost.predict("siamese", channels=8, size=56)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^cost\.plan: size must have one number per .*, got 56; fix: size=\(56, 56\)"):
+    with pytest.raises(TypeError, match=r"^cost\.plan: size .*, got 56; fix: size=\(56, 56\)"):
         cost.plan(channels=8, size=56)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r'got the class GridAttention; fix: GridAttention\(64, "factorized_gaussian"\)'
-    ):
+    with pytest.raises(TypeError, match=r'class GridAttention; fix: GridAttention\(64, "factorized_gaussian"\)'):
         cost.predict(GridAttention, channels=8, size=(5, 6))  # type: ignore[arg-type]
 
     class Strict(nn.Conv2d):
@@ -408,7 +404,7 @@ def test_arguments_of_another_kind() -> None:
     conv = torch.nn.Conv2d(3, 8, 3)
     with pytest.raises(TypeError, match=r"cost.predict: size must be numbers, .* fix: size=\(56, 56\)"):
         cost.predict("softmax", channels=8, size="56,56")
-    with pytest.raises(TypeError, match=r"cost.count: module must be a torch.nn.Module, got tuple; fix"):
+    with pytest.raises(TypeError, match=r"cost.count: module .*torch\.nn\.Module, got tuple; fix"):
         cost.count((1, 3, 8, 8), conv)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"cost.measure: inputs must be tensors, .* fix: torch.randn\(1, 3, 8, 8\)"):
         cost.measure(conv, (1, 3, 8, 8))

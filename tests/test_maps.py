@@ -17,7 +17,7 @@ from farfield.ops import ALL, AXES, OPERATORS, Operator, pooled
 from farfield.ops.table import look_up_operator
 from helpers import explicit
 from helpers.attending import _options, asking, convolved, valid_or_zero
-from helpers.grids import NORMALISED_ROWS, PAIRS, ROWS, SCALED_ROWS, assert_close, draw_mask, name
+from helpers.grids import ENGINE_ROWS, NORMALISED_ROWS, PAIRS, ROWS, SCALED_ROWS, assert_close, draw_mask, name
 from helpers.partly import pairwise
 from helpers.seeding import seeded_generator
 
@@ -105,7 +105,7 @@ def test_row_is_that_of_the_explicit_matrix(row: str, pair: tuple[tuple[int, ...
         assert_close(maps.attention_row(attention, grid, position, context=context, **masks), at(expected, position))
 
 
-@pytest.mark.parametrize(*pairwise(row=ROWS, heads=[1, 4], norm={"plain": False, "norm": True}))
+@pytest.mark.parametrize(*pairwise(row=ENGINE_ROWS, heads=[1, 4], norm={"plain": False, "norm": True}))
 def test_row_of_self_attention(row: str, heads: int, norm: bool) -> None:
     attention = build(row, heads=heads, coefficient_norm=norm)
     grid = torch.randn(2, 4, 3, 5).double()
@@ -139,7 +139,7 @@ def test_rows_sum_to_one_or_the_rank(row: str) -> None:
     assert (weights.masked_select(~mask[:, None]) == 0).all()
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_what_masked_positions_hold_does_not_matter(row: str) -> None:
     attention, grid = build(row), torch.randn(2, 4, 3, 5).double()
     mask = draw_mask(2, (3, 5), seeded_generator(4))
@@ -154,7 +154,7 @@ def test_what_masked_positions_hold_does_not_matter(row: str) -> None:
         )
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_sample_without_a_valid_position_takes_nothing(row: str) -> None:
     attention, grid = build(row), torch.randn(2, 4, 3, 5).double()
     mask = torch.ones(2, 3, 5, dtype=torch.bool)
@@ -162,7 +162,7 @@ def test_a_sample_without_a_valid_position_takes_nothing(row: str) -> None:
     assert not maps.attention_row(attention, grid, (1, 1), mask=mask)[1].any()
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_rows_longer_than_a_block(row: str) -> None:
     attention, grid = build(row), torch.randn(1, 4, 1100).double()
     assert_close(maps.attention_row(attention, grid, (1050,)), at(matrix(attention, grid), (1050,)))
@@ -179,7 +179,7 @@ def test_rows_of_half_precision_have_the_digits_of_float32(row: str, dtype: torc
     assert_close(weights, exact, 1e-5)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_maps_leave_the_module_as_it_was(row: str) -> None:
     attention = build(row, coefficient_norm=row != "kronecker_kv").train()
     before = {key: value.clone() for key, value in attention.state_dict().items()}
@@ -193,7 +193,7 @@ def test_maps_leave_the_module_as_it_was(row: str) -> None:
     assert_close(weights, maps.attention_row(attention.eval(), grid, (1, 2)))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_maps_in_inference_mode_and_under_autocast(row: str) -> None:
     attention, grid = build(row).float(), torch.randn(2, 4, 3, 5)
     mask = draw_mask(2, (3, 5), seeded_generator(5))
@@ -221,7 +221,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_memory_grows_with_the_grid_alone(row: str) -> None:
     attention, grid = build(row, project="qkvo").float(), torch.randn(1, 4, 64, 64)
     with Largest() as largest:
@@ -416,11 +416,11 @@ def test_maps_that_an_operator_does_not_have(function: str, row: str, text: str)
 
 def test_grids_that_do_not_fit() -> None:
     attention = GridAttention(4, "averaged")
-    with pytest.raises(ShapeError, match=r"attention_row: grid must have the module's 4 channels, got 6"):
+    with pytest.raises(ShapeError, match=r"attention_row: grid .* 4 channels, got 6"):
         maps.attention_row(attention, torch.zeros(1, 6, 3, 5), (0, 0))
-    with pytest.raises(ShapeError, match=r"attention_row: grid and context must have the same batch\.(.|\n)*fix: "):
+    with pytest.raises(ShapeError, match=r"attention_row: grid and context .*batch\.(.|\n)*fix: "):
         maps.attention_row(attention, GRID, (0, 0), context=torch.zeros(2, 4, 7))
-    with pytest.raises(ValueError, match=r"attention_row: got context_mask but no context; fix: "):
+    with pytest.raises(ValueError, match=r"attention_row: .*context_mask .*context; fix: "):
         maps.attention_row(attention, GRID, (0, 0), context_mask=torch.ones(1, 3, 5, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"basis_masks: mask must be boolean"):
         maps.basis_masks(attention, GRID, mask=torch.ones(1, 3, 5))
@@ -448,7 +448,7 @@ def test_an_overlay_of_no_weight_is_the_dark_image(dtype: torch.dtype) -> None:
 def test_errors_of_maps_name_them() -> None:
     attention, grid = GridAttention(8, "averaged"), torch.randn(1, 8, 4, 6)
     for position in (3, (1.5, 2)):
-        with pytest.raises(TypeError, match=r"attention_row: position must be integers, .* the middle is"):
+        with pytest.raises(TypeError, match=r"attention_row: position .*integers, .*middle"):
             maps.attention_row(attention, grid, position)
-    with pytest.raises(ShapeError, match=r"^attention_row: grid must have the module's 8 channels, got 4"):
+    with pytest.raises(ShapeError, match=r"^attention_row: grid .* 8 channels, got 4"):
         maps.attention_row(attention, grid.movedim(1, -1), (1, 2))

@@ -273,7 +273,7 @@ def test_positions_that_are_not_there(position: Any, kind: type[Exception], text
     with pytest.raises(kind, match=text):
         maps.layer_row(layer, position)
     maps.layer_row(layer, (1, 2))
-    with pytest.raises(ShapeError, match=r"13 tokens cannot be patches of size \(4, 4\), which are 16"):
+    with pytest.raises(ShapeError, match=r"13 tokens .*\(4, 4\).* 16"):
         maps.layer_row(layer._replace(patches=(4, 4)), (1, 2))
     assert maps.layer_row(layer._replace(patches=None), 3).shape == (1, 2, 13)
 

@@ -17,16 +17,7 @@ from farfield._checks import install_papers
 from farfield.cli import COMMANDS, main
 from farfield.cli.signatures import read_signature
 from farfield.integrations.trained_models import open_model
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a command line that ends with status 2 prints, and nothing on standard output."""
-    with pytest.raises(SystemExit) as stopped:
-        farfield.cli.main(words)
-    assert stopped.value.code == 2
-    printed = capsys.readouterr()
-    assert not printed.out
-    return printed.err
+from helpers.commands import assert_one_line, refusal
 
 
 @pytest.mark.parametrize(
@@ -61,11 +52,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ],
 )
 def test_a_wrong_word_is_one_line(words: str, facts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal(capsys, *words.split())
-    assert line.startswith("farfield")
-    assert [fact for fact in facts if fact not in line] == []
-    assert line.count("\n") == 1
-    assert line.endswith("\n")
+    assert_one_line(refusal(capsys, *words.split()), facts)
 
 
 EXAMPLE = '''

@@ -26,15 +26,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> str:
-        main(arguments)
-        return capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Any:
     def fails(*arguments: str, status: int = 2) -> str:
         with pytest.raises(SystemExit) as stopped:

@@ -17,6 +17,18 @@ from helpers import explicit
 from helpers.seeding import seeded_generator
 
 ROWS = tuple(ops.OPERATORS)
+# Operators that stand for the paths of the engine, which is tested with these alone; the table itself with all ROWS.
+ENGINE_ROWS = (
+    "softmax",  # each position is a slot, and the kernel of torch responds
+    "softmax_pooled",  # keys and values are pooled, queries are not
+    "kronecker_qkv",  # queries, keys and values along axes; responses are normalized
+    "factorized",  # slots are key channels, in both orders of products
+    "factorized_gaussian",  # slots have peaks
+    "siamese",  # a learned score; several slots
+    "siamese_local",  # keys are not read
+    "flare",  # latents; queries have no projection of their own
+    "hedgehog",  # learned maps; features, and a quotient of sums
+)
 SCALED_ROWS = explicit.SOFTMAX_ROWS
 WEIGHT_ROWS = explicit.WEIGHT_ROWS
 # Operators whose implied attention rows sum to one (kronecker_qkv_literal: to the number of spatial dims). Of mala they

@@ -15,6 +15,7 @@ import farfield
 from farfield import insert, remove
 from farfield.insertion import detector_places, resnet_places
 from farfield.nn import GridAttention
+from helpers.grids import ENGINE_ROWS
 from helpers.small_hosts import Levels, Net, Pair, Pyramid, Tokens, felt, identity, image
 
 
@@ -335,7 +336,7 @@ def test_autocast_around_it_does_not_lower_the_precision() -> None:
         assert net(image).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("row", farfield.ops.OPERATORS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_every_row_inserts(row: str) -> None:
     net = Net().eval()
     before = net(image)

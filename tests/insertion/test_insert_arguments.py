@@ -102,9 +102,7 @@ def test_fixes_of_other_examples(example: Any, fix: str) -> None:
 
 def test_an_example_without_a_batch_which_convolutions_take() -> None:
     model = host()
-    with pytest.raises(
-        ValueError, match=r"^insert: example \(3, 16, 16\) has no batch: .*\n  fix: add the batch, example\[None\]"
-    ):
+    with pytest.raises(ValueError, match=r"^insert: example \(3, 16, 16\) .*no batch.*\n  fix: .*example\[None\]"):
         insert(model, "0", make, example=IMAGE[0])
     assert list(insert(model, "0", make, example=IMAGE[0][None])) == ["0"]
 
@@ -132,6 +130,6 @@ def test_the_output_of_the_model_itself_is_named() -> None:
 
 
 def test_an_addition_that_fails_on_its_own_is_the_cause() -> None:
-    with pytest.raises(ValueError, match=r"insert: the addition at 0 fails on its grid \(1, 8, 14, 14\)") as raised:
+    with pytest.raises(ValueError, match=r"insert: .*addition at 0 .*\(1, 8, 14, 14\)") as raised:
         insert(host(), "0", lambda channels: nn.Conv2d(5, 5, 1), example=IMAGE)
     assert "fix: make must return a module" in str(raised.value)

@@ -296,8 +296,6 @@ def test_a_sequence_that_only_its_parts_run_is_refused() -> None:
 
     net = Branches().eval()
     net.stage = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1))
-    with pytest.raises(
-        ValueError, match=r"stage is never called .*\n  fix: insert at a module that runs: stage\.0, st"
-    ):
+    with pytest.raises(ValueError, match=r"stage .*never called.*\n  fix: .*: stage\.0, st"):
         insert(net, "stage", felt, example=image)
     assert insert(net, "stage.1", felt, example=image)

@@ -48,7 +48,7 @@ def test_who_hooked_before_sees_a_place_with_its_addition(where: str) -> None:
 def test_a_hook_changes_what_the_addition_made() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 1)).eval()
     net[0].register_forward_hook(lambda module, inputs, grid: torch.zeros_like(grid))
-    with pytest.raises(ValueError, match="0 has no effect: whatever its addition returns, Sequential returns the same"):
+    with pytest.raises(ValueError, match=r"0 has no effect: .*Sequential"):
         insert(net, "0", identity, example=image)
 
 

@@ -66,7 +66,7 @@ def test_rows_without_a_meaning_are_refused_with_the_reason(row: str, text: str)
 def test_unknown_rows_name_the_nearest() -> None:
     with pytest.raises(LookupError, match=r'replace_attention: no operator "gaussian"'):
         replace_attention(encoder(), "gaussian")
-    with pytest.raises(TypeError, match=r"must be a name of ops\.OPERATORS or an ops\.Operator, got NoneType; fix"):
+    with pytest.raises(TypeError, match=r"ops\.OPERATORS .*ops\.Operator, got NoneType; fix"):
         replace_attention(encoder(), None)
 
 
@@ -82,7 +82,7 @@ def test_an_operator_of_ones_own() -> None:
 
 def test_the_fix_for_an_operator_of_ones_own_has_no_name() -> None:
     operator = dataclasses.replace(ops.OPERATORS["kronecker_kv"], per=doubled)
-    with pytest.raises(ValueError, match=r"or insert a GridAttention\(channels, operator\)\.$"):
+    with pytest.raises(ValueError, match=r"GridAttention\(channels, operator\)"):
         replace_attention(encoder(), operator)
     assert GridAttention(8, operator).operator is operator
 
@@ -143,7 +143,7 @@ def test_paths_that_match_nothing() -> None:
         LookupError, match=r"no supported attention at layers\.0\.linear1; supported are torch\.nn\.Mult"
     ):
         replace_attention(model, GAUSSIAN, "layers.0.linear1")
-    with pytest.raises(ValueError, match="replace_attention: where names no path; fix: leave it out for all"):
+    with pytest.raises(ValueError, match=r"replace_attention: where .*; fix: leave it out"):
         replace_attention(model, GAUSSIAN, [])
 
 

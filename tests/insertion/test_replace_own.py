@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from farfield import cost, ops, replace_attention
-from farfield.insertion import apply_recipe, linearize, save_recipe
+from farfield.insertion import linearize
 from farfield.nn import GridAttention, TransformerLayer
+from helpers.linearizing import assert_linearized_saved_and_loaded, draw_matrices, draw_words
 from helpers.small_networks import LanguageModel
 
 CHANNELS, HEADS = 16, 2
@@ -129,34 +130,14 @@ def test_what_is_linear_from_the_start_is_no_softmax_to_replace() -> None:
 def language_model() -> LanguageModel:
     torch.manual_seed(0)
     net = LanguageModel("softmax", vocabulary=40, channels=CHANNELS, heads=HEADS).eval()
-    for name, each in net.named_parameters():
-        if each.dim() == 2 and "words" not in name:
-            nn.init.normal_(each, std=1.5 * each.shape[1] ** -0.5)
+    draw_matrices(net)
     return net
-
-
-def words(count: int, length: int = 9) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 40, (4, length), generator=generator) for _ in range(count)]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("operator", ["linear_elu", "hedgehog", "flare"])
 def test_a_language_model_is_linearized_saved_and_loaded(operator: str, tmp_path: Path) -> None:
-    net, inputs = language_model(), words(41)
-    teacher = copy.deepcopy(net)
-    report = linearize(net, operator, inputs, steps=80, quiet=True)
-    assert report.steps_alone == 40
-    assert report.agreement > report.before
-    with torch.no_grad():
-        found, wanted = (each.forward_features(inputs[0]) for each in (net, teacher))
-    assert report.agreement == pytest.approx(float(torch.cosine_similarity(found, wanted, -1).mean()), rel=1e-5)
-    torch.save(net.state_dict(), tmp_path / "net.pt")
-    save_recipe(net, tmp_path)
-    loaded = language_model()
-    loaded.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True), strict=False)
-    apply_recipe(loaded, tmp_path)
-    assert torch.equal(loaded(inputs[0]), net(inputs[0]))
+    assert_linearized_saved_and_loaded(language_model, LanguageModel.forward_features, operator, tmp_path)
 
 
 @pytest.mark.parametrize("operator", ["hedgehog", "flare"])
@@ -186,7 +167,7 @@ def test_the_cost_of_a_replaced_attention_is_predicted(operator: str) -> None:
 def test_padding_is_not_compared() -> None:
     mask = torch.ones(4, 9, dtype=torch.bool)
     mask[1:, 5:] = False
-    inputs = [{"words": each, "mask": mask} for each in words(3)]
+    inputs = [{"words": each, "mask": mask} for each in draw_words(3)]
     net = language_model()
     teacher = copy.deepcopy(net)
     report = linearize(net, "linear_elu", inputs, steps=4, quiet=True)
@@ -208,5 +189,5 @@ def test_a_replaced_attention_has_the_attributes_of_its_class() -> None:
 
 def test_a_local_branch_is_refused() -> None:
     options: dict[str, Any] = {"local": 3, "steps": 2, "quiet": True}
-    with pytest.raises(ValueError, match=r"linearize: .*cannot have a local branch; fix: local=None"):
-        linearize(language_model(), "linear_elu", words(3), **options)
+    with pytest.raises(ValueError, match=r"linearize: .*local branch; fix: local=None"):
+        linearize(language_model(), "linear_elu", draw_words(3), **options)

@@ -252,7 +252,7 @@ def test_decoder_depends_on_its_context_and_refuses_to_be_causal() -> None:
     replace_attention(decoder, "factorized_gaussian")
     with pytest.raises(ValueError, match="in causal attention each query"):
         decoder(grid, context, tgt_mask=causal, tgt_is_causal=True)
-    with pytest.raises(ValueError, match="the mask differs between queries"):
+    with pytest.raises(ValueError, match=r"mask .*queries"):
         decoder(grid, context, tgt_mask=causal, tgt_is_causal=False)
 
 

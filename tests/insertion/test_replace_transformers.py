@@ -176,7 +176,7 @@ def test_masks_of_four_dimensions_that_a_user_made(form: str) -> None:
     }
     found = model(WORDS, attention_mask=made[form]).last_hidden_state[VALID]
     assert torch.equal(found, run("bert", model))
-    with pytest.raises(ValueError, match=f"{NAME} in BertSelfAttention: the mask differs between queries"):
+    with pytest.raises(ValueError, match=f"{NAME} in BertSelfAttention: .*mask .*queries"):
         model(WORDS, attention_mask=pairs.tril())
     with pytest.raises(ValueError, match="the mask adds a bias"):
         model(WORDS, attention_mask=torch.randn(2, 1, 7, 7))
@@ -444,7 +444,7 @@ def test_a_tower_that_says_causal_with_the_call() -> None:
     attention = model.encoder.layers[0].self_attn
     attention.config = copy.copy(attention.config)
     attention.config._attn_implementation = NAME
-    with pytest.raises(ValueError, match=f"{NAME} in CLIPAttention: in causal attention each query attends only"):
+    with pytest.raises(ValueError, match=f"{NAME} in CLIPAttention: .*causal"):
         model(WORDS)
 
 
@@ -456,7 +456,7 @@ def test_masks_made_for_other_implementations() -> None:
     wanted = attend(attention, *positions, VALID[:, None, None])[0]
     assert torch.equal(attend(attention, *positions, VALID.long())[0], wanted)
     blocks = create_block_mask(lambda batch, head, asking, answering: asking >= answering, 2, 2, 7, 7, device="cpu")
-    with pytest.raises(TypeError, match=r"a mask must be boolean or additive \(floating point\), got BlockMask"):
+    with pytest.raises(TypeError, match=r"mask .*boolean .*got BlockMask"):
         attend(attention, *positions, blocks)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,34 +15,17 @@ from farfield.integrations.jobs import Job
 from farfield.integrations.trained_models import OpenedModel, kinds, open_model
 from farfield.streaming import Tiles, predict_whole
 from farfield.volumes import ImageMetadata, Volume, open_volume
+from helpers.jobs import SHAPE, SPACED, StopError, make_stack, stop_after
 from helpers.streamed_nets import Hourglass, NearSighted, NormUNet, settled
-
-SHAPE = (9, 34, 30)
-SPACED = ImageMetadata("ZYX", {"Z": 2.0, "Y": 0.5, "X": 0.5}, dict.fromkeys("ZYX", "micrometer"), {"Y": 3.0})
 
 
 @pytest.fixture
 def stack() -> Volume:
-    return Volume(np.random.default_rng(0).poisson(40, SHAPE).astype(np.uint16), SPACED)
+    return make_stack()
 
 
 def plain(network: nn.Module) -> OpenedModel:
     return OpenedModel("a network", lambda volume: (network.eval(), volume))
-
-
-class StopError(Exception):
-    """What `show` raises to end a prediction."""
-
-
-def stop_after(tiles: int, shown: list[float]) -> Any:
-    """What `show` is, to stop after so many tiles."""
-
-    def show(share: float, text: str) -> None:
-        shown.append(share)
-        if len(shown) == tiles:
-            raise StopError
-
-    return show
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

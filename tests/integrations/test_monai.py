@@ -88,7 +88,7 @@ def test_what_is_refused(name: str) -> None:
 def test_a_network_of_one_size() -> None:
     net, grid = unetr(), torch.rand(1, 1, *WIDE)
     torch.testing.assert_close(WholeInferer(tile=32)(grid, net), net(grid).detach(), rtol=1e-4, atol=2e-5)
-    with pytest.raises(ValueError, match=r"runs in no other size, got \(80, 80\); fix: SlidingWindowInferer\(roi_size"):
+    with pytest.raises(ValueError, match=r"size, got \(80, 80\); fix: SlidingWindowInferer\(roi_size"):
         WholeInferer(tile=32, pad="reflect")(torch.rand(1, 1, 80, 80), net)
     assert monai.inferers.SlidingWindowInferer(roi_size=WIDE)(torch.rand(1, 1, 80, 100), net).shape == (1, 2, 80, 100)
 
@@ -124,7 +124,7 @@ def test_further_arguments_and_several_outputs() -> None:
     found, want = WholeInferer(tile=32)(grid, net, gain, shift=2.0), net(grid, gain, shift=2.0)
     assert list(found) == ["features", "mean"]
     torch.testing.assert_close(found["mean"], want["mean"].detach(), rtol=1e-4, atol=2e-5)
-    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got function; fix: the module itself"):
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, got function; fix: .*module"):
         WholeInferer(tile=32)(grid, lambda volume: net(volume, gain))
     both, gains = torch.rand(2, 1, *WIDE), torch.rand(2, 4, 1, 1)
     with pytest.raises(ValueError, match="each of the 2 volumes"):

@@ -16,7 +16,7 @@ from farfield.ops.engine import SWITCH
 from farfield.ops.fast import kernels
 from helpers import attending
 from helpers.attending import convolved, written_out
-from helpers.grids import ROWS, SCALED_ROWS, assert_close, draw_mask
+from helpers.grids import ENGINE_ROWS, ROWS, SCALED_ROWS, assert_close, draw_mask
 from helpers.partly import pairwise
 from helpers.seeding import seeded_generator
 
@@ -96,7 +96,7 @@ def test_it_is_projections_around_the_named_whole(row: str, queries: str, values
         assert_close_where_valid(got, want, mask)
 
 
-@pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qkvo"), masked={"whole": False, "masked": True}))
+@pytest.mark.parametrize(*pairwise(row=ENGINE_ROWS, project=("", "v", "qkvo"), masked={"whole": False, "masked": True}))
 def test_every_gradient(row: str, project: str, masked: bool) -> None:
     project = OPERATORS[row].projections(project)
     attention = build(row, project)
@@ -130,7 +130,7 @@ def test_letters_of_project_are_in_any_order() -> None:
         assert ours == theirs
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_one_instance_serves_every_rank(row: str) -> None:
     attention = build(row, "vo")
     for size in (*SIZE, (2, 1, 3, 2), (1,), (1, 1)):
@@ -154,7 +154,7 @@ def build_like(attention: GridAttention, *, scale: float) -> GridAttention:
 
 
 @pytest.mark.parametrize("project", ["qkvo", "vo", "o"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_residual_with_an_output_map_is_the_identity_at_first(row: str, project: str) -> None:
     project = OPERATORS[row].projections(project)
     attention = GridAttention(4, row, heads=2, project=project, residual=True)
@@ -166,7 +166,7 @@ def test_a_residual_with_an_output_map_is_the_identity_at_first(row: str, projec
     assert not torch.equal(attention(grid), grid)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_the_residual_adds_the_grid(row: str) -> None:
     for project in ("v", "vo"):
         attention, mask = build(row, project, residual=True), mask_of((3, 4))
@@ -174,13 +174,15 @@ def test_the_residual_adds_the_grid(row: str) -> None:
         assert_close_where_valid(attention(grid, mask=mask), written_out(attention, grid, mask=mask), mask)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_without_an_output_map_a_residual_starts_as_it_is(row: str) -> None:
     attention = GridAttention(4, row, heads=2, project="v", residual=True)
     assert attention.value.weight.any()
 
 
-@pytest.mark.parametrize(*pairwise(row=ROWS, project=("", "v", "qkvo"), poison=(float("nan"), float("inf"), -1e30)))
+@pytest.mark.parametrize(
+    *pairwise(row=ENGINE_ROWS, project=("", "v", "qkvo"), poison=(float("nan"), float("inf"), -1e30))
+)
 def test_masked_content_is_bit_equal_to_zeros(row: str, project: str, poison: float) -> None:
     attention = build(row, OPERATORS[row].projections(project), residual=True)
     mask, context_mask = mask_of((3, 4)), mask_of((4, 3))
@@ -202,7 +204,7 @@ def grid_of_seed(size: tuple[int, ...], seed: int) -> Tensor:
     return grid_of(size)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_no_valid_position_is_finite(row: str) -> None:
     """No response of the operator, so what is left of an empty sample is the output map's bias."""
     attention = build(row, "vo")
@@ -222,7 +224,9 @@ def test_no_valid_position_is_finite(row: str) -> None:
 
 
 @pytest.mark.parametrize(
-    *pairwise(row=ROWS, size=SIZE, switches={"all": {}, "no kernels": {kernels.SWITCH: "0"}, "plain": {SWITCH: "0"}})
+    *pairwise(
+        row=ENGINE_ROWS, size=SIZE, switches={"all": {}, "no kernels": {kernels.SWITCH: "0"}, "plain": {SWITCH: "0"}}
+    )
 )
 def test_an_output_bias_is_added_once(
     row: str, size: tuple[int, ...], switches: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -289,7 +293,7 @@ def test_defaults_are_a_value_map_with_a_bias() -> None:
     assert not attention.residual
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_copies_and_pickles(row: str) -> None:
     attention = build(row, "vo", coefficient_norm=True).eval()
     grid = grid_of((3, 4))
@@ -302,7 +306,7 @@ def test_copies_and_pickles(row: str) -> None:
     assert torch.equal(other(grid), attention(grid))
 
 
-@pytest.mark.parametrize(*pairwise(row=ROWS, project=["", "vo"], rank=[2, 3]))
+@pytest.mark.parametrize(*pairwise(row=ENGINE_ROWS, project=["", "vo"], rank=[2, 3]))
 def test_channels_last_stays(row: str, project: str, rank: int) -> None:
     memory_format = {2: torch.channels_last, 3: torch.channels_last_3d}[rank]
     attention = build(row, project, residual=True)
@@ -314,7 +318,7 @@ def test_channels_last_stays(row: str, project: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_every_floating_point_dtype(row: str, dtype: torch.dtype) -> None:
     """A folded map is rounded once more than the positions are: twice the bound of the operators."""
     low = build(row, "vo").to(dtype)
@@ -325,7 +329,7 @@ def test_every_floating_point_dtype(row: str, dtype: torch.dtype) -> None:
     assert_close(got, want, 8 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_autocast_takes_single_precision(row: str) -> None:
     attention = build(row, "vo").float()
     grid = grid_of((9, 7)).float()

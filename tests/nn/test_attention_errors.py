@@ -131,11 +131,11 @@ def test_arguments_of_another_type(arguments: tuple, options: dict, text: str) -
 @pytest.mark.unchecked("arguments of other types reach the module")
 def test_a_mask_in_the_place_of_the_context_and_a_context_of_another_dtype() -> None:
     module, grid = GridAttention(8, "averaged"), torch.randn(2, 8, 4, 6)
-    with pytest.raises(TypeError, match="context is boolean, as a mask is; fix: give the mask by its name"):
+    with pytest.raises(TypeError, match=r"context .*boolean.*; fix: .*mask"):
         module(grid, torch.ones(2, 4, 6, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"fix: context.to\(grid.dtype\)"):
         module(grid, grid.double())
-    with pytest.raises(TypeError, match=r"mask must be a boolean tensor, got ndarray; fix: torch.as_tensor\(mask\)"):
+    with pytest.raises(TypeError, match=r"mask .*boolean.*got ndarray; fix: torch\.as_tensor\(mask\)"):
         module(grid, mask=torch.ones(2, 4, 6, dtype=torch.bool).numpy())
     with pytest.raises(ShapeError, match=r"\(2, 4, 6\): mask.expand\(2, 4, 6\)"):
         module(grid, mask=torch.ones(4, 6, dtype=torch.bool))

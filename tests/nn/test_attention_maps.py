@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
 from helpers.attending import written_out
-from helpers.grids import ROWS, assert_close
+from helpers.grids import ENGINE_ROWS, assert_close
 
 GRID = (2, 4, 3, 5)
 NAMES = {"q": "query", "k": "key", "v": "value", "o": "output"}
@@ -33,7 +33,7 @@ def _grid(dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "bias"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_lora(row: str, bias: bool) -> None:
     attention = _build(row, bias=bias)
     targets = [NAMES[letter] for letter in OPERATORS[row].projections("qkvo")]
@@ -54,7 +54,7 @@ def test_lora(row: str, bias: bool) -> None:
         assert float((one - other).norm()) <= 1e-12 * max(float(other.norm()), 1e-2 * largest)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_merged_lora_is_a_bare_map_again(row: str) -> None:
     config = peft.LoraConfig(r=2, target_modules=["value", "output"], init_lora_weights=False)
     adapted = peft.get_peft_model(nn.Sequential(_build(row)), config).double()
@@ -82,7 +82,7 @@ class _Int8(nn.Module):
         )
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_weight_in_eight_bits(row: str) -> None:
     attention = _build(row)
     for field in ("query", "key", "value", "output"):
@@ -93,7 +93,7 @@ def test_a_weight_in_eight_bits(row: str) -> None:
 
 
 @pytest.mark.cpu("torch quantizes dynamically on CPUs")
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_torch_dynamic_quantization(row: str) -> None:
     """With activations in 8 bits too a map is affine only up to their rounding, and no more is promised."""
     attention = _build(row, dtype=torch.float32).eval()
@@ -110,7 +110,7 @@ def test_torch_dynamic_quantization(row: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["query", "value", "output"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_forward_hook_is_heard(row: str, field: str) -> None:
     attention, grid = _build(row), _grid()
     plain = attention(grid)
@@ -123,7 +123,7 @@ def test_a_forward_hook_is_heard(row: str, field: str) -> None:
     assert torch.equal(attention(grid), plain)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_parametrised_weight(row: str) -> None:
     attention, grid = _build(row), _grid()
     attention.value = nn.utils.parametrizations.weight_norm(attention.value)
@@ -132,7 +132,7 @@ def test_a_parametrised_weight(row: str) -> None:
     assert gradient.any()
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_two_maps_in_a_row(row: str) -> None:
     """Anything affine that says how many channels it takes."""
 

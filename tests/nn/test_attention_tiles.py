@@ -14,7 +14,7 @@ from farfield.nn import GridAttention
 from farfield.ops import OPERATORS
 from helpers.attending import written_out
 from helpers.explicit import MEAN_ROWS
-from helpers.grids import ROWS, assert_close, draw_mask, tiles
+from helpers.grids import ENGINE_ROWS, assert_close, draw_mask, tiles
 from helpers.partly import pairwise
 from helpers.seeding import seeded_generator
 
@@ -61,7 +61,7 @@ def _in_tiles(attention: GridAttention, grid: Tensor, mask: Tensor | None, cuts:
 
 
 @pytest.mark.parametrize(
-    *pairwise(row=ROWS, project=("", "v", "qkvo"), rank=tuple(WHOLES), masked={"whole": False, "masked": True})
+    *pairwise(row=ENGINE_ROWS, project=("", "v", "qkvo"), rank=tuple(WHOLES), masked={"whole": False, "masked": True})
 )
 def test_tiles_are_the_whole(row: str, project: str, rank: str, masked: bool) -> None:
     size, cuts = WHOLES[rank]
@@ -74,7 +74,7 @@ def test_tiles_are_the_whole(row: str, project: str, rank: str, masked: bool) ->
     assert_close(got, attention(grid, mask=mask))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_tiles_of_a_normed_module_in_evaluation(row: str) -> None:
     size, cuts = WHOLES["2"]
     attention = _build(row, "vo", coefficient_norm=True).eval()
@@ -84,7 +84,7 @@ def test_tiles_of_a_normed_module_in_evaluation(row: str) -> None:
     assert_close(_in_tiles(attention, grid, None, cuts), written_out(attention, grid))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_gradients_through_tiles(row: str) -> None:
     size, cuts = WHOLES["2"]
     attention = _build(row, "v")
@@ -97,7 +97,7 @@ def test_gradients_through_tiles(row: str) -> None:
         assert_close(one, other, 1e-11)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_summaries_and_query_sums_can_be_saved(row: str) -> None:
     attention = _build(row, "v")
     grid = torch.randn(2, 4, 4, 6, dtype=torch.float64)
@@ -125,7 +125,7 @@ def test_a_tile_whose_queries_are_sums_needs_those_of_the_whole(row: str) -> Non
     attention = GridAttention(4, row)
     grid = torch.randn(2, 4, 6, 6)
     summary = attention.summarize(grid)
-    with pytest.raises(ValueError, match=f"{row} takes its queries from sums over the whole grid; fix: query_sums="):
+    with pytest.raises(ValueError, match=f"{row} .*; fix: query_sums="):
         attention.respond(grid[:, :, :3], summary, origin=(0, 0), size=(6, 6))
 
 
@@ -150,7 +150,7 @@ def test_places_that_are_none(place: dict, error: type, text: str) -> None:
 
 def test_pooled_tiles_start_at_even_indices() -> None:
     attention = GridAttention(4, "softmax_pooled")
-    with pytest.raises(ShapeError, match=r"^pooled: a tile must start at even indices, got origin=\(0, 3\)"):
+    with pytest.raises(ShapeError, match=r"^pooled: .*even indices, got origin=\(0, 3\)"):
         attention.summarize(torch.randn(2, 4, 4, 4), origin=(0, 3), size=(8, 8))
 
 
@@ -158,5 +158,5 @@ def test_tiles_have_no_batch_statistics() -> None:
     attention = GridAttention(4, "averaged", coefficient_norm=True)
     grid = torch.randn(2, 4, 6, 6)
     summary = attention.summarize(grid)
-    with pytest.raises(ValueError, match=r"batch norm in training needs the whole grid; fix: module\.eval\(\)"):
+    with pytest.raises(ValueError, match=r"batch norm in training .*; fix: module\.eval\(\)"):
         attention.respond(grid[:, :, :3], summary, origin=(0, 0), size=(6, 6))

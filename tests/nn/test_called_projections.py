@@ -26,7 +26,7 @@ from farfield.ops.engine import SWITCH
 from farfield.ops.fast import kernels
 from helpers.attending import written_out
 from helpers.doubling import Doubling
-from helpers.grids import ROWS, assert_close
+from helpers.grids import ENGINE_ROWS, assert_close
 from helpers.partly import pairwise, partly
 from helpers.small_networks import Block
 
@@ -109,7 +109,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         assert float((one - other).detach().norm()) <= 1e-12 * max(float(other.detach().norm()), 0.1 * largest)
 
 
-@pytest.mark.parametrize(*pairwise(row=ROWS, name=list(CHANGES), switch=["1", "0"]))
+@pytest.mark.parametrize(*pairwise(row=ENGINE_ROWS, name=list(CHANGES), switch=["1", "0"]))
 def test_a_change_of_all_projections(row: str, name: str, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, switch)
     attention, grid = built(row), drawn()
@@ -118,7 +118,7 @@ def test_a_change_of_all_projections(row: str, name: str, switch: str, monkeypat
     assert_same(of(attention, attention, grid), of(attention, partial(written_out, attention), grid))
 
 
-@pytest.mark.parametrize(*pairwise(row=ROWS, name=list(CHANGES), letter=LETTERS))
+@pytest.mark.parametrize(*pairwise(row=ENGINE_ROWS, name=list(CHANGES), letter=LETTERS))
 def test_a_change_of_one_projection(row: str, name: str, letter: str) -> None:
     norm = name == "patch" and row not in ("kronecker_qkv", "kronecker_qkv_literal")
     attention, grid = built(row, coefficient_norm=norm), drawn((5, 2))
@@ -136,7 +136,7 @@ def test_a_change_of_one_projection(row: str, name: str, letter: str) -> None:
 
 
 @pytest.mark.parametrize("size", [(7,), (3, 2, 4)])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_masks_contexts_and_tiles(row: str, size: tuple[int, ...]) -> None:
     attention, grid, context = built(row).eval(), drawn(size), drawn((4, 5))
     reference = copy.deepcopy(attention)
@@ -164,7 +164,7 @@ def test_masks_contexts_and_tiles(row: str, size: tuple[int, ...]) -> None:
 
 
 # ---- what hooks see --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_hooks_see_positions_and_gradients(row: str) -> None:
     """A module is called once a pass on `(batch, positions, channels)`, so per-sample gradients are sums over dim 1."""
     attention, grid = built(row), drawn()
@@ -225,7 +225,7 @@ def test_a_block_whose_attention_is_folded_into_its_last_convolution(row: str) -
     torch.testing.assert_close(block(grid), block.plain(grid))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_maps(row: str) -> None:
     attention, grid = built(row, value_channels=4), drawn()
     reference = copy.deepcopy(attention)
@@ -241,7 +241,7 @@ def test_maps(row: str) -> None:
 
 
 # ---- dtypes ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("row", partly(ROWS, ["factorized_gaussian", "kronecker_qkv", "siamese"]))
+@pytest.mark.parametrize("row", partly(ENGINE_ROWS, ["factorized_gaussian", "kronecker_qkv", "siamese"]))
 def test_half_precision_autocast_and_memory_format(row: str) -> None:
     attention, grid = built(row).eval(), drawn()
     expected, attention, grid = written_out(attention, grid).float(), attention.float(), grid.float()
@@ -260,7 +260,7 @@ def test_half_precision_autocast_and_memory_format(row: str) -> None:
 
 
 # ---- looked at, exported and transformed -----------------------------------------------------------------------------
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_fake_copy_counts_as_the_module_does(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.SWITCH, "0")  # the counter does not see what they compute
     options: Any = {"heads": 2, "project": OPERATORS[row].projections("qkvo")}
@@ -323,7 +323,7 @@ class Around(nn.Module):
         return self.attention(self.first(image))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_weights_that_accelerate_offloads(row: str) -> None:
     accelerate = pytest.importorskip("accelerate")
     net, image = Around(row).eval(), torch.randn(2, 3, 7, 6)
@@ -357,7 +357,7 @@ def test_weights_that_were_never_loaded() -> None:
     assert module(grid).isfinite().all()
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_layerwise_casting_of_diffusers(row: str) -> None:
     hooks = pytest.importorskip("diffusers.hooks")
     net, image = Around(row).eval(), torch.randn(2, 3, 7, 6)
@@ -371,7 +371,7 @@ def test_layerwise_casting_of_diffusers(row: str) -> None:
         torch.testing.assert_close(net(image), expected)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_weights_that_torchao_quantizes(row: str) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     attention, grid = built(row).float().eval(), drawn().float()

@@ -197,7 +197,7 @@ def test_errors(arguments: tuple[object, ...], kind: type[Exception], text: str)
 
 def test_errors_of_a_call() -> None:
     branch = LocalBranch(GridAttention(8, "inline"), 8, 3, 2)
-    with pytest.raises(ValueError, match="LocalBranch: the convolution has 2 spatial dims"):
+    with pytest.raises(ValueError, match=r"LocalBranch: .* 2 spatial dims"):
         branch(torch.randn(1, 8, 4))
-    with pytest.raises(ValueError, match=r"LocalBranch: mask must be \(batch, \*size\) of grid"):
+    with pytest.raises(ValueError, match=r"LocalBranch: mask .*\(batch, \*size\)"):
         branch(torch.randn(1, 8, 4, 5), mask=torch.ones(1, 5, 4, dtype=torch.bool))

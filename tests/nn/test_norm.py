@@ -17,7 +17,7 @@ from farfield.ops.moments import product_moments, response_moments
 from helpers.attending import written_out
 from helpers.distributed_norm import run
 from helpers.explicit import MEAN_ROWS, SOFTMAX_ROWS
-from helpers.grids import ROWS, assert_close, draw_mask, name
+from helpers.grids import ENGINE_ROWS, ROWS, assert_close, draw_mask, name
 from helpers.partly import pairwise
 from helpers.seeding import seeded_generator
 
@@ -59,7 +59,10 @@ def assert_same_statistics(got: CoefficientNorm, want: CoefficientNorm) -> None:
 
 @pytest.mark.parametrize(
     *pairwise(
-        row=ROWS, size={name(size): size for size in SHAPES}, form=tuple(FORMS), masked={"whole": False, "masked": True}
+        row=ENGINE_ROWS,
+        size={name(size): size for size in SHAPES},
+        form=tuple(FORMS),
+        masked={"whole": False, "masked": True},
     )
 )
 def test_training_is_batch_norm_of_the_explicit_form(row: str, size: tuple, form: str, masked: bool) -> None:
@@ -104,7 +107,7 @@ def test_what_is_the_same_in_a_column_does_not_matter_to_columns() -> None:
     assert attention.coefficient_norm.extra_repr().startswith("2, of columns")
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row not in SOFTMAX_ROWS])
+@pytest.mark.parametrize("row", [row for row in ENGINE_ROWS if row not in SOFTMAX_ROWS])
 def test_columns_are_refused_without_a_softmax(row: str) -> None:
     with pytest.raises(ValueError, match=r"columns=True needs a softmax of products[\s\S]*coefficient_norm=True"):
         build(row, coefficient_norm="columns")
@@ -130,7 +133,7 @@ def test_every_gradient_of_training(row: str, of: bool | str, masked: bool) -> N
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_cross_attention(row: str, masked: bool) -> None:
     attention, twin = pair(row)
     grid, context = torch.randn(3, 4, 4, 3, dtype=torch.float64), torch.randn(3, 4, 2, 3, 2, dtype=torch.float64)
@@ -145,7 +148,7 @@ def test_cross_attention(row: str, masked: bool) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_evaluation_uses_the_running_statistics_at_any_size(row: str, masked: bool) -> None:
     attention, twin = pair(row, "all")
     for size in ((4, 5), (9, 7), (3, 2, 3)):
@@ -178,7 +181,7 @@ def test_statistics_do_not_depend_on_the_image_size(row: str) -> None:
     assert 0.2 < float(large / small) < 5
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_sample_with_no_valid_position_has_no_part_in_the_statistics(row: str) -> None:
     attention, twin = pair(row, "bare")
     grid = torch.randn(3, 4, 3, 4, dtype=torch.float64)
@@ -191,7 +194,7 @@ def test_a_sample_with_no_valid_position_has_no_part_in_the_statistics(row: str)
     assert_same_statistics(attention.coefficient_norm, twin.coefficient_norm)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_nothing_valid_leaves_everything_finite(row: str) -> None:
     attention = build(row, "value")
     grid = torch.full((2, 4, 3, 4), torch.nan, dtype=torch.float64)
@@ -205,7 +208,7 @@ def test_nothing_valid_leaves_everything_finite(row: str) -> None:
     assert (attention.coefficient_norm.running_var >= 0).all()
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_large_means_and_small_spread_cancel_nothing(row: str) -> None:
     """A mean square minus a squared mean would lose all digits of this variance."""
     attention, twin = pair(row, "bare")
@@ -245,14 +248,14 @@ def test_products_have_no_bias(row: str) -> None:
     assert norm.weight.shape == norm.running_mean.shape == norm.running_var.shape == (2,)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row not in SOFTMAX_ROWS])
+@pytest.mark.parametrize("row", [row for row in ENGINE_ROWS if row not in SOFTMAX_ROWS])
 def test_responses_have_a_weight_and_a_bias_a_channel(row: str) -> None:
     attention = GridAttention(4, row, heads=2, value_channels=6, coefficient_norm=True)
     assert attention.coefficient_norm.weight.shape == attention.coefficient_norm.bias.shape == (6,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_statistics_of_low_precision_are_float32_at_least(row: str, dtype: torch.dtype) -> None:
     attention = build(row).to(dtype)
     exact = copy.deepcopy(attention).double()
@@ -287,7 +290,7 @@ def test_running_variances_of_half_precision_stay_finite(row: str, size: float) 
     assert_close(kept(grid), written_out(exact, grid.double()), 32 * torch.finfo(torch.float16).eps)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_autocast_keeps_the_statistics(row: str) -> None:
     attention = build(row).float()
     exact = copy.deepcopy(attention).double()

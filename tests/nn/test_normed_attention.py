@@ -20,6 +20,7 @@ from farfield.nn import GridAttention, NormedAttention, attention_for
 from farfield.nn.normed_attention import find_start
 from farfield.ops import OPERATORS
 from farfield.streaming import plan_whole, predict_whole
+from helpers.grids import ENGINE_ROWS
 from helpers.partly import UNLIKE, partly
 
 SIZES = [(9,), (7, 6), (3, 4, 5)]
@@ -38,7 +39,7 @@ def varied(attention: GridAttention, grid: Tensor) -> float:
 
 
 # ---- what it computes ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", ENGINE_ROWS)
 @pytest.mark.parametrize("size", SIZES)
 def test_it_is_the_identity_at_first_and_then_learns(operator: str, size: tuple[int, ...]) -> None:
     module, grid = attention_for(8, operator), torch.randn(2, 8, *size)
@@ -49,7 +50,7 @@ def test_it_is_the_identity_at_first_and_then_learns(operator: str, size: tuple[
     assert not torch.equal(module(grid), grid)
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", ENGINE_ROWS)
 @pytest.mark.parametrize("size", SIZES)
 def test_it_is_the_equation(operator: str, size: tuple[int, ...]) -> None:
     module = awake(attention_for(8, operator)).double()
@@ -59,7 +60,7 @@ def test_it_is_the_equation(operator: str, size: tuple[int, ...]) -> None:
     torch.testing.assert_close(module(grid), grid + deviation * module.attention(centred / deviation))
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", ENGINE_ROWS)
 def test_the_response_has_the_scale_of_the_grid(operator: str) -> None:
     module, grid = awake(attention_for(16, operator)).double(), 100 * torch.randn(2, 16, 5, 6, dtype=torch.float64)
     for scale in (0.1, 1e3):
@@ -78,7 +79,7 @@ def test_the_dtype_of_the_grid_stays(dtype: torch.dtype) -> None:
             assert awake(attention_for(8))(given.bfloat16()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", ENGINE_ROWS)
 def test_masked_positions_change_nothing(operator: str) -> None:
     module, grid = awake(attention_for(8, operator)), torch.randn(2, 8, 6, 5, requires_grad=True)
     mask = torch.rand(2, 6, 5) > 0.3
@@ -184,7 +185,7 @@ class Hourglass(nn.Sequential):
         super().__init__(convolution(1, 8, 3, padding=1), nn.ReLU(), module, convolution(8, 1, 3, padding=1))
 
 
-@pytest.mark.parametrize("operator", partly(OPERATORS, [*UNLIKE, "factorized_gaussian"]))
+@pytest.mark.parametrize("operator", partly(ENGINE_ROWS, [*UNLIKE, "factorized_gaussian"]))
 @pytest.mark.parametrize(("size", "tile"), [((30, 26), 12), ((10, 8, 12), 6), ((45,), 8)], ids=["2d", "3d", "1d"])
 def test_tiles_give_the_whole_without_a_pass_for_the_norm(operator: str, size: tuple[int, ...], tile: int) -> None:
     module = awake(attention_for(8, operator))

@@ -247,9 +247,7 @@ def test_what_does_not_run_in_python_is_refused_by_name(name: str) -> None:
 @pytest.mark.long
 def test_a_missing_input_is_named() -> None:
     script, grid = torch.jit.script(TwoInputs().eval()), torch.randn(1, 1, 20, 20)
-    with pytest.raises(
-        ValueError, match=r"missing a required argument: 'mask'; fix: the inputs of forward\(grid, mask"
-    ):
+    with pytest.raises(ValueError, match=r"'mask'; fix: .*forward\(grid, mask"):
         predict_whole(script, grid, tile=8, quiet=True)
     with torch.no_grad():
         want = script(grid, grid)
@@ -259,7 +257,7 @@ def test_a_missing_input_is_named() -> None:
 def test_kernels_of_onednn_are_refused() -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()).eval()
     frozen = torch.jit.optimize_for_inference(torch.jit.script(net))
-    with pytest.raises(ValueError, match=r"mkldnn.*fix: the network before torch.jit.optimize_for_inference"):
+    with pytest.raises(ValueError, match=r"mkldnn.*fix: .*torch\.jit\.optimize_for_inference"):
         predict_whole(frozen, torch.randn(1, 1, 20, 20), tile=8, quiet=True)
     with pytest.raises(ScriptError, match=r"it has \S*mkldnn"):
         ScriptedNetwork(frozen)

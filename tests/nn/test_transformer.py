@@ -13,6 +13,7 @@ from farfield.nn import GridAttention, TransformerLayer
 from farfield.ops import OPERATORS
 from farfield.ops.slots import keys, queries, weight
 from helpers.explicit import SOFTMAX_ROWS
+from helpers.grids import ENGINE_ROWS
 from helpers.partly import partly
 from helpers.token_products import EPS, ROWS, product, relative, worst_gradient
 
@@ -63,7 +64,7 @@ def test_it_is_berts_layer_around_the_rows_own_matrix(row: str, length: int, mas
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("row", OPERATORS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_every_row_runs_and_padding_changes_nothing(row: str, length: int) -> None:
     module, tokens, valid = layer(row), torch.randn(3, length, 16, dtype=torch.float64), padded(length)
     other = torch.where(valid[..., None], tokens, torch.nan)
@@ -179,20 +180,18 @@ def test_it_compiles_without_a_break(row: str) -> None:
 def test_errors_name_the_fix() -> None:
     with pytest.raises(LookupError, match='TransformerLayer: no operator "gaussian"; nearest: factorized_gaussian'):
         TransformerLayer(16, "gaussian")
-    with pytest.raises(
-        ShapeError, match="TransformerLayer: heads=3 does not divide the 16 channels of tokens; try heads=2"
-    ):
+    with pytest.raises(ShapeError, match=r"TransformerLayer: heads=3 .*16 channels .*heads=2"):
         TransformerLayer(16, "softmax", heads=3)
-    with pytest.raises(ValueError, match=r"attention_dropout=0.1 drops weights of tokens, and siamese pools .* fix: "):
+    with pytest.raises(ValueError, match=r"attention_dropout=0.1 .*siamese .*fix: "):
         TransformerLayer(16, "siamese", attention_dropout=0.1)
     module = TransformerLayer(16, heads=2)
     with pytest.raises(ShapeError, match=r"tokens must be \(batch, tokens, 16\)\.\n  tokens  \(2, 16, 9\)\n  fix: "):
         module(torch.randn(2, 16, 9))
-    with pytest.raises(ShapeError, match=r"mask must be boolean, \(batch, tokens\), got torch\.bool\.") as raised:
+    with pytest.raises(ShapeError, match=r"mask .*\(batch, tokens\), got torch\.bool\b") as raised:
         module(torch.randn(2, 9, 16), mask=torch.ones(2, 8, dtype=torch.bool))
     assert "fix: True where a token is valid." in str(raised.value)
     grid = torch.randn(2, 16, 3, 3)
-    with pytest.raises(ShapeError, match=r"fix: channels come last, e\.g\. grid\.flatten\(2\)\.mT"):
+    with pytest.raises(ShapeError, match=r"fix: .*grid\.flatten\(2\)\.mT"):
         module(grid)
     assert module(grid.flatten(2).mT).shape == (2, 9, 16)
 
@@ -202,5 +201,5 @@ def test_dtypes_that_do_not_fit_are_type_errors() -> None:
     module, tokens = TransformerLayer(16), torch.randn(3, 11, 16)
     with pytest.raises(TypeError, match=r"TransformerLayer: mask must be boolean, .* got torch.float32; fix: mask > 0"):
         module(tokens, mask=torch.ones(3, 11))
-    with pytest.raises(TypeError, match=r"tokens are torch.int64 and the layer torch.float32; fix: tokens.to"):
+    with pytest.raises(TypeError, match=r"tokens .*torch\.int64 .*torch\.float32; fix: tokens\.to"):
         module(tokens.long())

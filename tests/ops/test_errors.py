@@ -173,5 +173,5 @@ def test_a_weight_that_is_no_tensor(row: str, weight: object) -> None:
 
 def test_latents_are_at_least_one() -> None:
     grid = torch.randn(1, 8, 4)
-    with pytest.raises(ValueError, match=r"flare_attention: latents must have the shape \(1, 1, 8\)"):
+    with pytest.raises(ValueError, match=r"flare_attention: latents .*\(1, 1, 8\)"):
         ops.flare_attention(grid, grid, grid, latents=torch.randn(1, 0, 8))

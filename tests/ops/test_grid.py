@@ -84,9 +84,7 @@ def test_siamese_similarity_of_two_vectors_is_equation_3() -> None:
     want = reference.similarity(*(to_numpy(x) for x in (a, b, torch.cat([first, second]))))
     assert ops.siamese_similarity(a, b, first, second).item() == pytest.approx(want, rel=1e-14)
     assert ops.siamese_similarity(b, a, first, second).item() != pytest.approx(want)
-    with pytest.raises(
-        TypeError, match=r"siamese_similarity: a and other_weight must have one dtype, got .*float32; fix"
-    ):
+    with pytest.raises(TypeError, match=r"siamese_similarity: a and other_weight .*dtype, got .*float32; fix"):
         ops.siamese_similarity(a, b, first, second.float())
 
 
@@ -131,7 +129,7 @@ def test_pooled_names_what_it_knows() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, (2, 0), ()], ids=str)
 def test_a_pooled_window_has_positions(size: int | tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"pooled: a window needs whole numbers from 1, got size=.*; fix: pooled\(2\)"):
+    with pytest.raises(ValueError, match=r"pooled: .* 1, got size=.*; fix: pooled\(2\)"):
         ops.pooled(size)
 
 
@@ -152,7 +150,7 @@ def test_masked_pooling_ignores_masked_positions_of_a_window() -> None:
 
 @pytest.mark.unchecked("grids of other kinds reach the function")
 def test_errors_of_pad_grids_name_what_is_given() -> None:
-    with pytest.raises(ShapeError, match=r"pad_grids: grids\[0\] must be \(channels, \*size\)[^1]*\(3,\)"):
+    with pytest.raises(ShapeError, match=r"pad_grids: grids\[0\] .*\(channels, \*size\)[^1]*\(3,\)"):
         pad_grids([torch.ones(3)])
     with pytest.raises(TypeError, match=r"fix: grids\[0\].float\(\)"):
         pad_grids([torch.ones(3, 4, dtype=torch.long)])

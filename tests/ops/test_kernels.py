@@ -8,7 +8,6 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from farfield import ops
 from farfield.nn import GridAttention
-from farfield.ops.engine import SWITCH
 from farfield.ops.fast import kernels, table
 from farfield.ops.fast.axes import outer_sum, sum_axes
 from farfield.ops.fast.table import form_of
@@ -32,6 +30,7 @@ from farfield.ops.table import OPERATORS
 from helpers.beside_equations import distance, off
 from helpers.explicit import AXIS_ROWS, MEAN_ROWS
 from helpers.partly import pairwise, partly
+from helpers.second_derivatives import plainly
 from helpers.seeding import seeded_generator
 
 pytestmark = pytest.mark.cpu("the kernels are for the CPU")
@@ -818,15 +817,6 @@ def test_other_derivatives_are_those_of_the_equation(on: None, row: str, derive:
     assert found.dtype == torch.float32
     limit = max(2 * (plain - exact).norm(), 8 * EPS * exact.norm())
     assert (found - exact).norm() <= limit
-
-
-@contextmanager
-def plainly() -> Iterator[None]:
-    """Compute by the equations alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SWITCH, "0")
-        patch.setenv(kernels.SWITCH, "0")
-        yield
 
 
 @pytest.mark.parametrize("row", ["siamese", "siamese_local", *MEAN_ROWS])

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from farfield import ops
-from helpers.grids import ROWS, assert_close, draw
+from helpers.grids import ENGINE_ROWS, ROWS, assert_close, draw
 from helpers.partly import pairwise
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
-@pytest.mark.parametrize(*pairwise(row=ROWS, rank=[2, 3], masked={"whole": False, "masked": True}))
+@pytest.mark.parametrize(*pairwise(row=ENGINE_ROWS, rank=[2, 3], masked={"whole": False, "masked": True}))
 def test_channels_last_in_is_channels_last_out(row: str, rank: int, masked: bool) -> None:
     size = (3, 5, 2)[:rank]
     case = draw(row, size, (4, 3, 2)[:rank], heads=2, masked=masked)
@@ -29,13 +29,13 @@ def test_channels_last_in_is_channels_last_out(row: str, rank: int, masked: bool
     assert first.is_contiguous()
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_contiguous_response_of_ranks_without_a_format(row: str) -> None:
     for size in ((7,), (2, 3, 2, 2)):
         assert draw(row, size, (4, 3), heads=2).library().is_contiguous()
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_strided_views_respond_as_their_copies(row: str) -> None:
     case = draw(row, (6, 5), (5, 6), values=4, heads=2)
     views = case.replace(
@@ -47,7 +47,7 @@ def test_strided_views_respond_as_their_copies(row: str) -> None:
     assert_close(views.library(), copies.library(), 1e-13)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_inputs_are_not_written_to(row: str) -> None:
     case = draw(row, heads=2, masked=True)
     before = {field: tensor.clone() for field, tensor in case.inputs.items()}

@@ -10,7 +10,7 @@ import torch
 
 from farfield import ops, pad_grids
 from farfield.nn import GridAttention
-from helpers.grids import ROWS, Case, assert_close, draw, gradients, leaves, relative_error
+from helpers.grids import ENGINE_ROWS, ROWS, Case, assert_close, draw, gradients, leaves, relative_error
 from helpers.partly import pairwise
 from helpers.seeding import seeded_generator
 
@@ -38,7 +38,7 @@ def test_masked_content_is_bit_equal_to_zeros(row: str, poison: float, size: tup
         assert torch.equal(gradient, expected[field]), field
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_masked_positions_get_no_gradient(row: str) -> None:
     case = leaves(draw(row, heads=2, masked=True))
     output = case.library()
@@ -50,7 +50,7 @@ def test_masked_positions_get_no_gradient(row: str) -> None:
     assert not found["query"][(~case.options["query_mask"][:, None]).expand_as(case.query)].any()
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_mask_of_ones_is_no_mask(row: str) -> None:
     case = draw(row, heads=2)
     everywhere = torch.ones(2, 4, 3, dtype=torch.bool)
@@ -73,7 +73,7 @@ def test_a_sample_with_no_valid_position_responds_with_zero(row: str, poison: fl
             assert not gradient[0].any(), field
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_batch_with_no_valid_position_at_all(row: str) -> None:
     case = leaves(draw(row, heads=2, masked=True).replace(mask=torch.zeros(2, 4, 3, dtype=torch.bool)))
     output = case.library()
@@ -82,7 +82,7 @@ def test_a_batch_with_no_valid_position_at_all(row: str) -> None:
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_no_valid_query_still_gets_a_finite_response(row: str) -> None:
     case = draw(row, heads=2, masked=True)
     query_mask = case.options["query_mask"].clone()
@@ -93,7 +93,7 @@ def test_no_valid_query_still_gets_a_finite_response(row: str) -> None:
     assert_close(output, poisoned.loops())
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_padding_a_ragged_batch_responds_as_each_grid_alone(row: str) -> None:
     generator = seeded_generator(3)
     grids = [
@@ -109,14 +109,14 @@ def test_padding_a_ragged_batch_responds_as_each_grid_alone(row: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_masks_hide_nan_in_every_dtype(row: str, dtype: torch.dtype) -> None:
     case = draw(row, heads=2, masked=True).map(lambda tensor: tensor.to(dtype))
     assert torch.equal(_filled(case, math.nan).library(), _filled(case, 0.0).library())
 
 
 @pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_self_attention_keeps_masked_content_out_of_every_gradient(row: str, poison: float) -> None:
     """One tensor as queries, keys and values: its masked positions change no gradient of its valid ones."""
     mask = torch.ones(2, 4, 3, dtype=torch.bool)
@@ -137,7 +137,7 @@ SHARED = [(0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 2)]
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_no_result_depends_on_which_arguments_are_one_tensor(row: str, masked: bool) -> None:
     mask = torch.rand(2, 5, 3) > 0.3 if masked else torch.ones(2, 5, 3, dtype=torch.bool)
     case = draw(row, (5, 3), (5, 3), channels=4, values=4, heads=2)
@@ -155,7 +155,7 @@ def test_no_result_depends_on_which_arguments_are_one_tensor(row: str, masked: b
         assert_close(total, totals[0], 1e-12)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_queries_without_a_mask_are_read_whatever_the_key_is(row: str) -> None:
     """`mask` is the mask of keys and values, also where they are the query too: its NaN are read."""
     case = draw(row, (5, 3), (5, 3), channels=4, values=4, heads=2)

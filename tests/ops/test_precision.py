@@ -23,7 +23,7 @@ from farfield import ops
 from farfield.nn import GridAttention
 from farfield.ops.summary import PRODUCT
 from helpers import explicit
-from helpers.grids import ROWS, SCALED_ROWS, Case, draw, draw_learned, gradients, leaves, relative_error
+from helpers.grids import ENGINE_ROWS, ROWS, SCALED_ROWS, Case, draw, draw_learned, gradients, leaves, relative_error
 from helpers.partly import pairwise
 from helpers.seeding import seeded_generator
 
@@ -212,6 +212,7 @@ def _means(grid: torch.Tensor) -> list[torch.Tensor]:
     return [grid.mean(dim=2), grid.mean(dim=1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=["centred", "one sign"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("row", LONG_ROWS)
@@ -332,7 +333,7 @@ def test_responses_under_autocast_are_within_four_eps_of_its_dtype(row: str, dty
     assert relative_error(got, case.map(torch.Tensor.double).explicit()) <= 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if ops.OPERATORS[row].basis is not None])
+@pytest.mark.parametrize("row", [row for row in ENGINE_ROWS if ops.OPERATORS[row].basis is not None])
 def test_sums_over_positions_are_the_same_under_autocast(row: str) -> None:
     case = _of_one_sign(row)
     split = (1, 1, 1, 1640) if ops.OPERATORS[row].score else (1, 1, 8, 1640)
@@ -347,7 +348,7 @@ def test_sums_over_positions_are_the_same_under_autocast(row: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("row", [row for row in ROWS if ops.OPERATORS[row].basis is not None])
+@pytest.mark.parametrize("row", [row for row in ENGINE_ROWS if ops.OPERATORS[row].basis is not None])
 def test_summaries_of_half_precision_are_float32(row: str, dtype: torch.dtype) -> None:
     case = _of_one_sign(row)
     value = case.value.to(dtype).view(1, 1, 8, 1640)

@@ -12,10 +12,10 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from farfield import ops
 from farfield.nn import GridAttention
-from helpers.grids import draw_learned
+from helpers.grids import ENGINE_ROWS, draw_learned
 from helpers.partly import pairwise, partly
 
-ROWS = [name for name, row in ops.OPERATORS.items() if row.basis is not None]
+ROWS = [name for name in ENGINE_ROWS if ops.OPERATORS[name].basis is not None]
 SIZE = {"1": (7,), "2": (3, 5), "3": (2, 3, 4), "few positions": (2,)}
 
 
@@ -24,7 +24,7 @@ def attend(name: str, grids: list[Tensor], learned: dict[str, Tensor], heads: in
     return getattr(ops, f"{name}_attention")(*grids, heads=heads, **learned)
 
 
-@pytest.mark.parametrize(*pairwise(name=tuple(ops.OPERATORS), size=SIZE, heads=(1, 2)))
+@pytest.mark.parametrize(*pairwise(name=ENGINE_ROWS, size=SIZE, heads=(1, 2)))
 def test_one_grid_thrice_is_three_equal_grids(name, size, heads):
     torch.manual_seed(0)
     grid = torch.randn(2, 6, *size, dtype=torch.float64, requires_grad=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from farfield import ShapeError, ops
 from farfield._operators import FACTS
 from farfield.nn import GridAttention
-from helpers.grids import ROWS, Case, assert_close, draw, tiles, to_numpy
+from helpers.grids import ENGINE_ROWS, ROWS, Case, assert_close, draw, tiles, to_numpy
 from helpers.partly import pairwise
 
 # sides, inner cuts of each axis: uneven, at even indices so that pooled rows may be cut there too.
@@ -86,7 +86,7 @@ def test_merged_shuffled_tiles_are_the_whole(row: str, rank: str, masked: bool) 
         assert torch.equal(merged.count, _whole(case).count)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_merging_is_associative_and_commutative_up_to_rounding(row: str) -> None:
     size, cuts = WHOLES["2"]
     case = draw(row, (3, 4), size, heads=2, masked=True)
@@ -96,7 +96,7 @@ def test_merging_is_associative_and_commutative_up_to_rounding(row: str) -> None
         assert_close(_respond(case, one), _respond(case, other), 1e-13)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_tile_without_a_valid_position_adds_nothing(row: str) -> None:
     size, cuts = WHOLES["2"]
     case = draw(row, (3, 4), size, heads=2, masked=True)
@@ -122,7 +122,7 @@ def test_tiles_whose_exponents_are_far_apart(row: str) -> None:
 
 
 @pytest.mark.parametrize("rank", ["2", "3"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_tiles_give_every_gradient(row: str, rank: str) -> None:
     size, cuts = WHOLES[rank]
     case = draw(row, (3, 4), size, heads=2, masked=True)
@@ -142,7 +142,7 @@ def test_tiles_give_every_gradient(row: str, rank: str) -> None:
 
 def test_pooled_tiles_start_at_even_indices() -> None:
     case = draw("softmax_pooled", (3, 4), (7, 9), heads=2)
-    with pytest.raises(ShapeError, match=r"^pooled: a tile must start at even indices, got origin=\(0, 3\)"):
+    with pytest.raises(ShapeError, match=r"^pooled: .*even indices, got origin=\(0, 3\)"):
         _tile_summaries(case, ((4,), (3,)))
 
 
@@ -163,7 +163,7 @@ def test_pooling_of_ones_own_size(kind: str) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("row", [row for row in ROWS if row != "softmax_pooled"])
+@pytest.mark.parametrize("row", [row for row in ENGINE_ROWS if row != "softmax_pooled"])
 def test_mapping_the_values_of_a_summary_is_projecting_before(row: str, masked: bool) -> None:
     case = draw(row, (3, 4), (4, 5), heads=2, masked=masked)
     matrix, bias = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
@@ -200,5 +200,5 @@ def test_summaries_that_do_not_belong_together(operator: str, channels: int, bat
         module, grid = GridAttention(width, name), torch.randn(samples, width, 5, 6)
         summaries.append(module.summarize(grid))
     for one, other in itertools.permutations(summaries):
-        with pytest.raises(ShapeError, match=r"^Summary\.merge: [\s\S]*fix: summarize every tile by the same module"):
+        with pytest.raises(ShapeError, match=r"^Summary\.merge: [\s\S]*fix: .*same module"):
             one.merge(other)

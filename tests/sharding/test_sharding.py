@@ -73,9 +73,9 @@ def test_what_is_refused(found: list[dict]) -> None:
 
 
 def test_without_processes() -> None:
-    with pytest.raises(ValueError, match=r"there are no processes; fix: torch.distributed.init_process_group"):
+    with pytest.raises(ValueError, match=r".*processes; fix: torch\.distributed\.init_process_group"):
         sharded_attention(GridAttention(4, "siamese"), torch.randn(1, 4, 3, 3))
-    with pytest.raises(ValueError, match="this summary is the grid itself; fix: an operator that compresses"):
+    with pytest.raises(ValueError, match=r"summary .*grid.*; fix: .*operator"):
         all_gather_summary(GridAttention(4, "softmax").summarize(torch.randn(1, 4, 3, 3)))
 
 

@@ -42,7 +42,7 @@ def test_what_is_no_whole_number(given: Any, net: nn.Module) -> None:
     ):
         with pytest.raises(TypeError, match=r"_whole: tile must be an integer, or one .*; fix: tile=64"):
             call()
-    with pytest.raises(TypeError, match=r"predict_whole: halo must be an integer, or one .*; fix: halo=64"):
+    with pytest.raises(TypeError, match=r"predict_whole: halo .*; fix: halo=64"):
         predict_whole(net, VOLUME, tile=Tiles(8, halo=given), quiet=True)
 
 
@@ -59,9 +59,9 @@ def test_a_volume_is_no_shape(net: nn.Module) -> None:
 
 @pytest.mark.parametrize("given", [0, (8, -1), np.array([8, 0])], ids=repr)
 def test_what_is_too_small(given: Any, net: nn.Module) -> None:
-    with pytest.raises(ShapeError, match=r"predict_whole: tile must be at least 1, got .*; fix"):
+    with pytest.raises(ShapeError, match=r"predict_whole: tile .* 1, got .*; fix"):
         predict_whole(net, VOLUME, tile=given, quiet=True)
-    with pytest.raises(ShapeError, match=r"respond_whole: tile must be at least 1, got .*; fix"):
+    with pytest.raises(ShapeError, match=r"respond_whole: tile .* 1, got .*; fix"):
         respond_whole(GridAttention(2, "siamese"), np.stack([VOLUME] * 2), tile=given, quiet=True)
 
 
@@ -153,25 +153,25 @@ def test_errors_of_a_plan_name_plan_whole() -> None:
         plan_whole(small(), (12, 12, 12), pad="mirror")
     with pytest.raises(ValueError, match=r"^plan_whole: .* is in training"):
         plan_whole(small().train(), (12, 12, 12))
-    with pytest.raises(TypeError, match=r"^plan_whole: shape must be numbers, got 12; fix"):
+    with pytest.raises(TypeError, match=r"^plan_whole: shape .*got 12; fix"):
         plan_whole(small(), 12)  # type: ignore[arg-type]
 
 
 def test_arguments_that_are_swapped_or_of_another_kind() -> None:
     volume = np.zeros((12, 12, 12), "float32")
-    with pytest.raises(TypeError, match=r"got Sequential; fix: the network first, predict_whole\(model, volume\)"):
+    with pytest.raises(TypeError, match=r"got Sequential; fix: .*predict_whole\(model, volume\)"):
         predict_whole(volume, small(), quiet=True)
-    with pytest.raises(TypeError, match=r"got function; fix: .* wrap it in a torch\.nn\.Module whose forward calls it"):
+    with pytest.raises(TypeError, match=r"got function; fix: .* torch\.nn\.Module.*forward"):
         predict_whole(lambda grid: grid, volume, quiet=True)  # type: ignore[arg-type,return-value]
-    with pytest.raises(TypeError, match=r"got function; fix: its result, small\(…\), if it builds the network"):
+    with pytest.raises(TypeError, match=r"got function; fix: .*small\(…\)"):
         predict_whole(small, volume, quiet=True)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got type; fix: an instance of it, Conv3d\(…\)"):
+    with pytest.raises(TypeError, match=r"got type; fix: .*Conv3d\(…\)"):
         predict_whole(torch.nn.Conv3d, volume, quiet=True)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"respond_whole: layer must be a GridAttention, got Sequential; fix: predict"):
+    with pytest.raises(TypeError, match=r"respond_whole: layer .*GridAttention, got Sequential; fix: predict"):
         respond_whole(small(), volume, quiet=True)
     with pytest.raises(TypeError, match=r"predict_whole: volume must hold .* got complex64; fix: .* abs\(volume\)"):
         predict_whole(small(), volume.astype("complex64"), quiet=True)
-    with pytest.raises(TypeError, match="respond_whole: the mask of grid must be boolean"):
+    with pytest.raises(TypeError, match=r"respond_whole: .*mask of grid .*boolean"):
         respond_whole(GridAttention(4, "siamese"), np.zeros((4, 6), "float32"), mask=np.ones(6, "float32"), quiet=True)
 
 
@@ -181,12 +181,12 @@ def test_weights_and_volumes_without_values() -> None:
         ValueError, match=r"^predict_whole: the weights .* meta, without values; fix: .*load_state_dict"
     ):
         predict_whole(small().to("meta"), volume, quiet=True)
-    with pytest.raises(ValueError, match=r"^predict_whole: volume is on the device meta, without values; fix: "):
+    with pytest.raises(ValueError, match=r"^predict_whole: volume .*meta.*; fix: "):
         predict_whole(small(), volume.to("meta"), quiet=True)
 
 
 def test_memory_in_gigabytes() -> None:
-    with pytest.raises(ValueError, match=r"^plan_whole: memory is in bytes, got 2; fix: memory=2 \* 10\*\*9"):
+    with pytest.raises(ValueError, match=r"^plan_whole: memory .*bytes, got 2; fix: memory=2 \* 10\*\*9"):
         plan_whole(small(), (12, 12, 12), tile=Tiles(memory=2))
 
 
@@ -202,7 +202,7 @@ class Fixed(nn.Module):
 
 @pytest.mark.long
 def test_an_assertion_of_the_network_names_the_function() -> None:
-    with pytest.raises(ValueError, match=r"^predict_whole: Fixed does not take a grid of .*: another depth than 8"):
+    with pytest.raises(ValueError, match=r"^predict_whole: Fixed .*: another depth than 8"):
         predict_whole(Fixed().eval(), np.zeros((12, 12, 12), "float32"), quiet=True)
 
 

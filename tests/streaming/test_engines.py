@@ -154,7 +154,7 @@ def start_part(case: str, out: Path, part: str) -> subprocess.Popen:
 @pytest.mark.long
 def test_parts_in_any_order(tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
-    with pytest.raises(TimeoutError, match=r"predict_whole: 15 of 20 tiles of pass 1 are not finished after 0.3 s"):
+    with pytest.raises(TimeoutError, match=r"predict_whole: 15 of 20 tiles .*pass 1 .*0\.3 s"):
         call("norms", out, part=Part(4, 4, timeout=0.3))
     parts = [start_part("norms", out, f"{number}/3") for number in (3, 1, 2)]
     assert [each.wait() for each in parts] == [0, 0, 0]
@@ -176,7 +176,7 @@ def test_passes_one_by_one(tmp_path: Path) -> None:
         for number in (2, 1):
             assert call("labels", out, part=Part(number, 2, only=only)) is None
         if only == 1:
-            with pytest.raises(TimeoutError, match="20 of 20 tiles of pass 2 are not finished yet, from tile 0 on;"):
+            with pytest.raises(TimeoutError, match=r"20 of 20 tiles of pass 2 .*tile 0\b.*;"):
                 call("labels", out, part=Part.parse("reduce"))
     with pytest.raises(ValueError, match=f"there are {count + levels} passes, got only={count + levels + 1}; fix:"):
         call("labels", out, part=Part(1, 2, only=count + levels + 1))
@@ -186,9 +186,8 @@ def test_passes_one_by_one(tmp_path: Path) -> None:
 
 
 # ---- what is killed --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "seconds", [0.1, pytest.param(0.4, marks=pytest.mark.long), pytest.param(0.2, marks=pytest.mark.slow)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0.1, 0.4, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_a_worker_that_is_killed_costs_its_tasks(seconds: float, wanted: dict, tmp_path: Path) -> None:
     with start(2) as started, distributed.Client(started) as connected:
         set_levels(connected)
@@ -234,6 +233,7 @@ def test_a_client_that_is_interrupted_goes_on(
     assert content(out) == want("norms", ".ome.zarr", wanted, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("records", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_part_that_is_killed_starts_again(records: int, tmp_path: Path) -> None:
     out = tmp_path / "out.zarr"
@@ -299,14 +299,14 @@ def test_outputs_that_workers_cannot_write(out: Any, text: str, client: Any) -> 
 
 
 def test_what_is_no_client(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"predict_whole: client must be a dask.distributed.Client, got str; fix: "):
+    with pytest.raises(TypeError, match=r"predict_whole: client .*dask\.distributed\.Client, got str; fix: "):
         predict_whole(network_of("attention"), volume_of(), out=tmp_path / "out.zarr", client="tcp://127.0.0.1:8786")
-    with pytest.raises(TypeError, match=r"predict_whole: part must be a Part, got '3/16'; fix: Part\.parse"):
+    with pytest.raises(TypeError, match=r"predict_whole: part .*got '3/16'; fix: Part\.parse"):
         call("attention", tmp_path / "out.zarr", part="3/16")
     for text in ("0/3", "three", "4/3", "-1/3"):
         with pytest.raises(ValueError, match="Part: "):
             Part.parse(text)
-    with pytest.raises(ValueError, match="Part: passes are counted from 1, got only=0"):
+    with pytest.raises(ValueError, match=r"Part: passes .* 1, got only=0"):
         Part(1, 2, only=0)
     for given in (("3", 16), (1, 2.5), (True, 2)):
         with pytest.raises(TypeError, match=r"Part: .* must be a whole number, got"):
@@ -361,7 +361,7 @@ def test_a_prediction_that_one_process_has_begun(client: Any, tmp_path: Path) ->
         with pytest.raises(ZeroDivisionError):
             call("attention", out)
     for several in ({"client": client}, {"part": Part(1, 2)}):
-        with pytest.raises(ValueError, match="was begun by one process; fix: repeat the call in one process"):
+        with pytest.raises(ValueError, match=r"one process; fix: .*one process"):
             call("attention", out, **several)
 
 
@@ -476,7 +476,7 @@ def test_a_damaged_record_of_a_pass_that_is_read_says_the_fix(tmp_path: Path) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stream, "parts_of", damaging)
-        with pytest.raises(ValueError, match=r"predict_whole: the record of a pass is damaged \(.*; fix: repeat"):
+        with pytest.raises(ValueError, match=r"predict_whole: .*record .*damaged.*; fix: repeat"):
             call("norms", out, part=Part(1, 1, only=2))
     call("norms", out)
     call("norms", tmp_path / "want.zarr")
@@ -487,7 +487,7 @@ def test_a_job_that_somebody_else_has_written_is_not_loaded(tmp_path: Path) -> N
     call("norms", tmp_path / "out.zarr", part=Part(1, 1, only=1))
     folder = tmp_path / "out.zarr.unfinished"
     (folder / "job.pickle").write_bytes(pickle.dumps(Malicious()))
-    with pytest.raises(ValueError, match="is not what the client has written; fix: repeat the call"):
+    with pytest.raises(ValueError, match=r"client has written; fix: repeat"):
         cluster._load_job(cluster._Setup(str(folder), hashlib.sha256(b"another").hexdigest(), 1, "token"))
     assert not (tmp_path / "ran").exists()
 
@@ -519,7 +519,7 @@ def test_a_task_that_is_late_leaves_nothing(tmp_path: Path) -> None:
         call("norms", out, part=Part(1, 1))
     for part in (Part(1, 1), Part.parse("reduce")):
         call("norms", out, part=part)
-    with pytest.raises(FileNotFoundError, match="is gone: the output is finished, or was removed; fix: repeat"):
+    with pytest.raises(FileNotFoundError, match=r"is gone.*; fix: repeat"):
         late[0].run_task(0, 0)
     assert [each.name for each in tmp_path.iterdir()] == ["out.zarr"]
     with pytest.raises(FileExistsError, match="exists; fix: another path"):

@@ -75,9 +75,7 @@ def test_files_hold_what_memory_would(suffix: str, volume: np.ndarray, net: torc
     got = predict_whole(net, volume, tile=(6, 8, 10), pad="reflect", out=path, quiet=True)
     np.testing.assert_array_equal(got[:], want)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    with pytest.raises(
-        FileExistsError, match=r'predict_whole: ".*restored.*" exists; fix: another path, or overwrite=True'
-    ):
+    with pytest.raises(FileExistsError, match=r'predict_whole: ".*restored.*" exists; fix: .*overwrite=True'):
         predict_whole(net, volume, tile=8, out=path, quiet=True)
     double = predict_whole(net, volume[:6] * 0.5, tile=8, out=path, overwrite=True, quiet=True)
     assert double.shape == (6, 20, 22)
@@ -280,7 +278,7 @@ def test_another_model_volume_or_tile_is_noticed(begun: Path, volume: np.ndarray
         predict_whole(net, volume.astype("float32"), tile=(6, 10, 12), **options)
     other = volume.copy()
     other[5, 5, 5] ^= 1
-    with pytest.raises(ValueError, match=r"the volume has changed in tile 0 since the first read; fix: begin anew"):
+    with pytest.raises(ValueError, match=r"volume .*changed in tile 0\b.*; fix:"):
         predict_whole(net, other, tile=(6, 10, 12), **options)
     assert fingerprint(folder) == held
     with torch.no_grad():
@@ -355,7 +353,7 @@ def test_a_disk_without_room_is_noticed_before_anything_runs(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r'predict_whole: the disk has no room for the [\d,]+ bytes of ".*out.npy"; fix'):
+    with pytest.raises(OSError, match=r'predict_whole: .*disk .*[\d,]+ bytes .*out\.npy"; fix'):
         predict_whole(net, volume, tile=8, out=tmp_path / "out.npy", quiet=True)
     assert list(tmp_path.iterdir()) == []
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from farfield import streaming
 from farfield._fingerprint import fingerprint
 from farfield.streaming import predict_whole, respond_whole
+from helpers.stopping import stopping
 from helpers.streamed_nets import attention, settled
 
 TILE = (8, 8)
@@ -81,7 +82,7 @@ def test_another_number_in_an_attribute_is_another_network(
 
     want = predict_whole(Normalised(network(), kind(0.0), kind(2.0)).eval(), volume, tile=TILE, quiet=True)
     killed(lambda: call(1.0), 10, monkeypatch)
-    with pytest.raises(ValueError, match="holds an unfinished prediction with another model; fix: "):
+    with pytest.raises(ValueError, match=r"unfinished .*another model; fix: "):
         call(2.0)
     with monkeypatch.context() as patch:
         seen: list[int] = []
@@ -101,7 +102,7 @@ def test_another_number_in_a_layer_is_another_layer(tmp_path: Path, monkeypatch:
 
     killed(call, 1, monkeypatch)
     layer.scale = 0.5 * layer.scale
-    with pytest.raises(ValueError, match=r"respond_whole: .* an unfinished prediction with another model; fix: "):
+    with pytest.raises(ValueError, match=r"respond_whole: .* unfinished .*another model; fix: "):
         call()
 
 
@@ -280,3 +281,39 @@ def test_other_processes_agree() -> None:
     ]
     assert printed[0] == printed[1]
     assert len(set(printed[0].split(", "))) == 9
+
+
+def _brighter(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    return output + BRIGHT
+
+
+BRIGHT = 1.0
+
+
+class _Bright(nn.Conv2d):
+    """A convolution and what a function of its file adds, which reads a number there."""
+
+    def forward(self, grid: torch.Tensor) -> torch.Tensor:
+        return _brighter(self, (grid,), super().forward(grid))
+
+
+@pytest.mark.parametrize("changed", ["a hook", "a number in the file"])
+def test_a_network_that_runs_other_operations_does_not_finish_a_file(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is an attribute of the network: half of the file would be of each."""
+    net, out = settled(nn.Sequential(_Bright(1, 1, 3, padding=1))), tmp_path / "out.npy"
+    volume, tile = np.random.default_rng(0).random((20, 24), "float32"), (10, 8)
+    with stopping(3):
+        predict_whole(net, volume, tile=tile, out=out, quiet=True)
+    if changed == "a hook":
+        handle = net[0].register_forward_hook(_brighter)
+    else:
+        monkeypatch.setattr(sys.modules[__name__], "BRIGHT", 5.0)
+    with pytest.raises(ValueError, match="another graph of the model; fix: "):
+        predict_whole(net, volume, tile=tile, out=out, quiet=True)
+    if changed == "a hook":
+        handle.remove()
+    monkeypatch.undo()
+    want = predict_whole(net, volume, tile=tile, quiet=True)
+    np.testing.assert_array_equal(predict_whole(net, volume, tile=tile, out=out, quiet=True), want)

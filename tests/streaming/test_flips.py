@@ -160,9 +160,7 @@ def test_axes_that_are_none(axes: Any, error: type, text: str) -> None:
 @pytest.mark.long
 def test_what_cannot_be_flipped_is_refused() -> None:
     net = settled(Hourglass("siamese", 2))
-    with pytest.raises(
-        ShapeError, match=r"predict_whole: the network is flipped along the axes \(2,\), and the grid has 2"
-    ):
+    with pytest.raises(ShapeError, match=r"predict_whole: .*axes \(2,\), .*grid has 2"):
         predict_whole(MeanOverFlips(net, (2,)).eval(), volume_of(20, 20), tile=8, quiet=True)
 
     class Labels(nn.Sequential):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farfield.ops import OPERATORS
+from helpers.grids import ENGINE_ROWS
 from helpers.recorded import run_in_tiles
 from helpers.streamed_nets import Blocks, Branches, Hourglass, NormUNet, relative, settled
 
@@ -212,7 +212,7 @@ HOSTS: dict[str, tuple[Callable[[str], Any], tuple[int, ...], tuple[int, ...]]] 
 
 
 @pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("row", OPERATORS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_every_operator(row: str, host: str) -> None:
     make, shape, tile = HOSTS[host]
     assert_exact(settled(make(row)), torch.randn(shape), tile, store=True)

@@ -56,7 +56,7 @@ def test_numbers_are_not_cut_to_whole_ones(kind: str, dtype: str, tmp_path: Path
 
 
 def test_a_bare_layer_says_it_too() -> None:
-    with pytest.raises(TypeError, match="respond_whole: out is of int32, and the result of float32 would be cut"):
+    with pytest.raises(TypeError, match=r"respond_whole: out .*int32.*float32"):
         respond_whole(settled(attention("siamese")), torch.randn(6, 4, 5), out=np.zeros((6, 4, 5), "int32"), quiet=True)
 
 
@@ -97,7 +97,7 @@ def test_labels_that_do_not_fit_are_said(first: int, low: int, high: int) -> Non
 
 
 def test_whole_numbers_are_no_truths() -> None:
-    with pytest.raises(TypeError, match="out is of bool, and the result of int64 would be cut"):
+    with pytest.raises(TypeError, match=r"out .*bool.*int64"):
         predict_whole(settled(Labels(3)), np.ones(SIZE, "float32"), tile=14, out=np.zeros(SIZE, bool), quiet=True)
 
 
@@ -147,7 +147,7 @@ def test_numbers_do_not_become_infinite(kind: str, tmp_path: Path) -> None:
     predict_whole(Numbers(65504, torch.float32), volume, tile=7, out=out, quiet=True)
     assert np.isfinite(np.asarray(out[:])).all()
     volume[5, 9] = 100
-    with pytest.raises(ValueError, match=r"from 65504.0 to 65604.0, and out is of float16, which holds .* of float32"):
+    with pytest.raises(ValueError, match=r"from 65504.0 to 65604\.0.*float16.*float32"):
         predict_whole(Numbers(65504, torch.float32), volume, tile=7, out=out, quiet=True)
 
 
@@ -164,7 +164,7 @@ def test_networks_of_half_precision_say_what_they_cannot_hold() -> None:
         net[0].bias.fill_(0)
     np.testing.assert_array_equal(predict_whole(net, volume, tile=7, quiet=True), volume.astype("float16"))
     volume[5, 9] = 65535
-    with pytest.raises(ValueError, match=r"from 60000 to 65535, and the network is of float16.*fix: model.float\(\)"):
+    with pytest.raises(ValueError, match=r"from 60000 to 65535.*float16.*fix: model\.float\(\)"):
         predict_whole(net, volume, tile=14, quiet=True)
     np.testing.assert_array_equal(predict_whole(net.float(), volume, tile=7, quiet=True), volume)
     volume[5, 9] = 60000

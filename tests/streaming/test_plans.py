@@ -161,12 +161,10 @@ def test_what_a_plan_is_not_for_is_refused() -> None:
         ):
             predict_whole(net, volume_of(*shape), plan=plan, quiet=True)
     for options in ({"tile": 8}, {"tile": Tiles(8)}, {"pad": "reflect"}):
-        with pytest.raises(ValueError, match="predict_whole: got tile or pad beside plan, which has both; fix"):
+        with pytest.raises(ValueError, match=r"predict_whole: .*tile or pad .*plan.*; fix"):
             predict_whole(net, volume, plan=plan, quiet=True, **options)
     for other in (str(plan), (8, 8)):
-        with pytest.raises(
-            TypeError, match=r"predict_whole: plan must be what plan_whole returns, got (str|tuple); fix"
-        ):
+        with pytest.raises(TypeError, match=r"predict_whole: plan .*plan_whole.*, got (str|tuple); fix"):
             predict_whole(net, volume, plan=other, quiet=True)  # type: ignore[arg-type]
 
 
@@ -181,9 +179,7 @@ def test_a_plan_of_another_network_is_refused(pickled: bool) -> None:
     for other in map(settled, others):
         plan = plan_whole(net, SIZE, tile=8)
         plan = pickle.loads(pickle.dumps(plan)) if pickled else plan
-        with pytest.raises(
-            ValueError, match=r"predict_whole: plan is of another network: \w+ runs .*; fix: plan_whole"
-        ):
+        with pytest.raises(ValueError, match=r"predict_whole: plan .*another network: \w+ .*; fix: plan_whole"):
             predict_whole(other, volume, plan=plan, quiet=True)
         # The plan is still that of its network.
         check(net, plan)
@@ -302,7 +298,7 @@ def test_a_plan_of_a_network_that_was_changed(name: str, pickled: bool, reduce: 
     change(net)
     net.eval()
     if not is_same:
-        with pytest.raises(ValueError, match=r"predict_whole: plan is of another network: Gain .*fix: plan_whole"):
+        with pytest.raises(ValueError, match=r"predict_whole: plan .*another network: Gain .*fix: plan_whole"):
             predict_whole(net, volume, plan=plan, quiet=True)
         plan = plan_whole(net, volume.shape, tile=6, reduce=reduce)
     with torch.no_grad():

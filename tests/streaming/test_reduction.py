@@ -102,7 +102,7 @@ def test_functions_that_need_the_whole(function: Callable[[Tensor], Tensor]) -> 
 
 def test_a_function_that_does_not_run_in_tiles_is_refused() -> None:
     net = settled(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1)))
-    with pytest.raises(ValueError, match=r"predict_whole: Sequential does not run in tiles: aten\.sort"):
+    with pytest.raises(ValueError, match=r"predict_whole: Sequential .*: aten\.sort"):
         predict_whole(net, VOLUME, tile=8, reduce=lambda grid: grid.sort(3).values, quiet=True)
 
 
@@ -181,7 +181,7 @@ def test_another_reduction_does_not_resume(tmp_path: Path, planned: bool) -> Non
 
     with pytest.raises(KilledError):
         predict(Volume(), "argmax")
-    with pytest.raises(ValueError, match="an unfinished prediction with another pad or reduce"):
+    with pytest.raises(ValueError, match=r"unfinished .*another pad or reduce"):
         predict(VOLUME, "softmax")
     np.testing.assert_array_equal(predict(VOLUME, "argmax"), whole(net).argmax(0))
 
@@ -213,5 +213,5 @@ def test_a_plan_reduces_as_it_was_planned_or_not_at_all() -> None:
     for options in ({}, {"reduce": "argmax"}):
         np.testing.assert_array_equal(predict_whole(net, VOLUME, plan=labels, quiet=True, **options), want)
     for plan in (plain, labels):
-        with pytest.raises(ValueError, match=r"predict_whole: got another reduce than plan was made with; fix"):
+        with pytest.raises(ValueError, match=r"predict_whole: .*another reduce .*plan.*; fix"):
             predict_whole(net, VOLUME, plan=plan, reduce="softmax", quiet=True)

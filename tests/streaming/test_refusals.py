@@ -146,7 +146,7 @@ def test_the_fixes_of_refusals_work(layer: nn.Module, tiles: Any) -> None:
 def test_training_is_refused_by_name() -> None:
     net = settled(Hourglass("siamese", 2))
     net.norm.train()
-    with pytest.raises(ValueError, match=r'BatchNorm2d at "norm" is in training; fix: model.eval\(\)'):
+    with pytest.raises(ValueError, match=r'BatchNorm2d .*"norm" .*training; fix: model\.eval\(\)'):
         predict_whole(net, torch.randn(1, 8, 8), quiet=True)
 
 
@@ -183,7 +183,7 @@ def test_attention_to_a_context() -> None:
         def forward(self, grid: Tensor) -> Tensor:
             return self.attention(grid, context=grid)
 
-    with pytest.raises(ValueError, match="attention attends to a context; only self-attention"):
+    with pytest.raises(ValueError, match=r"attention .*context.*self-attention"):
         predict_whole(Across().eval(), torch.randn(6, 8, 8), tile=(4, 4), quiet=True)
 
 
@@ -214,9 +214,7 @@ def test_summaries_that_are_the_grid_must_fit(row: str, monkeypatch: pytest.Monk
     if row == "siamese":
         predict_whole(net, grid, tile=20, quiet=True)
         return
-    with pytest.raises(
-        ValueError, match=f"summary of {row} at .* is its grid, .* half of the 5,000 bytes that are free; fix: an"
-    ):
+    with pytest.raises(ValueError, match=f"summary of {row} at .* .*5,000 bytes .*; fix: an"):
         predict_whole(net, grid, tile=20, quiet=True)
 
 
@@ -224,9 +222,7 @@ def test_summaries_that_are_the_grid_must_fit(row: str, monkeypatch: pytest.Monk
 def test_what_is_not_finite(bad: float) -> None:
     net, grid = settled(Hourglass("siamese", 2)), np.zeros((40, 40), "float32")
     grid[30, 33] = bad
-    with pytest.raises(
-        ValueError, match=r"bottom: its input is not finite in the tile at \(20, 20\) of the volume.*nan_to_num"
-    ):
+    with pytest.raises(ValueError, match=r"bottom: .*not finite .*\(20, 20\) .*nan_to_num"):
         predict_whole(net, grid, tile=20, quiet=True)
 
 
@@ -349,7 +345,5 @@ def test_checks_shared_with_the_plan_name_the_function_that_was_called(
 
 
 def test_a_volume_of_no_numbers() -> None:
-    with pytest.raises(
-        TypeError, match=r"volume must hold booleans, .* got complex64; fix: the magnitude, abs\(volume\)"
-    ):
+    with pytest.raises(TypeError, match=r"volume .*got complex64; fix: .*abs\(volume\)"):
         predict_whole(settled(Hourglass("siamese", 2)), np.zeros((8, 8), "complex64"), quiet=True)

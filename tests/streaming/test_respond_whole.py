@@ -13,11 +13,10 @@ from farfield import ShapeError, ops
 from farfield.nn import GridAttention
 from farfield.ops.grid import ALL, AXES
 from farfield.streaming import predict_whole, respond_whole
-from helpers.grids import draw_mask
+from helpers.grids import ENGINE_ROWS, draw_mask
 from helpers.seeding import seeded_generator
 from helpers.streamed_nets import attention, relative, settled
 
-ROWS = tuple(ops.OPERATORS)
 TOLERANCE = 1e-5
 SOFTMAX = ops.OPERATORS["softmax"].coefficients
 
@@ -28,7 +27,7 @@ def whole(layer: GridAttention, *inputs: torch.Tensor, **options: torch.Tensor) 
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_tiles_give_what_the_whole_gives(row: str, masked: bool) -> None:
     layer, grid = settled(attention(row)), torch.randn(2, 6, 7, 9, 11)
     mask = draw_mask(2, (7, 9, 11), seeded_generator(3)) if masked else None
@@ -40,7 +39,7 @@ def test_tiles_give_what_the_whole_gives(row: str, masked: bool) -> None:
     assert relative(got.movedim(1, -1)[keep], want.movedim(1, -1)[keep]) < TOLERANCE
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ENGINE_ROWS)
 def test_a_context_of_other_rank_answers(row: str) -> None:
     layer, grid, context = settled(attention(row)), torch.randn(6, 12, 9), torch.randn(6, 8, 5, 6)
     mask, valid = torch.rand(12, 9) > 0.2, torch.rand(8, 5, 6) > 0.3
@@ -54,9 +53,7 @@ def test_norms_in_evaluation(row: str) -> None:
     layer, grid = settled(attention(row, coefficient_norm=True)), torch.randn(1, 6, 14, 15)
     assert relative(respond_whole(layer, grid, tile=4, quiet=True), whole(layer, grid)) < TOLERANCE
     layer.train()
-    with pytest.raises(
-        ValueError, match=r"respond_whole: batch norm in training needs the whole grid; fix: layer.eval"
-    ):
+    with pytest.raises(ValueError, match=r"respond_whole: batch norm in training .*; fix: layer\.eval"):
         respond_whole(layer, grid, quiet=True)
 
 
@@ -117,12 +114,10 @@ def test_bad_input(shape: tuple[int, ...], options: dict, error: type, text: str
 def test_what_is_not_finite_and_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     grid = torch.zeros(6, 9, 9)
     grid[2, 7, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"respond_whole: its input is not finite in the tile at \(6, 0\)"):
+    with pytest.raises(ValueError, match=r"respond_whole: .*not finite .*\(6, 0\)"):
         respond_whole(settled(attention("averaged")), grid, tile=3, quiet=True)
     monkeypatch.setattr("farfield.streaming._respond_whole.free_bytes", lambda device: 1000)
-    with pytest.raises(
-        ValueError, match=r"summary of softmax is its grid, about .* half of the 1,000 bytes that are free; fix: an op"
-    ):
+    with pytest.raises(ValueError, match=r"summary of softmax .*1,000 bytes .*; fix: an op"):
         respond_whole(settled(attention("softmax")), torch.zeros(6, 9, 9), tile=3, quiet=True)
 
 
@@ -143,7 +138,7 @@ def test_the_input_that_is_not_finite_is_named_and_its_mask_helps(name: str, row
 
 def test_batches_that_differ_are_refused_before_anything_is_read() -> None:
     layer, grid, context = settled(attention("siamese")), torch.randn(2, 6, 8, 9), torch.randn(3, 6, 8, 9)
-    with pytest.raises(ShapeError, match="respond_whole: grid and context must have the same batch"):
+    with pytest.raises(ShapeError, match=r"respond_whole: grid and context .*batch"):
         respond_whole(layer, grid, context=context, tile=(4, 9), quiet=True)
 
 

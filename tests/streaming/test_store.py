@@ -517,7 +517,7 @@ def test_keys_and_values_that_do_not_fit_are_refused_and_the_fix_works(
 def test_keys_and_values_that_are_not_finite_are_refused(disk: int | None) -> None:
     grid = VOLUMES[2].clone()
     grid[1, 0, 20, 9] = torch.nan
-    with pytest.raises(ValueError, match=r"predict_whole: Middle: its input is not finite in the tile at \(16, 8\)"):
+    with pytest.raises(ValueError, match=r"predict_whole: Middle: .*not finite .*\(16, 8\)"):
         predict_whole(settled(Middle()), grid, tile=Tiles(8, disk=disk), quiet=True)
 
 

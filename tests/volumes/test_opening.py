@@ -353,7 +353,7 @@ def test_channels_are_where_the_letters_say() -> None:
     expected = predict_whole(network(3, 3), stack[:, 0].transpose(3, 0, 1, 2), tile=8, quiet=True)
     np.testing.assert_array_equal(found, expected)
     several = Volume(np.zeros((5, 2, 20, 18, 3)), ImageMetadata("ZCYXS"))
-    with pytest.raises(ValueError, match="predict_whole: the volume has 2 channels of 3 samples each"):
+    with pytest.raises(ValueError, match=r"predict_whole: .* 2 channels of 3 samples"):
         predict_whole(network(3, 3), several, quiet=True)
 
 
@@ -404,14 +404,14 @@ def test_planes_that_are_not_clear() -> None:
     assert predict_whole(network(2, 5), volume, quiet=True).shape == (1, 20, 18)
     last = Volume(torch.from_numpy(STACK).permute(1, 2, 0), ImageMetadata("YXZ"))
     assert predict_whole(network(2, 5), last, quiet=True).shape == (1, 20, 18)
-    with pytest.raises(ValueError, match="no convolution that tells whether its planes are samples or channels"):
+    with pytest.raises(ValueError, match=r"no convolution .*planes"):
         predict_whole(nn.InstanceNorm2d(5).eval(), volume, tile=(8, 8), quiet=True)
     mixing = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False)).eval()
-    with pytest.raises(ValueError, match="layers of Sequential mix samples, so planes one after the other"):
+    with pytest.raises(ValueError, match=r"Sequential mix samples.*planes"):
         predict_whole(mixing, volume, quiet=True)
     # Planes of ImageJ are called channels where nobody said what they are.
     assert predict_whole(network(3), Volume(STACK, ImageMetadata("CYX")), quiet=True).shape == STACK.shape
-    with pytest.raises(ValueError, match=r'the volume has the axes "YXC" \(5, 20, 18\), and the network takes 3'):
+    with pytest.raises(ValueError, match=r'axes "YXC" \(5, 20, 18\), .*takes 3'):
         predict_whole(network(3), Volume(STACK, ImageMetadata("YXC")), quiet=True)
 
 
@@ -520,7 +520,7 @@ def test_chunks_are_decoded_once_a_pass(chunks: tuple[int, ...]) -> None:
 
 def test_masks_of_chunks_are_seen() -> None:
     stack = np.ma.masked_equal(np.arange(8 * 64 * 48, dtype="float32").reshape(8, 64, 48), 5000)
-    with pytest.raises(ValueError, match=r"predict_whole: 1 of [\d,]+ positions that were read are masked"):
+    with pytest.raises(ValueError, match=r"predict_whole: 1 of [\d,]+ positions .*masked"):
         predict_whole(network(3), Counting(stack, (8, 64, 48)), tile=(4, 8, 8), quiet=True)
 
 

@@ -159,7 +159,7 @@ def test_files_that_cannot_be_opened(name: str, options: dict[str, Any], text: s
 
 @pytest.mark.parametrize(("given", "fix"), [(np.zeros((4, 4, 4)), "predict_whole takes it as it is"), (3, "a string")])
 def test_what_is_no_path_cannot_be_opened(given: Any, fix: str) -> None:
-    with pytest.raises(TypeError, match=rf"^open_volume: path must be the path of a file, got \w+; fix: {fix}"):
+    with pytest.raises(TypeError, match=rf"^open_volume: path .*, got \w+; fix: {fix}"):
         open_volume(given)
 
 
@@ -286,7 +286,7 @@ def test_a_layer_finds_channels_by_their_letter(axes: str, tile: Any) -> None:
 @pytest.mark.parametrize("axes", ["CYX", "YXC"])
 def test_letters_of_channels_of_another_number_are_refused(axes: str) -> None:
     shape = [{"C": 4, "Y": 6, "X": 6}[letter] for letter in axes]
-    with pytest.raises(ShapeError, match="respond_whole: grid must have the layer's 6 channels, got 4"):
+    with pytest.raises(ShapeError, match=r"respond_whole: grid .* 6 channels, got 4"):
         respond_whole(settled(attention("siamese")), Volume(np.ones(shape), ImageMetadata(axes)), quiet=True)
 
 

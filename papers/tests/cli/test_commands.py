@@ -24,27 +24,9 @@ from farfield.cli.signatures import read_signature
 from farfield_papers import models
 from farfield_papers.cli import printed, train
 from farfield_papers.cli.models import list_models
+from helpers.commands import assert_one_line, refusal
 
 TABLES = Path(__file__).parents[1] / "papers"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> str:
-        main(arguments)
-        return capsys.readouterr().out
-
-    return run
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a command line that ends with status 2 prints, and nothing on standard output."""
-    with pytest.raises(SystemExit) as stopped:
-        farfield.cli.main(words)
-    assert stopped.value.code == 2
-    said = capsys.readouterr()
-    assert not said.out
-    return said.err
 
 
 @pytest.mark.parametrize(
@@ -60,11 +42,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ],
 )
 def test_a_wrong_word_is_one_line(words: str, facts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal(capsys, *words.split())
-    assert line.startswith("farfield")
-    assert [fact for fact in facts if fact not in line] == []
-    assert line.count("\n") == 1
-    assert line.endswith("\n")
+    assert_one_line(refusal(capsys, *words.split()), facts)
 
 
 @pytest.mark.parametrize(

@@ -517,5 +517,5 @@ def test_a_damaged_photograph_is_named(photograph: Path) -> None:
     turned = path.read_bytes().replace(b"MM\0*", b"MM\0_")
     for content in (whole[:20], whole[: len(whole) // 2], b"", turned):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"damaged\.webp cannot be read as an image: "):
+        with pytest.raises(ValueError, match=r"damaged\.webp .*image: "):
             read_photograph(path)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from farfield_papers import models
-from farfield_papers.cli.train import main
 from farfield_papers.data.tokenizer import load_tokenizer, train_tokenizer
+from papers_helpers.commands import farfield
 from papers_helpers.made_texts import make_texts, sentences
 from papers_helpers.quiet import MARKS
 
@@ -47,12 +46,6 @@ pytestmark = [pytest.mark.long, *MARKS]
 def texts(apart: None, tmp_path: Path) -> None:
     """Some texts in the folder that a test runs in."""
     make_texts(tmp_path / "text")
-
-
-def farfield(command: str, **options: Any) -> None:
-    # The configuration, then a class, then its arguments.
-    pairs = sorted(options.items(), key=lambda pair: (pair[0] != "config", pair[0].count(".")))
-    main([command, *(f"--{name}={value}" for name, value in pairs)])
 
 
 def test_the_papers_recipe_runs_two_steps_with_a_small_tokenizer(tmp_path: Path) -> None:

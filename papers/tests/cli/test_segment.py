@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,11 @@ from PIL import Image
 from farfield import ShapeError
 from farfield._files import OwnedFolder
 from farfield_papers import models
-from farfield_papers.cli.train import main
 from farfield_papers.data.readers.images import FolderError
 from farfield_papers.data.segment import normalize_image, read_pixels
 from farfield_papers.tasks.writers.predictions import PALETTE
 from helpers.packs import unpack
+from papers_helpers.commands import farfield, words
 from papers_helpers.made_masks import CLASSES, make_pair, make_sbd, make_voc
 from papers_helpers.quiet import MARKS, TRAINER
 
@@ -40,16 +39,6 @@ SMALL = {
 CAMVID = {**SMALL, "config": RECIPES / "camvid.yaml", "model.network.width": 0.25, "data.shorter_side": "null"}
 
 pytestmark = [pytest.mark.long, *MARKS]
-
-
-def words(command: str, options: dict[str, Any]) -> list[str]:
-    """Spell a command line: the configuration, then a class, then its arguments."""
-    pairs = sorted(options.items(), key=lambda pair: (pair[0] != "config", pair[0].count(".")))
-    return [command, *(f"--{name}={value}" for name, value in pairs)]
-
-
-def farfield(command: str, **options: Any) -> None:
-    main(words(command, options))
 
 
 def ids(root: Path, name: str) -> list[str]:
@@ -164,7 +153,7 @@ def test_two_predictions_do_not_write_to_one_folder(tmp_path: Path) -> None:
     theirs = OwnedFolder(Path(".new.partial"), Path("new"))
     theirs.hold()
     (theirs.path / "theirs.png").touch()
-    with pytest.raises(BlockingIOError, match='farfield predict: another process is writing "new"; fix: wait until'):
+    with pytest.raises(BlockingIOError, match=r'farfield predict: another process .*"new"; fix:'):
         farfield("predict", **options)
     assert {path.name for path in theirs.path.iterdir()} == {".farfield", ".farfield.lock", "theirs.png"}
     theirs.let_go()
@@ -177,11 +166,11 @@ def test_a_folder_of_somebody_is_not_emptied(tmp_path: Path) -> None:
     Path("photographs").mkdir()
     Path("photographs/mine.jpg").touch()
     Path(".new.partial").symlink_to("photographs")
-    with pytest.raises(FileExistsError, match=r'".new.partial" is a link, and it would be emptied to write "new"; fix'):
+    with pytest.raises(FileExistsError, match=r'".new.partial" is a link.*"new"; fix'):
         farfield("predict", **options)
     Path(".new.partial").unlink()
     Path("photographs").rename(".new.partial")
-    with pytest.raises(FileExistsError, match=r'".new.partial" holds files that farfield did not write'):
+    with pytest.raises(FileExistsError, match=r'".new.partial" .*farfield did not write'):
         farfield("predict", **options)
     assert Path(".new.partial/mine.jpg").exists()
 
@@ -206,7 +195,7 @@ def test_an_interrupted_prediction_leaves_nothing_that_looks_finished_and_runs_a
     predict = {"config": "runs/version_0/config.yaml", "ckpt_path": "best"}
     farfield("predict", **predict, **{"predictions.path": "whole"})
     Path("kill.py").write_text(KILLER)
-    command = [sys.executable, "kill.py", *words("predict", predict), "--trainer.callbacks+", "__main__.Killer"]
+    command = [sys.executable, "kill.py", *words("predict", **predict), "--trainer.callbacks+", "__main__.Killer"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not Path("runs/predictions").exists()
@@ -223,7 +212,7 @@ def test_an_interrupted_prediction_leaves_nothing_that_looks_finished_and_runs_a
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
 def test_a_wrong_number_of_classes_is_named_before_the_first_epoch(tmp_path: Path) -> None:
-    with pytest.raises(ShapeError, match=r"one logit for each of the data's 4 classes[\s\S]*num_classes 4"):
+    with pytest.raises(ShapeError, match=r"logit .* 4 classes[\s\S]*num_classes 4"):
         farfield("fit", **{**CAMVID, "data.root": make_voc(tmp_path / "voc"), "model.network.num_classes": 11})
 
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from farfield import ShapeError
 from farfield_papers import models
-from farfield_papers.cli.train import main
 from farfield_papers.data.readers.images import FolderError
 from farfield_papers.tasks.checkpoints import CheckpointError
+from papers_helpers.commands import farfield, words
 from papers_helpers.made_images import COLOURS, full_disk, make_folder, make_root
 from papers_helpers.quiet import MARKS, TRAINER
 
@@ -43,19 +43,6 @@ FOLDERS = {
 }
 
 pytestmark = [pytest.mark.long, *MARKS]
-
-
-def words(command: str, **options: Any) -> list[str]:
-    """Spell a command line; a dot in an option's name may be written __ here."""
-    named = {name.replace("__", "."): value for name, value in options.items() if value is not None}
-    # It is read in order: the configuration, then a class, then its arguments.
-    pairs = sorted(named.items(), key=lambda pair: (pair[0] != "config", pair[0].count(".")))
-    return [command, *(f"--{name}={value}" for name, value in pairs)]
-
-
-def farfield(command: str, **options: Any) -> None:
-    """Call the command line in this process."""
-    main(words(command, **options))
 
 
 def fit(root: Path, **options: Any) -> Path:
@@ -139,7 +126,7 @@ def test_a_second_fit_is_a_run_of_its_own_and_last_goes_on_with_the_newest(tmp_p
 
 
 def test_without_a_run_to_resume_last_starts_a_new_one(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="runs has no run to resume; starting a new one"):
+    with pytest.warns(UserWarning, match="runs has no run to resume"):
         run = fit(make_root(tmp_path / "images"), ckpt_path="last")
     assert (run / "checkpoints" / "last.ckpt").is_file()
 
@@ -216,7 +203,7 @@ def test_a_trainer_that_this_machine_has_not(accelerator: str, devices: str, tex
 
 
 def test_a_wrong_number_of_classes_is_named_before_the_first_epoch(tmp_path: Path) -> None:
-    with pytest.raises(ShapeError, match="one score for each of the data's 3 classes"):
+    with pytest.raises(ShapeError, match=r"score .* 3 classes"):
         fit(make_root(tmp_path / "images"), model__network__num_classes=5)
 
 
@@ -242,7 +229,7 @@ def test_weights_alone_are_no_training_to_go_on_with(tmp_path: Path) -> None:
     root = make_root(tmp_path / "images")
     path = fit(root) / "checkpoints" / "last.ckpt"
     torch.save({"state_dict": torch.load(path, weights_only=True)["state_dict"]}, path)
-    with pytest.raises(CheckpointError, match=r"last\.ckpt has weights but no training state to resume; fix: the last"):
+    with pytest.raises(CheckpointError, match=r"last\.ckpt .*no training state.*; fix: the last"):
         fit(root, ckpt_path=path, trainer__max_epochs=2)
 
 
@@ -296,7 +283,7 @@ def test_no_best_checkpoint(tmp_path: Path) -> None:
 
 def test_evaluating_without_a_checkpoint_warns(tmp_path: Path) -> None:
     options = {**TRAINER, **FOLDERS, "data.root": make_root(tmp_path / "images"), "model.network.width": 0.25}
-    with pytest.warns(UserWarning, match="without --ckpt_path the network has its initial weights"):
+    with pytest.warns(UserWarning, match="without --ckpt_path .*initial weights"):
         farfield("validate", **options)
 
 

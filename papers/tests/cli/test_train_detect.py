@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,9 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from farfield_papers import models
-from farfield_papers.cli.train import main
 from farfield_papers.data.readers.images import FolderError
 from helpers.packs import unpack
+from papers_helpers.commands import farfield
 from papers_helpers.made_objects import make_coco, read_annotations
 from papers_helpers.quiet import MARKS
 
@@ -46,12 +45,6 @@ SMALL = {
 BALLOON = {**SMALL, "config": FOLDER / "balloon.yaml"}
 
 pytestmark = [pytest.mark.long, *MARKS]
-
-
-def farfield(command: str, **options: Any) -> None:
-    """Call the command line: the configuration, then a class, then its arguments."""
-    pairs = sorted(options.items(), key=lambda pair: (pair[0] != "config", pair[0].count(".")))
-    main([command, *(f"--{name}={value}" for name, value in pairs)])
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -162,7 +155,7 @@ def test_boxes_alone_are_trained_and_measured(tmp_path: Path) -> None:
 # ---- bad input -------------------------------------------------------------------------------------------------------
 def test_wrong_classes_and_faulty_data_are_named_before_the_first_epoch(tmp_path: Path) -> None:
     root = make_coco(tmp_path / "made")
-    with pytest.raises(ValueError, match=r"the network has 5 classes and the data 2; fix: .*num_classes 2"):
+    with pytest.raises(ValueError, match=r"network .*5 classes .*data 2; fix: .*num_classes 2"):
         farfield("fit", **{**BALLOON, "data.root": root, "model.network.num_classes": 5})
     (root / "val" / "val_1.png").unlink()
     with pytest.raises(FolderError, match=r"1 listed images are not there[\s\S]*val_1\.png"):

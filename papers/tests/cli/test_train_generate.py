@@ -111,7 +111,7 @@ def test_fit_test_and_predict_from_end_to_end(tmp_path: Path, capsys: pytest.Cap
         assert off.max() <= 1
         assert off.mean() <= 0.01
     assert Image.open("drawn/samples.png").size == (3 * 18 - 2, 3 * 18 - 2)
-    with pytest.raises(FileExistsError, match="drawn exists and nothing in it is overwritten"):
+    with pytest.raises(FileExistsError, match="drawn exists"):
         farfield("predict", run / "config.yaml", **drawn, predictions__path="drawn")
     farfield("predict", run / "config.yaml", **drawn, predictions__path="others", model__sample_seed=1)
     assert Path("others/00000.png").read_bytes() != Path("drawn/00000.png").read_bytes()
@@ -130,5 +130,5 @@ def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path) -> No
 
 def test_other_classes_are_named(tmp_path: Path) -> None:
     root = make_root(tmp_path / "images")
-    with pytest.raises(ValueError, match="the data have 3 classes and the network 5"):
+    with pytest.raises(ValueError, match=r"data .*3 classes .*network 5"):
         farfield("fit", data__root=root, model__network__num_classes=5)

@@ -75,7 +75,7 @@ def test_wrong_options(given: dict, text: str) -> None:
 def test_what_options_say() -> None:
     assert Processes.parse("predict", {"dask": None, "workers": None}) == Processes()
     assert Processes.parse("predict", {"part": "3/16", "pass": 2}).part == Part(3, 16, 3600, 2)
-    with pytest.raises(CommandLineError, match="--workers is an option of farfield predict"):
+    with pytest.raises(CommandLineError, match=r"--workers .*farfield predict"):
         Processes.parse("fit", {"workers": 2})
     listed = describe_options("predict", read_words(["--config", "care3d", "--help"])) or ""
     assert all(f"--{name}" in listed for name in ("dask", "workers", "part", "timeout", "pass"))
@@ -116,7 +116,7 @@ def test_parts_restore_what_one_process_does(tmp_path: Path) -> None:
     for part in ("1/1", "reduce"):
         restore(network, volume, tile=16, out=tmp_path / "parts.zarr", part=Part.parse(part))
     assert content(tmp_path / "parts.zarr") == content(tmp_path / "one.zarr")
-    with pytest.raises(ValueError, match="restore: a projection runs in one piece; fix: "):
+    with pytest.raises(ValueError, match=r"restore: .*projection .*; fix: "):
         restore(models.unet_projection("siamese", first_channels=4), volume, out="a.zarr", part=Part(1, 2))
 
 

@@ -176,7 +176,7 @@ def test_voxel_size_and_channels_go_from_tiff_to_zarr_and_back(tmp_path: Path) -
         metadata = open_volume(path).metadata
         assert (metadata.axes, metadata.channels, metadata.units) == (axes, names, units)
         assert metadata.spacing == pytest.approx(spacing)
-    with pytest.raises(FileExistsError, match=r"two\.ome\.zarr would replace two\.ome\.zarr, which is read"):
+    with pytest.raises(FileExistsError, match=r"two\.ome\.zarr .*replace two\.ome\.zarr"):
         farfield(
             "predict", **SMALL, data__root="two.ome.zarr", data__channel=0, output="two.ome.zarr", overwrite="true"
         )
@@ -232,7 +232,7 @@ def test_faults_of_data_and_files_are_named(tmp_path: Path) -> None:
         farfield("predict", **SMALL, data__root=stack, output="b.tif", ckpt_path="best")
     Path("runs/version_0/checkpoints").mkdir(parents=True)
     Path("runs/version_0/checkpoints/last.ckpt").touch()
-    with pytest.raises(CheckpointError, match=r"best\.ckpt; fix: --ckpt_path last, as no epoch was validated yet, or"):
+    with pytest.raises(CheckpointError, match=r"best\.ckpt; fix: --ckpt_path last\b.* or"):
         farfield("predict", **SMALL, data__root=stack, output="b.tif", ckpt_path="best")
     assert not Path("b.tif").exists()
 
@@ -250,7 +250,7 @@ def test_a_stack_in_several_files_needs_and_keeps_all_of_them(tmp_path: Path) ->
     farfield("predict", **SMALL, data__root=stack, output="whole.tif")
     assert tifffile.imread("whole.tif").shape == (4, 9, 11)
     other.rename(tmp_path / "m2.ome.tif")
-    with pytest.raises(FolderError, match=r'cannot read .*m0.ome.tif: 2 of its 4 planes are missing, .*"m1.ome.tif"'):
+    with pytest.raises(FolderError, match=r'cannot read .*m0.ome.tif: 2 of its 4 planes .*"m1\.ome\.tif"'):
         farfield("predict", **SMALL, data__root=stack, output="half.tif")
     write(tmp_path / "cut.tif", made_pair(0)[0])
     os.truncate(tmp_path / "cut.tif", (tmp_path / "cut.tif").stat().st_size // 2)

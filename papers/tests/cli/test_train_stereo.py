@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +11,11 @@ import yaml
 from PIL import Image
 
 from farfield_papers import models
-from farfield_papers.cli.train import main
 from farfield_papers.data.readers.images import FolderError
 from farfield_papers.data.readers.stereo import read_pfm
 from farfield_papers.data.segment import normalize_image, read_pixels
 from farfield_papers.tasks.stereo import Stereo
+from papers_helpers.commands import farfield
 from papers_helpers.made_frames import made_pair, make_kitti, make_sceneflow, write_image
 from papers_helpers.quiet import MARKS
 
@@ -40,12 +39,6 @@ MIDDLEBURY = {**SMALL, "config": RECIPES / "middlebury.yaml"}
 SCENES = ("TRAIN/A/Art", "TRAIN/A/Books", "TRAIN/A/Dolls", "TRAIN/A/Teddy", "TRAIN/A/Laundry")
 
 pytestmark = [pytest.mark.long, *MARKS]
-
-
-def farfield(command: str, **options: Any) -> None:
-    """Spell a command line: the configuration, then a class, then its arguments."""
-    pairs = sorted(options.items(), key=lambda pair: (pair[0] != "config", pair[0].count(".")))
-    main([command, *(f"--{name}={value}" for name, value in pairs)])
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -103,7 +96,7 @@ def test_fit_validate_test_predict(tmp_path: Path, capsys: pytest.CaptureFixture
         expected = module(*(normalize_image(read_pixels(path.with_suffix(".png")))[None] for path in paths))[0, -1]
     # The trainer's inference mode and its own batch may choose other kernels.
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=1e-5)
-    with pytest.raises(FileExistsError, match="runs/predictions exists and nothing in it is overwritten"):
+    with pytest.raises(FileExistsError, match="runs/predictions exists"):
         farfield("predict", config=config, ckpt_path="best")
 
 

@@ -175,7 +175,7 @@ def test_a_checkpoint_keeps_the_categories(tmp_path: Path) -> None:
     other = CocoFolders(predict=str(tmp_path), workers=0)
     other.load_state_dict(state)
     assert (other.category_ids, other.classes) == ([3, 7], ["rectangle", "disc"])
-    with pytest.raises(FolderError, match="CocoFolders: the checkpoint's category_ids must be a list, got None"):
+    with pytest.raises(FolderError, match=r"CocoFolders: .*category_ids .*list, got None"):
         other.load_state_dict({name: value for name, value in state.items() if name != "category_ids"})
 
 
@@ -418,7 +418,7 @@ def test_folders_and_files_that_are_not_there(tmp_path: Path) -> None:
     (root / "annotations" / "instances_train.json").write_text("{broken")
     with pytest.raises(FolderError, match=r"instances_train\.json is not JSON: "):
         prepared(root)
-    with pytest.raises(FolderError, match=r"give root, a folder in COCO's format, or predict"):
+    with pytest.raises(FolderError, match=r"give root, .*COCO.*, or predict"):
         CocoFolders()
 
 
@@ -434,7 +434,7 @@ def test_two_pictures_of_one_name(tmp_path: Path) -> None:
     for name in ("1.png", "1.jpg"):
         Image.new("RGB", (9, 9)).save(tmp_path / name)
     data = CocoFolders(predict=str(tmp_path), workers=0)
-    with pytest.raises(FolderError, match="several images have one name, 1, whose pictures would be one file"):
+    with pytest.raises(FolderError, match=r"one name, 1, .*pictures"):
         data.setup("predict")
 
 

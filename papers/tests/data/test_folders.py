@@ -48,7 +48,7 @@ def test_one_class(tmp_path: Path) -> None:
     root = make_root(tmp_path)
     for name in ("green", "red"):
         (root / "train" / name).rename(tmp_path / f"taken-{name}")
-    with pytest.raises(FolderError, match='has one class, "blue"; classifying needs two'):
+    with pytest.raises(FolderError, match=r'one class, "blue"; .*two'):
         prepared(root)
 
 
@@ -162,7 +162,7 @@ def test_links_in_a_circle_are_passed_over_and_named(tmp_path: Path, links: dict
     for link, target in links.items():
         (root / link).symlink_to(target)
     mutual = "deep/x" in links
-    with pytest.warns(UserWarning, match="is a link to a folder above it, and is skipped"):
+    with pytest.warns(UserWarning, match="is a link .*skipped"):
         found = names(root)
     plain = ["deep/deep.txt", "top.txt", "wide/wide.txt"]
     assert found == (sorted([*plain, "deep/x/wide.txt", "wide/y/deep.txt"]) if mutual else plain)
@@ -183,7 +183,7 @@ def test_links_that_branch_without_a_circle_end_too(tmp_path: Path) -> None:
         (tmp_path / "root" / str(place)).mkdir(parents=True)
         for name in "ab":
             (tmp_path / "root" / str(place) / name).symlink_to(f"../{place + 1}")
-    with pytest.raises(FolderError, match=r"links in .*root lead to one folder by more than 100 paths, the last .*"):
+    with pytest.raises(FolderError, match=r"links in .*root .*100 paths, .*last "):
         list_files(tmp_path / "root")
 
 
@@ -195,9 +195,7 @@ def test_classes_do_not_read_links_in_a_circle(tmp_path: Path) -> None:
         found = list_labelled_images(root)
     assert len(found) == 5 + 2 * 10
     (root / "again").symlink_to(".")
-    with pytest.raises(
-        FolderError, match=r"images/again is a link to a folder above it, and no class\.\n  fix: remove"
-    ):
+    with pytest.raises(FolderError, match=r"images/again is a link .*no class\.\n  fix: remove"):
         prepared(root)
 
 

@@ -176,7 +176,7 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
     made = train_tokenizer(sentences(50), 150)
     bare = transformers.PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, pad_token="[PAD]")
     bare.save_pretrained(tmp_path)
-    with pytest.raises(FolderError, match="has no unk, cls, sep, mask token, which a masked language model needs"):
+    with pytest.raises(FolderError, match="no unk, cls, sep, mask token"):
         load_tokenizer(tmp_path)
 
 
@@ -197,7 +197,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path, name: str, content: bytes)
 def test_a_damaged_tokenizer_of_a_checkpoint_is_refused(tmp_path: Path, text: Any) -> None:
     data = folder(make_texts(tmp_path))
     state = data.state_dict() | {"tokenizer": text}
-    with pytest.raises(FolderError, match=r"TextFolder: the checkpoint's tokenizer is damaged: .*; fix: train anew"):
+    with pytest.raises(FolderError, match=r"TextFolder: .*tokenizer is damaged: .*; fix: train anew"):
         data.load_state_dict(state)
 
 
@@ -220,7 +220,7 @@ def test_a_checkpoint_brings_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("the [MASK] sees the [MASK] .\n", encoding="utf-8")
     alone = TextFolder(predict=str(tmp_path / "lines.txt"), length=12)
     alone.setup("predict")
-    with pytest.raises(FolderError, match="without a checkpoint there is no tokenizer; fix: --ckpt_path"):
+    with pytest.raises(FolderError, match="no tokenizer; fix: --ckpt_path"):
         alone.predict_dataloader()
     alone.load_state_dict(state)
     (batch,) = alone.predict_dataloader()
@@ -259,14 +259,14 @@ def test_utf_8_with_a_mark_and_other_line_ends_is_read(tmp_path: Path) -> None:
 def test_folders_without_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match=r"there is no folder .*none"):
         folder(tmp_path / "none")
-    with pytest.raises(FolderError, match=r"has no text files \(\.txt\); it holds nothing"):
+    with pytest.raises(FolderError, match=r"no text files \(\.txt\)"):
         folder(tmp_path)
     (tmp_path / "a.csv").write_text("a", encoding="utf-8")
     (tmp_path / ".hidden.txt").write_text("a", encoding="utf-8")
     with pytest.raises(FolderError, match=r"has no text files \(\.txt\); it holds a.csv"):
         folder(tmp_path)
     (tmp_path / "a.txt").write_text("\n  \n\n", encoding="utf-8")
-    with pytest.raises(FolderError, match=r"the train part of .* has no text in its 1 files; fix: longer texts"):
+    with pytest.raises(FolderError, match=r"the train part of .* no text .*1 files; fix:"):
         folder(tmp_path)
     (tmp_path / "a.txt").write_text("one line alone", encoding="utf-8")
     with pytest.raises(FolderError, match="the train part of"):

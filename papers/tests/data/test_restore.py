@@ -181,9 +181,7 @@ def test_files_of_several_stacks_hold_the_truth_last(tmp_path: Path) -> None:
         np.testing.assert_array_equal(stack, stacks[2 - place])
     data = module(tmp_path, sources=["low"])
     data.setup("test")
-    with pytest.raises(
-        FolderError, match=r"a.tif has the size \(4, 10, 24, 20\); 2 stacks are needed, one for each source"
-    ):
+    with pytest.raises(FolderError, match=r"a.tif .*size \(4, 10, 24, 20\); 2 stacks"):
         next(iter(data.test_dataloader()))
 
 
@@ -445,7 +443,7 @@ def test_folders_without_data_are_named(tmp_path: Path) -> None:
     assert "gives 4 patches; a tenth of them cannot be held out" in fault(tmp_path)
     make_npz(tmp_path / "train" / "b.npz", 4, PATCH, PATCH)
     assert "has 2 npz files" in fault(tmp_path)
-    with pytest.raises(FolderError, match=r"two or three numbers, \[y, x\] or \[z, y, x\], got \[8\]"):
+    with pytest.raises(FolderError, match=r"\[y, x\] or \[z, y, x\], got \[8\]"):
         StackPairs(str(tmp_path), patch=[8])
 
 
@@ -533,7 +531,7 @@ def test_other_files_of_numpy_are_refused_and_nothing_is_unpickled(tmp_path: Pat
         with pytest.raises(FolderError, match=rf"a\.npz: {text}; patches are whole numbers or floats"):
             load_npz(path, 3)
     np.savez(path, X=stack[:0], Y=stack[:0], axes="SCZYX")
-    with pytest.raises(FolderError, match=r"a\.npz: X: it has no positions, its size is \(0, 1, 4, 8, 8\)"):
+    with pytest.raises(FolderError, match=r"a\.npz: X: .*no positions.*\(0, 1, 4, 8, 8\)"):
         load_npz(path, 3)
 
 

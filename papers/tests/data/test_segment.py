@@ -261,7 +261,7 @@ def test_a_good_pair_has_no_fault(tmp_path: Path) -> None:
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
-    with pytest.raises(FolderError, match="give root, a folder in VOC's layout, or predict"):
+    with pytest.raises(FolderError, match=r"give root, .*VOC.*, or predict"):
         VOCFolders()
     with pytest.raises(FolderError, match=r"there is no folder .*nowhere"):
         prepared(tmp_path / "nowhere")
@@ -269,14 +269,14 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     empty = VOCFolders(predict=str(tmp_path / "empty"))
     with pytest.raises(FolderError, match=r"VOCFolders: .*empty has no images"):
         empty.setup("predict")
-    with pytest.raises(FolderError, match=r"scales must be two numbers above 0, the smaller first, got \(2, 1\)"):
+    with pytest.raises(FolderError, match=r"scales .*got \(2, 1\)"):
         VOCFolders(str(tmp_path), scales=(2, 1))
 
 
 def test_two_images_whose_masks_would_be_one_file(tmp_path: Path) -> None:
     for suffix in (".png", ".jpg"):
         Image.fromarray(make_pair(0, 30, 40)[0]).save(tmp_path / f"1{suffix}")
-    with pytest.raises(FolderError, match="several images of one name, 1, whose masks would be one file"):
+    with pytest.raises(FolderError, match=r"one name, 1, .*masks"):
         VOCFolders(predict=str(tmp_path)).setup("predict")
 
 

@@ -327,11 +327,11 @@ def test_folders_that_cannot_be_trained_on(
 def test_no_folder() -> None:
     with pytest.raises(FolderError, match="StereoFrames: there is no folder nowhere"):
         parts_of(Path("nowhere"))
-    with pytest.raises(FolderError, match="give root, a folder of stereo pairs, or predict"):
+    with pytest.raises(FolderError, match=r"give root, .*stereo.*, or predict"):
         StereoFrames()
-    with pytest.raises(FolderError, match=r"crop must be a height and a width in pixels, got \(0, 32\)"):
+    with pytest.raises(FolderError, match=r"crop .*pixels, got \(0, 32\)"):
         StereoFrames("somewhere", crop=(0, 32))
-    with pytest.raises(FolderError, match=r"crop must be a height and a width in pixels, got \(32,\)"):
+    with pytest.raises(FolderError, match=r"crop .*pixels, got \(32,\)"):
         StereoFrames("none", crop=(32,))  # type: ignore[arg-type]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,15 @@ import tifffile
 
 from farfield_papers.data.readers.tiff import open_stack
 from farfield_papers.data.readers.volumes import list_stack_files, open_stack_volume
-from helpers.ome_parts import PLANES, write_parts
+from helpers.ome_parts import (
+    AWAY,
+    ELSEWHERE,
+    PLANES,
+    assert_reads_below_its_folder_alone,
+    write_few_planes,
+    write_first_part,
+    write_parts,
+)
 
 WAYS: dict[str, Callable[[Path], object]] = {
     "fit": lambda path: open_stack(path, 3),
@@ -29,25 +36,18 @@ WRITERS = {
 
 
 @each_way
-@pytest.mark.parametrize("what", ["missing", "renamed", "moved away"])
+@AWAY
 def test_a_missing_file_of_several_is_named(what: str, way: str, tmp_path: Path) -> None:
-    path, other = write_parts(tmp_path), tmp_path / "m1.ome.tif"
-    if what == "missing":
-        other.unlink()
-    else:
-        other.rename(tmp_path / "m2.ome.tif" if what == "renamed" else tmp_path.parent / "m1.ome.tif")
-    with pytest.raises(ValueError, match=r'2 of its 4 planes are missing, which are in "m1.ome.tif"; fix: put'):
+    path = write_first_part(tmp_path, what)
+    with pytest.raises(ValueError, match=r'2 of its 4 planes .*"m1\.ome\.tif"; fix: put'):
         WAYS[way](path)
 
 
 @each_way
 def test_a_description_of_more_planes_than_there_are(way: str, tmp_path: Path) -> None:
-    xml = tifffile.OmeXml()
-    xml.addimage("uint8", (6, 9, 11), (6, 1, 1, 9, 11, 1), axes="ZYX")
-    told = xml.tostring()
-    tifffile.imwrite(tmp_path / "few.ome.tif", PLANES, photometric="minisblack", description=told, metadata=None)
-    with pytest.raises(ValueError, match=r"2 of its 6 planes are missing, which its description names; fix: "):
-        WAYS[way](tmp_path / "few.ome.tif")
+    path = write_few_planes(tmp_path)
+    with pytest.raises(ValueError, match=r"2 of its 6 planes .*; fix: "):
+        WAYS[way](path)
 
 
 @each_way
@@ -60,26 +60,9 @@ def test_a_cut_file_is_named(name: str, way: str, tmp_path: Path) -> None:
 
 
 @each_way
-@pytest.mark.parametrize("told", ["../secret.ome.tif", "{folder}/secret.ome.tif", r"..\secret.ome.tif", "C:secret.tif"])
-def test_only_files_below_the_folder_are_read(
-    told: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "given"
-    write_parts(folder)
-    told = told.format(folder=tmp_path)
-    path = write_parts(folder, told=told)
-    shutil.copy(folder / "m1.ome.tif", tmp_path / "secret.ome.tif")
-    files: list[str] = []
-    start = tifffile.TiffFile.__init__
-
-    def noted(self: tifffile.TiffFile, file: object, *given: object, **options: object) -> None:
-        files.append(str(file))
-        start(self, file, *given, **options)
-
-    monkeypatch.setattr(tifffile.TiffFile, "__init__", noted)
-    with pytest.raises(ValueError, match=rf'it has "{re.escape(told)}" as its parts, and only files in its folder'):
-        WAYS[way](path)
-    assert set(files) == {str(path)}
+@ELSEWHERE
+def test_only_files_below_the_folder_are_read(told: str, way: str, tmp_path: Path) -> None:
+    assert_reads_below_its_folder_alone(WAYS[way], told, tmp_path)
 
 
 def test_the_files_of_a_stack_are_all_its_parts(tmp_path: Path) -> None:

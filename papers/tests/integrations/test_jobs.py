@@ -13,17 +13,15 @@ import torch
 from farfield.integrations.jobs import Job
 from farfield.integrations.trained_models import kinds, open_model
 from farfield.streaming import Tiles
-from farfield.volumes import ImageMetadata, Volume, open_volume
+from farfield.volumes import Volume, open_volume
 from farfield_papers import models
 from farfield_papers.tasks.restore_stack import restore
-
-SHAPE = (9, 34, 30)
-SPACED = ImageMetadata("ZYX", {"Z": 2.0, "Y": 0.5, "X": 0.5}, dict.fromkeys("ZYX", "micrometer"), {"Y": 3.0})
+from helpers.jobs import SHAPE, SPACED, StopError, make_stack, stop_after
 
 
 @pytest.fixture
 def stack() -> Volume:
-    return Volume(np.random.default_rng(0).poisson(40, SHAPE).astype(np.uint16), SPACED)
+    return make_stack()
 
 
 @pytest.fixture
@@ -32,21 +30,6 @@ def run(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     models.unet_care(first_channels=4).save_pretrained(tmp_path / "run")
     return tmp_path / "run"
-
-
-class StopError(Exception):
-    """What `show` raises to end a prediction."""
-
-
-def stop_after(tiles: int, shown: list[float]) -> Any:
-    """What `show` is, to stop after so many tiles."""
-
-    def show(share: float, text: str) -> None:
-        shown.append(share)
-        if len(shown) == tiles:
-            raise StopError
-
-    return show
 
 
 @pytest.mark.long
@@ -122,10 +105,10 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_run_of_another_task(tmp_path: Path) -> None:
     models.MODELS["kanet_qkv"](num_classes=3).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"not from volumes to volumes; fix: farfield predict"):
+    with pytest.raises(ValueError, match=r"volumes; fix: farfield predict"):
         open_model("run of farfield fit", tmp_path)
     models.unet_projection(first_channels=4).save_pretrained(tmp_path / "projection")
-    with pytest.raises(ValueError, match=r"is a projection, not from volumes to volumes; fix: farfield predict"):
+    with pytest.raises(ValueError, match=r"is a projection, .*volumes; fix: farfield predict"):
         open_model("run of farfield fit", tmp_path / "projection")
 
 
@@ -136,6 +119,6 @@ def test_a_run_that_names_a_class_of_others_builds_nothing(tmp_path: Path, run: 
     (folder / "config.yaml").write_text(json.dumps({"task": "restore", "model": {"network": entry}}))
     weights = {f"network.{name}": each for name, each in models.from_pretrained(run).state_dict().items()}
     torch.save({"state_dict": weights}, folder / "checkpoints" / "best.ckpt")
-    with pytest.raises(ValueError, match=r"os\.system, which is not a network of farfield; fix: torch\.jit\.trace"):
+    with pytest.raises(ValueError, match=r"os\.system, .*network of farfield; fix: torch\.jit\.trace"):
         open_model("run of farfield fit", folder)
     assert not (tmp_path / "written").exists()

@@ -169,10 +169,10 @@ def test_cost_of_a_factorized_bert_is_linear() -> None:
 
 def test_too_many_tokens_and_wrong_kinds_are_refused() -> None:
     net = models.bert_small("factorized_gaussian", **OURS)  # type: ignore[arg-type]
-    with pytest.raises(ShapeError, match=r"bert_small: 41 tokens are more than the network's 40 positions\.") as raised:
+    with pytest.raises(ShapeError, match=r"bert_small: 41 tokens .* 40 positions") as raised:
         net(torch.zeros(1, 41, dtype=torch.long))
     assert "fix: split the text, or build it with positions=41." in str(raised.value)
-    with pytest.raises(ShapeError, match=r"words must be whole numbers \(batch, tokens\)"):
+    with pytest.raises(ShapeError, match=r"words .*\(batch, tokens\)"):
         net(torch.zeros(4, dtype=torch.long))
     with pytest.raises(LookupError, match='bert_base: no operator "gauss"'):
         models.bert_base("gauss")

@@ -67,7 +67,7 @@ def test_every_few_positions_are_those_of_the_strides(strides: tuple[int, ...], 
 
 
 def test_an_output_stride_that_there_is_not() -> None:
-    with pytest.raises(ValueError, match=r"kanet_qkv: output_stride must be 8, 16 or 32, got 12\."):
+    with pytest.raises(ValueError, match=r"kanet_qkv: output_stride .*8, 16 or 32, got 12\b"):
         timm.create_model("kanet_qkv", output_stride=12)
 
 
@@ -95,7 +95,7 @@ def test_drop_path_rate_grows_evenly_and_acts_in_training_alone() -> None:
         assert torch.equal(net(images()), plain(images()))
         outputs = [net.train()(images()) for _ in range(2)]
     assert not torch.equal(*outputs)
-    with pytest.raises(ValueError, match=r"drop_path_rate must be a probability below 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"drop_path_rate .*1, got 1\.5"):
         timm.create_model("kanet_qkv", drop_path_rate=1.5)
 
 
@@ -144,7 +144,7 @@ def test_global_pool_is_reset_saved_and_refused(tmp_path: Path) -> None:
     again = models.from_pretrained(tmp_path)
     assert (again.config["global_pool"], again.config["output_stride"]) == ("catavgmax", 16)
     assert torch.equal(again(images().float()), net.float()(images().float()))
-    with pytest.raises(ValueError, match=r'global_pool="" keeps all positions, but a classifier of 4 classes needs'):
+    with pytest.raises(ValueError, match=r'global_pool="" .*4 classes'):
         net.reset_classifier(4, "")
     with pytest.raises(LookupError, match='sanet: no global_pool "mean"; nearest: max'):
         net.reset_classifier(4, "mean")
@@ -177,13 +177,13 @@ def test_stop_early_runs_no_further() -> None:
 
 @pytest.mark.parametrize("indices", [(5,), (-6,), 6, 0, ()])
 def test_grids_that_there_are_not(indices: Any) -> None:
-    with pytest.raises(ValueError, match=r"kanet_qkv: indices=.* are no grids of the pyramid, which has 5"):
+    with pytest.raises(ValueError, match=r"kanet_qkv: indices=.*pyramid.* 5"):
         create("kanet_qkv").forward_intermediates(images(), indices=indices)
 
 
 @pytest.mark.parametrize("options", [{"output_fmt": "NHWC"}, {"stop_early": True}])
 def test_forms_that_there_are_not(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="grids are NCHW, and stop_early needs intermediates_only=True"):
+    with pytest.raises(ValueError, match=r"NCHW.*stop_early .*intermediates_only=True"):
         create("kanet_qkv").forward_intermediates(images(), **options)
 
 

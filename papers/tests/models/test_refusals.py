@@ -54,7 +54,7 @@ def test_a_projection_network_names_itself(build: Callable[[], Any], error: type
 @pytest.mark.parametrize("build", [models.i3d_resnet50, models.video_resnet])
 def test_clips_of_whole_numbers(build: Callable[..., Any]) -> None:
     net = build(operator=None, num_classes=3)
-    with pytest.raises(TypeError, match=rf"^{build.__name__}: the clip must be floating point, got torch.uint8; fix: "):
+    with pytest.raises(TypeError, match=rf"^{build.__name__}: .*clip .*got torch\.uint8; fix: "):
         net(torch.zeros(1, 3, 4, 32, 32, dtype=torch.uint8))
 
 
@@ -71,9 +71,7 @@ def test_a_discriminator_with_classes_needs_labels() -> None:
 def test_score_vectors_are_in_no_bert() -> None:
     sizes = {"vocabulary": 50, "positions": 16, "channels": 32, "layers": 1, "heads": 4}
     siamese, softmax = models.bert_small("siamese", **sizes), models.bert_small("softmax", **sizes)
-    with pytest.raises(
-        ValueError, match=r"has a score vector .*, layers\.0\.attention\.weight, which no BERT has; fix: "
-    ):
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.weight.*BERT.*; fix: "):
         models.load_hugging_face(siamese, softmax.state_dict())
 
 

@@ -29,6 +29,7 @@ from farfield.ops.slots import softmax_of_products
 from farfield_papers import models
 from farfield_papers.models import CLASSIFIERS, CompactNet, description, storage
 from helpers.partly import partly
+from papers_helpers.refusals import Trap
 
 SAVED = Path(__file__).parent / "saved" / "sanet"
 LOGITS = [3.703454, -3.534860, 0.315928]  # of the saved model, in float64
@@ -414,26 +415,16 @@ def test_what_is_of_another_size_than_its_weights_is_not_made(tmp_path: Path) ->
 
 
 # ---- weights that a user names ---------------------------------------------------------------------------------------
-class Trap:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.folder,)
-
-
 @pytest.mark.parametrize("build", [models.deeplab_compact, models.bert_small])
 def test_weights_that_are_none(tmp_path: Path, build: Callable[..., nn.Module]) -> None:
     path, sprung = tmp_path / "start.pth", tmp_path / "sprung"
     torch.save({"weight": Trap(sprung)}, path)
-    with pytest.raises(ValueError, match=r"start.pth holds more than tensors and plain values; .*not loaded; fix: "):
+    with pytest.raises(ValueError, match=r"start.pth .*not loaded; fix: "):
         build(weights=path)
     assert not sprung.exists()
     for content in (b"", b"words", path.read_bytes()[:100]):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"start.pth is damaged: it is no whole file of torch.save; fix: "):
+        with pytest.raises(ValueError, match=r"start.pth is damaged: .*torch\.save; fix: "):
             build(weights=path)
         (tmp_path / "start.safetensors").write_bytes(content)
         with pytest.raises(ValueError, match=r"start.safetensors is damaged: .*; fix: download it again."):

@@ -273,9 +273,9 @@ def test_modules_have_the_weights_of_the_layers_here(name: str) -> None:
 def test_modules_that_do_not_exist() -> None:
     with pytest.raises(LookupError, match=r'predict_module: no module "FA-Tmf"; nearest: FA-Tfm'):
         theory.predict_module("FA-Tmf", channels=64, positions=9)
-    with pytest.raises(ValueError, match="positions must be a whole number from 1, got 0"):
+    with pytest.raises(ValueError, match=r"positions .* 1, got 0"):
         theory.predict_module("FA-dot", channels=64, positions=0)
-    with pytest.raises(ValueError, match="heads=3 does not divide the 32 channels of basis"):
+    with pytest.raises(ValueError, match=r"heads=3 .*32 channels of basis"):
         theory.predict_module("FA-multi", channels=64, positions=9, heads=3)
 
 

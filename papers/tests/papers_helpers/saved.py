@@ -69,7 +69,6 @@ def outputs(value: Any) -> list[Tensor]:
 CLASSIFIER = {"num_classes": 7, "width": 0.1}
 U = {"first_channels": 4}
 DETECTOR = {"num_classes": 3}
-STEREO = {"max_disparity": 48, "first_channels": 8}
 SMALL_SAGAN = {"side": 32, "attention_at": 16, "num_classes": 4, "noise_channels": 8}
 SMALL_SAGAN |= {"generator_channels": 8, "discriminator_channels": 8}
 SMALL_BERT = {"vocabulary": 50, "positions": 16, "channels": 16, "layers": 2}

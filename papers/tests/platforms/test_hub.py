@@ -181,11 +181,11 @@ def test_both_ways_to_upload_take_the_card_along(tmp_path: Path, monkeypatch: py
 def test_no_repository_is_made_for_what_cannot_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(monkeypatch)
     own = models.kanet(Operator(coefficients=softmax_of_products, score="ones"), **SMALL)
-    with pytest.raises(ValueError, match="an Operator of your own has no name to be saved by"):
+    with pytest.raises(ValueError, match=r"Operator .*no name"):
         own.push_to_hub("somebody/net")
     with pytest.raises(LookupError, match='no entry of model_card_kwargs "data"'):
         models.sanet(**SMALL).push_to_hub("somebody/net", model_card_kwargs={"data": "Digits."})
-    with pytest.raises(ValueError, match=r"config.json holds the model's own arguments; fix: leave config out"):
+    with pytest.raises(ValueError, match=r"config.json .*arguments; fix: leave config out"):
         models.sanet(**SMALL).push_to_hub("somebody/net", config={"width": 1})
     assert hub.made == []
 

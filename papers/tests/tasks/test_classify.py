@@ -180,7 +180,7 @@ def test_mirrored_scores_are_the_mean_of_an_image_and_its_mirror_image(tmp_path:
 
 
 def test_mirrored_scores_are_of_classification(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="MirroredScores: BoringModel has no scores of images; fix: leave"):
+    with pytest.raises(TypeError, match=r"MirroredScores: BoringModel .*scores.*; fix: leave"):
         trainer(tmp_path, 1, callbacks=[MirroredScores()]).validate(BoringModel())
 
 

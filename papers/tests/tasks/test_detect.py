@@ -281,7 +281,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_a_picture(tmp_path: Path) -> No
 def test_a_network_of_other_classes_is_named_before_the_first_batch() -> None:
     network = Counted()
     network.num_classes = 3  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"Detect: the network has 3 classes and the data 5; fix: .*num_classes 5"):
+    with pytest.raises(ValueError, match=r"Detect: .*network .*3 classes .*data 5; fix: .*num_classes 5"):
         Trainer(max_epochs=1, **QUIET).fit(Detect(network), Nothing(2, 5))
 
 
@@ -289,7 +289,7 @@ def test_masks_are_not_trained_on_boxes(tmp_path: Path) -> None:
     root = make_coco(tmp_path / "made", kinds=["box"])
     setup = Setup(channels=32, frozen=False, shorter_side=64, longer_side=96, proposals=20, regions=16)
     network = models.mask_rcnn("resnet18", num_classes=2, setup=setup)
-    with pytest.raises(ValueError, match=r"trained on masks and the data have boxes alone; fix: .*faster_rcnn"):
+    with pytest.raises(ValueError, match=r"masks .*boxes .*; fix: .*faster_rcnn"):
         Trainer(max_epochs=1, **QUIET).fit(Detect(network), CocoFolders(str(root), workers=0))
 
 

@@ -166,14 +166,14 @@ def test_gradients_are_shortened(given: float | None, longest: float) -> None:
 
 
 def test_a_warm_up_as_long_as_the_training_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"warmup_steps=40 are not fewer than the 40 steps .*--model\.warmup_steps 4 "):
+    with pytest.warns(UserWarning, match=r"warmup_steps=40 .* 40 steps .*--model\.warmup_steps 4 "):
         fitted(small(warmup_steps=40), Made([texts(2)] * 20))
 
 
 def test_a_network_with_too_few_words_is_refused() -> None:
     tokenizer = train_tokenizer(sentences(50), 150)
     words = texts(2)
-    with pytest.raises(ShapeError, match=r"MaskedLM: the tokenizer has \d+ words, and the network has 20\.") as raised:
+    with pytest.raises(ShapeError, match=r"MaskedLM: .* \d+ words, .* 20\b") as raised:
         fitted(small(), Made([words] * 4, tokenizer))
     assert f"--model.network.vocabulary {len(tokenizer)}" in str(raised.value)
 

@@ -89,7 +89,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     truth = np.random.default_rng(0).random((8, 16, 16))
     with pytest.raises(ValueError, match=re.escape("must have the same size, got (8, 16, 16) and (8, 16, 15)")):
         care_metrics(truth, truth[..., 1:])
-    with pytest.raises(ValueError, match=r"the truth is constant: percentiles 0.1 and 99.9 are both 3\."):
+    with pytest.raises(ValueError, match=r"constant.*0\.1 and 99\.9 .* 3\b"):
         care_metrics(np.full((8, 8), 3), np.ones((8, 8)))
 
 

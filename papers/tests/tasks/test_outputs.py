@@ -65,7 +65,7 @@ def test_every_name_is_one_inside_the_folder_or_refused(name: str) -> None:
     folder = Path("/out/masks")
     for asked in (name, name.replace("/", "\\")):
         if PureWindowsPath(asked).name in ("", "..") or "\0" in asked:
-            with pytest.raises(ValueError, match=r"farfield predict: .* cannot be the name of a file; fix: rename the"):
+            with pytest.raises(ValueError, match=r"farfield predict: .*name of a file; fix: rename"):
                 output_path(folder, asked, ".png", number=3)
             continue
         path = output_path(folder, asked, ".png", number=3)
@@ -175,11 +175,11 @@ def test_pairs_and_stacks_of_one_name_are_refused(tmp_path: Path) -> None:
     for side in ("left", "right"):
         for suffix in (".png", ".jpg"):
             photograph(tmp_path / "pairs" / side / f"1{suffix}")
-    with pytest.raises(ValueError, match=r"several pairs have one name, left/1, whose disparities would be one file"):
+    with pytest.raises(ValueError, match=r"one name, left/1, .*disparities"):
         StereoFrames(predict=str(tmp_path / "pairs")).setup("predict")
     for suffix in (".tif", ".tiff"):
         write(tmp_path / "stacks" / f"a{suffix}", made_pair(0)[0])
-    with pytest.raises(ValueError, match=r"stacks has several stacks of one name, a, whose restored stacks would be"):
+    with pytest.raises(ValueError, match=r"stacks .*one name, a, .*restored"):
         StackPairs(str(tmp_path / "stacks")).setup("predict")
 
 
@@ -188,7 +188,7 @@ def test_a_table_does_not_replace_what_is_read(tmp_path: Path) -> None:
     photo = photograph(tmp_path / "new" / "a.png")
     before, module = contents(tmp_path), Classify(models.kanet(width=0.25, num_classes=2))
     data = ImageFolders(predict=str(tmp_path / "new"), image_size=32, workers=0)
-    with pytest.raises(FileExistsError, match=r"a\.png would replace .*a\.png, which is read; nothing was written"):
+    with pytest.raises(FileExistsError, match=r"a\.png would replace .*a\.png, .*nothing was written"):
         Trainer(**QUIET, callbacks=[PredictionTable(str(photo))]).predict(module, data)
     assert {path: photo.read_bytes() for path in before} == before
     lines = tmp_path / "lines.csv"
@@ -219,7 +219,7 @@ def test_stacks_are_never_replaced_by_their_restored_twins(tmp_path: Path) -> No
             # A folder of links to the stacks.
             output.mkdir()
             (output / "0.tif").symlink_to(folder / "0.tif")
-        with pytest.raises(FileExistsError, match=r"0\.tif would replace .*0\.tif, which is read; nothing was written"):
+        with pytest.raises(FileExistsError, match=r"0\.tif would replace .*0\.tif, .*nothing was written"):
             restored(folder, output)
         assert contents(folder) == before
     with pytest.raises(FileExistsError, match=r"all\.zarr would replace .*0\.tif, which is read"):
@@ -246,14 +246,12 @@ def test_only_a_folder_of_our_own_is_emptied(tmp_path: Path) -> None:
         writer.let_go()
 
     partial.symlink_to(photo.parent)
-    with pytest.raises(
-        FileExistsError, match=r'\.out\.partial" is a link, and it would be emptied to write ".*out"; fix'
-    ):
+    with pytest.raises(FileExistsError, match=r'\.out\.partial" is a link.*".*out"; fix'):
         begin()
     partial.unlink()
     partial.mkdir()
     mine = photograph(partial / "mine.png")
-    with pytest.raises(FileExistsError, match=r'\.out\.partial" holds files that farfield did not write'):
+    with pytest.raises(FileExistsError, match=r'\.out\.partial" .*farfield did not write'):
         begin()
     assert mine.is_file()
     mine.rename(tmp_path / "mine.png")
@@ -270,7 +268,7 @@ def test_a_place_that_is_a_link_is_refused_before_anything_is_predicted(tmp_path
     (tmp_path / "real").mkdir()
     for target in ("real", "nowhere"):
         (tmp_path / "out").symlink_to(tmp_path / target)
-        with pytest.raises(FileExistsError, match="out exists and nothing in it is overwritten"):
+        with pytest.raises(FileExistsError, match="out exists"):
             MaskFolder(str(tmp_path / "out")).on_predict_start(Trainer(**QUIET), segment())
         (tmp_path / "out").unlink()
 

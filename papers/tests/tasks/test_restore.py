@@ -116,7 +116,7 @@ def test_cares_settings_are_the_default() -> None:
 
 def test_grids_that_are_not_the_targets_are_refused_in_the_first_batch(tmp_path: Path) -> None:
     data = Made(torch.zeros(4, 1, 8, 8), torch.zeros(4, 1, 4, 8))
-    with pytest.raises(ShapeError, match=r"must return grids of the shape of the targets[\s\S]*target +\(4, 1, 4, 8\)"):
+    with pytest.raises(ShapeError, match=r"target +\(4, 1, 4, 8\)"):
         trainer(tmp_path, 1).fit(Restore(nn.Conv2d(1, 1, 1)), data)
     data = Made(torch.zeros(4, 1, 8, 8), torch.zeros(4, 1, 8, 8))
     with pytest.raises(ShapeError, match=r'"laplace" needs a scale[\s\S]*probabilistic true'):

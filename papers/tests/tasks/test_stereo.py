@@ -153,7 +153,7 @@ def test_what_is_logged_is_measured_on_whole_pairs_of_their_own_sizes() -> None:
 
 def test_all_above_the_largest_is_said() -> None:
     left, right, truth = scenes(1)
-    with pytest.warns(UserWarning, match="Stereo: no pixel has a known disparity below 32; all errors are 0"):
+    with pytest.warns(UserWarning, match=r"Stereo: .*disparity below 32\b.* 0"):
         [logged] = Trainer(**QUIET).validate(Stereo(Tiny()), Made([(left, right, truth + 100)]), verbose=False)
     assert logged["val/epe"] == 0
 

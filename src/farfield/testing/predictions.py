@@ -78,11 +78,12 @@ def plans_made_once() -> Iterator[None]:
     plans: dict[str, StreamingPlan] = {}
 
     def cached(model: nn.Module, volumes: Any, *given: Any) -> StreamingPlan:
-        *options, _, saved = given
+        *options, path, saved = given
         planned = None if saved is None else [saved[name] for name in ("positions", "stored", "on_disk", "shared")]
         # A network is known by its numbers: `predict_whole` looks at a copy, and the next copy may have its address.
+        call = fingerprint([model, volumes, options, path is None])
         for kept in (None, planned):  # what is saved is most often what would be planned
-            key = f"{fingerprint(model)} {volumes} {options} {kept}"
+            key = f"{call} {kept}"
             found = plans.get(key)
             if found and planned in (None, [[*found.tile], [[*each] for each in found.stored], found.on_disk, False]):
                 return found
