@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield.nn import GridAttention
-from farfield.streaming import Part, Tiles, find_seams
+from farfield.streaming import Part, Tiles, find_seams, plan_whole
 from farfield.streaming.graph import Info
 from farfield.streaming.records import Records, empty_record
 from farfield.streaming.spans import constant_layout, whole_box
@@ -47,6 +47,12 @@ def searched(layers: Any, grid: Tensor) -> Tensor:
 def attended(layers: Any, grid: Tensor) -> Tensor:
     """Attention to the rows of all positions as one axis."""
     return layers[0](grid.flatten(2)).view_as(grid)
+
+
+def scored(layers: Any, grid: Tensor) -> Tensor:
+    """Attention of torch between all positions."""
+    rows = layers[0](grid).flatten(2).mT
+    return F.scaled_dot_product_attention(rows, rows, rows).mT.unflatten(2, grid.shape[2:])
 
 
 def rolled(layers: Any, grid: Tensor) -> Tensor:
@@ -204,7 +210,7 @@ ROWS = [
         lambda: predict(Run(sheared, conv()), tile=(20, None)),
     ),
     Row(
-        "streaming/rules/sums.py",
+        "streaming/rules/norms.py",
         lambda: predict(Run(normed_rows, conv()), tile=16),
         "tile with None for that axis",
         lambda: predict(Run(normed_rows, conv()), tile=(None, 16)),
@@ -226,6 +232,18 @@ ROWS = [
         lambda: predict(Run(placed, conv()), tile=Tiles(16, statistics="tile")),
         'Tiles(…, statistics="whole")',
         lambda: predict(Run(placed, conv()), tile=Tiles(16, statistics="whole")),
+    ),
+    Row(
+        "streaming/planning.py",
+        lambda: predict(Run(scored, conv()), tile=Tiles(16, statistics="tile")),
+        'Tiles(…, statistics="whole")',
+        lambda: predict(Run(scored, conv()), tile=Tiles(16, statistics="whole")),
+    ),
+    Row(
+        "streaming/plan.py",
+        lambda: predict(NORMED, plan=plan_whole(ONE, VOLUME.shape)),
+        "plan_whole of this network",
+        lambda: predict(NORMED, plan=plan_whole(NORMED, VOLUME.shape)),
     ),
     Row(
         "streaming/prediction.py",

@@ -396,7 +396,8 @@ def _plan_patches(
             ValueError, f'{error}\n  fix: Tiles(…, statistics="whole"), as the network takes no patch of the volume.'
         ) from error
     if isinstance(model, MeanOverFlips) and any(each.reductions for each in patched.passes):
-        raise GraphError('attention of flips sees the whole volume, and statistics="tile" what a tile reads of it')
+        text = 'attention of flips sees the whole volume, and statistics="tile" what a tile reads of it'
+        raise GraphError(f'{text}; fix: Tiles(…, statistics="whole")')
     return patched
 
 

@@ -83,7 +83,8 @@ def make_patch_plan(plan: StreamingPlan, record: Callable[[tuple[int, ...]], Rec
     labelled, nodes = plan.labelled, plan.labelled.graph.nodes
     if labelled.gathered:
         path = nodes[min(labelled.gathered).node].path
-        raise GraphError(f"{path} needs all positions of the volume for each of its own")
+        text = f"{path} needs all positions of the volume for each of its own"
+        raise GraphError(f'{text}; fix: Tiles(…, statistics="whole")')
     # All reductions but attention are those of a tile, and need no pass.
     attention, levels = find_attention(labelled), dict[int, int]()
     for index in labelled.order:
@@ -100,7 +101,8 @@ def make_patch_plan(plan: StreamingPlan, record: Callable[[tuple[int, ...]], Rec
     )
     own = record(size).label([])
     if [node.op for node in nodes] != [node.op for node in own.graph.nodes]:
-        raise GraphError("it runs other operations on a patch than on the whole volume")
+        text = "it runs other operations on a patch than on the whole volume"
+        raise GraphError(f'{text}; fix: Tiles(…, statistics="whole")')
     passes = end_passes(labelled, (), levels, attention)
     patched = replace(plan, passes=passes, patch=Patch(own, plan.size, halo, scales, multiples))
     refuse_moved_parts(patched)
