@@ -437,3 +437,10 @@ def test_readme_states_what_the_recommended_attention_counts() -> None:
     assert stated == [round(softmax / counted("flare", size, heads)) for heads in (1, 8)]
     stated = re.findall(r"takes (\d+) million MACs .*softmax attention takes (\d+) billion", text)
     assert stated == [(f"{counted(DEFAULT, (224, 224)) // 10**6}", f"{counted('softmax', (224, 224)) // 10**9}")]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_is_counted_again(name: str) -> None:
+    attention = attention_for(16, name)
+    # A count runs a copy, whose objects lose what they hold.
+    assert cost.count(attention, (1, 16, 8, 8)) == cost.count(attention, (1, 16, 8, 8))

@@ -7,7 +7,6 @@ that fit it. A line is chosen once a call. Where no line runs, the equations do,
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 
@@ -212,10 +211,13 @@ _SUMS = _lines_by("sums", "basis")
 _RESPONSES = _lines_by("responses", "coefficients")
 
 
-@functools.lru_cache(256)
 def _find_responses(coefficients: object) -> tuple[Coefficients, tuple[Kernel, ...]]:
     """Return how kernels compute coefficients, and the lines for them."""
     return steps.coefficients_of(coefficients), _RESPONSES.get((with_any_epsilon(coefficients),), ())
+
+
+# Of the table's operators alone: a cache would hold those of copies, which lose their attributes.
+_KNOWN = {operator.coefficients: _find_responses(operator.coefficients) for operator in OPERATORS.values()}
 
 
 def operators_of(line: Kernel) -> list[str]:
@@ -317,7 +319,7 @@ def respond(
     operator, positions = call.operator, (call.query.source or query_positions)[0]
     if operator.basis is None or not operator.queries_from.side_by_side:
         return None
-    coefficients, lines = _find_responses(operator.coefficients)
+    coefficients, lines = _KNOWN.get(operator.coefficients) or _find_responses(operator.coefficients)
     # Kernels would read beyond other numbers of slots.
     fits = summary.values.shape[2] == coefficients.each * query.shape[2] + coefficients.others
     lines = lines if fits else ()
