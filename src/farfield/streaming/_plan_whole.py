@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import shutil
-from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,39 +10,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from farfield._checks import ShapeError, check_network, unknown
 from farfield._fingerprint import fingerprint
 from farfield._refusals import door, refusal
-from farfield.nn.devices import device_of, dtype_of, free_bytes
+from farfield.nn.devices import device_of, dtype_of
 from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, ReductionError, check_reduction
 from farfield.streaming.arguments import (
     OF_WINDOWS,
     Tiles,
     check_arguments,
-    cut_axes,
     parse_layouts,
     parse_tiles,
-    refuse_large_summary,
     refuse_training,
     round_up_tile,
     spatial_dims_of,
 )
-from farfield.streaming.graph import Info, Value
+from farfield.streaming.choosing import choose_plan, plan_saved, refuse_large_summaries
+from farfield.streaming.graph import Info
 from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.places import Record, RecordedNetwork, make_recorder, runs_alone
 from farfield.streaming.plan import StreamingPlan
-from farfield.streaming.planning import count_costs, find_stored, fit_stored, make_patch_plan, make_plan, plan_check
+from farfield.streaming.planning import count_costs, make_patch_plan, plan_check
 from farfield.streaming.readings import find_reading, refuse_axes
 from farfield.streaming.spans import axes_of
 from farfield.volumes.place import Place, stretch
 from farfield.volumes.source import MODES, AxisLayout, Span
 
-# The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
-_MEMORY_SHARE, _DISK_SHARE = 0.25, 0.5
 # A length that strides divide, and windows of common models.
 _DIVISIBLE = 2**6 * 3 * 5 * 7
 
@@ -153,9 +146,9 @@ def plan_volumes(
             record, batch, size, network, channels, is_batch=bool(layout.batch), pad=pad, name_reading=name_reading
         )
         tile = None if tiles.size is None else round_up_tile(tiles.size, size, recorded.strides)
-        found, device = _plan_saved(recorded, tiles, tile, saved), device_of(network)
-        plan, on_disk = found or _choose_tiles(recorded, tiles, tile, device, path)
-        _refuse_large_summaries(plan.labelled, device)
+        device = device_of(network)
+        plan = plan_saved(recorded, tiles, tile, saved) or choose_plan(recorded, tiles, tile, device, path)
+        refuse_large_summaries(plan.labelled, device)
         if tiles.statistics == "tile" and plan.cut:
             plan = _plan_patches(model, plan, recorded.outputs, partial(record, batch))
         plan = count_costs(_place_output(recorded, plan, padding))
@@ -166,7 +159,6 @@ def plan_volumes(
             pad=pad,
             samples=samples,
             outputs=recorded.outputs,
-            on_disk=on_disk and bool(plan.stored),
             reduction=fingerprint(reduce),
             check=plan_check(partial(record, batch, reduced=False), plan, recorded.strides, samples),
         )
@@ -290,90 +282,6 @@ def _record_whole(
             multiples = " × ".join(map(str, strides))
             raise refusal(ValueError, f'{error}\n  fix: a size that {multiples} divides, or pad="reflect".') from error
         raise
-
-
-# ---- tiles and what is stored ----------------------------------------------------------------------------------------
-def _plan_saved(
-    recorded: RecordedNetwork, tiles: Tiles, given: tuple[int, ...] | None, saved: Mapping[str, Any] | None
-) -> tuple[StreamingPlan, bool] | None:
-    """Return the plan of an unfinished prediction, if the call is for it, whatever memory and disk are free."""
-    if saved is None or len(saved["positions"]) != len(recorded.size):
-        return None
-    tile = tuple(saved["positions"])
-    # An explicit number of bytes on disk determines by itself what is stored.
-    is_explicit = tiles.disk is not None and (saved["on_disk"] or tiles.disk > 0)
-    if is_explicit or (given or tile) != tile:
-        return None
-    try:
-        labelled = recorded.label(cut_axes(recorded.size, tile))
-    except GraphError:
-        return None
-    stored = {*labelled.gathered, *(Value(*each) for each in saved["stored"])}
-    if not stored <= find_stored(labelled):
-        return None
-    return make_plan(labelled, tile, stored), saved["on_disk"]
-
-
-def _choose_tiles(
-    recorded: RecordedNetwork, tiles: Tiles, given: tuple[int, ...] | None, device: torch.device, path: Path | None
-) -> tuple[StreamingPlan, bool]:
-    """Choose the size of tiles and the values that are stored; return the plan, and whether they are on disk."""
-    size, memory = recorded.size, tiles.memory
-    if memory is None:
-        memory = int(_MEMORY_SHARE * free_bytes(device))
-    if given is None:
-        whole = make_plan(recorded.label([]), size, [])
-        if count_costs(whole).passes[0].bytes <= memory:
-            return whole, False
-    axes = recorded.cuttable if given is None else cut_axes(size, given)
-    labelled = recorded.label(axes)
-    of_tile, of_stored, on_disk = _choose_budget(labelled, memory, tiles.disk, path)
-    stored = fit_stored(labelled, of_stored)
-    if given is not None:
-        return make_plan(labelled, given, stored), on_disk
-    multiple = math.lcm(*(recorded.strides[axis] for axis in axes))
-    most = max((-(-size[axis] // multiple) for axis in axes), default=1)
-
-    def plan_tiles(count: int) -> StreamingPlan:
-        edges = tuple(count * multiple if axis in axes else length for axis, length in enumerate(size))
-        return make_plan(labelled, edges, stored)
-
-    def is_large(count: int) -> bool:
-        return count_costs(plan_tiles(count)).tile_bytes > of_tile
-
-    # The largest number of multiples that fits; one where none does.
-    return plan_tiles(max(1, bisect(range(1, most + 1), False, key=is_large))), on_disk
-
-
-def _choose_budget(labelled: LabelledGraph, memory: int, disk: int | None, path: Path | None) -> tuple[int, int, bool]:
-    """Return the bytes of a tile and of stored values, and whether these are on disk: where it has enough room."""
-    graph = labelled.graph
-    wanted = sum(graph.info(value).bytes for value in find_stored(labelled))
-    on_disk, of_stored = bool(disk), disk or (memory // 2 if wanted else 0)
-    if wanted and path is not None and disk is None:
-        # On disk a value outlives a process that is killed.
-        room = int(_DISK_SHARE * shutil.disk_usage(path.absolute().parent).free)
-        if room >= min(wanted, memory // 2):
-            on_disk, of_stored = True, room
-    least = sum(graph.info(value).bytes for value in labelled.gathered)
-    if least > of_stored:
-        names = ", ".join(dict.fromkeys(graph.nodes[value.node].path for value in labelled.gathered))
-        where = "disk" if on_disk else "memory"
-        raise refusal(
-            ValueError,
-            f"{names} needs all positions for each of its own, which are {least:,} bytes to store, "
-            f"and may take {of_stored:,} bytes of {where}; fix: tile=Tiles(…, disk={least}), or attention that "
-            "compresses, such as factorized_gaussian.",
-        )
-    return memory if on_disk else memory - of_stored, of_stored, on_disk
-
-
-def _refuse_large_summaries(labelled: LabelledGraph, device: torch.device) -> None:
-    free = free_bytes(device)
-    for node in (labelled.graph.nodes[index] for index in labelled.reductions):
-        if node.op == "layer" and node.args[0].summary_bytes:
-            name = f"the summary of {node.args[0].module.operator_name} at {node.path}"
-            refuse_large_summary(name, node.args[0].summary_bytes, free)
 
 
 # ---- patches, and the output -----------------------------------------------------------------------------------------

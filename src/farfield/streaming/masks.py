@@ -50,8 +50,9 @@ def mask_plan(plan: StreamingPlan, network: Any) -> StreamingPlan:
         text = f"{type(network).__name__} has no mask: {str(error).partition('; fix')[0]}"
         raise refusal(GraphError, f"{text}; fix: mask=None, and a volume that is filled or cropped.") from error
     stored = {*masked.gathered, *(masking.moved[value] for value in plan.stored)}
-    passes = count_costs(make_plan(masked, plan.tile, stored)).passes
-    return replace(plan, labelled=masked, passes=passes, is_moved=False)
+    cuts = tuple(masking.moved[Value(index)].node for index in plan.cuts)
+    passes = count_costs(make_plan(masked, plan.tile, stored, cuts)).passes
+    return replace(plan, labelled=masked, passes=passes, cuts=cuts, is_moved=False)
 
 
 def find_mask(graph: Graph, node: Node) -> Value | None:

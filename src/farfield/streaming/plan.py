@@ -46,6 +46,8 @@ class StreamingPlan:
         labelled: The recorded network, of one sample, or of all where layers mix them.
         tile: Size of the tiles that are written.
         passes: The passes, each of which runs over all tiles of each sample.
+        cuts: The nodes behind which a pass ends though nothing is summed, as halos cost more than to store what
+            crosses.
         patch: The patch that a tile runs on, if norms, means and pooling see what a tile reads.
         layout: Axes of the volume; of the first of several.
         channels: Number of channels of each volume that the network takes.
@@ -66,6 +68,7 @@ class StreamingPlan:
     labelled: LabelledGraph = field(repr=False)
     tile: tuple[int, ...]
     passes: tuple[PlannedPass, ...]
+    cuts: tuple[int, ...] = ()
     patch: Patch | None = field(default=None, repr=False)
     layout: AxisLayout = field(default_factory=lambda: AxisLayout(0, False, 0))
     channels: tuple[int, ...] = ()

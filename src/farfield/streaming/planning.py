@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from farfield.streaming.arguments import axis_spans, round_up
+from farfield.streaming.cuts import cheapest_source, cut_levels
 from farfield.streaming.graph import Node, Value
 from farfield.streaming.labels import GraphError, LabelledGraph, count_bytes, find_regions
 from farfield.streaming.patches import Patch, find_attention
@@ -34,22 +35,31 @@ _ENOUGH = 32
 _MANY = 64
 
 
-def make_plan(labelled: LabelledGraph, tile: Sequence[int], chosen: Collection[Value]) -> StreamingPlan:
+def make_plan(
+    labelled: LabelledGraph, tile: Sequence[int], chosen: Collection[Value], cuts: Sequence[int] = ()
+) -> StreamingPlan:
     """Plan the passes of a graph, without their costs; of the chosen values those are stored that a later one reads."""
-    passes = end_passes(labelled, chosen, labelled.levels, labelled.reductions)
-    return StreamingPlan(labelled, tuple(map(min, tile, labelled.size)), passes)
+    passes = end_passes(labelled, chosen, cut_levels(labelled, cuts), labelled.reductions)
+    return StreamingPlan(labelled, tuple(map(min, tile, labelled.size)), passes, tuple(cuts))
 
 
 def end_passes(
     labelled: LabelledGraph, chosen: Collection[Value], levels: Mapping[int, int], reductions: Collection[int]
 ) -> tuple[PlannedPass, ...]:
-    """Return where passes end, without their costs: each node runs in the pass of its level, which sums before it."""
+    """Return where passes end, without their costs: each node runs in the pass of its level, and sums before it.
+
+    A pass that a value is not stored of has nothing to do, and runs with the next.
+    """
     nodes, last, none = labelled.graph.nodes, levels[labelled.graph.output.node], (0,) * len(labelled.size)
+    operands = {
+        index: [nodes[index].inputs[each] for each in labelled.reductions[index].operands] for index in reductions
+    }
+    summed = {index: max(levels[value.node] for value in own) for index, own in operands.items()}
     passes, read = list[PlannedPass](), set[Value]()
     for number in range(last + 1):
-        sums = tuple(index for index in reductions if levels[index] == number + 1)
+        sums = tuple(index for index in reductions if summed[index] == number)
         writes = tuple(value for value in sorted(chosen) if levels[value.node] == number)
-        ends = [nodes[index].inputs[each] for index in sums for each in labelled.reductions[index].operands]
+        ends = [value for index in sums for value in operands[index]]
         ends += [*writes, *([labelled.graph.output] if number == last else [])]
         stored = {value for value in chosen if levels[value.node] < number}
         reads = _reach(labelled, ends, stored.union(labelled.graph.inputs)) & stored
@@ -61,7 +71,7 @@ def end_passes(
         passes[number] = each._replace(
             summarizes=tuple(dict.fromkeys(paths[0])), stores=tuple(dict.fromkeys(paths[1])), writes=writes
         )
-    return tuple(passes)
+    return (*(each for each in passes[:-1] if each.reductions or each.writes), passes[-1])
 
 
 def _reach(labelled: LabelledGraph, ends: Sequence[Value], given: Collection[Value]) -> set[Value]:
@@ -110,31 +120,16 @@ def make_patch_plan(plan: StreamingPlan, record: Callable[[tuple[int, ...]], Rec
 
 
 # ---- stored values ---------------------------------------------------------------------------------------------------
-def find_stored(labelled: LabelledGraph) -> set[Value]:
+def find_stored(labelled: LabelledGraph, levels: Mapping[int, int]) -> set[Value]:
     """Return the values to store so that each operation with MACs runs in one pass alone."""
-    levels, graph = labelled.levels, labelled.graph
+    graph = labelled.graph
     stored = set(labelled.gathered)
     for index in labelled.order:
         for source in graph.nodes[index].inputs:
             later = levels[source.node] < levels[index]
             if later and source not in labelled.known and labelled.layouts[source]:
-                stored.add(_cheapest_source(labelled, source))
+                stored.add(cheapest_source(labelled, source))
     return {value for value in stored if value not in graph.inputs}
-
-
-def _cheapest_source(labelled: LabelledGraph, value: Value) -> Value:
-    """Return the value from which this one follows without MACs, and which has no more bytes."""
-    graph = labelled.graph
-    while True:
-        node = graph.nodes[value.node]
-        sources = [source for source in node.inputs if source not in labelled.known]
-        grids = {source for source in sources if graph.info(source).bytes * 8 > graph.info(value).bytes}
-        if node.macs or len(grids) != 1 or value in labelled.gathered:
-            return value
-        (source,) = grids
-        if graph.info(source).bytes > graph.info(value).bytes or source.node not in labelled.calls:
-            return value
-        value = source
 
 
 def fit_stored(labelled: LabelledGraph, allowed: int) -> set[Value]:
@@ -148,7 +143,7 @@ def fit_stored(labelled: LabelledGraph, allowed: int) -> set[Value]:
         macs = (_split_macs(labelled.graph.nodes[index], index in labelled.reductions)[1] for index in nodes)
         return sum(macs) / labelled.graph.info(value).bytes
 
-    chosen, removed = find_stored(labelled), list[Value]()
+    chosen, removed = find_stored(labelled, labelled.levels), list[Value]()
     while not fits(chosen) and chosen != labelled.gathered:
         removed.append(min(sorted(chosen - labelled.gathered), key=saved_by))
         chosen.remove(removed[-1])
@@ -272,7 +267,7 @@ def plan_check(
     # Batch norms have outputs that are empty, and not read.
     if any(0 in recorded.graph.nodes[index].outputs[0].shape for index in recorded.order):
         return f"the network crops all of a region of size {size}"
-    stored = find_stored(recorded)
+    stored = find_stored(recorded, cut_levels(recorded, plan.cuts))
     if {*plan.stored} <= stored:
         stored = {*recorded.gathered, *plan.stored}
     # Tiles of a region take their time however few positions they have: two where the volume has few.
@@ -281,7 +276,7 @@ def plan_check(
         round_up(length // stride, 2) // 2 * stride if axis in halved and length >= 2 * stride else length
         for axis, (length, stride) in enumerate(zip(size, strides, strict=True))
     ]
-    own = count_costs(make_plan(recorded, tile, stored))
+    own = count_costs(make_plan(recorded, tile, stored, plan.cuts))
     cost = 2.0 * sum(recorded.graph.nodes[index].macs for index in recorded.order)
     cost = batch * (cost + sum(each.macs for each in own.passes))
     if cost > most:

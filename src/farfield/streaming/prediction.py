@@ -152,7 +152,8 @@ class Prediction:
         if self.shared:
             _check_chunks(graph, plan, self.spec)
         tiled = {name: (source, plan.cores) for name, source in self.sources.items()}
-        planned = {"positions": plan.tile, "stored": plan.stored, "on_disk": plan.on_disk, "shared": self.shared}
+        planned = {each: getattr(plan, each) for each in ("stored", "cuts", "on_disk")}
+        planned |= {"positions": plan.tile, "shared": self.shared}
         stream = Stream(output, self.identity, planned, tiled)
         folder = output.folder if isinstance(output, FileOutput) else None
         store = Store(graph, plan.on_disk, folder, device_of(self.model), shared=self.shared)

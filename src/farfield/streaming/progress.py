@@ -30,9 +30,11 @@ from farfield.volumes.unfinished import STATE, explain_disk_errors, unfinished_f
 FIELDS = {
     "identity": dict,
     # The plan: resuming does not depend on the free memory and disk. The size of tiles, node and output of each value
-    # that is stored between passes, and whether on disk; and whether several processes work on it, in files of blocks.
+    # that is stored between passes, the nodes behind which passes end though nothing is summed, and whether values are
+    # on disk; and whether several processes work on it, in files of blocks.
     "positions": list,
     "stored": list,
+    "cuts": list,
     "on_disk": bool,
     "shared": bool,
     "threads": int,
@@ -52,7 +54,7 @@ class Stream:
         volumes: Mapping[str, tuple[VolumeSource, Sequence[Region]]],
     ) -> None:
         self.caller, self.output, self.identity, self.volumes = output.caller, output, identity, volumes
-        self.planned = {"stored": (), "on_disk": False, "shared": False, **planned}
+        self.planned = {"stored": (), "cuts": (), "on_disk": False, "shared": False, **planned}
         self.is_shared, self.threads = self.planned["shared"], torch.get_num_threads()
         self.inputs = InputFiles({name: source.array for name, (source, _) in volumes.items()}, output.array)
         self.run: Run | None = None

@@ -1,0 +1,136 @@
+"""Choose the size of tiles, where passes end and what they store, by the memory and the disk that they may take."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farfield._refusals import refusal
+from farfield.nn.devices import free_bytes
+from farfield.streaming.arguments import Tiles, cut_axes, refuse_large_summary
+from farfield.streaming.cuts import choose_cuts, cut_levels, estimate_seconds, find_stretches
+from farfield.streaming.graph import Value
+from farfield.streaming.labels import GraphError, LabelledGraph
+from farfield.streaming.places import RecordedNetwork
+from farfield.streaming.plan import StreamingPlan
+from farfield.streaming.planning import count_costs, find_stored, fit_stored, make_plan
+
+# The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
+_MEMORY_SHARE, _DISK_SHARE = 0.25, 0.5
+# How many times what it takes to store is counted at most, where room is short.
+_HIGHEST = 2**12
+
+
+def plan_saved(
+    recorded: RecordedNetwork, tiles: Tiles, given: tuple[int, ...] | None, saved: Mapping[str, Any] | None
+) -> StreamingPlan | None:
+    """Return the plan of an unfinished prediction, if the call is for it, whatever memory and disk are free."""
+    if saved is None or len(saved["positions"]) != len(recorded.size):
+        return None
+    tile = tuple(saved["positions"])
+    # An explicit number of bytes on disk determines by itself what is stored.
+    is_explicit = tiles.disk is not None and (saved["on_disk"] or tiles.disk > 0)
+    if is_explicit or (given or tile) != tile:
+        return None
+    try:
+        labelled = recorded.label(cut_axes(recorded.size, tile))
+    except GraphError:
+        return None
+    cuts = tuple(saved["cuts"])
+    stored = {*labelled.gathered, *(Value(*each) for each in saved["stored"])}
+    if not {*cuts} <= {*labelled.order} or not stored <= find_stored(labelled, cut_levels(labelled, cuts)):
+        return None
+    return replace(make_plan(labelled, tile, stored, cuts), on_disk=saved["on_disk"])
+
+
+def choose_plan(
+    recorded: RecordedNetwork, tiles: Tiles, given: tuple[int, ...] | None, device: torch.device, path: Path | None
+) -> StreamingPlan:
+    """Choose the size of tiles, the ends of passes and the values that are stored, without their costs."""
+    size, memory = recorded.size, tiles.memory
+    if memory is None:
+        memory = int(_MEMORY_SHARE * free_bytes(device))
+    if given is None:
+        whole = make_plan(recorded.label([]), size, [])
+        if count_costs(whole).passes[0].bytes <= memory:
+            return whole
+    axes = recorded.cuttable if given is None else cut_axes(size, given)
+    labelled = recorded.label(axes)
+    wanted = sum(labelled.graph.info(value).bytes for value in find_stored(labelled, labelled.levels))
+    room = _find_room(wanted, memory, tiles.disk, path)
+    _refuse_gathered(labelled, memory // 2 if room is None else room, room is not None)
+
+    def plan_tiles(count: int, allowed: int) -> StreamingPlan:
+        edges = tuple(count * multiple if axis in axes else length for axis, length in enumerate(size))
+        return count_costs(_store(labelled, given or edges, allowed))
+
+    multiple = math.lcm(*(recorded.strides[axis] for axis in axes))
+    most = 1 if given else max((-(-size[axis] // multiple) for axis in axes), default=1)
+    # Bytes of a tile, and of what is stored. In memory they share it; where nothing is summed, it may be all a tile's.
+    budgets = [(memory, room)] if room is not None else [(memory - memory // 2, memory // 2)]
+    if room is None and not wanted and not given:
+        budgets.append((memory, 0))
+    plans = []
+    for of_tile, allowed in budgets:
+        # The largest number of multiples that fits; one where none does.
+        counts = range(1, most + 1)
+        count = (
+            bisect(counts, False, key=lambda each: plan_tiles(each, allowed).tile_bytes > of_tile) if most > 1 else 1
+        )
+        plans.append(plan_tiles(max(1, count), allowed))
+    plan = min(plans, key=estimate_seconds)
+    return replace(plan, on_disk=room is not None and bool(plan.stored))
+
+
+def _store(labelled: LabelledGraph, tile: Sequence[int], allowed: int) -> StreamingPlan:
+    """Return the plan whose halos and stored values cost least in so many bytes, without its costs."""
+    stretches, price = find_stretches(labelled, tile) if labelled.cut else [], 1
+    while stretches and price <= _HIGHEST:
+        cuts = choose_cuts(labelled, stretches, price)
+        plan = make_plan(labelled, tile, find_stored(labelled, cut_levels(labelled, cuts)), cuts)
+        if not cuts or plan.stored_bytes <= allowed:
+            break
+        price *= 2
+    if stretches and plan.stored_bytes <= allowed:
+        return plan
+    return make_plan(labelled, tile, fit_stored(labelled, allowed))
+
+
+def _find_room(wanted: int, memory: int, disk: int | None, path: Path | None) -> int | None:
+    """Return the bytes of disk that stored values may take; None if they are in memory."""
+    if disk is not None or path is None:
+        return disk or None
+    # On disk a value outlives a process that is killed.
+    room = int(_DISK_SHARE * shutil.disk_usage(path.absolute().parent).free)
+    return room if room >= min(wanted or memory // 2, memory // 2) else None
+
+
+def _refuse_gathered(labelled: LabelledGraph, allowed: int, on_disk: bool) -> None:
+    """Refuse operations that need all positions for each of their own, where these cannot be stored."""
+    graph = labelled.graph
+    least = sum(graph.info(value).bytes for value in labelled.gathered)
+    if least > allowed:
+        names = ", ".join(dict.fromkeys(graph.nodes[value.node].path for value in labelled.gathered))
+        where = "disk" if on_disk else "memory"
+        raise refusal(
+            ValueError,
+            f"{names} needs all positions for each of its own, which are {least:,} bytes to store, "
+            f"and may take {allowed:,} bytes of {where}; fix: tile=Tiles(…, disk={least}), or attention that "
+            "compresses, such as factorized_gaussian.",
+        )
+
+
+def refuse_large_summaries(labelled: LabelledGraph, device: torch.device) -> None:
+    """Refuse layers whose summary takes too much of the free memory."""
+    free = free_bytes(device)
+    for node in (labelled.graph.nodes[index] for index in labelled.reductions):
+        if node.op == "layer" and node.args[0].summary_bytes:
+            name = f"the summary of {node.args[0].module.operator_name} at {node.path}"
+            refuse_large_summary(name, node.args[0].summary_bytes, free)
