@@ -34,6 +34,7 @@ from farfield.testing.predictions import (
     Key,
     Predictions,
     content,
+    dear_halos,
     plans_made_once,
     predict,
     undisturbed,
@@ -43,8 +44,9 @@ from farfield.testing.predictions import (
 PART = 50
 # Kills of one case go through its calls in such steps, and then from the next call on.
 STEP = 7
-# What is killed: with values in memory between passes, with values on disk, with keys and values on disk.
-KEYS = (Key(0, TILES[0]), Key(0, TILES[2]), Key(2, TILES[2]))
+# What is killed: with values in memory between passes, with values on disk, with keys and values on disk, and passes
+# that end where halos cost more than to store.
+KEYS = (Key(0, TILES[0]), Key(0, TILES[2]), Key(2, TILES[2]), Key(3, TILES[2]))
 
 
 def run_programs(programs: int, first: int) -> None:
@@ -97,7 +99,7 @@ def run_kills(kills: int) -> None:
     cases = list(itertools.product(SUFFIXES, KEYS))
     place, done, finished, wrong, rounds = dict.fromkeys(cases, 0), 0, 0, 0, 0
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as name, plans_made_once():
+    with tempfile.TemporaryDirectory() as name, plans_made_once(), dear_halos():
         while done < kills:
             case = suffix, key = cases[rounds % len(cases)]
             action = "torn" if rounds // len(cases) % 2 else "kill"

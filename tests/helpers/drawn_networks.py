@@ -953,7 +953,7 @@ def compare(
         want, wide = net(volume), copy.deepcopy(net).double()(volume.double())
     try:
         tile = draw_tile(seed, shape[2:])
-        tiled = run_in_tiles(net, volume, tile, store=stored != "none", on_disk=stored == "disk")
+        tiled = run_in_tiles(net, volume, tile, store=stored != "none", on_disk=stored == "disk", seed=seed)
     except (GraphError, RecordingError, RuleError) as error:
         return Outcome("refused", str(error))
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from farfield.streaming import Tiles, plan_whole, predict_whole
 from farfield.streaming.check import TilesDifferError
 from helpers.drawn_networks import CONVOLUTIONS, KINDS, LARGEST, LINEAR, Layer, Outcome, axes, draw_tile
+from helpers.recorded import cut_plan, draw_cuts
 
 # What is allowed in float64, relative to the largest number: sums of thousands of products, a dozen layers in series.
 ALLOWED = 1e-9
@@ -187,7 +188,9 @@ def compare_prediction(seed: int) -> Outcome:
             plan = plan_whole(net, shape, tile=tiles, pad=None)
             if tiles.statistics == "tile" and plan.labelled.reductions:
                 return Outcome("right", "statistics of tiles are no comparison")
-            got = predict_whole(net, volume, tile=tiles, quiet=True)
+            if plan.cut and not plan.patch:
+                plan = cut_plan(plan, draw_cuts(plan.labelled, seed))
+            got = predict_whole(net, volume, plan=plan, quiet=True)
     except TilesDifferError as error:
         return Outcome("wrong", f"as the check says: {error}")
     except ValueError as error:

@@ -176,7 +176,7 @@ def convolve(
 def test_tiles_that_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     net, grid = settled(Hourglass("averaged", 2)), torch.randn(1, 1, 200, 300)
     assert len(plan_whole(net, grid.shape).cores) == 1
-    monkeypatch.setattr("farfield.streaming._plan_whole.free_bytes", lambda device: 4 * 2**20)
+    monkeypatch.setattr("farfield.streaming.choosing.free_bytes", lambda device: 4 * 2**20)
     plan = plan_whole(net, grid.shape)
     assert len(plan.cores) > 4
     assert plan.tile_bytes <= 2**20

@@ -210,7 +210,7 @@ def test_weights_of_norms_that_are_computed_from_all_positions(reduce: Callable[
 @pytest.mark.parametrize("row", ["softmax", "softmax_pooled", "siamese"])
 def test_summaries_that_are_the_grid_must_fit(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net, grid = settled(Hourglass(row, 2)), torch.randn(1, 1, 40, 40)
-    monkeypatch.setattr("farfield.streaming._plan_whole.free_bytes", lambda device: 5000)
+    monkeypatch.setattr("farfield.streaming.choosing.free_bytes", lambda device: 5000)
     if row == "siamese":
         predict_whole(net, grid, tile=20, quiet=True)
         return
@@ -332,7 +332,7 @@ def test_checks_shared_with_the_plan_name_the_function_that_was_called(
     make: Any, shape: tuple[int, ...], options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "summary" in text:
-        monkeypatch.setattr("farfield.streaming._plan_whole.free_bytes", lambda device: 5000)
+        monkeypatch.setattr("farfield.streaming.choosing.free_bytes", lambda device: 5000)
     texts = []
     for function, volume in ((predict_whole, np.zeros(shape, "float32")), (plan_whole, shape)):
         with pytest.raises((ValueError, TypeError, LookupError), match=f"^{function.__name__}: ") as raised:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from farfield.streaming import Tiles, _plan_whole, plan_whole, predict_whole
+from farfield.streaming import Tiles, choosing, plan_whole, predict_whole
 from farfield.streaming.plan import StreamingPlan
 from farfield.testing.predictions import SoftmaxBetween
 from helpers.stopping import recording_tasks, stopping
@@ -236,13 +236,13 @@ def test_the_plan_does_not_follow_what_is_free_now(
 ) -> None:
     chosen, out, plain = net if network == "norms" else settled(SoftmaxBetween()), tmp_path / "out.npy", "plain.npy"
     # So little that tiles are chosen, and values do not fit.
-    monkeypatch.setattr(_plan_whole, "free_bytes", lambda device: least)
+    monkeypatch.setattr(choosing, "free_bytes", lambda device: least)
     predict_whole(chosen, volume, out=tmp_path / plain, quiet=True)
     with stopping(3):
         predict_whole(chosen, volume, out=out, quiet=True)
     assert stored(out)
-    monkeypatch.setattr(_plan_whole, "free_bytes", lambda device: free)
-    monkeypatch.setattr(_plan_whole.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(choosing, "free_bytes", lambda device: free)
+    monkeypatch.setattr(choosing.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     with warnings.catch_warnings(), recording_tasks() as tasks:
         warnings.simplefilter("error")
         predict_whole(chosen, volume, out=out, quiet=True)
@@ -263,8 +263,8 @@ def one_less(grid: torch.Tensor) -> torch.Tensor:
         ({"tile": (4, 6)}, "tile or halo"),
         ({"tile": (6, None)}, "tile or halo"),
         ({"tile": Tiles(TILE, halo=3)}, "tile or halo"),
-        ({"tile": Tiles(TILE, disk=0)}, "tile or halo"),
-        ({"tile": Tiles(TILE, disk=2400)}, "tile or halo"),
+        ({"tile": Tiles(TILE, disk=0)}, "memory or disk"),
+        ({"tile": Tiles(TILE, disk=2400)}, "memory or disk"),
         ({"tile": Tiles(TILE, statistics="tile")}, "tile or halo"),
     ],
     ids=lambda each: re.sub(" at 0x[0-9a-f]+", "", str(each)),
@@ -297,7 +297,7 @@ def test_a_plan_that_stores_something_else_is_refused(
     assert plans[0].stored != plans[1].stored
     with stopping(TILES + 3):
         predict_whole(net, volume, plan=plans[0], out=out, quiet=True)
-    with pytest.raises(ValueError, match=r"unfinished .*another tile or halo; fix: "):
+    with pytest.raises(ValueError, match=r"unfinished .*another memory or disk; fix: "):
         predict_whole(net, volume, plan=plans[1], out=out, quiet=True)
     with recording_tasks() as tasks:
         predict_whole(net, volume, plan=plans[0], out=out, quiet=True)

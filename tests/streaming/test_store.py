@@ -208,8 +208,11 @@ def test_a_plan_with_much_work_says_how_to_do_less() -> None:
     net = settled(nn.Sequential(*[layer for _ in range(4) for layer in normed(1)]))
     plan = plan_whole(net, (1, 64, 64), tile=Tiles(16, memory=20_000))
     assert plan.recomputed > 4
-    assert "to do less work: tile=Tiles(…, disk=bytes)" in str(plan)
-    less = plan_whole(net, (1, 64, 64), tile=Tiles(16, memory=20_000, disk=DISK))
+    assert plan.with_disk is not None
+    disk, recomputed = plan.with_disk
+    assert f"disk={disk:,}" in str(plan)
+    less = plan_whole(net, (1, 64, 64), tile=Tiles(16, memory=20_000, disk=disk))
+    assert (less.disk_bytes, less.recomputed) == (disk, recomputed)
     assert less.recomputed < 1.05
     assert "to do less work" not in str(less)
 
@@ -506,7 +509,7 @@ def test_keys_and_values_that_do_not_fit_are_refused_and_the_fix_works(
 ) -> None:
     net, grid = settled(Middle()), VOLUMES[2]
     want = predict_whole(net, grid, tile=8, quiet=True)
-    monkeypatch.setattr("farfield.streaming._plan_whole.free_bytes", lambda device: free)
+    monkeypatch.setattr("farfield.streaming.choosing.free_bytes", lambda device: free)
     with pytest.raises(ValueError, match=rf"predict_whole: Middle .*{BYTES[2]:,} bytes") as refused:
         predict_whole(net, grid, tile=Tiles(8, disk=disk), quiet=True)
     [fix] = re.findall(r"fix: tile=Tiles\(…, disk=(\d+)\)", str(refused.value))

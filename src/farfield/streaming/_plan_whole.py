@@ -34,11 +34,14 @@ from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.places import Record, RecordedNetwork, make_recorder, runs_alone
 from farfield.streaming.plan import StreamingPlan
 from farfield.streaming.planning import count_costs, make_patch_plan, plan_check
+from farfield.streaming.progress import warn_caller
 from farfield.streaming.readings import find_reading, refuse_axes
 from farfield.streaming.spans import axes_of
 from farfield.volumes.place import Place, stretch
 from farfield.volumes.source import MODES, AxisLayout, Span
 
+# Times the network's MACs above which a tile that is given is warned of, and how many those are: a second's.
+_COSTLY, _MANY_MACS = 1.5, 5 * 10**10
 # A length that strides divide, and windows of common models.
 _DIVISIBLE = 2**6 * 3 * 5 * 7
 
@@ -152,6 +155,8 @@ def plan_volumes(
         if tiles.statistics == "tile" and plan.cut:
             plan = _plan_patches(model, plan, recorded.outputs, partial(record, batch))
         plan = count_costs(_place_output(recorded, plan, padding))
+        if tile is not None and not plan.patch:
+            _warn_of_work(plan, samples)
         return replace(
             plan,
             layout=layout,
@@ -161,6 +166,20 @@ def plan_volumes(
             outputs=recorded.outputs,
             reduction=fingerprint(reduce),
             check=plan_check(partial(record, batch, reduced=False), plan, recorded.strides, samples),
+        )
+
+
+def _warn_of_work(plan: StreamingPlan, samples: int) -> None:
+    """Warn of a tile that is given by hand, and so small that the halos take much of the work."""
+    macs = samples * sum(each.macs for each in plan.passes)
+    if plan.recomputed > _COSTLY and macs > _MANY_MACS:
+        fix = "a larger tile, or None, which finds the largest"
+        if plan.with_disk is not None:
+            size, recomputed = plan.with_disk
+            fix = f"Tiles({plan.tile}, disk={size}), with which it is {recomputed:.2f} times, or {fix}"
+        warn_caller(
+            f"tile={plan.tile} takes {plan.recomputed:.2f} times the MACs of the untiled network, as halos are "
+            f"computed again; fix: {fix}."
         )
 
 

@@ -273,9 +273,10 @@ def _identify(prediction: Prediction, path: Path | None) -> dict[str, str]:
     halo = plan.labelled.halo
     named = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     others = [tensor for name, tensor in graph.constants.items() if name not in named]
-    settings = (plan.tile, halo, plan.patch_size, plan.stored, plan.on_disk, str(path and path.absolute()))
     return {
-        "tile or halo": repr(settings),
+        "path": str(path and path.absolute()),
+        "tile or halo": repr((plan.tile, halo, plan.patch_size)),
+        "memory or disk": repr((plan.stored, plan.cuts, plan.on_disk)),
         "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",
         # Hooks, and what is read from around the model, are in it alone.
         "graph of the model": fingerprint([describe_graph(graph.nodes), others]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from farfield._refusals import refusal
 from farfield.nn.devices import free_bytes
 from farfield.streaming.arguments import Tiles, cut_axes, refuse_large_summary
-from farfield.streaming.cuts import choose_cuts, cut_levels, estimate_seconds, find_stretches
+from farfield.streaming.cuts import choose_cuts, estimate_seconds, find_stretches
 from farfield.streaming.graph import Value
 from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.places import RecordedNetwork
@@ -24,6 +25,8 @@ from farfield.streaming.planning import count_costs, find_stored, fit_stored, ma
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
 _MEMORY_SHARE, _DISK_SHARE = 0.25, 0.5
+# How many times the MACs that stored values would save are worth a word.
+_MUCH = 1.15
 # How many times what it takes to store is counted at most, where room is short.
 _HIGHEST = 2**12
 
@@ -45,7 +48,7 @@ def plan_saved(
         return None
     cuts = tuple(saved["cuts"])
     stored = {*labelled.gathered, *(Value(*each) for each in saved["stored"])}
-    if not {*cuts} <= {*labelled.order} or not stored <= find_stored(labelled, cut_levels(labelled, cuts)):
+    if not {*cuts} <= {*labelled.order} or not stored <= find_stored(labelled, cuts):
         return None
     return replace(make_plan(labelled, tile, stored, cuts), on_disk=saved["on_disk"])
 
@@ -63,7 +66,7 @@ def choose_plan(
             return whole
     axes = recorded.cuttable if given is None else cut_axes(size, given)
     labelled = recorded.label(axes)
-    wanted = sum(labelled.graph.info(value).bytes for value in find_stored(labelled, labelled.levels))
+    wanted = sum(labelled.graph.info(value).bytes for value in find_stored(labelled))
     room = _find_room(wanted, memory, tiles.disk, path)
     _refuse_gathered(labelled, memory // 2 if room is None else room, room is not None)
 
@@ -86,7 +89,15 @@ def choose_plan(
         )
         plans.append(plan_tiles(max(1, count), allowed))
     plan = min(plans, key=estimate_seconds)
-    return replace(plan, on_disk=room is not None and bool(plan.stored))
+    return replace(plan, on_disk=room is not None and bool(plan.stored), with_disk=_find_better(plan))
+
+
+def _find_better(plan: StreamingPlan) -> tuple[int, float] | None:
+    """Return the bytes with which tiles compute much less again, and how often the network's MACs that is."""
+    if plan.recomputed < _MUCH:
+        return None
+    better = count_costs(_store(plan.labelled, plan.tile, sys.maxsize))
+    return (better.stored_bytes, better.recomputed) if plan.recomputed > _MUCH * better.recomputed else None
 
 
 def _store(labelled: LabelledGraph, tile: Sequence[int], allowed: int) -> StreamingPlan:
@@ -94,7 +105,7 @@ def _store(labelled: LabelledGraph, tile: Sequence[int], allowed: int) -> Stream
     stretches, price = find_stretches(labelled, tile) if labelled.cut else [], 1
     while stretches and price <= _HIGHEST:
         cuts = choose_cuts(labelled, stretches, price)
-        plan = make_plan(labelled, tile, find_stored(labelled, cut_levels(labelled, cuts)), cuts)
+        plan = make_plan(labelled, tile, find_stored(labelled, cuts), cuts)
         if not cuts or plan.stored_bytes <= allowed:
             break
         price *= 2

@@ -8,14 +8,13 @@ included, follows from the regions of a tile, and the ends that cost least in to
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from farfield.streaming.arguments import axis_spans
 from farfield.streaming.graph import Value
 from farfield.streaming.labels import LabelledGraph, find_regions, summarized_boxes
-from farfield.streaming.spans import Box, count_positions, hull, region_of
+from farfield.streaming.spans import Box, Span, hull, is_empty, region_of
 
 if TYPE_CHECKING:
     from farfield.streaming.plan import StreamingPlan
@@ -79,44 +78,39 @@ def find_stretches(labelled: LabelledGraph, tile: Sequence[int]) -> list[Stretch
         follow = (place for place in own[1:] if nodes[crossing.order[place]].macs)
         ends = [place - 1 for place in follow] + own[-1:]
         for end in ends:
-            stretches += _trace_back(crossing, middle, begun, [each for each in ends if each < end], end)
+            starts = [begun, *(each for each in ends if each < end)]
+            stretches += _trace_back(crossing, middle, begun, starts, end)
         begun = own[-1]
     return stretches
 
 
 def _trace_back(
-    crossing: Crossing, tile: Sequence[tuple[int, int]], begun: int, ends: Sequence[int], end: int
-) -> list[Stretch]:
-    """Return the stretches that end at a place, from one trace of what a tile needs for what is stored there."""
-    labelled, places, nodes = crossing.labelled, crossing.places, crossing.labelled.graph.nodes
-    stored, wanted = crossing.at(end), dict[Value, Box]()
-    for value in stored or {labelled.graph.output}:
-        wanted[value] = labelled.core(labelled.layouts[value], tile)
-    for index in labelled.reductions:
-        for value, box in summarized_boxes(labelled, index, tile).items():
-            if begun < places.get(value.node, -1) <= end:
-                wanted[value] = hull(wanted.get(value, box), box)
-    wanted = {value: box for value, box in wanted.items() if places[value.node] > begun}
-    given = {value for value in labelled.layouts if places.get(value.node, -1) <= begun} | {*labelled.graph.inputs}
-    regions = {value: each for value, each in find_regions(labelled, wanted, given).items() if value.node in places}
-    seconds = dict[int, float]()
-    for value, region in regions.items():
-        info, node, share = labelled.graph.info(value), nodes[value.node], count_positions(region)
-        place = places[value.node]
-        if value in given:
-            continue
-        macs = node.macs * share / max(1, math.prod(info.shape)) if value.output == 0 else 0
-        seconds[place] = seconds.get(place, 0) + macs * _MAC + share * info.dtype.itemsize * _GIVEN
-
-    found = list[Stretch]()
-    for start in [begun, *ends]:
-        reads = crossing.at(start) if start >= 0 else set[Value]()
-        read = sum(labelled.bytes_on(value, regions[value]) for value in reads if value in regions)
-        own = (value for value in stored if places[value.node] > start)
+    crossing: Crossing, tile: Sequence[Span], begun: int, starts: Sequence[int], end: int
+) -> Iterator[Stretch]:
+    """Iterate over the stretches that end at a place, from one trace of what a tile needs for what is stored there."""
+    labelled, places, graph = crossing.labelled, crossing.places, crossing.labelled.graph
+    stored = crossing.at(end) | ({graph.output} if end + 1 == len(crossing.order) else set())
+    pairs = [(value, labelled.core(labelled.layouts[value], tile)) for value in stored]
+    pairs += [pair for index in labelled.reductions for pair in summarized_boxes(labelled, index, tile).items()]
+    wanted: dict[Value, Box] = {}
+    for value, box in pairs:
+        if begun < places.get(value.node, -1) <= end and not is_empty(box):
+            wanted[value] = hull(wanted.get(value, box), box)
+    given = {value for value in labelled.layouts if places.get(value.node, -1) <= begun}.union(graph.inputs)
+    sizes, computed = dict[Value, int](), dict[int, float]()
+    for value, region in find_regions(labelled, wanted, given).items():
+        sizes[value] = labelled.bytes_on(value, region)
+        if value not in given and value.node in places:
+            share = sizes[value] / max(1, graph.info(value).bytes)
+            macs = 0 if value.output else graph.nodes[value.node].macs * share
+            place = places[value.node]
+            computed[place] = computed.get(place, 0) + macs * _MAC + sizes[value] * _GIVEN
+    for start in starts:
+        read = sum(sizes.get(value, 0) for value in crossing.at(start))
+        own = [value for value in stored if places[value.node] > start and value in wanted]
         written = sum(labelled.bytes_on(value, region_of(wanted[value])) for value in own)
-        computed = sum(each for place, each in seconds.items() if place > start)
-        found.append(Stretch(start, end, computed, written * _STORED + read * _READ))
-    return found
+        seconds = sum(each for place, each in computed.items() if place > start)
+        yield Stretch(start, end, seconds, written * _STORED + read * _READ)
 
 
 def choose_cuts(labelled: LabelledGraph, stretches: Sequence[Stretch], price: float = 1.0) -> tuple[int, ...]:

@@ -21,9 +21,6 @@ from farfield.streaming.spans import Box, Halo, hull, is_empty, join_halos
 from farfield.volumes.place import Place
 from farfield.volumes.source import AxisLayout, Region, Span
 
-# Work, in MACs of the network, above which a plan names a way to do less.
-_WORK = 4
-
 
 class PlannedPass(NamedTuple):
     """A pass over all tiles: where it ends, and what it costs. The last one writes the output."""
@@ -61,6 +58,8 @@ class StreamingPlan:
         kept: The spatial region of the output that does not stand for padding alone.
         is_moved: Whether tiles write from where that begins, in whole chunks.
         on_disk: Whether values that passes store for later ones are in files; else they are in memory.
+        with_disk: Bytes of disk with which these tiles would compute much less again, and how often the network's MACs
+            that is; None if they would not.
         reduction: The fingerprint of the argument `reduce`.
         check: The check on a region of the volume before the first pass, or why there is none.
     """
@@ -81,6 +80,7 @@ class StreamingPlan:
     kept: Region = ()
     is_moved: bool = False
     on_disk: bool = False
+    with_disk: tuple[int, float] | None = None
     reduction: str = ""
     check: RegionCheck | str = ""
 
@@ -235,8 +235,9 @@ class StreamingPlan:
         else:
             text.append(f"not checked: {self.check}")
         text += [f"place of the output along axis {axis}: {each}" for axis, each in self.doubts.items()]
-        if self.recomputed > _WORK and not self.patch:
-            text.append("to do less work: tile=Tiles(…, disk=bytes) stores values inside the network between passes")
+        if self.with_disk is not None:
+            disk, recomputed = self.with_disk
+            text.append(f"to do less work: with tile=Tiles(…, disk={disk:,}) it is {recomputed:.2f} times the MACs")
         return text
 
 

@@ -99,7 +99,8 @@ def make_patch_plan(plan: StreamingPlan, record: Callable[[tuple[int, ...]], Rec
     attention, levels = find_attention(labelled), dict[int, int]()
     for index in labelled.order:
         levels[index] = max((levels[value.node] for value in nodes[index].inputs), default=0) + (index in attention)
-    whole = count_costs(replace(plan, passes=end_passes(labelled, (), levels, labelled.reductions)))
+    passes = end_passes(labelled, (), levels, attention)
+    whole = count_costs(replace(plan, passes=passes))
     scales = find_scales(find_places(labelled))
     along = [[own[axis].numerator for own in scales.values() if axis in own] for axis in range(len(plan.tile))]
     multiples = tuple(math.lcm(*own) for own in along)
@@ -113,16 +114,16 @@ def make_patch_plan(plan: StreamingPlan, record: Callable[[tuple[int, ...]], Rec
     if [node.op for node in nodes] != [node.op for node in own.graph.nodes]:
         text = "it runs other operations on a patch than on the whole volume"
         raise GraphError(f'{text}; fix: Tiles(…, statistics="whole")')
-    passes = end_passes(labelled, (), levels, attention)
-    patched = replace(plan, passes=passes, patch=Patch(own, plan.size, halo, scales, multiples))
+    patch = Patch(own, plan.size, halo, scales, multiples)
+    patched = replace(plan, passes=passes, cuts=(), patch=patch, on_disk=False, with_disk=None)
     refuse_moved_parts(patched)
     return patched
 
 
 # ---- stored values ---------------------------------------------------------------------------------------------------
-def find_stored(labelled: LabelledGraph, levels: Mapping[int, int]) -> set[Value]:
+def find_stored(labelled: LabelledGraph, cuts: Sequence[int] = ()) -> set[Value]:
     """Return the values to store so that each operation with MACs runs in one pass alone."""
-    graph = labelled.graph
+    levels, graph = cut_levels(labelled, cuts), labelled.graph
     stored = set(labelled.gathered)
     for index in labelled.order:
         for source in graph.nodes[index].inputs:
@@ -143,7 +144,7 @@ def fit_stored(labelled: LabelledGraph, allowed: int) -> set[Value]:
         macs = (_split_macs(labelled.graph.nodes[index], index in labelled.reductions)[1] for index in nodes)
         return sum(macs) / labelled.graph.info(value).bytes
 
-    chosen, removed = find_stored(labelled, labelled.levels), list[Value]()
+    chosen, removed = find_stored(labelled), list[Value]()
     while not fits(chosen) and chosen != labelled.gathered:
         removed.append(min(sorted(chosen - labelled.gathered), key=saved_by))
         chosen.remove(removed[-1])
@@ -267,7 +268,7 @@ def plan_check(
     # Batch norms have outputs that are empty, and not read.
     if any(0 in recorded.graph.nodes[index].outputs[0].shape for index in recorded.order):
         return f"the network crops all of a region of size {size}"
-    stored = find_stored(recorded, cut_levels(recorded, plan.cuts))
+    stored = find_stored(recorded, plan.cuts)
     if {*plan.stored} <= stored:
         stored = {*recorded.gathered, *plan.stored}
     # Tiles of a region take their time however few positions they have: two where the volume has few.

@@ -41,6 +41,8 @@ FIELDS = {
     # Boxes and checksums of the whole output, once it is finished.
     "written": list,
 }
+# What follows from another model or reduction, and what is stored from another tile too.
+_FOLLOWING = ("graph of the model", "memory or disk")
 
 
 class Stream:
@@ -67,7 +69,7 @@ class Stream:
         # Passes whose checksums are known, of those that other processes run.
         self.known = 0
         self.overflowed = False  # whether there was a warning
-        self.warn: Callable[[str], object] = _warn
+        self.warn: Callable[[str], object] = warn_caller
 
     def open(self, run: Run) -> bool:
         """Open the output, and go on with an unfinished one of the same identity; False if it is made anew."""
@@ -232,8 +234,7 @@ class Stream:
         state = _read_saved(output.path, overwrite)
         changed = [name for name, own in self.identity.items() if state and state["identity"].get(name) != own]
         if changed and not overwrite:
-            # Another graph follows from another model or reduction.
-            changed = [name for name in changed if name != "graph of the model" or len(changed) == 1]
+            changed = [name for name in changed if name not in _FOLLOWING] or changed
             raise refusal(
                 ValueError,
                 f'"{output.folder}" holds an unfinished prediction with another '
@@ -276,7 +277,7 @@ class Stream:
                 for name, own in record["stored"].items():
                     sums.setdefault(name, {}).update(own)
             if not run.resume(number, self.records[number].finished(), sums):
-                _warn(
+                warn_caller(
                     f'{self.caller}: "{output.folder}" does not hold any more what passes stored for later ones; '
                     "all run again."
                 )
@@ -302,7 +303,7 @@ class Stream:
         check_path(output.path, output.overwrite)  # again: the file at the path is another
         first = next((number for number, own in enumerate(written) if own), len(self.records))
         if first < len(self.records):
-            _warn(
+            warn_caller(
                 f'{self.caller}: "{output.growing}" does not hold any more what was written to it; it is made anew, '
                 f"and its {sum(map(len, written))} tiles are computed again."
             )
@@ -322,7 +323,7 @@ def _holds(output: FileOutput, written: Sequence[Any]) -> bool:
     return output.holds(tuple(slice(*span) for span in box), own_sum)
 
 
-def _warn(text: str) -> None:
+def warn_caller(text: str) -> None:
     """Warn at the line that called farfield, however deep in it the reason was found."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("farfield", "contextlib"):
