@@ -824,10 +824,12 @@ def of_each(attention: GridAttention, grid: Tensor, tangent: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("derive", [along, along_by_duals, twice, backward_then_along, of_each])
-@pytest.mark.parametrize("row", OPERATORS)
-def test_other_derivatives_are_those_of_the_equation(on: None, row: str, derive: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(("row", "heads", "project"), [*((row, 1, "") for row in OPERATORS), ("siamese_local", 2, "v")])
+def test_other_derivatives_are_those_of_the_equation(
+    on: None, row: str, heads: int, project: str, derive: Callable[..., Tensor]
+) -> None:
     """At most twice as far from those of float64 as the plain form's in float32 are, but for rounding of the result."""
-    attention = GridAttention(32, row, project="")
+    attention = GridAttention(32, row, heads=heads, project=project)
     grid, tangent = torch.randn(2, 32, 5, 7), torch.randn(2, 32, 5, 7)
     with plainly():
         exact = derive(attention.double(), grid.double(), tangent.double())
