@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -943,6 +945,19 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     report.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 10_000
     assert "layers.2.self_attn" in str(report)
+
+
+def test_costs_are_measured_once_and_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, measure = list[int](), api._measure_cost
+    monkeypatch.setattr(api, "_measure_cost", lambda *args: lengths.append(args[2]) or measure(*args))
+    report = linearize(encoder(), "linear_elu", grids(2, 12, 16), steps=2, **QUIET)
+    assert lengths == []
+    state = torch.get_rng_state()
+    assert "(attention of one layer)\n    16 " in str(report)
+    read = pickle.loads(pickle.dumps(report))
+    assert read.costs == dataclasses.asdict(report)["costs"] == tuple(report.costs)
+    assert lengths == [16, 32]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 IN_A_NEW_PROCESS = """

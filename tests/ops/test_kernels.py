@@ -363,6 +363,25 @@ def test_keys_far_apart_have_their_own_peak(on: None) -> None:
         assert distance(found, wanted) <= 2 * distance(plain, wanted) + EPS
 
 
+@pytest.mark.parametrize("row", ["flare", "linear_relu"])
+@torch.no_grad()
+def test_a_head_sums_its_own_channels_alone(on: None, row: str) -> None:
+    """With sums of all channels for the slots of each of 16 heads, 256 and 128 MiB more."""
+    attention, grid = GridAttention(512, row, heads=16, project=""), torch.randn(64, 512, 64)
+    wanted = off(attention.summarize, grid)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    before = _resident("VmRSS")
+    found = attention.summarize(grid)
+    assert _resident("VmHWM") - before < 2**26
+    assert distance(found.values, wanted.values) <= 64 * EPS
+    assert distance(found.weights, wanted.weights) <= 64 * EPS
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
 def test_caches_are_those_that_the_system_states(built: None) -> None:
     folders = [Path(f"/sys/devices/system/cpu/cpu0/cache/index{index}") for index in range(8)]
     stated = {
@@ -805,10 +824,12 @@ def of_each(attention: GridAttention, grid: Tensor, tangent: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("derive", [along, along_by_duals, twice, backward_then_along, of_each])
-@pytest.mark.parametrize("row", OPERATORS)
-def test_other_derivatives_are_those_of_the_equation(on: None, row: str, derive: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(("row", "heads", "project"), [*((row, 1, "") for row in OPERATORS), ("siamese_local", 2, "v")])
+def test_other_derivatives_are_those_of_the_equation(
+    on: None, row: str, heads: int, project: str, derive: Callable[..., Tensor]
+) -> None:
     """At most twice as far from those of float64 as the plain form's in float32 are, but for rounding of the result."""
-    attention = GridAttention(32, row, project="")
+    attention = GridAttention(32, row, heads=heads, project=project)
     grid, tangent = torch.randn(2, 32, 5, 7), torch.randn(2, 32, 5, 7)
     with plainly():
         exact = derive(attention.double(), grid.double(), tangent.double())

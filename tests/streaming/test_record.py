@@ -97,6 +97,20 @@ def test_functions_give_their_own_bits(name: str) -> None:
         assert op in (*OWN, "input", "constant", "full") or not op.split(".")[1].endswith("_")
 
 
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate"])
+@pytest.mark.parametrize(("spatial_dims", "pads"), [(2, (0, 1, 0, 0)), (2, (0, 0, 0, 0)), (3, (0, 0, 0, 0, 0, 0))])
+def test_what_pads_nothing_is_its_operand(mode: str, spatial_dims: int, pads: tuple[int, ...]) -> None:
+    net, grid = Layer(lambda grid: F.pad(grid, pads, mode) + F.pad(grid.sin(), pads, mode)), torch.randn(1, 2, 5, 4, 3)
+    grid = grid if spatial_dims == 3 else grid[..., 0]
+    graph = record_network(net, grid.shape)
+    assert sum("pad" in node.op for node in graph.nodes) == (2 if any(pads) else 0)
+    assert torch.equal(run_whole(graph, [grid]), net(grid))
+    assert torch.equal(
+        run_whole(record_network(Layer(lambda grid: F.pad(grid, pads, mode)), grid.shape), [grid]),
+        F.pad(grid, pads, mode),
+    )
+
+
 def test_arguments_stand_at_their_places_however_they_were_given() -> None:
     volume = torch.randn(1, 1, 9, 8)
     graphs = [

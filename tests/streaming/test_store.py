@@ -89,6 +89,15 @@ def count_convolution(grid: Any, weight: Any, *_: Any, out_shape: Any, **options
     return conv_flop_count(grid, weight, out_shape)
 
 
+def count_transposed(grid: Any, weight: Any, *_: Any, out_shape: Any, **options: Any) -> int:
+    """The work of a loop of torch, which its counter does not know either."""
+    return conv_flop_count(grid, weight, out_shape, transposed=True)
+
+
+LOOP = torch.ops.aten.slow_conv_transpose3d
+COUNTED = {torch.ops.aten.mkldnn_convolution: count_convolution, LOOP: count_transposed}
+
+
 class Watch:
     """Counts what happens in a prediction.
 
@@ -137,7 +146,7 @@ def test_the_result_is_that_of_the_whole_and_the_plan_is_what_happens(
     net, given, watch = settled(make()), volume(shape), Watch(monkeypatch, tmp_path)
     plan = plan_whole(net, shape, tile=Tiles(tile, disk=DISK))
     assert plan.stored
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_convolution: count_convolution}) as count:
+    with FlopCounterMode(display=False, custom_mapping=COUNTED) as count:
         got = predict_whole(net, given, plan=plan, out=tmp_path / "out.npy", quiet=True)
     assert relative(np.array(got), untiled(net, given)) < TOLERANCE
     assert [each.name for each in tmp_path.iterdir()] == ["out.npy"]
@@ -147,6 +156,16 @@ def test_the_result_is_that_of_the_whole_and_the_plan_is_what_happens(
     planned = plan.recomputed * plan.macs
     # Of attention, each tile projects its few slots again, as whole slots are planned once.
     assert 0.99 * planned <= count.get_total_flops() / 2 <= (1.05 if "attentions" in name else 1.01) * planned
+
+
+@pytest.mark.parametrize(("channels", "stride", "loops"), [(2, 2, True), (4, 2, True), (2, 1, False), (16, 2, False)])
+def test_volumes_are_transposed_to_few_channels_by_a_loop(channels: int, stride: int, loops: bool) -> None:
+    net = settled(nn.Sequential(nn.Conv3d(1, 32, 3), nn.ConvTranspose3d(32, channels, 3, stride, padding=1)))
+    given = volume((1, 60, 28, 30))
+    with FlopCounterMode(display=False, custom_mapping=COUNTED) as count:
+        got = predict_whole(net, given, tile=32, quiet=True)
+    assert relative(np.array(got), untiled(net, given)) < TOLERANCE
+    assert (LOOP in count.get_flop_counts()["Global"]) == loops
 
 
 def test_18_norms_take_the_work_of_the_untiled_network() -> None:

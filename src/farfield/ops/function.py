@@ -121,9 +121,10 @@ def accelerate(
 
 def _detach(outputs: Any) -> Any:
     """Return outputs that are no views: the tangent of a view must be laid out in memory as the view is."""
-    if isinstance(outputs, Tensor):
-        return outputs.detach()
-    return tuple(None if each is None else each.detach() for each in outputs)
+    if isinstance(outputs, tuple):
+        return tuple(None if each is None else _detach(each) for each in outputs)
+    # Nor do heads share numbers, as slots that are expanded to them do: torch writes a tangent for each.
+    return outputs.detach().contiguous() if 0 in outputs.stride() else outputs.detach()
 
 
 def _load_arguments(ctx: Any, restore: Callable[..., Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -136,6 +136,11 @@ def _cat(write: Writer, output: Info, values: Sequence[Value], dim: int) -> Valu
     return write.append("aten.cat.default", (present, dim), *output)
 
 
+def _pad(write: Writer, output: Info, value: Value, pads: Sequence[int], *_: Any) -> Value | None:
+    """Padding by nothing, as U-Nets have it for sizes that need none, is the value itself."""
+    return None if any(pads) else value
+
+
 def _repeat(write: Writer, output: Info, value: Value, times: Sequence[int]) -> Value:
     """Each dimension expanded by a new one before it, and both viewed as one."""
     shape = write.shape(value)
@@ -283,6 +288,8 @@ def _repeat_heads(write: Writer, value: Value, heads: int) -> Value:
 
 
 _VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze, aten.unflatten)
+_REFLECTED = (aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)
+_REPLICATED = (aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)
 _ZEROS = (aten.new_zeros, aten.zeros_like, aten.zeros, aten.zero, aten.new_empty, aten.empty, aten.empty_like)
 _ONES = (aten.new_ones, aten.ones_like, aten.ones)
 _FULL = (aten.full, aten.full_like, aten.new_full)
@@ -309,6 +316,7 @@ REWRITTEN: dict[Any, Callable[..., Value | list[Value] | None]] = {
     aten.roll: _roll,
     aten.stack: _stack,
     aten.cat: _cat,
+    **dict.fromkeys((aten.constant_pad_nd, *_REFLECTED, *_REPLICATED), _pad),
     aten.repeat: _repeat,
     aten.select_scatter: _select_scatter,
     aten.slice_scatter: _slice_scatter,

@@ -20,7 +20,7 @@ from farfield._refusals import door, refusal
 from farfield.insertion._linearize import features
 from farfield.insertion._linearize.alone import record_attentions, why_not_alone
 from farfield.insertion._linearize.features import agree, compare, read_features
-from farfield.insertion._linearize.report import AttentionCost, LinearizeReport
+from farfield.insertion._linearize.report import AttentionCost, LazyCosts, LinearizeReport
 from farfield.insertion._linearize.training import RATES, Progress, choose_parameters, leave_out, rounded, train, widen
 from farfield.insertion._replace.api import replace_attention
 from farfield.insertion._replace.learned import add_local, attend_in_host, find_heads
@@ -159,10 +159,11 @@ def linearize(
     for label, part in (("summary only", "local"), ("local only", "summary")) if local else ():
         with leave_out(chosen.values(), part):
             parts[label] = measure()[0]
-    with rounded(halves):
-        costs = tuple(_measure_cost(next(iter(chosen.values())), operator, tokens) for tokens in _LENGTHS)
-    _replace(model, operator, paths, local)
+    modules = _replace(model, operator, paths, local)
     model.load_state_dict(student.state_dict())
+    # A copy, as the model may be trained or moved before the costs are read.
+    layer = copy.deepcopy(next(iter(modules.values()))).eval()
+    costs = LazyCosts(lambda: tuple(_measure_cost(layer, operator, tokens) for tokens in _LENGTHS))
     losses, (_, seconds, best_step, _) = progress.tensors["losses"].tolist(), progress.numbers.tolist()
     measured = (before, agreement, distance**0.5, layers, kept, alone + whole, tuple(losses), seconds, parts, costs)
     return LinearizeReport(name, *measured, alone, int(best_step))
@@ -226,7 +227,8 @@ def _measure_cost(module: nn.Module, operator: Operator, tokens: int) -> Attenti
     """Measure the attention of a layer for one sample of random tokens, by torch's kernel and by the operator."""
     heads, width = find_heads(module) or (1, 64)
     like = next(module.parameters(), torch.empty(0))
-    query, key, value = (like.new_empty(1, heads, tokens, width).normal_() for _ in range(3))
+    generator = torch.Generator(like.device).manual_seed(0)  # reading a report changes no random state
+    query, key, value = (like.new_empty(1, heads, tokens, width).normal_(generator=generator) for _ in range(3))
 
     def softmax() -> Tensor:
         return F.scaled_dot_product_attention(query, key, value)

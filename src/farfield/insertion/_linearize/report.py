@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from farfield._checks import install_command
 from farfield._refusals import door, refusal
@@ -19,6 +20,29 @@ class AttentionCost(NamedTuple):
     seconds: float
     bytes_before: int
     bytes: int
+
+
+class LazyCosts(Sequence[AttentionCost]):
+    """Costs that are measured when they are first read, as that takes seconds; a copy has the numbers alone."""
+
+    def __init__(self, measure: Callable[[], Sequence[AttentionCost]]):
+        self._measure = measure
+
+    @cached_property
+    def _costs(self) -> Sequence[AttentionCost]:
+        return self._measure()
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._costs[place]
+
+    def __len__(self) -> int:
+        return len(self._costs)
+
+    def __repr__(self) -> str:
+        return repr(self._costs)
+
+    def __reduce__(self) -> Any:
+        return tuple, (self._costs,)
 
 
 @dataclass(frozen=True)
@@ -38,7 +62,7 @@ class LinearizeReport:
         losses: The training loss of each step, the squared distance by the squares; in steps of each attention alone
             the mean of theirs.
         seconds: Seconds of training.
-        costs: Of one layer, at three lengths.
+        costs: Of one layer, at three lengths; measured when they are first read or printed.
         steps_alone: How many of the steps matched each attention alone, the first ones.
         best_step: After which step the network came nearest to the teacher, as it is now; 0 for the start.
     """
@@ -53,7 +77,7 @@ class LinearizeReport:
     losses: tuple[float, ...] = field(default=(), repr=False)
     seconds: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
-    costs: tuple[AttentionCost, ...] = ()
+    costs: Sequence[AttentionCost] = ()
     steps_alone: int = 0
     best_step: int = 0
 

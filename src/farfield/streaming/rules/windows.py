@@ -126,10 +126,19 @@ def convolve(
 ) -> Tensor:
     """Convolve; on a CPU volumes by oneDNN."""
     # Where they are small, as those of tiles are, torch takes a loop of its own, which takes up to 16 times as long.
-    fits = grid.is_cpu and grid.dtype == weight.dtype == torch.float32 and grid.dim() == 5
-    if fits and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
+    if _is_volume(grid, weight) and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
         return torch.ops.aten.mkldnn_convolution(grid, weight, bias, padding, stride, dilation, groups)
     return torch.convolution(grid, weight, bias, stride, padding, dilation, False, [0] * len(padding), groups)
+
+
+def _is_volume(grid: Tensor, weight: Tensor) -> bool:
+    return grid.is_cpu and grid.dtype == weight.dtype == torch.float32 and grid.dim() == 5
+
+
+def _has_few_columns(call: OperationCall, windows: Windows) -> bool:
+    """Whether torch's loop makes fewer numbers than oneDNN, which fills the channels of volumes up to a block."""
+    shape, stride = call.args[1].shape, math.prod(window.stride for window in windows.values())
+    return len(shape) == 5 and call.args[8] == 1 and math.prod(shape[1:]) < BLOCK * stride
 
 
 def _run_convolution(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
@@ -140,7 +149,12 @@ def _run_convolution(call: OperationCall, output: int, box: Box, tensors: Sequen
         return convolve(grid, weight, bias, stride, padding, dilation, groups)
     starts, lengths = _find_written(call, windows, box)
     extra = [max(0, start + own - length) for start, own, length in zip(starts, shape, lengths, strict=True)]
-    result = torch.convolution(grid, weight, bias, stride, [0] * len(extra), dilation, True, extra, groups)
+    none = [0] * len(extra)
+    if _is_volume(grid, weight) and _has_few_columns(call, windows):
+        loop = torch.ops.aten.slow_conv_transpose3d
+        result = loop(grid, weight, weight.shape[2:], bias, stride, none, extra, dilation)
+    else:
+        result = torch.convolution(grid, weight, bias, stride, none, dilation, True, extra, groups)
     for axis, (start, length) in enumerate(zip(starts, shape, strict=True), start=2):
         result = result.narrow(axis, start, length)
     return result

@@ -552,10 +552,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> project_and_summarize(
   const Matrix by = matrix_of(positions, matrix, bias);
   const int64_t batch = positions.size(0), channels = summed.size(1), count = positions.size(2);
   const int64_t parts = parts_of(count), slots = features_of(Map{map}, keys), group = slots / groups;
-  const int64_t own = channels / groups, width = padded(group), across = groups * width;
+  const int64_t own = channels / groups, width = padded(group);
   Tensor out = allocate_positions(positions, batch, queries, count, false);
   Tensor sums = allocate({batch, slots, own}), weights = allocate({batch, slots}), peak = allocate({batch, slots});
-  std::vector<double> values(batch * parts * channels * across), all_weights(batch * parts * slots);
+  std::vector<double> values(batch * parts * channels * width), all_weights(batch * parts * slots);
   std::vector<double> all(totals ? batch * parts * channels : 0);
   std::vector<float> peaks(batch * parts * slots);
   run(products.summarize,
@@ -576,8 +576,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> project_and_summarize(
             ? std::exp(static_cast<double>(own_peaks[part * slots]) - static_cast<double>(largest)) : 1;
         const int64_t place = b * parts + part, g = s / group;
         total += factor * all_weights[place * slots + s];
-        const double* from = values.data() + (place * channels + g * own) * across + g * width + s % group;
-        for (int64_t c = 0; c < own; ++c) row[c] += factor * from[c * across];
+        const double* from = values.data() + (place * channels + g * own) * width + s % group;
+        for (int64_t c = 0; c < own; ++c) row[c] += factor * from[c * width];
       }
       std::copy(row.begin(), row.end(), sum + (b * slots + s) * own);
       weight[b * slots + s] = static_cast<float>(total);

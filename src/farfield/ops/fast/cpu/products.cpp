@@ -300,15 +300,15 @@ float exponentials_of(float* row, const float* valid, int64_t length, int64_t bl
 void summarize(const Summarize& of, int64_t begin, int64_t end) {
   const int64_t channels = of.values.channels, most = greatest(channels, of.positions.channels);
   const int64_t block = block_of(of.count, most), slots = of.slots(), own = channels / of.groups;
-  const int64_t group = slots / of.groups, width = padded(group), across = of.groups * width;
+  const int64_t group = slots / of.groups, width = padded(group);
   const bool in_place = slots == of.keys;
   const Held<float> positions(most * block), rows(of.rows * block), others(in_place ? 0 : slots * block);
-  const Held<float> weights(block * across), held(channels * across), factors(across);
+  const Held<float> weights(block * width), held(channels * width), factors(of.groups * width);
   float* features = in_place ? rows.data() : others.data();
   for (int64_t task = begin; task < end; ++task) {
     const int64_t sample = task / of.parts, part = task % of.parts;
     const int64_t last = start_of(part + 1, of.parts, of.count, block);
-    double *values = of.sums + task * channels * across, *sums = of.weights + task * slots;
+    double *values = of.sums + task * channels * width, *sums = of.weights + task * slots;
     float* peaks = of.peaks + task * slots;
     fill(peaks, slots, LOWEST);
     int64_t held_positions = 0;
@@ -337,22 +337,22 @@ void summarize(const Summarize& of, int64_t begin, int64_t end) {
       }
       if (rescaled) {
         for (int64_t i = 0; i < channels; ++i)
-          for (int64_t j = 0; j < across; ++j) {
-            held[i * across + j] *= factors[j];
-            values[i * across + j] *= factors[j];
+          for (int64_t j = 0; j < width; ++j) {
+            held[i * width + j] *= factors[i / own * width + j];
+            values[i * width + j] *= factors[i / own * width + j];
           }
       }
       for (int64_t g = 0; g < of.groups; ++g) {
-        transpose(features + g * group * block, block, weights.data() + g * width, across, group, length);
-        multiply({positions.data() + g * own * block, block, 1}, weights.data() + g * width, across,
-                 held.data() + g * own * across + g * width, across, own, length, width, true);
+        transpose(features + g * group * block, block, weights.data(), width, group, length);
+        multiply({positions.data() + g * own * block, block, 1}, weights.data(), width,
+                 held.data() + g * own * width, width, own, length, width, true);
       }
       if ((held_positions += length) >= HELD) {
-        flush(held.data(), values, channels * across);
+        flush(held.data(), values, channels * width);
         held_positions = 0;
       }
     }
-    flush(held.data(), values, channels * across);
+    flush(held.data(), values, channels * width);
   }
 }
 

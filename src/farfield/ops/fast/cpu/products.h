@@ -59,7 +59,7 @@ struct Summarize {
   const float* valid;                  // (b, n), may be absent
   Positions out;                       // (b, queries, n)
   float* peaks;                        // (b, parts, slots)
-  double *sums, *weights;              // (b, parts, p, groups · padded(slots / groups)), (b, parts, slots)
+  double *sums, *weights;              // (b, parts, p, padded(slots / groups)), (b, parts, slots)
   double* totals;                      // (b, parts, p), of the values; may be absent
 
   int64_t slots() const { return features_of(map, keys); }
