@@ -26,17 +26,18 @@ from farfield._refusals import refusal
 from farfield.streaming.rules.rule import Parts
 
 Merge = Callable[[Parts, Parts], Parts]
-# What is known of some tiles: "parts" of summaries by key, "read" checksums of volumes, "stored" ones of values,
-# boxes that were "written" and their checksums.
+# What is known of some tiles: "parts" of summaries by key, and by name the checksums of what was "read" of volumes,
+# "stored" of values and "written" of the output: tensors of a row for each tile, its number and its checksum.
 Record = dict[str, Any]
 
-_FIELDS = {"parts": dict, "read": dict, "stored": dict, "written": list}
+_SUMS = ("read", "stored", "written")
+_FIELDS = dict.fromkeys(("parts", *_SUMS), dict)
 # So many records become one, in files and in memory: powers of 2, so that all merge in one binary tree.
 _OF_FILES, _IN_MEMORY = 64, 2
 _KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.int64, torch.bool)
 _DTYPES = {str(dtype): dtype for dtype in _KINDS}
 # Of the content of a file; one of another version is refused.
-_VERSION = 8
+_VERSION = 9
 # What reading a damaged zip file raises beside errors of Python.
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error)
 
@@ -47,24 +48,24 @@ def empty_record() -> Record:
 
 def merge_in_order(records: Iterable[Record], merge: Callable[[str], Merge]) -> Record:
     """Merge records in a binary tree over their order, so that rounding follows from that alone."""
-    runs: list[tuple[int, Record]] = []  # of 2 ** height records each
+    runs: list[tuple[int, dict[str, Parts]]] = []  # of 2 ** height records each
+    sums: dict[str, dict[str, list[Tensor]]] = {field: {} for field in _SUMS}
     for each in records:
-        height = 0
+        parts, height = each["parts"], 0
         while runs and runs[-1][0] == height:
-            each, height = _merge_two(runs.pop()[1], each, merge), height + 1
-        runs.append((height, each))
-    return functools.reduce(lambda later, earlier: _merge_two(earlier, later, merge), [own for _, own in runs[::-1]])
+            parts, height = _merge_two(runs.pop()[1], parts, merge), height + 1
+        runs.append((height, parts))
+        for field, known in sums.items():
+            for name, own in each[field].items():
+                known.setdefault(name, []).append(own)
+    joined = {field: {name: torch.cat(own) for name, own in known.items()} for field, known in sums.items()}
+    rest = [own for _, own in runs[::-1]]
+    return joined | {"parts": functools.reduce(lambda later, earlier: _merge_two(earlier, later, merge), rest)}
 
 
-def _merge_two(first: Record, second: Record, merge: Callable[[str], Merge]) -> Record:
-    parts = dict(first["parts"])
-    for key, own in second["parts"].items():
-        parts[key] = merge(key)(parts[key], own) if key in parts else own
-    joined = {"parts": parts, "written": first["written"] + second["written"]}
-    for field in ("read", "stored"):
-        names = dict.fromkeys([*first[field], *second[field]])
-        joined[field] = {name: first[field].get(name, {}) | second[field].get(name, {}) for name in names}
-    return joined
+def _merge_two(first: dict[str, Parts], second: dict[str, Parts], merge: Callable[[str], Merge]) -> dict[str, Parts]:
+    both = {key: merge(key)(first[key], own) for key, own in second.items() if key in first}
+    return first | second | both
 
 
 class _MergedError(KeyError):
@@ -136,10 +137,17 @@ class Records:
             if not self._merge_group(level, tile // self.group**level):
                 return
 
-    def finished(self) -> set[int]:
-        lengths = {level: self.group**level for level in range(len(self.sizes))}
-        spans = (range(place * lengths[level], (place + 1) * lengths[level]) for level, place in self.known)
-        return {tile for span in spans for tile in span if tile < self.count}
+    def are_finished(self) -> np.ndarray:
+        """Return of each tile whether it is finished."""
+        finished = np.zeros(self.count, bool)
+        for level, place in self.known:
+            length = self.group**level
+            finished[place * length : (place + 1) * length] = True
+        return finished
+
+    def left(self) -> Iterator[int]:
+        """Iterate over the tiles that are not finished now."""
+        return map(int, np.flatnonzero(~self.are_finished()))
 
     def is_complete(self) -> bool:
         """Whether all tiles are finished, and their records are one."""
@@ -196,24 +204,24 @@ class Records:
 
 def pack(content: dict[str, Any]) -> bytes:
     """Return a zip file of JSON values, dtypes and tensors: JSON, and the bytes of each tensor."""
-    tensors: list[Tensor] = []
+    numbers = io.BytesIO()
 
     def describe(value: object) -> dict[str, Any]:
         if isinstance(value, torch.dtype):
             return {"dtype": str(value)}
         if not isinstance(value, Tensor):
             raise TypeError(f"{type(value).__name__} cannot be saved")
-        tensors.append(value)
-        return {"tensor": len(tensors) - 1, "shape": list(value.shape), "of": str(value.dtype)}
+        start = numbers.tell()
+        flat = value.detach().cpu().contiguous()
+        flat = flat.as_strided((flat.numel(),), (1,))  # a tensor of one element may have any stride
+        numbers.write(flat.view(torch.uint8).numpy().data)
+        return {"tensor": [start, numbers.tell()], "shape": list(value.shape), "of": str(value.dtype)}
 
     text, file = json.dumps({"version": _VERSION, **content}, default=describe), io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(zipfile.ZipInfo("state.json"), text)  # without the time, which may be before 1980
-        for number, tensor in enumerate(tensors):
-            flat = tensor.detach().cpu().contiguous()
-            flat = flat.as_strided((flat.numel(),), (1,))  # a tensor of one element may have any stride
-            with archive.open(zipfile.ZipInfo(f"tensor{number}"), "w", force_zip64=True) as member:
-                member.write(flat.view(torch.uint8).numpy().data)
+        # Without the time, which may be before 1980.
+        archive.writestr(zipfile.ZipInfo("state.json"), text)
+        archive.writestr(zipfile.ZipInfo("tensors"), numbers.getvalue())
     return file.getvalue()
 
 
@@ -225,13 +233,14 @@ def unpack(content: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
     """Return what `pack` was given, with these fields; no code in the file is run, and checksums cover every byte."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            tensors = archive.read("tensors")
 
             def restore(value: dict[str, Any]) -> Any:
                 if value.keys() == {"dtype"}:
                     return _DTYPES[value["dtype"]]
                 if value.keys() != {"tensor", "shape", "of"}:
                     return value
-                numbers = np.array(memoryview(archive.read(f"tensor{value['tensor']}")), np.uint8)
+                numbers = np.frombuffer(tensors, np.uint8)[slice(*value["tensor"])].copy()
                 return torch.from_numpy(numbers).view(_DTYPES[value["of"]]).reshape(value["shape"])
 
             state = json.loads(archive.read("state.json"), object_hook=restore)
