@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 
-from farfield.streaming.checksums import pair
 from farfield.streaming.engines import cluster
 from farfield.streaming.records import Record, Records, _Folder, empty_record
 
@@ -228,12 +227,12 @@ class Kind(NamedTuple):
 
 
 def _place(tile: int) -> dict[str, Any]:
-    return {"read": {" volume": pair(tile, 2**63 - 1 - tile)}}
+    return {"read": {" volume": torch.tensor([2**63 - 1 - tile])}}
 
 
 def _norm(tile: int) -> Record:
     parts = torch.full((16,), 1e5, dtype=torch.float64), torch.rand(16).double(), torch.rand(16).double()
-    return empty_record() | _place(tile) | {"parts": {"3": parts}, "stored": {"5-0": pair(tile, 2**63 - 1 - tile)}}
+    return empty_record() | _place(tile) | {"parts": {"3": parts}, "stored": {"5-0": torch.tensor([2**63 - 1 - tile])}}
 
 
 def _attention(tile: int) -> Record:
@@ -241,7 +240,7 @@ def _attention(tile: int) -> Record:
 
 
 def _output(tile: int) -> Record:
-    return empty_record() | {"written": {"output": pair(tile, 2**63 - 1 - tile)}}
+    return empty_record() | {"written": {"output": torch.tensor([2**63 - 1 - tile])}}
 
 
 KINDS = (
@@ -253,10 +252,10 @@ KINDS = (
 
 def run_pass(client: Cluster, tiles: int) -> None:
     """Run a pass as `run_on_cluster` does."""
-    left, records = list(range(tiles)), client.records
+    left, records, setup = list(range(tiles)), client.records, cluster._Setup("", "", 1, "")
     with mock.patch("distributed.as_completed", client.as_completed):
         while left:
-            for _ in cluster._run_pass(client, None, 0, left):
+            for _ in cluster._run_pass(client, setup, 0, left):
                 pass
             if records is None:
                 return

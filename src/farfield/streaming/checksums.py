@@ -1,8 +1,7 @@
-"""Checksums of what is read, stored and written, and those of many tiles in a few bytes each."""
+"""Checksums of what is read, stored and written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -32,17 +31,3 @@ def bytes_of(grid: Tensor) -> memoryview:
 def box_checksum(box: np.ndarray) -> int:
     """Return a checksum that is the same for 0 and -0: zarr stores a chunk of only -0 as one of 0."""
     return checksum(np.add(box, 0, order="C"))
-
-
-def pair(index: int, own: int) -> Tensor:
-    """Return what the record of a tile has: its number and its checksum; rows of many tiles are joined."""
-    return torch.tensor([[index, own]])
-
-
-def spread(pairs: Iterable[Tensor], count: int) -> np.ndarray:
-    """Return the checksums of so many tiles by their numbers, 0 for those that have none."""
-    sums = np.zeros(count, np.int64)
-    for each in pairs:
-        index, own = each.numpy().T
-        sums[index] = own
-    return sums

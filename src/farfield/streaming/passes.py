@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from farfield.streaming.blocks import Blocks
-from farfield.streaming.checksums import pair
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
 from farfield.streaming.patches import compute_patch
@@ -254,7 +253,7 @@ class TiledRun(Run):
                 raise _not_finite_in(graph.nodes[value.node].path, tile)
             own_sum = self.store[value].write(index, box, numbers)
             if own_sum is not None:
-                record["stored"][name_value(value)] = pair(index, own_sum)
+                record["stored"][name_value(value)] = torch.tensor([own_sum])
         if number == len(plan.passes) - 1 and (box := own_box(plan, graph.output, tile)) is not None:
             self.write_output(self.sample, index, box, part(graph.output, box) if known else None)
         return record

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from farfield._files import replace_file
 from farfield._fingerprint import fingerprint
 from farfield._refusals import refusal
-from farfield.streaming.checksums import box_checksum, bytes_of, checksum, pair, spread
+from farfield.streaming.checksums import box_checksum, bytes_of, checksum
 from farfield.streaming.passes import Pass, Run
 from farfield.streaming.records import DamagedError, Record, Records, empty_record, pack, unpack
 from farfield.streaming.rules.rule import Parts
@@ -28,8 +28,8 @@ from farfield.volumes.sink import ArrayOutput, FileOutput, check_path, overwrite
 from farfield.volumes.source import Region, VolumeSource, index_within, overlap
 from farfield.volumes.unfinished import STATE, explain_disk_errors, unfinished_folder, was_moved
 
-# The checksums of what a pass wrote to the output, as in a record.
-Written = dict[str, Tensor]
+# A tile, and the checksums of what it and those after it wrote to the output, as in a record.
+Written = tuple[int, dict[str, Tensor]]
 
 # Of the file that tells what the records beside it are of.
 FIELDS = {
@@ -140,7 +140,7 @@ class Stream:
         with self.explained():
             if isinstance(self.output, FileOutput) and not was_moved(self.output.path):
                 # Records are removed after the file is moved, and a process may be killed between.
-                self._save(self.output, [each.read()["written"] for each in self.records])
+                self._save(self.output, [_written_of(each.read()) for each in self.records])
             return self.output.finish()
 
     def _plan(self, run: Run) -> None:
@@ -152,7 +152,7 @@ class Stream:
                 run_tile = partial(self._write_level, self.output, level)
                 self.passes.append(Pass(count, run_tile, float(count)))
         self.records = [
-            Records(each.tiles, each.merge, folder and folder / f"pass-{number + 1}")
+            Records(each.tiles, each.merge, folder and folder / f"pass-{number + 1}", shared=self.is_shared)
             for number, each in enumerate(self.passes)
         ]
 
@@ -172,7 +172,7 @@ class Stream:
         sums = self._sums_of(key)
         if not sums[index]:
             sums[index] = new_sum
-            self.record["read"][key] = pair(index, new_sum)
+            self.record["read"][key] = torch.tensor([new_sum])
         if sums[index] != new_sum:
             raise refusal(
                 ValueError,
@@ -202,7 +202,7 @@ class Stream:
             self.output.write(index, box)
         if isinstance(self.output, FileOutput):
             own_sum = box_checksum(to_numpy(box).astype(self.output.spec.dtype, copy=False))
-            self.record["written"]["output"] = pair(tile, own_sum)
+            self.record["written"]["output"] = torch.tensor([own_sum])
 
     def close(self) -> None:
         """Let go of files and memory, and unlock the output for other processes."""
@@ -274,17 +274,16 @@ class Stream:
         for each in self.records[len(run.passes) :]:  # what is in coarser levels has no checksum
             each.clear()
         records = [each.settle() for each in self.records]
-        self._check_written(output, run, opened, [[each["written"] for each in own] for own in records])
+        self._check_written(output, run, opened, [list(map(_written_of, own)) for own in records])
         number = next((number for number, each in enumerate(self.records) if not each.is_complete()), len(self.records))
         for each in self.records[number + 1 :]:  # there are some where a record before them was damaged
             each.clear()
         if number < len(run.passes):
             first = run.first_pass(number)
-            stored: dict[str, list[Tensor]] = {}
+            sums: dict[str, np.ndarray] = {}
             for record in itertools.chain.from_iterable(records[first : number + 1]):
                 for name, own in record["stored"].items():
-                    stored.setdefault(name, []).append(own)
-            sums = {name: spread(own, self.records[number].count) for name, own in stored.items()}
+                    _learn(sums.setdefault(name, np.zeros(self.records[number].count, np.int64)), record, own)
             if not run.resume(number, np.flatnonzero(self.records[number].are_finished()), sums):
                 _warn(
                     f'{self.caller}: "{output.folder}" does not hold any more what passes stored for later ones; '
@@ -302,8 +301,7 @@ class Stream:
     def _learn(self, record: Record) -> None:
         """Know the checksums of tiles that were read."""
         for key, read in record["read"].items():
-            index, own = read.numpy().T
-            self._sums_of(key)[index] = own
+            _learn(self._sums_of(key), record, read)
 
     def _check_written(self, output: FileOutput, run: Run, opened: bool, written: Sequence[Sequence[Written]]) -> None:
         """Let passes run again that wrote what the output does not hold any more."""
@@ -315,7 +313,7 @@ class Stream:
             return
         output.make()
         check_path(output.path, output.overwrite)  # again: the file at the path is another
-        counts = [sum(len(sums) for each in own for sums in each.values()) for own in written]
+        counts = [sum(int(sums.count_nonzero()) for _, each in own for sums in each.values()) for own in written]
         first = next((number for number, count in enumerate(counts) if count), len(self.records))
         if first < len(self.records):
             _warn(
@@ -328,14 +326,28 @@ class Stream:
 
 def _is_finished(output: FileOutput, run: Run, written: Sequence[Written]) -> bool:
     """Whether a finished output was moved to its path; without boxes, what is there is an older file."""
-    is_there = any(written) and was_moved(output.path) and output.open()
+    is_there = any(sums for _, sums in written) and was_moved(output.path) and output.open()
     return is_there and all(_holds(output, run, number, each) for number, each in enumerate(written))
 
 
 def _holds(output: FileOutput, run: Run, number: int, written: Written) -> bool:
     """Whether an output holds what a pass wrote, by its checksums."""
-    rows = (map(int, row) for sums in written.values() for row in sums)
-    return all(output.holds(run.find_written(number, tile), own_sum, box_checksum) for tile, own_sum in rows)
+    first, sums = written
+    return all(
+        output.holds(run.find_written(number, first + int(place)), int(own[place]), box_checksum)
+        for own in sums.values()
+        for place in own.nonzero()[:, 0]
+    )
+
+
+def _written_of(record: Record) -> Written:
+    return record["tiles"][0], record["written"]
+
+
+def _learn(sums: np.ndarray, record: Record, own: Tensor) -> None:
+    """Add the checksums of a record to those of all tiles."""
+    part = sums[slice(*record["tiles"])]
+    np.maximum(part, own.numpy(), out=part)
 
 
 def _warn(text: str) -> None:

@@ -26,6 +26,8 @@ from farfield.volumes.unfinished import FULL_DISK, REASONS
 
 # Names of the files, in the folder of the unfinished output, end with this.
 SUFFIX = ".value"
+# Bytes of blocks that a read has resident at once.
+_HELD = 2**20
 # Bytes of a checksum at the end of a block that is a file.
 _CHECKSUM = 8
 
@@ -179,12 +181,17 @@ class StoredInFile(StoredValue):
         if not self._is_intact(index):
             raise self._changed(f"in tile {index}")
         spans = [span for dim in box for span in dim]
-        result = torch.empty(size_of(spans), dtype=self.info.dtype, device="cpu")
+        result, held = torch.empty(size_of(spans), dtype=self.info.dtype, device="cpu"), 0
         for each, part in self.blocks.find_met(spans):
             both = overlap(spans, part) or ()
-            block = torch.from_numpy(np.asarray(mapped := self._map_block(each))).view(self.info.dtype)
+            block = torch.from_numpy(mapped := self._map_block(each)).view(self.info.dtype)
             result[index_within(both, spans)] = block.view(size_of(part))[index_within(both, part)]
-            release(mapped)  # after each block, or all neighbors of a tile would be resident at once
+            held += mapped.nbytes
+            if held > _HELD:  # or all neighbors of a tile would be resident at once
+                release(mapped)
+                held = 0
+        if held:
+            release(mapped)
         return result.reshape(box_shape(box)).to(self.device)
 
     def _is_intact(self, index: int) -> bool:
@@ -221,7 +228,7 @@ class StoredInFile(StoredValue):
             raise self._changed("and is shorter")
         if self.array is None:
             with self._explained():
-                self.array = np.memmap(file, np.uint8, "r+", shape=(self.blocks.total,))
+                self.array = np.asarray(np.memmap(file, np.uint8, "r+", shape=(self.blocks.total,)))
         return self.array
 
     def _opened(self) -> Any:
@@ -344,6 +351,6 @@ class StoredInBlocks(StoredInFile):
             with self._file(index).open("r+b") as file:
                 if os.fstat(file.fileno()).st_size != length + _CHECKSUM:
                     raise self._changed("and has another length")
-                return np.memmap(file, np.uint8, "r+", shape=(length,))
+                return np.asarray(np.memmap(file, np.uint8, "r+", shape=(length,)))
         except FileNotFoundError:
             raise self._changed(f"and has no block of tile {index}") from None

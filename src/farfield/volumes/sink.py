@@ -181,9 +181,7 @@ class FileOutput:
 
     def write(self, index: tuple[slice, ...], box: Tensor) -> None:
         self.array[index] = to_numpy(box)
-        if self.format.mapped:
-            self.array.flush()
-            release(self.array)
+        release(self.array)
 
     def levels(self) -> list[int]:
         """Return the number of chunks of each coarser level, which follow from the level before it."""
@@ -204,6 +202,8 @@ class FileOutput:
             FileExistsError: If the path now has content that must not be replaced.
         """
         check_path(self.path, self.overwrite)
+        if self.format.mapped and not was_moved(self.path):
+            self.array.flush()  # once: until then a box that a crash of the machine loses is found by its checksum
         self.array = None
         if not was_moved(self.path):
             self.format.complete(self.growing, self.spec)
