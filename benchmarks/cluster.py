@@ -84,7 +84,7 @@ class Empty:
         from farfield.streaming.records import empty_record
 
         parts = torch.ones(16, dtype=torch.float64), torch.ones(16, dtype=torch.float64)
-        return empty_record() | {"parts": {"3": parts}, "stored": {"5-0": {str(tile): 2**64 - 1 - tile}}}
+        return empty_record() | {"parts": {"3": parts}, "stored": {"5-0": torch.tensor([2**63 - 1 - tile])}}
 
     def sent(self, convert: Callable[[str, Any], Any]) -> Empty:
         """Return what is sent."""

@@ -117,6 +117,9 @@ class Cluster:
         self.loop = None
 
     # ---- what the engine calls ---------------------------------------------------------------------------------------
+    def wait_for_workers(self, n_workers: int, timeout: float) -> None:
+        """All workers are there."""
+
     def scheduler_info(self, n_workers: int) -> dict[str, Any]:
         """Return the workers."""
         return {"workers": {name: {"resources": {}} for name in self.workers}}
@@ -224,12 +227,12 @@ class Kind(NamedTuple):
 
 
 def _place(tile: int) -> dict[str, Any]:
-    return {"read": {"volume": {str(tile): 2**32 - 1 - tile}}}
+    return {"read": {" volume": torch.tensor([2**63 - 1 - tile])}}
 
 
 def _norm(tile: int) -> Record:
     parts = torch.full((16,), 1e5, dtype=torch.float64), torch.rand(16).double(), torch.rand(16).double()
-    return empty_record() | _place(tile) | {"parts": {"3": parts}, "stored": {"5-0": {str(tile): 2**64 - 1 - tile}}}
+    return empty_record() | _place(tile) | {"parts": {"3": parts}, "stored": {"5-0": torch.tensor([2**63 - 1 - tile])}}
 
 
 def _attention(tile: int) -> Record:
@@ -237,8 +240,7 @@ def _attention(tile: int) -> Record:
 
 
 def _output(tile: int) -> Record:
-    box = [[0, 1], [0, 2], [64 * tile, 64 * tile + 64], [1024, 1088], [1024, 1088]]
-    return empty_record() | {"written": [[box, 2**32 - 1 - tile]]}
+    return empty_record() | {"written": {"output": torch.tensor([2**63 - 1 - tile])}}
 
 
 KINDS = (
@@ -250,15 +252,15 @@ KINDS = (
 
 def run_pass(client: Cluster, tiles: int) -> None:
     """Run a pass as `run_on_cluster` does."""
-    left, records = list(range(tiles)), client.records
+    left, records, setup = list(range(tiles)), client.records, cluster._Setup("", "", 1, "")
     with mock.patch("distributed.as_completed", client.as_completed):
         while left:
-            for _ in cluster._run_pass(client, None, 0, left):
+            for _ in cluster._run_pass(client, setup, 0, left):
                 pass
             if records is None:
                 return
             records.timed(records.records.settle)
-            left = sorted(set(range(tiles)) - records.timed(records.records.finished))
+            left = list(records.timed(records.records.left))
             if not left and not records.records.is_complete():
                 raise RuntimeError("all tiles are finished, and their records are not one")
 

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from farfield.nn import GridAttention
 from farfield.streaming import Part, Tiles, find_seams, plan_whole
-from farfield.streaming.graph import Info
+from farfield.streaming.arguments import Cores
+from farfield.streaming.blocks import Blocks
+from farfield.streaming.graph import Graph, Info
+from farfield.streaming.labels import LabelledGraph
 from farfield.streaming.records import Records, empty_record
-from farfield.streaming.spans import constant_layout, whole_box
+from farfield.streaming.spans import Piece, whole_box
 from farfield.streaming.store import StoredInFile
 from helpers.followed import VOLUME, Row, Run, conv, each, follow, predict, without
 
@@ -125,11 +128,11 @@ def records(damaged: bool) -> object:
 
 def stored(damaged: bool) -> Tensor:
     """A value of two tiles in a file, which another program makes shorter."""
-    layout = constant_layout((1, 8))
-    boxes = [(((0, 1),), ((start, start + 4),)) for start in (0, 4)]
-    value = StoredInFile(Path("0-0.value"), "0-0", Info((1, 8), torch.float32), boxes, torch.device("cpu"))
-    for index, box in enumerate(boxes):
-        value.write(index, box, torch.ones(1, 4))
+    layout, graph = ((Piece(1),), (Piece(8, 0),)), Graph()
+    blocks = Blocks(LabelledGraph(graph, (8,), (0,)), layout, Cores((8,), (4,)), 4)
+    value = StoredInFile(Path("0-0.value"), "0-0", Info((1, 8), torch.float32), blocks, torch.device("cpu"))
+    for index in range(2):
+        value.write(index, (), torch.ones(1, 4))
     if damaged:
         Path("0-0.value").write_bytes(b"")
     return value.read(0, whole_box(layout))

@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from farfield.streaming import Tiles, plan_whole, predict_whole, prediction
-from farfield.streaming.graph import Info
+from farfield.streaming.arguments import Cores
+from farfield.streaming.blocks import Blocks
+from farfield.streaming.graph import Graph, Info
+from farfield.streaming.labels import LabelledGraph
 from farfield.streaming.passes import Store
 from farfield.streaming.plan import StreamingPlan
 from farfield.streaming.planning import find_stored, make_plan
@@ -461,7 +464,7 @@ def test_a_file_that_is_damaged_while_passes_run_is_refused_by_name(
     def damaging(store: Store, sample: int, stage: int) -> None:
         begin(store, sample, stage)
         if stage == 4:
-            files = [file for file in store.values() if isinstance(file, StoredInFile) and file.checksums]
+            files = [file for file in store.values() if isinstance(file, StoredInFile) and file.checksums is not None]
             DAMAGES[name](max(file.path for file in files if file.path is not None))
 
     with monkeypatch.context() as patch:
@@ -597,21 +600,23 @@ def test_what_a_stored_value_must_do(kind: Any, tmp_path: Path) -> None:
     info, layout = Info((1, 2, 6), torch.float32), ((Piece(1),), (Piece(2),), (Piece(6, 0),))
     boxes = [(((0, 1),), ((0, 2),), ((start, start + 3),)) for start in (0, 3)]
     across = (((0, 1),), ((1, 2),), ((2, 5),))
-    own = (info, layout) if kind is StoredInMemory else (tmp_path / "1-0.value", "conv", info, boxes)
+    blocks = Blocks(LabelledGraph(Graph(), (6,), (0,)), layout, Cores((6,), (3,)), 4)
+    own = (info, layout) if kind is StoredInMemory else (tmp_path / "1-0.value", "conv", info, blocks)
     value, again = (kind(*own, torch.device("cpu")) for _ in range(2))
     assert isinstance(value, StoredValue)
     for sample, numbers in enumerate(torch.rand(3, 1, 2, 6)):
         value.begin(sample)
         value.take_over(value)
-        blocks = zip(boxes, numbers.split(3, 2), strict=True)
-        sums = {str(index): value.write(index, box, block) for index, (box, block) in enumerate(blocks)}
+        pairs = enumerate(zip(boxes, numbers.split(3, 2), strict=True))
+        sums = np.array([value.write(index, box, block) or 0 for index, (box, block) in pairs])
         assert torch.equal(value.read(0, across), numbers[:, 1:, 2:5])
         # As another process finds it, which knows the sums alone.
         again.begin(sample)
         lives_on = kind is not StoredInMemory
-        assert again.holds({}, [])
+        assert again.holds(0 * sums, [])
         assert again.holds(sums, [0, 1]) == lives_on
-        assert not again.holds(sums | {"1": 0}, [0, 1])
+        assert not again.holds(sums * [1, 0], [0, 1])
+        assert not again.holds(sums + 1, [0, 1])
         if lives_on:
             assert again.holds(sums, [1])
             assert torch.equal(again.read(1, across), numbers[:, 1:, 2:5])

@@ -20,7 +20,7 @@ from farfield.nn import GridAttention
 from farfield.nn.devices import device_of, dtype_of, free_bytes
 from farfield.ops.grid import Pool
 from farfield.streaming import layers
-from farfield.streaming.arguments import arrange_letters, cores, parse_positions, refuse_large_summary, round_up_tile
+from farfield.streaming.arguments import Cores, arrange_letters, parse_positions, refuse_large_summary, round_up_tile
 from farfield.streaming.engines.cluster import check_cluster, run_on_cluster
 from farfield.streaming.engines.local import run_local
 from farfield.streaming.passes import Pass, Run
@@ -155,7 +155,7 @@ class _Call:
         return parse_layout(grid.shape, spatial_dims) if spatial_dims else _find_layout(self.layer, grid, self.tile)
 
     @cached_property
-    def volumes(self) -> dict[str, tuple[VolumeSource, list[Region]]]:
+    def volumes(self) -> dict[str, tuple[VolumeSource, Sequence[Region]]]:
         """What is read, with its tiles."""
         layer, (given, _, _) = self.layer, self.ordered
         volumes = _open_grid("grid", layer, given["grid"], given.get("mask"), self.layout, self.tile)
@@ -290,7 +290,7 @@ def _open_grid(
     mask: Any,
     layout: AxisLayout,
     tile: int | Sequence[int | None] | None,
-) -> dict[str, tuple[VolumeSource, list[Region]]]:
+) -> dict[str, tuple[VolumeSource, Sequence[Region]]]:
     """Return a grid and its mask, by name, with their tiles, which are rounded up to the windows of pooled keys."""
     device = device_of(layer)
     source = VolumeSource(array, layout, device, dtype_of(layer), caller="respond_whole")
@@ -308,7 +308,7 @@ def _open_grid(
             slab[axis] = min(length, max(1, room // math.prod(slab[:axis] + slab[axis + 1 :])))
         tile = slab
     windows = pool.windows(len(size)) if isinstance(pool, Pool) else (1,) * len(size)
-    tiles = cores(size, round_up_tile(tile, size, windows))
+    tiles = Cores(size, round_up_tile(tile, size, windows))
     if mask is None:
         return {name: (source, tiles)}
     _check_mask(name, mask, (*array.shape[: layout.batch], *size))
@@ -387,7 +387,10 @@ class _Response(Run):
             self.whole = layers.finish_attention(parts, tile.device, complete=not is_masked)
         summary, sums = self.whole
         response = self.attention.respond(tile, summary, **place, query_sums=sums)
-        source, tiles = self.stream.volumes["grid"]
-        shape = source.layout.shape(response.shape[0], response.shape[1], response.shape[2:])
-        self.stream.write(box_index(shape, tiles[index]), response.reshape(shape))
+        layout = self.stream.volumes["grid"][0].layout
+        shape = layout.shape(response.shape[0], response.shape[1], response.shape[2:])
+        self.stream.write(index, self.find_written(0, index), response.reshape(shape))
         return empty_record()
+
+    def find_written(self, number: int, index: int) -> tuple[slice, ...]:
+        return box_index(self.stream.output.array.shape, self.stream.volumes["grid"][1][index])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -41,8 +40,8 @@ OF_WINDOWS = {
 }
 # Bytes of memory below which a number is one of gigabytes.
 _LEAST_MEMORY = 2**10
-# Bytes that the list of tiles and what is recorded of each take, for one.
-_TILE_BYTES = 2**8
+# Bytes that what is recorded of a tile takes.
+_TILE_BYTES = 100
 
 
 @dataclass(frozen=True)
@@ -142,18 +141,42 @@ def axis_spans(length: int, own: int, places: Sequence[int] | None = None) -> li
     ]
 
 
-def cores(size: Sequence[int], tile: Sequence[int]) -> list[tuple[Span, ...]]:
-    """Return the own positions of each tile, the last axis fastest; every position of the volume is in one tile."""
-    # A header of some bytes can state any size.
-    count = math.prod(-(-length // own) for length, own in zip(size, tile, strict=True))
-    free = free_bytes(torch.device("cpu"))
-    if count * _TILE_BYTES > SUMMARY_SHARE * free:
-        raise refusal(
-            ShapeError,
-            f"a volume of size {tuple(size)} has {count:,} tiles of size {tuple(tile)}, whose list takes more than "
-            f"half of the {free:,} bytes that are free; fix: larger tiles, or a part, open_volume(path, region=…).",
-        )
-    return list(itertools.product(*map(axis_spans, size, tile)))
+class Cores(Sequence[tuple[Span, ...]]):
+    """The own positions of each tile, the last axis fastest; every position of the volume is in one tile."""
+
+    def __init__(self, size: Sequence[int], tile: Sequence[int]) -> None:
+        self.size, self.tile = tuple(size), tuple(tile)
+        self.counts = tuple(-(-length // own) for length, own in zip(size, tile, strict=True))
+        # A header of some bytes can state any size.
+        count, free = math.prod(self.counts), free_bytes(torch.device("cpu"))
+        if count * _TILE_BYTES > SUMMARY_SHARE * free:
+            raise refusal(
+                ShapeError,
+                f"a volume of size {self.size} has {count:,} tiles of size {self.tile}, whose records take more "
+                f"than half of the {free:,} bytes that are free; fix: larger tiles, or a part, "
+                "open_volume(path, region=…).",
+            )
+
+    def __len__(self) -> int:
+        return math.prod(self.counts)
+
+    def __getitem__(self, index: Any) -> Any:
+        spans = zip(self.places(range(len(self))[index]), self.size, self.tile, strict=True)
+        return tuple((place * own, min((place + 1) * own, length)) for place, length, own in spans)
+
+    def places(self, index: int) -> list[int]:
+        """Return how many tiles are before a tile along each axis."""
+        places = []
+        for count in reversed(self.counts):
+            index, place = divmod(index, count)
+            places.append(place)
+        return places[::-1]
+
+    def index_of(self, places: Sequence[int]) -> int:
+        index = 0
+        for place, count in zip(places, self.counts, strict=True):
+            index = index * count + place
+        return index
 
 
 def cut_axes(size: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:

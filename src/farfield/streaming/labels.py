@@ -142,18 +142,19 @@ class LabelledGraph:
 
     def core(self, layout: Layout, tile: Sequence[Span]) -> Box:
         """Return a tile's own part of a value: its share of each labelled piece, all of the others."""
-        return tuple(tuple(self._core_of(piece, tile) for piece in dim) for dim in layout)
+        return tuple(
+            tuple((0, length) if axis is None else self.own_span(length, axis, tile[axis]) for length, axis in dim)
+            for dim in layout
+        )
 
-    def _core_of(self, piece: Piece, tile: Sequence[Span]) -> Span:
-        """Return a tile's own span of a piece: the spans of all tiles are all its positions, each once."""
-        if piece.axis is None:
-            return 0, piece.length
-        (start, stop), length = tile[piece.axis], self.size[piece.axis]
+    def own_span(self, count: int, axis: int, span: Span) -> Span:
+        """Return a tile's own span of so many positions along an axis: those of all tiles are all, each once."""
+        (start, stop), length = span, self.size[axis]
         # Tiles begin at multiples of the strides, and so do their spans, also where a piece ends earlier than the
         # volume.
-        many, few = find_ratio(piece.length, length)
-        first, last = (min(piece.length, place * many // few) for place in (start, stop))
-        return first, piece.length if stop == length else last
+        many, few = find_ratio(count, length)
+        first, last = (min(count, place * many // few) for place in (start, stop))
+        return first, count if stop == length else last
 
 
 def find_ratio(length: int, whole: int) -> tuple[int, int]:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from farfield.streaming.blocks import Blocks
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
 from farfield.streaming.patches import compute_patch
@@ -23,8 +25,10 @@ from farfield.streaming.store import SUFFIX, StoredInBlocks, StoredInFile, Store
 
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
-# (sample, box, numbers) writes the output; None are the zeros of a tile that is skipped
-WriteOutput = Callable[[int, Box, Tensor | None], None]
+# (sample, tile, box, numbers) writes the output; None are the zeros of a tile that is skipped
+WriteOutput = Callable[[int, int, Box, Tensor | None], None]
+# (sample, box) -> where in the output that is written
+Locate = Callable[[int, Box], tuple[slice, ...]]
 # (sample, pass, tile) -> whether the tile is skipped
 Skips = Callable[[int, int, int], bool]
 
@@ -54,12 +58,16 @@ class Run(ABC):
     def passes(self) -> list[Pass]:
         """The passes over all tiles."""
 
-    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
+    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, np.ndarray]) -> bool:
         """Go on with a pass of which some tiles are finished; False if what was stored for it is gone."""
         return True
 
     def first_pass(self, number: int) -> int:
         return 0
+
+    def find_written(self, number: int, index: int) -> tuple[slice, ...]:
+        """Return where in the output a pass writes a tile."""
+        raise LookupError(f"pass {number} writes nothing")
 
     def clean(self, number: int) -> None:  # noqa: B027  # nothing is stored
         """Remove what was stored and no pass from this one on reads, where several processes work."""
@@ -84,12 +92,12 @@ class Store(dict[Value, StoredValue]):
                 self[value] = StoredInMemory(info, layout, device)
                 continue
             path = None if folder is None else folder / f"{name_value(value)}{SUFFIX}"
-            boxes = [own_box(plan, value, tile) for tile in plan.cores]
+            blocks = Blocks(plan.labelled, layout, plan.cores, info.dtype.itemsize)
             name = f'"{plan.labelled.graph.nodes[value.node].path}"'
             if shared and path is not None:
-                self[value] = StoredInBlocks(path, name, info, boxes, device)
+                self[value] = StoredInBlocks(path, name, info, blocks, device)
             else:
-                self[value] = StoredInFile(path, name, info, boxes, device)
+                self[value] = StoredInFile(path, name, info, blocks, device)
 
     def begin(self, sample: int, number: int) -> None:
         """Let go of what no pass from this one on reads; what this one stores takes over files of that."""
@@ -127,12 +135,13 @@ class Store(dict[Value, StoredValue]):
         for each in self.values():
             each.close()
 
-    def holds(self, sums: Mapping[str, Mapping[str, int]], number: int, finished: Collection[int]) -> bool:
+    def holds(self, sums: Mapping[str, np.ndarray], number: int, finished: Collection[int]) -> bool:
         """Whether all is there that a pass needs, of which some tiles are finished, by checksums of its blocks."""
         for value, each in self.items():
             first, last = self.plan.lives[value]
             needed: Collection[int] = range(len(self.plan.cores)) if first < number <= last else ()
-            if not each.holds(sums.get(name_value(value), {}), finished if first == number else needed):
+            own = sums.get(name_value(value), np.zeros(len(self.plan.cores), np.int64))
+            if not each.holds(own, finished if first == number else needed):
                 for other in self.values():
                     other.remove()
                 return False
@@ -150,8 +159,9 @@ class TiledRun(Run):
         write_output: WriteOutput,
         parts_of: PartsOf,
         skips: Skips = lambda *_: False,
+        locate: Locate = lambda *_: (),
     ) -> None:
-        self.plan, self.store, self.skips = plan, store, skips
+        self.plan, self.store, self.skips, self.locate = plan, store, skips, locate
         self.read_volume, self.write_output, self.parts_of = read_volume, write_output, parts_of
         # The pass of the last task, over all samples.
         self.number = -1
@@ -186,16 +196,20 @@ class TiledRun(Run):
             self.number = number
         return self._run_tile(own, index)
 
-    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, Mapping[str, int]]) -> bool:
+    def resume(self, number: int, finished: Collection[int], sums: Mapping[str, np.ndarray]) -> bool:
         """Go on with a pass of which some tiles are finished; False if what was stored for it is gone."""
         self.clean(number)
         holds = self.store.holds(sums, number % len(self.plan.passes), finished)
-        if holds and finished:
+        if holds and len(finished):
             self.number = number
         return holds
 
     def first_pass(self, number: int) -> int:
         return number - number % len(self.plan.passes)
+
+    def find_written(self, number: int, index: int) -> tuple[slice, ...]:
+        box = own_box(self.plan, self.plan.labelled.graph.output, self.plan.cores[index])
+        return () if box is None else self.locate(number // len(self.plan.passes), box)
 
     def clean(self, number: int) -> None:
         """Remove what was stored in files of its own, and no pass from this one on reads."""
@@ -239,9 +253,9 @@ class TiledRun(Run):
                 raise _not_finite_in(graph.nodes[value.node].path, tile)
             own_sum = self.store[value].write(index, box, numbers)
             if own_sum is not None:
-                record["stored"][name_value(value)] = {str(index): own_sum}
+                record["stored"][name_value(value)] = torch.tensor([own_sum])
         if number == len(plan.passes) - 1 and (box := own_box(plan, graph.output, tile)) is not None:
-            self.write_output(self.sample, box, part(graph.output, box) if known else None)
+            self.write_output(self.sample, index, box, part(graph.output, box) if known else None)
         return record
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from farfield._refusals import door, refusal
 from farfield.streaming.adapt import MeanOverFlips, Outputs, one_grid
-from farfield.streaming.arguments import cores, cut_axes, refuse_training
+from farfield.streaming.arguments import Cores, cut_axes, refuse_training
 from farfield.streaming.graph import Graph, Node, Value
 from farfield.streaming.labels import LabelledGraph, label_graph, summarized_boxes
 from farfield.streaming.patches import Patch, refuse_moved
@@ -90,9 +90,9 @@ class StreamingPlan:
         return self.labelled.size
 
     @cached_property
-    def cores(self) -> list[Region]:
+    def cores(self) -> Cores:
         """The own positions of each tile, in the padded volume: those that it writes, without halo."""
-        return cores(self.size, self.tile)
+        return Cores(self.size, self.tile)
 
     @property
     def cut(self) -> tuple[int, ...]:

@@ -161,23 +161,29 @@ class Prediction:
         def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
             return self.read_box(lambda name, *place: stream.read(name, index, *place), sample, volume, box)
 
-        def write(sample: int, box: Box, numbers: Tensor | None) -> None:
+        def locate(sample: int, box: Box) -> tuple[slice, ...]:
+            both = overlap([spans[0] for spans in box[2:]], plan.kept)
+            if both is None:  # it stands for padding
+                return ()
+            leading = [slice(None)] * (len(self.spec.shape) - len(both))
+            if plan.samples > 1:
+                leading[: plan.layout.batch] = plan.layout.index_sample(sample)
+            return (*leading, *index_within(both, plan.kept))
+
+        def write(sample: int, index: int, box: Box, numbers: Tensor | None) -> None:
             if numbers is None:
                 if isinstance(output, FileOutput):  # of zeros from the start
                     return
                 numbers = torch.zeros(box_shape(box), dtype=plan.output_dtype)
             spans = [spans[0] for spans in box[2:]]
-            if (both := overlap(spans, plan.kept)) is None:  # it stands for padding
+            if (both := overlap(spans, plan.kept)) is None:
                 return
             part = numbers[(slice(None), slice(None), *index_within(both, spans))]
             shape = plan.output_layout.shape(part.shape[0], part.shape[1], part.shape[2:])
-            leading = [slice(None)] * (len(shape) - len(spans))
-            if plan.samples > 1:
-                leading[: plan.layout.batch] = plan.layout.index_sample(sample)
-            stream.write((*leading, *index_within(both, plan.kept)), part.reshape(shape))
+            stream.write(index, locate(sample, box), part.reshape(shape))
 
-        skips: list[Skips] = [] if self.mask is None else [self.skipped.item]
-        return stream, TiledRun(graph, store, read, write, stream.parts_of, *skips)
+        skips: Skips = (lambda *_: False) if self.mask is None else self.skipped.item
+        return stream, TiledRun(graph, store, read, write, stream.parts_of, skips, locate)
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:

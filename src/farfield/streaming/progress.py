@@ -12,19 +12,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from farfield._files import replace_file
 from farfield._fingerprint import fingerprint
 from farfield._refusals import refusal
+from farfield.streaming.checksums import box_checksum, bytes_of, checksum
 from farfield.streaming.passes import Pass, Run
 from farfield.streaming.records import DamagedError, Record, Records, empty_record, pack, unpack
 from farfield.streaming.rules.rule import Parts
 from farfield.volumes.input_files import InputFiles
-from farfield.volumes.sink import ArrayOutput, FileOutput, box_checksum, check_path, overwrite_fix, to_numpy
-from farfield.volumes.source import Region, VolumeSource, checksum, index_within, overlap
+from farfield.volumes.sink import ArrayOutput, FileOutput, check_path, overwrite_fix, to_numpy
+from farfield.volumes.source import Region, VolumeSource, index_within, overlap
 from farfield.volumes.unfinished import STATE, explain_disk_errors, unfinished_folder, was_moved
+
+# A tile, and the checksums of what it and those after it wrote to the output, as in a record.
+Written = tuple[int, dict[str, Tensor]]
 
 # Of the file that tells what the records beside it are of.
 FIELDS = {
@@ -38,7 +43,7 @@ FIELDS = {
     "on_disk": bool,
     "shared": bool,
     "threads": int,
-    # Boxes and checksums of the whole output, once it is finished.
+    # Of each pass, the checksums of what it wrote, once the output is finished.
     "written": list,
 }
 # What follows from another model or reduction, and what is stored from another tile too.
@@ -64,8 +69,8 @@ class Stream:
         self.records: list[Records] = []
         # Of the tile that runs.
         self.record = empty_record()
-        # Of each volume and tile, once it is read.
-        self.checksums: dict[str, dict[str, int]] = {}
+        # Of each volume, behind the sample if each runs by itself, and of each tile; 0 until that is read.
+        self.checksums: dict[str, np.ndarray] = {}
         # Passes whose checksums are known, of those that other processes run.
         self.known = 0
         self.overflowed = False  # whether there was a warning
@@ -85,7 +90,7 @@ class Stream:
             state = self._read_state(output)
             if state is None:
                 self._make(output)
-        if state is not None and _is_finished(output, state["written"]):
+        if state is not None and _is_finished(output, run, state["written"]):
             return  # all is done but to remove the folder
         if not output.growing.exists():
             text = f'"{output.growing}" is gone; fix: remove "{output.folder}", and start all parts again.'
@@ -139,7 +144,7 @@ class Stream:
         with self.explained():
             if isinstance(self.output, FileOutput) and not was_moved(self.output.path):
                 # Records are removed after the file is moved, and a process may be killed between.
-                self._save(self.output, [box for each in self.records for box in each.read()["written"]])
+                self._save(self.output, [_written_of(each.read()) for each in self.records])
             return self.output.finish()
 
     def _plan(self, run: Run) -> None:
@@ -151,7 +156,7 @@ class Stream:
                 run_tile = partial(self._write_level, self.output, level)
                 self.passes.append(Pass(count, run_tile, float(count)))
         self.records = [
-            Records(each.tiles, each.merge, folder and folder / f"pass-{number + 1}")
+            Records(each.tiles, each.merge, folder and folder / f"pass-{number + 1}", shared=self.is_shared)
             for number, each in enumerate(self.passes)
         ]
 
@@ -166,11 +171,13 @@ class Stream:
         grid, own = source.read(region, sample, index), tiles[index]
         if overlap(own, region) != own:
             return grid
-        new_sum = checksum(grid[(slice(None), slice(None), *index_within(own, region))])
-        key = str(index) if sample is None else f"{sample} {index}"
-        if key not in self.checksums.setdefault(name, {}):
-            self.checksums[name][key] = self.record["read"].setdefault(name, {})[key] = new_sum
-        if self.checksums[name][key] != new_sum:
+        new_sum = checksum(bytes_of(grid[(slice(None), slice(None), *index_within(own, region))]))
+        key = f"{'' if sample is None else sample} {name}"
+        sums = self._sums_of(key)
+        if not sums[index]:
+            sums[index] = new_sum
+            self.record["read"][key] = torch.tensor([new_sum])
+        if sums[index] != new_sum:
             raise refusal(
                 ValueError,
                 f"the {name} has changed in tile {index} since the first read; fix: begin anew with "
@@ -178,8 +185,14 @@ class Stream:
             )
         return grid
 
-    def write(self, index: tuple[slice, ...], box: Tensor) -> None:
-        """Write a box of the current tile to the output; record its checksum if the output is a file."""
+    def _sums_of(self, key: str) -> np.ndarray:
+        """Return the checksums of the tiles of a volume."""
+        if key not in self.checksums:
+            self.checksums[key] = np.zeros(len(self.volumes[key.partition(" ")[2]][1]), np.int64)
+        return self.checksums[key]
+
+    def write(self, tile: int, index: tuple[slice, ...], box: Tensor) -> None:
+        """Write the box of a tile to the output; record its checksum if the output is a file."""
         # What a network in float16 cannot hold is infinite in its result.
         if box.dtype == torch.float16 and not self.overflowed and box.isinf().any():
             self.overflowed = True
@@ -192,10 +205,8 @@ class Stream:
         with self.explained():
             self.output.write(index, box)
         if isinstance(self.output, FileOutput):
-            spec = self.output.spec
-            spans = [list(span.indices(length)[:2]) for span, length in zip(index, spec.shape, strict=True)]
-            own_sum = box_checksum(to_numpy(box).astype(spec.dtype, copy=False))
-            self.record["written"].append([spans, own_sum])
+            own_sum = box_checksum(to_numpy(box).astype(self.output.spec.dtype, copy=False))
+            self.record["written"]["output"] = torch.tensor([own_sum])
 
     def close(self) -> None:
         """Let go of files and memory, and unlock the output for other processes."""
@@ -259,24 +270,24 @@ class Stream:
 
     def _reopen(self, output: FileOutput, run: Run, written: Sequence[Any]) -> None:
         """Go on with an unfinished output: what it and stored values do not hold any more runs again."""
-        if _is_finished(output, written):
+        if _is_finished(output, run, written):
             return  # all is done but to remove the folder
         opened = output.open()
         self._plan(run)
         for each in self.records[len(run.passes) :]:  # what is in coarser levels has no checksum
             each.clear()
         records = [each.settle() for each in self.records]
-        self._check_written(output, opened, [[box for each in own for box in each["written"]] for own in records])
+        self._check_written(output, run, opened, [list(map(_written_of, own)) for own in records])
         number = next((number for number, each in enumerate(self.records) if not each.is_complete()), len(self.records))
         for each in self.records[number + 1 :]:  # there are some where a record before them was damaged
             each.clear()
         if number < len(run.passes):
             first = run.first_pass(number)
-            sums: dict[str, dict[str, int]] = {}
+            sums: dict[str, np.ndarray] = {}
             for record in itertools.chain.from_iterable(records[first : number + 1]):
                 for name, own in record["stored"].items():
-                    sums.setdefault(name, {}).update(own)
-            if not run.resume(number, self.records[number].finished(), sums):
+                    _learn(sums.setdefault(name, np.zeros(self.records[number].count, np.int64)), record, own)
+            if not run.resume(number, np.flatnonzero(self.records[number].are_finished()), sums):
                 warn_caller(
                     f'{self.caller}: "{output.folder}" does not hold any more what passes stored for later ones; '
                     "all run again."
@@ -285,42 +296,61 @@ class Stream:
                     each.clear()
         for record in itertools.chain.from_iterable(records):
             self._learn(record)
-        for name, read in self.checksums.items():
-            for key in list(read):  # the sample, if each runs by itself, and the tile
-                *sample, index = map(int, key.split())
-                self.read(name, index, self.volumes[name][1][index], *sample)
+        for key, read in self.checksums.items():
+            sample, _, name = key.partition(" ")
+            for index in map(int, np.flatnonzero(read)):
+                self.read(name, index, self.volumes[name][1][index], int(sample) if sample else None)
 
     def _learn(self, record: Record) -> None:
         """Know the checksums of tiles that were read."""
-        for name, read in record["read"].items():
-            self.checksums.setdefault(name, {}).update(read)
+        for key, read in record["read"].items():
+            _learn(self._sums_of(key), record, read)
 
-    def _check_written(self, output: FileOutput, opened: bool, written: Sequence[Sequence[Any]]) -> None:
+    def _check_written(self, output: FileOutput, run: Run, opened: bool, written: Sequence[Sequence[Written]]) -> None:
         """Let passes run again that wrote what the output does not hold any more."""
-        if opened and not was_moved(output.path) and all(_holds(output, each) for own in written for each in own):
+        if (
+            opened
+            and not was_moved(output.path)
+            and all(_holds(output, run, number, each) for number, own in enumerate(written) for each in own)
+        ):
             return
         output.make()
         check_path(output.path, output.overwrite)  # again: the file at the path is another
-        first = next((number for number, own in enumerate(written) if own), len(self.records))
+        counts = [sum(int(sums.count_nonzero()) for _, each in own for sums in each.values()) for own in written]
+        first = next((number for number, count in enumerate(counts) if count), len(self.records))
         if first < len(self.records):
             warn_caller(
                 f'{self.caller}: "{output.growing}" does not hold any more what was written to it; it is made anew, '
-                f"and its {sum(map(len, written))} tiles are computed again."
+                f"and its {sum(counts)} tiles are computed again."
             )
         for records in self.records[first:]:
             records.clear()
 
 
-def _is_finished(output: FileOutput, written: Sequence[Any]) -> bool:
+def _is_finished(output: FileOutput, run: Run, written: Sequence[Written]) -> bool:
     """Whether a finished output was moved to its path; without boxes, what is there is an older file."""
-    is_there = bool(written) and was_moved(output.path) and output.open()
-    return is_there and all(_holds(output, each) for each in written)
+    is_there = any(sums for _, sums in written) and was_moved(output.path) and output.open()
+    return is_there and all(_holds(output, run, number, each) for number, each in enumerate(written))
 
 
-def _holds(output: FileOutput, written: Sequence[Any]) -> bool:
-    """Whether an output holds a box that was written, by its checksum."""
-    box, own_sum = written
-    return output.holds(tuple(slice(*span) for span in box), own_sum)
+def _holds(output: FileOutput, run: Run, number: int, written: Written) -> bool:
+    """Whether an output holds what a pass wrote, by its checksums."""
+    first, sums = written
+    return all(
+        output.holds(run.find_written(number, first + int(place)), int(own[place]), box_checksum)
+        for own in sums.values()
+        for place in own.nonzero()[:, 0]
+    )
+
+
+def _written_of(record: Record) -> Written:
+    return record["tiles"][0], record["written"]
+
+
+def _learn(sums: np.ndarray, record: Record, own: Tensor) -> None:
+    """Add the checksums of a record to those of all tiles."""
+    part = sums[slice(*record["tiles"])]
+    np.maximum(part, own.numpy(), out=part)
 
 
 def warn_caller(text: str) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
 import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,20 @@ from farfield._refusals import refusal
 from farfield.streaming.rules.rule import Parts
 
 Merge = Callable[[Parts, Parts], Parts]
-# What is known of some tiles: "parts" of summaries by key, "read" checksums of volumes, "stored" ones of values,
-# boxes that were "written" and their checksums.
+# What is known of neighbouring "tiles", from one to before another: "parts" of summaries by key, and by name the
+# checksums of what was "read" of volumes, "stored" of values and "written" of the output, a number a tile, 0 for none.
 Record = dict[str, Any]
 
-_FIELDS = {"parts": dict, "read": dict, "stored": dict, "written": list}
+_SUMS = ("read", "stored", "written")
+_FIELDS = {"tiles": list, **dict.fromkeys(("parts", *_SUMS), dict)}
 # So many records become one, in files and in memory: powers of 2, so that all merge in one binary tree.
 _OF_FILES, _IN_MEMORY = 64, 2
 _KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.int64, torch.bool)
 _DTYPES = {str(dtype): dtype for dtype in _KINDS}
+# Bytes of the length of a record before it, in a file of several.
+_LENGTH = 8
 # Of the content of a file; one of another version is refused.
-_VERSION = 8
+_VERSION = 9
 # What reading a damaged zip file raises beside errors of Python.
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error)
 
@@ -47,24 +51,35 @@ def empty_record() -> Record:
 
 def merge_in_order(records: Iterable[Record], merge: Callable[[str], Merge]) -> Record:
     """Merge records in a binary tree over their order, so that rounding follows from that alone."""
-    runs: list[tuple[int, Record]] = []  # of 2 ** height records each
-    for each in records:
-        height = 0
+    runs: list[tuple[int, dict[str, Parts]]] = []  # of 2 ** height records each
+    for each in (records := list(records)):
+        parts, height = each["parts"], 0
         while runs and runs[-1][0] == height:
-            each, height = _merge_two(runs.pop()[1], each, merge), height + 1
-        runs.append((height, each))
-    return functools.reduce(lambda later, earlier: _merge_two(earlier, later, merge), [own for _, own in runs[::-1]])
+            parts, height = _merge_two(runs.pop()[1], parts, merge), height + 1
+        runs.append((height, parts))
+    rest = [own for _, own in runs[::-1]]
+    parts = functools.reduce(lambda later, earlier: _merge_two(earlier, later, merge), rest)
+    tiles = [records[0]["tiles"][0], records[-1]["tiles"][1]]
+    return {"tiles": tiles, "parts": parts, **{field: _join_sums(records, field) for field in _SUMS}}
 
 
-def _merge_two(first: Record, second: Record, merge: Callable[[str], Merge]) -> Record:
-    parts = dict(first["parts"])
-    for key, own in second["parts"].items():
-        parts[key] = merge(key)(parts[key], own) if key in parts else own
-    joined = {"parts": parts, "written": first["written"] + second["written"]}
-    for field in ("read", "stored"):
-        names = dict.fromkeys([*first[field], *second[field]])
-        joined[field] = {name: first[field].get(name, {}) | second[field].get(name, {}) for name in names}
-    return joined
+def _join_sums(records: Sequence[Record], field: str) -> dict[str, Tensor]:
+    def of(record: Record, name: str) -> Tensor:
+        first, stop = record["tiles"]
+        return record[field][name] if name in record[field] else torch.zeros(stop - first, dtype=torch.int64)
+
+    names = dict.fromkeys(name for each in records for name in each[field])
+    return {name: torch.cat([of(each, name) for each in records]) for name in names}
+
+
+def _merge_two(first: dict[str, Parts], second: dict[str, Parts], merge: Callable[[str], Merge]) -> dict[str, Parts]:
+    both = {key: merge(key)(first[key], own) for key, own in second.items() if key in first}
+    return first | second | both
+
+
+def _with_tuples(record: Record) -> Record:
+    """Return a record with parts as they were before JSON."""
+    return record | {"parts": {key: tuple(parts) for key, parts in record["parts"].items()}}
 
 
 class _MergedError(KeyError):
@@ -85,7 +100,7 @@ class _Folder(MutableMapping[tuple[int, int], Record]):
         except DamagedError:
             del self[name]  # its tiles run again
             raise
-        return record | {"parts": {key: tuple(parts) for key, parts in record["parts"].items()}}
+        return _with_tuples(record)
 
     def __setitem__(self, name: tuple[int, int], record: Record) -> None:
         replace_file(self._file(name), pack(record))
@@ -109,6 +124,68 @@ class _Folder(MutableMapping[tuple[int, int], Record]):
         return self.path / f"{level}-{place}.zip"
 
 
+class _Log(_Folder):
+    """Records of a pass that one process runs: those of tiles are appended to one file for each group of them.
+
+    A file for each tile costs more than a small tile. What is in the files is known here, and those of tiles too.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.names, self.tiles = set(super().__iter__()), dict[int, Record]()
+        for file in path.glob("*.log"):
+            self._recover(file)
+
+    def __getitem__(self, name: tuple[int, int]) -> Record:
+        level, place = name
+        return super().__getitem__(name) if level else self.tiles[place]
+
+    def __setitem__(self, name: tuple[int, int], record: Record) -> None:
+        level, place = name
+        if level:
+            super().__setitem__(name, record)
+            self.names.add(name)
+            return
+        content = pack(record)
+        self.path.mkdir(exist_ok=True)
+        with self._log(place).open("ab") as file:
+            file.write(len(content).to_bytes(_LENGTH, "little") + content)
+        self.tiles[place] = record
+
+    def __delitem__(self, name: tuple[int, int]) -> None:
+        level, place = name
+        if level:
+            self.names.discard(name)
+            super().__delitem__(name)
+            return
+        del self.tiles[place]
+        first = place - place % _OF_FILES
+        if self.tiles.keys().isdisjoint(range(first, first + _OF_FILES)):
+            self._log(place).unlink(missing_ok=True)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names or (isinstance(name, tuple) and name[0] == 0 and name[1] in self.tiles)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter([*self.names, *((0, tile) for tile in self.tiles)])
+
+    def _log(self, tile: int) -> Path:
+        return self.path / f"{tile // _OF_FILES}.log"
+
+    def _recover(self, file: Path) -> None:
+        """Know the records of a file; cut off what a process that was killed has written in part."""
+        content, start = file.read_bytes(), 0
+        while start < len(content):
+            stop = start + _LENGTH + int.from_bytes(content[start : start + _LENGTH], "little")
+            try:
+                record = unpack(content[start + _LENGTH : stop], _FIELDS)
+            except DamagedError:
+                os.truncate(file, start)
+                return
+            self.tiles[record["tiles"][0]] = _with_tuples(record)
+            start = stop
+
+
 class Records:
     """The records of the tiles of a pass.
 
@@ -116,12 +193,17 @@ class Records:
         count: The number of its tiles.
         merge: Key of parts -> how these merge.
         folder: Where the files of records are; None for memory.
+        shared: Whether other processes add records there too.
     """
 
-    def __init__(self, count: int, merge: Callable[[str], Merge], folder: Path | None = None) -> None:
+    def __init__(
+        self, count: int, merge: Callable[[str], Merge], folder: Path | None = None, *, shared: bool = True
+    ) -> None:
         self.count, self.merge, self.group = count, merge, _IN_MEMORY if folder is None else _OF_FILES
         # By level and place: of one tile at level 0, of a group of those of the level before at the others.
-        self.known: MutableMapping[tuple[int, int], Record] = {} if folder is None else _Folder(folder)
+        self.known: MutableMapping[tuple[int, int], Record] = {}
+        if folder is not None:
+            self.known = _Folder(folder) if shared else _Log(folder)
         self.sizes = [count]
         while self.sizes[-1] > 1:
             self.sizes.append(-(-self.sizes[-1] // self.group))
@@ -131,15 +213,22 @@ class Records:
         """Add the record of a tile, and merge those of its neighbours if it is the last of them."""
         if any((level, tile // self.group**level) in self.known for level in range(len(self.sizes))):
             return  # the tile has run twice
-        self.known[0, tile] = record
+        self.known[0, tile] = record | {"tiles": [tile, tile + 1]}
         for level in range(1, len(self.sizes)):
             if not self._merge_group(level, tile // self.group**level):
                 return
 
-    def finished(self) -> set[int]:
-        lengths = {level: self.group**level for level in range(len(self.sizes))}
-        spans = (range(place * lengths[level], (place + 1) * lengths[level]) for level, place in self.known)
-        return {tile for span in spans for tile in span if tile < self.count}
+    def are_finished(self) -> np.ndarray:
+        """Return of each tile whether it is finished."""
+        finished = np.zeros(self.count, bool)
+        for level, place in self.known:
+            length = self.group**level
+            finished[place * length : (place + 1) * length] = True
+        return finished
+
+    def left(self) -> Iterator[int]:
+        """Iterate over the tiles that are not finished now."""
+        return map(int, np.flatnonzero(~self.are_finished()))
 
     def is_complete(self) -> bool:
         """Whether all tiles are finished, and their records are one."""
@@ -196,24 +285,24 @@ class Records:
 
 def pack(content: dict[str, Any]) -> bytes:
     """Return a zip file of JSON values, dtypes and tensors: JSON, and the bytes of each tensor."""
-    tensors: list[Tensor] = []
+    numbers = io.BytesIO()
 
     def describe(value: object) -> dict[str, Any]:
         if isinstance(value, torch.dtype):
             return {"dtype": str(value)}
         if not isinstance(value, Tensor):
             raise TypeError(f"{type(value).__name__} cannot be saved")
-        tensors.append(value)
-        return {"tensor": len(tensors) - 1, "shape": list(value.shape), "of": str(value.dtype)}
+        start = numbers.tell()
+        flat = value.detach().cpu().contiguous()
+        flat = flat.as_strided((flat.numel(),), (1,))  # a tensor of one element may have any stride
+        numbers.write(flat.view(torch.uint8).numpy().data)
+        return {"tensor": [start, numbers.tell()], "shape": list(value.shape), "of": str(value.dtype)}
 
     text, file = json.dumps({"version": _VERSION, **content}, default=describe), io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(zipfile.ZipInfo("state.json"), text)  # without the time, which may be before 1980
-        for number, tensor in enumerate(tensors):
-            flat = tensor.detach().cpu().contiguous()
-            flat = flat.as_strided((flat.numel(),), (1,))  # a tensor of one element may have any stride
-            with archive.open(zipfile.ZipInfo(f"tensor{number}"), "w", force_zip64=True) as member:
-                member.write(flat.view(torch.uint8).numpy().data)
+        # Without the time, which may be before 1980.
+        archive.writestr(zipfile.ZipInfo("state.json"), text)
+        archive.writestr(zipfile.ZipInfo("tensors"), numbers.getvalue())
     return file.getvalue()
 
 
@@ -225,13 +314,14 @@ def unpack(content: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
     """Return what `pack` was given, with these fields; no code in the file is run, and checksums cover every byte."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            tensors = archive.read("tensors")
 
             def restore(value: dict[str, Any]) -> Any:
                 if value.keys() == {"dtype"}:
                     return _DTYPES[value["dtype"]]
                 if value.keys() != {"tensor", "shape", "of"}:
                     return value
-                numbers = np.array(memoryview(archive.read(f"tensor{value['tensor']}")), np.uint8)
+                numbers = np.frombuffer(tensors, np.uint8)[slice(*value["tensor"])].copy()  # aligned, and writable
                 return torch.from_numpy(numbers).view(_DTYPES[value["of"]]).reshape(value["shape"])
 
             state = json.loads(archive.read("state.json"), object_hook=restore)

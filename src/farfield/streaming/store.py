@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farfield._checks import install_command
 from farfield._files import replace_file
 from farfield._refusals import is_refusal, refusal
+from farfield.streaming.blocks import Blocks
+from farfield.streaming.checksums import bytes_of, checksum
 from farfield.streaming.graph import Info
 from farfield.streaming.spans import Box, Layout, box_shape, read_box, region_of, whole_box, write_box
 from farfield.volumes.source import index_within, overlap, release, size_of
 from farfield.volumes.unfinished import FULL_DISK, REASONS
 
-try:
-    from xxhash import xxh3_64_intdigest as checksum
-except ModuleNotFoundError as error:
-    # The first import of streaming that the core does not bring.
-    text = f"farfield.streaming: it needs {error.name}, which is not installed; fix: {install_command('stream')}"
-    raise ModuleNotFoundError(text, name=error.name) from None
-
 # Names of the files, in the folder of the unfinished output, end with this.
 SUFFIX = ".value"
+# Bytes of blocks that a read has resident at once.
+_HELD = 2**20
 # Bytes of a checksum at the end of a block that is a file.
 _CHECKSUM = 8
 
@@ -54,7 +48,7 @@ class StoredValue(ABC):
         """Read a box for a tile, as numbers on the device; refuse what is not as it was written."""
 
     @abstractmethod
-    def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
+    def holds(self, checksums: np.ndarray, tiles: Collection[int]) -> bool:
         """Whether the blocks of these tiles are there, by their checksums; they are then read and continued."""
 
     @property
@@ -105,9 +99,9 @@ class StoredInMemory(StoredValue):
         # As it is read from a file: the order in which a kernel adds, and so its rounding, follows from strides.
         return read_box(self.whole, region_of(whole_box(self.layout)), box).contiguous()
 
-    def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
+    def holds(self, checksums: np.ndarray, tiles: Collection[int]) -> bool:
         """Whether nothing of these tiles is needed."""
-        return not tiles
+        return len(tiles) == 0
 
     def take_over(self, other: Any) -> None:
         """Free a value that nothing reads any more."""
@@ -126,15 +120,10 @@ class StoredInFile(StoredValue):
     # What computes it again where it has changed.
     again = "repeat the call"
 
-    def __init__(
-        self, path: Path | None, name: str, info: Info, boxes: Sequence[Box | None], device: torch.device
-    ) -> None:
-        self.path, self.name, self.info, self.device = path, name, info, device
-        # Of each tile, the spans of all pieces: a box whose dimensions are split into pieces.
-        self.parts = [None if box is None else [span for dim in box for span in dim] for box in boxes]
-        sizes = [0 if box is None else math.prod(box_shape(box)) * info.dtype.itemsize for box in boxes]
-        self.offsets = [0, *itertools.accumulate(sizes)]
-        self.checksums: dict[int, int] = {}
+    def __init__(self, path: Path | None, name: str, info: Info, blocks: Blocks, device: torch.device) -> None:
+        self.path, self.name, self.info, self.blocks, self.device = path, name, info, blocks, device
+        # Of each tile, 0 for those that are not written; None before the first is.
+        self.checksums: np.ndarray | None = None
         self.file: Any | None = None
         self.array: Any = None
 
@@ -149,16 +138,17 @@ class StoredInFile(StoredValue):
 
     def write(self, index: int, box: Box, block: Tensor) -> int | None:
         """Write a tile's own part; make the file, and reserve its disk space, at the first."""
-        if not self.checksums:
+        if self.checksums is None:
             self._make()
-        content = block.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        self.checksums[index] = checksum(content)
+            self.checksums = np.zeros(len(self.blocks.cores), np.int64)
+        content = bytes_of(block)
+        self.checksums[index] = own_sum = checksum(content)
         with self._explained():
             file = self._opened()
-            file.seek(self.offsets[index])
+            file.seek(self.blocks.find(index)[0])
             while len(content):
                 content = content[file.write(content) :]
-        return self.checksums[index]
+        return own_sum
 
     def _make(self) -> None:
         with self._explained():
@@ -170,9 +160,9 @@ class StoredInFile(StoredValue):
                     if self.path is None
                     else self.path.open("w+b", buffering=0)
                 )
-            os.truncate(self.file.fileno(), self.offsets[-1])
+            os.truncate(self.file.fileno(), self.blocks.total)
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self.file.fileno(), 0, self.offsets[-1])
+                os.posix_fallocate(self.file.fileno(), 0, self.blocks.total)
 
     def take_over(self, other: Any) -> None:
         """Take the file of a value that nothing reads any more: pages that are there are written ten times as fast."""
@@ -184,52 +174,61 @@ class StoredInFile(StoredValue):
                 other.path.replace(self.path)
         self.file, other.file = other.file, self.file
         self.array = other.array = None
-        self.checksums, other.checksums = {}, {}
+        self.checksums = other.checksums = None
 
     def read(self, index: int, box: Box) -> Tensor:
         """Read a box for a tile; refuse a file of which the tile's own part was changed since it was written."""
         if not self._is_intact(index):
             raise self._changed(f"in tile {index}")
         spans = [span for dim in box for span in dim]
-        result = torch.empty(size_of(spans), dtype=self.info.dtype, device="cpu")
-        for place, part in enumerate(self.parts):
-            if part is None or (both := overlap(spans, part)) is None:
-                continue
-            block = torch.from_numpy(np.asarray(mapped := self._map_block(place))).view(self.info.dtype)
+        result, held = torch.empty(size_of(spans), dtype=self.info.dtype, device="cpu"), 0
+        for each, part in self.blocks.find_met(spans):
+            both = overlap(spans, part) or ()
+            block = torch.from_numpy(mapped := self._map_block(each)).view(self.info.dtype)
             result[index_within(both, spans)] = block.view(size_of(part))[index_within(both, part)]
-            release(mapped)  # after each block, or all neighbors of a tile would be resident at once
+            held += mapped.nbytes
+            if held > _HELD:  # or all neighbors of a tile would be resident at once
+                release(mapped)
+                held = 0
+        if held:
+            release(mapped)
         return result.reshape(box_shape(box)).to(self.device)
 
     def _is_intact(self, index: int) -> bool:
         """Whether the tile's own block is as it was written."""
-        return index not in self.checksums or checksum(self._map_block(index).data) == self.checksums[index]
+        own_sum = 0 if self.checksums is None else self.checksums[index]
+        return own_sum == 0 or checksum(self._map_block(index).data) == own_sum
 
     def _map_block(self, index: int) -> Any:
-        return self._mapped()[self.offsets[index] : self.offsets[index + 1]]
+        return self._mapped()[slice(*self.blocks.find(index))]
 
-    def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
+    def holds(self, checksums: np.ndarray, tiles: Collection[int]) -> bool:
         """Whether the file holds the blocks of these tiles, by their checksums; they are then read and continued."""
-        needed = {index: checksums.get(str(index)) for index in tiles if self.parts[index] is not None}
-        if not needed:
+        needed = np.fromiter(filter(self.blocks.has, tiles), np.int64)
+        if not len(needed):
             return True
-        if None in needed.values() or self.path is None or self.path.is_symlink() or not self.path.is_file():
+        if not checksums[needed].all() or self.path is None or self.path.is_symlink() or not self.path.is_file():
             return False
+        self.checksums = np.zeros_like(checksums)
+        self.checksums[needed] = checksums[needed]
         try:
-            same = all(checksum(self._map_block(index).data) == own for index, own in needed.items())
+            same = all(map(self._is_intact, map(int, needed)))
         except ValueError:
+            same = False
+        if not same:
+            self.checksums = None
             return False
         release(self._mapped())
-        self.checksums = {index: own for index, own in needed.items() if same and own is not None}
-        return same
+        return True
 
     def _mapped(self) -> Any:
         """Return the file as an array of bytes; refuse one that became shorter, of which reading kills the process."""
         file = self._opened()
-        if os.fstat(file.fileno()).st_size < self.offsets[-1]:
+        if os.fstat(file.fileno()).st_size < self.blocks.total:
             raise self._changed("and is shorter")
         if self.array is None:
             with self._explained():
-                self.array = np.memmap(file, np.uint8, "r+", shape=(self.offsets[-1],))
+                self.array = np.asarray(np.memmap(file, np.uint8, "r+", shape=(self.blocks.total,)))
         return self.array
 
     def _opened(self) -> Any:
@@ -250,7 +249,7 @@ class StoredInFile(StoredValue):
     def remove(self) -> None:
         """Close and remove the file."""
         self.close()
-        self.checksums = {}
+        self.checksums = None
         if self.path is not None:
             with self._explained():
                 self.path.unlink(missing_ok=True)
@@ -266,7 +265,7 @@ class StoredInFile(StoredValue):
             if is_refusal(error):  # explained within
                 raise
             reason, fix = REASONS.get(error.errno or 0, (os.strerror(error.errno or 0).lower(), "check the disk"))
-            fix = f"make room for its {self.offsets[-1]:,} bytes" if error.errno in FULL_DISK else fix
+            fix = f"make room for its {self.blocks.total:,} bytes" if error.errno in FULL_DISK else fix
             problem = f"cannot write {self._described}, which stores {self.name} between passes: {reason}"
             raise refusal(OSError, error.errno, f"{problem}; fix: {fix}, and repeat the call.") from error
 
@@ -287,31 +286,31 @@ class StoredInBlocks(StoredInFile):
     sample = 0
     again = "repeat the call without part="
 
-    def __init__(self, path: Path, name: str, info: Info, boxes: Sequence[Box | None], device: torch.device) -> None:
-        super().__init__(path, name, info, boxes, device)
-        self.blocks = path  # of one sample the path begins with its number
+    def __init__(self, path: Path, name: str, info: Info, blocks: Blocks, device: torch.device) -> None:
+        super().__init__(path, name, info, blocks, device)
+        self.folders = path  # that of one sample begins with its number
 
     def begin(self, sample: int) -> None:
         self.sample = sample
 
     def write(self, index: int, box: Box, block: Tensor) -> int | None:
-        content = block.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        self.checksums[index] = checksum(content)
+        content = bytes_of(block)
+        own_sum = checksum(content)
         with self._explained():
-            replace_file(self._file(index), content, self.checksums[index].to_bytes(_CHECKSUM, "little"))
-        return self.checksums[index]
+            replace_file(self._file(index), content, own_sum.to_bytes(_CHECKSUM, "little"))
+        return own_sum
 
-    def holds(self, checksums: Mapping[str, int], tiles: Collection[int]) -> bool:
+    def holds(self, checksums: np.ndarray, tiles: Collection[int]) -> bool:
         """Whether there are the blocks of these tiles, by their checksums."""
-        needed = {index: checksums.get(str(index)) for index in tiles if self.parts[index] is not None}
+        needed = filter(self.blocks.has, map(int, tiles))
         try:
-            return all(self._is_intact(index) and own == self._read_sum(index) for index, own in needed.items())
+            return all(self._is_intact(index) and checksums[index] == self._read_sum(index) for index in needed)
         except ValueError:
             return False
 
     def clean(self, *, is_read: bool) -> None:
         """Remove the files of earlier samples, and of this one unless it is read; other processes may be ahead."""
-        for folder in self.blocks.parent.glob(f"*-{self.blocks.name}"):
+        for folder in self.folders.parent.glob(f"*-{self.folders.name}"):
             sample = int(folder.name.partition("-")[0])
             if sample < self.sample or (sample == self.sample and not is_read):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -328,7 +327,7 @@ class StoredInBlocks(StoredInFile):
 
     @property
     def _folder(self) -> Path:
-        return self.blocks.with_name(f"{self.sample}-{self.blocks.name}")
+        return self.folders.with_name(f"{self.sample}-{self.folders.name}")
 
     @property
     def _described(self) -> str:
@@ -338,7 +337,7 @@ class StoredInBlocks(StoredInFile):
         return self._folder / str(index)
 
     def _is_intact(self, index: int) -> bool:
-        return checksum(self._map_block(index).data) == self._read_sum(index)
+        return not self.blocks.has(index) or checksum(self._map_block(index).data) == self._read_sum(index)
 
     def _read_sum(self, index: int) -> int:
         with self._file(index).open("rb") as file:
@@ -346,11 +345,12 @@ class StoredInBlocks(StoredInFile):
             return int.from_bytes(file.read(), "little")
 
     def _map_block(self, index: int) -> Any:
-        length = self.offsets[index + 1] - self.offsets[index]
+        start, stop = self.blocks.find(index)
+        length = stop - start
         try:
             with self._file(index).open("r+b") as file:
                 if os.fstat(file.fileno()).st_size != length + _CHECKSUM:
                     raise self._changed("and has another length")
-                return np.memmap(file, np.uint8, "r+", shape=(length,))
+                return np.asarray(np.memmap(file, np.uint8, "r+", shape=(length,)))
         except FileNotFoundError:
             raise self._changed(f"and has no block of tile {index}") from None

@@ -6,7 +6,6 @@ import contextlib
 import math
 import mmap
 import warnings
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -245,11 +244,6 @@ def source_indices(index: np.ndarray, length: int, mode: str) -> np.ndarray:
         index = np.abs(index) % (2 * length - 2)
         return np.minimum(index, 2 * length - 2 - index)
     return index.clip(0, length - 1)
-
-
-def checksum(grid: Tensor) -> int:
-    """Return a checksum of the bytes of a grid's numbers."""
-    return zlib.crc32(grid.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def check_mapping(array: Any) -> None:

@@ -66,7 +66,7 @@ def run_local(stream: Stream, quiet: bool) -> Any:
         for number, (records, each) in enumerate(zip(stream.records, stream.passes, strict=True)):
             bar.set_description(f"pass {number + 1} of {len(stream.passes)}")
             while not records.is_complete():  # a record that is damaged meanwhile is made again
-                for index in sorted(set(range(each.tiles)) - records.finished()):
+                for index in records.left():
                     stream.run_task(number, index)
                     bar.update(count_units(each))
                 records.settle()
@@ -76,7 +76,7 @@ def run_local(stream: Stream, quiet: bool) -> Any:
 def show_progress(stream: Stream, quiet: bool) -> Any:
     """Return a progress bar over the work of all passes, from what is finished."""
     pairs = list(zip(stream.records, stream.passes, strict=True))
-    done = sum(count_units(each) * len(records.finished()) for records, each in pairs)
+    done = sum(count_units(each) * int(records.are_finished().sum()) for records, each in pairs)
     total = sum(count_units(each) * each.tiles for each in stream.passes)
     if (make := _BAR.get()) is not None:
         return make(total=total, initial=done)
@@ -109,5 +109,8 @@ class _InOnePiece(Run):
         return [Pass(1, self._write, 1.0)]
 
     def _write(self, index: int) -> Record:
-        self.stream.write((slice(None),) * self.array.ndim, torch.from_numpy(self.array))
+        self.stream.write(index, self.find_written(0, index), torch.from_numpy(self.array))
         return empty_record()
+
+    def find_written(self, number: int, index: int) -> tuple[slice, ...]:
+        return (slice(None),) * self.array.ndim

@@ -17,6 +17,7 @@ from farfield._files import OwnedFolder
 from farfield._refusals import refusal
 from farfield.streaming.engines.local import count_units, show_progress
 from farfield.streaming.progress import Stream
+from farfield.streaming.records import Records
 from farfield.volumes.sink import FileOutput
 from farfield.volumes.unfinished import STATE, unfinished_folder
 
@@ -126,7 +127,7 @@ def run_part(part: Part, stream: Stream, quiet: bool) -> Any:
                 _wait(stream, number - 1, part)
                 if stream.run is not None:
                     stream.run.clean(number)
-                for index in _left(part, each.tiles, records.finished()):
+                for index in _left(part, records):
                     stream.run_task(number, index)
                     bar.update(count_units(each))
                 records.settle()
@@ -144,10 +145,10 @@ def _hold_finished(stream: Stream) -> None:
             raise refusal(FileExistsError, f'"{output.path}" was finished by another process.')
 
 
-def _left(part: Part, tiles: int, finished: set[int]) -> list[int]:
-    """Return the tiles of a part that are left: its share is of neighbours, which have chunks in common."""
-    first, last = (tiles * place // part.count for place in (part.index - 1, part.index))
-    return [index for index in range(first, last) if index not in finished]
+def _left(part: Part, records: Records) -> Iterator[int]:
+    """Iterate over the tiles of a part that are left: its share is of neighbours, which have chunks in common."""
+    first, last = (records.count * place // part.count for place in (part.index - 1, part.index))
+    return (index for index in records.left() if first <= index < last)
 
 
 def _wait(stream: Stream, number: int, part: Part) -> None:
@@ -159,7 +160,7 @@ def _wait(stream: Stream, number: int, part: Part) -> None:
         if time.monotonic() - start > part.timeout:
             raise _missing(stream, number, f"after {part.timeout:g} seconds")
         time.sleep(_POLL)
-        if len(records.finished()) == records.count:
+        if records.are_finished().all():
             records.settle()
 
 
@@ -172,7 +173,7 @@ def _check_complete(stream: Stream, number: int) -> None:
 
 def _missing(stream: Stream, number: int, when: str) -> Exception:
     records = stream.records[number]
-    left = sorted(set(range(records.count)) - records.finished())
+    left = list(records.left())
     return refusal(
         TimeoutError,
         f"{len(left)} of {records.count} tiles of pass {number + 1} are not finished {when}, from tile {left[0]} on; "
