@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from farfield.streaming import Part, Tiles, _predict_whole, passes, plan_whole, predict_whole, prediction
+from farfield.streaming import Part, Tiles, _predict_whole, passes, plan_whole, planning, predict_whole, prediction
 from farfield.streaming.engines import cluster, local
 from farfield.streaming.progress import Stream
 from farfield.volumes import ImageMetadata, ome_zarr, open_volume
@@ -454,6 +454,7 @@ def test_a_repeated_call_goes_on_with_the_threads_that_it_began_with(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.zarr"
+    monkeypatch.setattr(planning, "_LARGE", 0)
     torch.set_num_threads(2)
     call("norms", out, part=Part(1, 2, only=1))
     torch.set_num_threads(1)
@@ -531,6 +532,7 @@ def test_tasks_run_with_the_threads_of_the_first_call_and_leave_those_of_the_cal
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other parts, and one process that goes on."""
+    monkeypatch.setattr(planning, "_LARGE", 0)
     call("norms", tmp_path / "out.zarr", part=Part(1, 2, only=1))
     seen, run_task = set(), passes.TiledRun.run_task
 

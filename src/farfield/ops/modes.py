@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _FOR_TILES = ContextVar("_FOR_TILES", default=False)
+_SETTING_THREADS = threading.Lock()
 
 
 def is_recorded() -> bool:
@@ -137,3 +140,26 @@ def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
         if autocast_dtype(tensor) is None
         else torch.autocast(tensor.device.type, enabled=False)
     )
+
+
+def set_threads(count: int) -> None:
+    """Set the number of torch's threads of this thread alone."""
+    # torch keeps a number of each thread, and the last one that any has set for those that start later.
+    with _SETTING_THREADS, ThreadPoolExecutor(1) as later:
+        of_later = later.submit(torch.get_num_threads).result()
+        torch.set_num_threads(count)
+        later.submit(torch.set_num_threads, of_later).result()
+
+
+@contextlib.contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """Use so many of torch's threads in this thread; those that start meanwhile have their own number."""
+    before = torch.get_num_threads()
+    if before == count:  # setting it would also empty caches
+        yield
+        return
+    set_threads(count)
+    try:
+        yield
+    finally:
+        set_threads(before)

@@ -33,7 +33,7 @@ from farfield.streaming.graph import Info
 from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.places import Record, RecordedNetwork, make_recorder, runs_alone
 from farfield.streaming.plan import StreamingPlan
-from farfield.streaming.planning import count_costs, make_patch_plan, plan_check
+from farfield.streaming.planning import choose_threads, count_costs, make_patch_plan, plan_check
 from farfield.streaming.progress import warn_caller
 from farfield.streaming.readings import find_reading, refuse_axes
 from farfield.streaming.spans import axes_of
@@ -166,6 +166,8 @@ def plan_volumes(
             outputs=recorded.outputs,
             reduction=fingerprint(reduce),
             check=plan_check(partial(record, batch, reduced=False), plan, recorded.strides, samples),
+            threads=plan.threads or choose_threads(plan),
+            workers=tiles.workers,
         )
 
 

@@ -32,9 +32,10 @@ _SIZE = "tile=64, for example"
 OF_WINDOWS = {
     **dict.fromkeys(("overlap", "stride", "step", "mode", "blend", "sigma_scale", "padding_mode"), _NOTHING),
     **dict.fromkeys(("roi_size", "patch_size", "tile_size", "window_size", "block_size", "chunk_size"), _SIZE),
-    **dict.fromkeys(("batch_size", "sw_batch_size", "num_workers"), "leave it out: one tile runs after the other"),
+    **dict.fromkeys(("batch_size", "sw_batch_size"), "leave it out: one tile runs after the other"),
+    "num_workers": "tile=Tiles(…, workers=…)",
     **dict.fromkeys(("device", "sw_device"), "model.to(device), where the volume then is read to"),
-    **{name: f"tile=Tiles(…, {name}=…)" for name in ("halo", "memory", "disk", "statistics")},
+    **{name: f"tile=Tiles(…, {name}=…)" for name in ("halo", "memory", "disk", "statistics", "workers")},
     **dict.fromkeys(("progress", "verbose"), "quiet=False"),
     **dict.fromkeys(("output", "path", "output_path"), "out=…"),
 }
@@ -68,6 +69,11 @@ class Tiles:
             rounded up to multiples of the strides, and the result depends on where they are cut. Nothing is stored.
             `GridAttention` and layers with `summarize` and `respond` see the whole in either case. A network that has
             other constants on a patch than there in the whole, such as coordinates, is refused.
+        workers: Number of tiles that run at once, each in a Python thread; the result is the same, byte for byte. Where
+            tiles are small a plan gives each one of torch's threads, whatever their number, and other cores are free
+            for more workers; where they are large, all workers share the cores. Each takes the memory of a tile: a size
+            that is chosen leaves room for all. Layers of your own must run in threads. One is the default: with other
+            work on the machine more were not found to gain. Workers of a cluster run one tile each.
 
     Example:
         >>> from torch import nn
@@ -87,6 +93,7 @@ class Tiles:
     memory: int | None = None
     disk: int | None = None
     statistics: str = "whole"
+    workers: int = 1
 
 
 def parse_tiles(tile: Any) -> Tiles:
@@ -97,7 +104,12 @@ def parse_tiles(tile: Any) -> Tiles:
     memory, disk = (_parse_bytes(name, getattr(given, name)) for name in ("memory", "disk"))
     if given.statistics not in ("whole", "tile"):
         raise unknown("statistics", given.statistics, ("whole", "tile"))
-    return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, disk, given.statistics)
+    workers = given.workers
+    if not isinstance(workers, int | np.integer) or isinstance(workers, bool) or workers < 1:
+        raise refusal(
+            ValueError, f"workers must be a number of tiles that run at once, got {workers!r}; fix: workers=2."
+        )
+    return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, disk, given.statistics, int(workers))
 
 
 def _parse_bytes(name: str, given: Any) -> int | None:

@@ -50,7 +50,7 @@ def plan_saved(
     stored = {*labelled.gathered, *(Value(*each) for each in saved["stored"])}
     if not {*cuts} <= {*labelled.order} or not stored <= find_stored(labelled, cuts):
         return None
-    return replace(make_plan(labelled, tile, stored, cuts), on_disk=saved["on_disk"])
+    return replace(make_plan(labelled, tile, stored, cuts), on_disk=saved["on_disk"], threads=saved["threads"])
 
 
 def choose_plan(
@@ -82,11 +82,12 @@ def choose_plan(
         budgets.append((memory, 0))
     plans = []
     for of_tile, allowed in budgets:
+
+        def is_large(count: int, of_tile: int = of_tile, allowed: int = allowed) -> bool:
+            return tiles.workers * plan_tiles(count, allowed).tile_bytes > of_tile
+
         # The largest number of multiples that fits; one where none does.
-        counts = range(1, most + 1)
-        count = (
-            bisect(counts, False, key=lambda each: plan_tiles(each, allowed).tile_bytes > of_tile) if most > 1 else 1
-        )
+        count = bisect(range(1, most + 1), False, key=is_large) if most > 1 else 1
         plans.append(plan_tiles(max(1, count), allowed))
     plan = min(plans, key=estimate_seconds)
     return replace(plan, on_disk=room is not None and bool(plan.stored), with_disk=_find_better(plan))

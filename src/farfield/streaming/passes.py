@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +53,15 @@ class Pass(NamedTuple):
 
 
 class Run(ABC):
-    """What a prediction does with its tiles. Without methods of their own, nothing is stored between passes."""
+    """What a prediction does with its tiles. Without methods of their own, nothing is stored between passes.
+
+    Attributes:
+        workers: How many tiles of a pass run at once, each in a thread.
+        surroundings: Makes the context of a thread in which they do.
+    """
+
+    workers = 1
+    surroundings: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     @abstractmethod
@@ -161,12 +171,14 @@ class TiledRun(Run):
         skips: Skips = lambda *_: False,
         locate: Locate = lambda *_: (),
     ) -> None:
-        self.plan, self.store, self.skips, self.locate = plan, store, skips, locate
+        self.plan, self.store, self.skips, self.locate, self.workers = plan, store, skips, locate, plan.workers
         self.read_volume, self.write_output, self.parts_of = read_volume, write_output, parts_of
         # The pass of the last task, over all samples.
         self.number = -1
         # Of the sample that runs: the merged parts of all tiles of each reduction, of so many passes.
         self.sample, self.known, self.parts = -1, 0, dict[int, Parts]()
+        # Tiles of one pass run in several threads: the first of them begins it, and one at a time is stored.
+        self.lock = threading.Lock()
 
     @property
     def passes(self) -> list[Pass]:
@@ -185,15 +197,16 @@ class TiledRun(Run):
         """Run a pass, counted over all samples, on a tile; return its record."""
         before = number - number % len(self.plan.passes)
         sample, own = divmod(number, len(self.plan.passes))
-        if sample != self.sample:
-            self.sample, self.known, self.parts = sample, 0, {}
-        while self.known < own:
-            self.parts |= {int(key): parts for key, parts in self.parts_of(before + self.known).items()}
-            self.known += 1
-        if number != self.number:
-            # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
-            self.store.begin(sample, own)
-            self.number = number
+        with self.lock:
+            if sample != self.sample:
+                self.sample, self.known, self.parts = sample, 0, {}
+            while self.known < own:
+                self.parts |= {int(key): parts for key, parts in self.parts_of(before + self.known).items()}
+                self.known += 1
+            if number != self.number:
+                # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
+                self.store.begin(sample, own)
+                self.number = number
         return self._run_tile(own, index)
 
     def resume(self, number: int, finished: Collection[int], sums: Mapping[str, np.ndarray]) -> bool:
@@ -251,7 +264,8 @@ class TiledRun(Run):
             numbers = part(value, box)
             if value in labelled.gathered and _spreads(numbers):
                 raise _not_finite_in(graph.nodes[value.node].path, tile)
-            own_sum = self.store[value].write(index, box, numbers)
+            with self.lock:
+                own_sum = self.store[value].write(index, box, numbers)
             if own_sum is not None:
                 record["stored"][name_value(value)] = torch.tensor([own_sum])
         if number == len(plan.passes) - 1 and (box := own_box(plan, graph.output, tile)) is not None:

@@ -62,6 +62,8 @@ class StreamingPlan:
             that is; None if they would not.
         reduction: The fingerprint of the argument `reduce`.
         check: The check on a region of the volume before the first pass, or why there is none.
+        threads: Number of torch's threads that a tile runs with, of which its rounding follows; 0 is torch's own.
+        workers: Number of tiles that run at once.
     """
 
     labelled: LabelledGraph = field(repr=False)
@@ -83,6 +85,8 @@ class StreamingPlan:
     with_disk: tuple[int, float] | None = None
     reduction: str = ""
     check: RegionCheck | str = ""
+    threads: int = 0
+    workers: int = 1
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -208,6 +212,9 @@ class StreamingPlan:
         count = f"{len(self.cores)} tiles" if len(self.cores) > 1 else "1 tile"
         memory = f"about {self.tile_bytes / 2**20:,.0f} MiB each"
         text.append(f"{count} of {tile} positions with a halo of {halo}, {memory}")
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}" if self.threads else "the threads"
+        at_once = f"{self.workers} tiles at once, each" if self.workers > 1 else "one tile after the other,"
+        text.append(f"{at_once} with {threads} of torch")
         if self.patch:
             patch = " × ".join(map(str, self.patch_size))
             text.append(f'norms and pooling see the {patch} positions that a tile reads: statistics="tile"')

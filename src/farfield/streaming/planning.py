@@ -29,6 +29,9 @@ from farfield.streaming.spans import Halo, Layout, Region, Span, join_halos, reg
 _ENDS = 2
 # The share of the planned MACs that a check may take, and what it may take of any volume: a tenth of a second.
 _SHARE, _FEW_MACS, _FEW_BYTES = 0.02, 2 * 10**9, 2**26
+# MACs of an average product of a tile, from which on it runs with torch's threads. With other work on the machine, two
+# threads wait for each other at every operation: they take twice as long as one at so many MACs, longer at fewer.
+_LARGE = 2 * 10**9
 # Positions along an axis of a region that are enough where halos are smaller.
 _ENOUGH = 32
 # Tiles of a volume above which a region is cut along all axes, and not along the last alone.
@@ -205,6 +208,13 @@ def _count_patch(plan: StreamingPlan, patch: Patch, number: int) -> tuple[Halo, 
     macs += sum(_split_macs(graph.nodes[index], index in attention)[1] for index in {value.node for value in regions})
     peak = count_bytes(patch.labelled, regions, graph.inputs, wanted)
     return patch.halo, float(macs * len(plan.cores)), peak + patch.labelled.constant_bytes
+
+
+def choose_threads(plan: StreamingPlan) -> int:
+    """Return 1 where the products of a tile are small, else 0, for torch's own number."""
+    labelled = plan.labelled
+    products = sum(1 for index in labelled.order if labelled.graph.nodes[index].macs)
+    return int(sum(each.macs for each in plan.passes) < _LARGE * max(1, products) * len(plan.cores))
 
 
 def _split_macs(node: Node, is_reduction: bool = True) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from farfield._refusals import refusal
 from farfield.nn.devices import device_of
-from farfield.ops.modes import autocast_dtype
+from farfield.ops.modes import autocast_dtype, use_threads
 from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import Tiles, arrange_volumes, axis_spans
 from farfield.streaming.check import RegionCheck, run_check
@@ -45,7 +45,7 @@ class Prediction:
         mask: The argument.
         fill: The argument.
         found: Which tiles are skipped, if that is known before the mask is read.
-        autocast: The dtype in which autocast computed where it was sent.
+        autocast: The dtype in which autocast computed where the call was made.
     """
 
     model: nn.Module
@@ -59,6 +59,9 @@ class Prediction:
     found: np.ndarray | None = None
     autocast: torch.dtype | None = None
     caller = "predict_whole"
+
+    def __post_init__(self) -> None:
+        self.autocast = self.autocast or autocast_dtype(torch.empty(0, device=device_of(self.model)))
 
     @cached_property
     def arranged(self) -> tuple[ImageMetadata | None, dict[str, Any], list[AxisLayout | None]]:
@@ -138,8 +141,7 @@ class Prediction:
         several = self.volume if isinstance(self.volume, tuple) else None
         sent = tuple(convert(f"volume-{each}", own) for each, own in enumerate(several or (self.volume,)))
         mask, found = (None, None) if self.mask is None else (convert("mask", self.mask), self.skipped)
-        autocast = autocast_dtype(torch.empty(0, device=device_of(self.model)))
-        return replace(self, volume=sent if several else sent[0], mask=mask, found=found, autocast=autocast)
+        return replace(self, volume=sent if several else sent[0], mask=mask, found=found)
 
     def bind(self) -> Prediction:
         """Return the prediction with its plan bound to the network, after it was sent."""
@@ -152,7 +154,7 @@ class Prediction:
         if self.shared:
             _check_chunks(graph, plan, self.spec)
         tiled = {name: (source, plan.cores) for name, source in self.sources.items()}
-        planned = {each: getattr(plan, each) for each in ("stored", "cuts", "on_disk")}
+        planned = {each: getattr(plan, each) for each in ("stored", "cuts", "on_disk", "threads")}
         planned |= {"positions": plan.tile, "shared": self.shared}
         stream = Stream(output, self.identity, planned, tiled)
         folder = output.folder if isinstance(output, FileOutput) else None
@@ -183,7 +185,9 @@ class Prediction:
             stream.write(index, locate(sample, box), part.reshape(shape))
 
         skips: Skips = (lambda *_: False) if self.mask is None else self.skipped.item
-        return stream, TiledRun(graph, store, read, write, stream.parts_of, skips, locate)
+        run = TiledRun(graph, store, read, write, stream.parts_of, skips, locate)
+        run.surroundings = self.surroundings
+        return stream, run
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -208,7 +212,7 @@ class Prediction:
         if isinstance(plan.check, RegionCheck):
             # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
             read = partial(self.read_box, lambda name, region, sample: self.sources[name].read(region, sample))
-            with torch.no_grad():
+            with torch.no_grad(), use_threads(stream.threads):
                 problem = run_check(
                     plan.check,
                     model,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -57,18 +58,20 @@ class Stream:
         self,
         output: FileOutput | ArrayOutput,
         identity: dict[str, str],  # fingerprints of all that the result depends on: the same to resume
-        planned: Mapping[str, Any],  # the fields of the plan that are saved, from `positions` to `shared`
+        planned: Mapping[str, Any],  # the fields of the plan that are saved, from `positions` to `threads`
         volumes: Mapping[str, tuple[VolumeSource, Sequence[Region]]],
     ) -> None:
         self.caller, self.output, self.identity, self.volumes = output.caller, output, identity, volumes
         self.planned = {"stored": (), "cuts": (), "on_disk": False, "shared": False, **planned}
-        self.is_shared, self.threads = self.planned["shared"], torch.get_num_threads()
+        self.is_shared = self.planned["shared"]
+        # Rounding follows from them, so a run keeps those that it began with.
+        self.threads = self.planned.get("threads") or torch.get_num_threads()
         self.inputs = InputFiles({name: source.array for name, (source, _) in volumes.items()}, output.array)
         self.run: Run | None = None
         self.passes: list[Pass] = []
         self.records: list[Records] = []
-        # Of the tile that runs.
-        self.record = empty_record()
+        # The record of the tile that runs, of each thread; and what one thread at a time reads, or writes.
+        self.own, self.reading, self.writing = threading.local(), threading.Lock(), threading.RLock()
         # Of each volume, behind the sample if each runs by itself, and of each tile; 0 until that is read.
         self.checksums: dict[str, np.ndarray] = {}
         # Passes whose checksums are known, of those that other processes run.
@@ -107,27 +110,19 @@ class Stream:
 
     def run_task(self, number: int, index: int) -> None:
         """Run a pass on a tile, and keep its record."""
-        while self.is_shared and self.known < number:
-            self._learn(self.records[self.known].read())
-            self.known += 1
+        with self.writing:
+            while self.is_shared and self.known < number:
+                self._learn(self.records[self.known].read())
+                self.known += 1
         if self.is_shared:
             self._check_there()
-        self.record = empty_record()
-        with torch.no_grad(), self._threads() if self.is_shared else contextlib.nullcontext():
+        record = self.own.record = empty_record()
+        with torch.no_grad():
             parts = self.passes[number].run_tile(index)
-        self.inputs.check(between=True)
-        with self.explained():
-            self.records[number].add(index, parts | {field: self.record[field] for field in ("read", "written")})
-
-    @contextlib.contextmanager
-    def _threads(self) -> Iterator[None]:
-        """Use as many threads as all processes: the order of sums, and so their rounding, follows from their number."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        with self.reading:
+            self.inputs.check(between=True)
+        with self.explained(), self.writing:
+            self.records[number].add(index, parts | {field: record[field] for field in ("read", "written")})
 
     def _check_there(self) -> None:
         """Refuse a task that is late: other processes have finished the output, and its folder is gone."""
@@ -161,22 +156,24 @@ class Stream:
         ]
 
     def _write_level(self, output: FileOutput, level: int, place: int) -> Record:
-        with self.explained():
+        with self.explained(), self.writing:
             output.write_level(level, place)
         return empty_record()
 
     def read(self, name: str, index: int, region: Region, sample: int | None = None) -> Tensor:
         """Read a region of a volume for a tile, of all samples by default; refuse own positions that have changed."""
         source, tiles = self.volumes[name]
-        grid, own = source.read(region, sample, index), tiles[index]
+        with self.reading:
+            grid, own = source.read(region, sample, index), tiles[index]
         if overlap(own, region) != own:
             return grid
         new_sum = checksum(bytes_of(grid[(slice(None), slice(None), *index_within(own, region))]))
         key = f"{'' if sample is None else sample} {name}"
-        sums = self._sums_of(key)
+        with self.reading:
+            sums = self._sums_of(key)
         if not sums[index]:
             sums[index] = new_sum
-            self.record["read"][key] = torch.tensor([new_sum])
+            self.own.record["read"][key] = torch.tensor([new_sum])
         if sums[index] != new_sum:
             raise refusal(
                 ValueError,
@@ -202,11 +199,11 @@ class Stream:
             )
         if self.is_shared:
             self._check_there()
-        with self.explained():
+        with self.explained(), self.writing:
             self.output.write(index, box)
         if isinstance(self.output, FileOutput):
             own_sum = box_checksum(to_numpy(box).astype(self.output.spec.dtype, copy=False))
-            self.record["written"]["output"] = torch.tensor([own_sum])
+            self.own.record["written"]["output"] = torch.tensor([own_sum])
 
     def close(self) -> None:
         """Let go of files and memory, and unlock the output for other processes."""
@@ -231,8 +228,7 @@ class Stream:
                 self._make(output)
                 self._plan(run)
             else:
-                # Rounding follows from the threads with which workers began.
-                self.threads = state["threads"] if self.is_shared else self.threads
+                self.threads = state["threads"]
                 self._reopen(output, run, state["written"])
             unlocked.pop_all()
         return state is not None

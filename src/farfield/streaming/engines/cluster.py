@@ -26,6 +26,7 @@ from farfield._checks import install_command
 from farfield._files import open_replacement, replace_file
 from farfield._refusals import refusal
 from farfield.nn.devices import device_of
+from farfield.ops.modes import use_threads
 from farfield.streaming.engines.local import count_units, show_progress
 from farfield.streaming.passes import Run
 from farfield.streaming.progress import Stream
@@ -322,7 +323,7 @@ def _run_remote(setup: _Setup, number: int, index: int) -> list[str]:
         job, stream = _OPENED[setup]
         texts: list[str] = []
         stream.warn = texts.append
-        with job.surroundings():
+        with job.surroundings(), use_threads(stream.threads):
             stream.run_task(number, index)
         return texts
 

@@ -1,11 +1,14 @@
-"""All tasks of a prediction in this process, one tile after the other."""
+"""All tasks of a prediction in this process: one tile after the other, or tiles of a pass side by side in threads."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar, copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from farfield.ops.modes import set_threads, use_threads
 from farfield.streaming.passes import Pass, Run
 from farfield.streaming.progress import Stream
 from farfield.streaming.records import Record, empty_record
@@ -66,11 +70,49 @@ def run_local(stream: Stream, quiet: bool) -> Any:
         for number, (records, each) in enumerate(zip(stream.records, stream.passes, strict=True)):
             bar.set_description(f"pass {number + 1} of {len(stream.passes)}")
             while not records.is_complete():  # a record that is damaged meanwhile is made again
-                for index in records.left():
-                    stream.run_task(number, index)
-                    bar.update(count_units(each))
+                run_tiles(stream, number, [*records.left()], partial(bar.update, count_units(each)))
                 records.settle()
     return stream.finish()
+
+
+def run_tiles(stream: Stream, number: int, tiles: Sequence[int], update: Callable[[], object]) -> None:
+    """Run a pass on tiles, as many at once as the run says, and call `update` after each; the first error stops all."""
+    run = stream.run
+    if run is None or run.workers == 1 or len(tiles) == 1:
+        with use_threads(stream.threads):
+            for index in tiles:
+                stream.run_task(number, index)
+                update()
+        return
+    warn, texts, running, count = stream.warn, list[str](), set[Future[None]](), min(run.workers, len(tiles))
+    ready = threading.Barrier(count)
+
+    def run_tile(index: int) -> None:
+        with run.surroundings():
+            stream.run_task(number, index)
+
+    def begin() -> None:
+        set_threads(stream.threads)
+        ready.wait()  # while one sets its number, threads that a tile starts would have that
+
+    pool = ThreadPoolExecutor(count, initializer=begin)
+    try:
+        stream.warn = texts.append  # a warning names the line of this thread
+        for position, index in enumerate(tiles, 1):
+            # What the caller has set for its own thread.
+            running.add(pool.submit(copy_context().run, run_tile, index))
+            # One tile waits for each that runs, so that no thread waits for this one.
+            while len(running) > (2 * count - 1 if position < len(tiles) else 0):
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for each in done:
+                    each.result()
+                    while texts:
+                        warn(texts.pop())
+                    update()
+    finally:
+        ready.abort()
+        pool.shutdown(cancel_futures=True)
+        stream.warn = warn
 
 
 def show_progress(stream: Stream, quiet: bool) -> Any:

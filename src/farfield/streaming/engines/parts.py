@@ -10,12 +10,13 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from farfield._files import OwnedFolder
 from farfield._refusals import refusal
-from farfield.streaming.engines.local import count_units, show_progress
+from farfield.streaming.engines.local import count_units, run_tiles, show_progress
 from farfield.streaming.progress import Stream
 from farfield.streaming.records import Records
 from farfield.volumes.sink import FileOutput
@@ -127,9 +128,7 @@ def run_part(part: Part, stream: Stream, quiet: bool) -> Any:
                 _wait(stream, number - 1, part)
                 if stream.run is not None:
                     stream.run.clean(number)
-                for index in _left(part, records):
-                    stream.run_task(number, index)
-                    bar.update(count_units(each))
+                run_tiles(stream, number, [*_left(part, records)], partial(bar.update, count_units(each)))
                 records.settle()
     stream.inputs.check()
     return None if part.index else stream.finish()
