@@ -41,8 +41,8 @@ OF_WINDOWS = {
 }
 # Bytes of memory below which a number is one of gigabytes.
 _LEAST_MEMORY = 2**10
-# Bytes that what is recorded of a tile takes.
-_TILE_BYTES = 100
+# Bytes that what is recorded of a tile takes, at most while records are merged.
+_TILE_BYTES = 2**8
 
 
 @dataclass(frozen=True)
