@@ -243,6 +243,12 @@ ROWS = [
         lambda: predict(Run(scored, conv()), tile=Tiles(16, statistics="whole")),
     ),
     Row(
+        "streaming/choosing.py",
+        lambda: predict(Run(scored, conv()), tile=Tiles(16, memory=0)),
+        "disk=",
+        lambda: predict(Run(scored, conv()), tile=Tiles(16, memory=0, disk=10**6)),
+    ),
+    Row(
         "streaming/plan.py",
         lambda: predict(NORMED, plan=plan_whole(ONE, VOLUME.shape)),
         "plan_whole of this network",

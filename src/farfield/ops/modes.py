@@ -147,6 +147,7 @@ def set_threads(count: int) -> None:
     # torch keeps a number of each thread, and the last one that any has set for those that start later.
     with _SETTING_THREADS, ThreadPoolExecutor(1) as later:
         of_later = later.submit(torch.get_num_threads).result()
+        torch.get_num_threads()  # a thread that has not asked takes that of later ones when it does
         torch.set_num_threads(count)
         later.submit(torch.set_num_threads, of_later).result()
 
