@@ -19,9 +19,9 @@ from farfield.streaming.spans import Box, Span, hull, is_empty, region_of
 if TYPE_CHECKING:
     from farfield.streaming.plan import StreamingPlan
 
-# Seconds of a MAC, of a byte that an operation gives, of one that is stored, or read from the store, and of a task: of
-# one core of a server, as benchmarks/cuts.py measures them.
-_MAC, _GIVEN, _STORED, _READ, _TASK = 2.5e-11, 1e-10, 7e-10, 3e-10, 1e-3
+# Seconds of a MAC, of a byte that an operation gives, of one that is stored in a file that is there, or read from it,
+# and of a task: of one core of a server, as benchmarks/cuts.py measures them.
+_MAC, _GIVEN, _STORED, _READ, _TASK = 2.5e-11, 1e-10, 1e-10, 1.4e-10, 1e-3
 
 
 class Stretch(NamedTuple):

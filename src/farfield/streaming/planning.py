@@ -211,10 +211,11 @@ def _count_patch(plan: StreamingPlan, patch: Patch, number: int) -> tuple[Halo, 
 
 
 def choose_threads(plan: StreamingPlan) -> int:
-    """Return 1 where the products of a tile are small, else 0, for torch's own number."""
+    """Return 1 where a volume is cut and the products of a tile are small, else 0, for torch's own number."""
     labelled = plan.labelled
     products = sum(1 for index in labelled.order if labelled.graph.nodes[index].macs)
-    return int(sum(each.macs for each in plan.passes) < _LARGE * max(1, products) * len(plan.cores))
+    is_small = sum(each.macs for each in plan.passes) < _LARGE * max(1, products) * len(plan.cores)
+    return int(is_small and bool(plan.cut))
 
 
 def _split_macs(node: Node, is_reduction: bool = True) -> tuple[int, int]:
