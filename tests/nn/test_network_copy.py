@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield import cost
-from farfield.nn.network_copy import clone, copied, share_parameters
+from farfield.nn.network_copy import CannotCopyError, clone, copied, make_empty, share_parameters
 
 
 class Mode(Enum):
@@ -169,6 +171,47 @@ def test_tensors_are_shared_or_cloned_once() -> None:
         assert own.weight.note == "kept"
     with copied(net, lambda tensor: tensor) as own:
         assert own.running_mean is net.running_mean
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_an_empty_parameter_is_learned_where_its_own_is(learned: bool) -> None:
+    # Integers can have no gradient, and are parameters nonetheless.
+    for dtype in (torch.float32, torch.int8)[: 2 - learned]:
+        empty = make_empty(nn.Parameter(torch.zeros(3, dtype=dtype), learned))
+        assert type(empty) is nn.Parameter
+        assert empty.requires_grad == learned
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Run without the collection of cycles."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_discarded_copy_keeps_nothing_alive_by_a_cycle(uncollected: None) -> None:
+    cycle = types.SimpleNamespace(grid=torch.zeros(3))
+    cycle.own = cycle
+    with copied(holding(cycle), clone, discard=True) as own:
+        grid = weakref.ref(own.held.grid)
+    assert grid() is None
+
+
+def test_the_error_of_a_copy_keeps_none_of_its_tensors_alive(uncollected: None) -> None:
+    made: list[weakref.ref[Tensor]] = []
+
+    def make_one(tensor: Tensor) -> Tensor:
+        if made:
+            raise CannotCopyError
+        own = clone(tensor)
+        made.append(weakref.ref(own))
+        return own
+
+    with pytest.raises(CannotCopyError) as error, copied(nn.Linear(2, 2), make_one, discard=True):
+        pass
+    assert error.tb is not None
+    assert made[0]() is None
 
 
 def test_hooks_report_to_the_user_only_where_they_may() -> None:

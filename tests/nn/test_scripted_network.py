@@ -133,13 +133,14 @@ class Lists(nn.Module):
         kept.clear()
         copied = self.order.copy()
         copied.append(9)
+        copied[0] = 5
         with torch.no_grad():
             grid = self.conv(grid)
         print("not printed", kept)
         if mask is not None:
             grid = grid * mask
         grid = grid[:, [2, 0]] * torch.as_tensor([0.1]) * torch.tensor(0.3, dtype=torch.float64).float()
-        number = named["two"] + 10 * scales[1] + 100 * len(named) + 1000 * len(kept) + first + copied[3]
+        number = named["two"] + 10 * scales[1] + 100 * len(named) + 1000 * len(kept) + first + copied[3] * copied[0]
         return grid * float(number) * gain
 
 

@@ -135,6 +135,17 @@ def test_an_error_of_the_forward_pass_is_raised_once_and_as_it_is():
     assert len(calls) == 1
 
 
+def test_each_of_two_outputs_has_its_tangent():
+    from farfield.ops.function import accelerate
+
+    def both(grid: Tensor) -> tuple[Tensor, Tensor]:
+        return 3 * grid, grid.square()
+
+    grid, along = torch.randn(2, 5)
+    found = torch.func.jvp(accelerate(both, both, lambda *_: (), kernels_run=lambda: True), (grid,), (along,))[1]
+    torch.testing.assert_close(found, (3 * along, 2 * grid * along))
+
+
 def kept_bytes(run) -> int:
     """Bytes of the distinct storages that a forward pass keeps for its backward pass."""
     storages: dict[int, int] = {}

@@ -123,6 +123,7 @@ NETWORKS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[nn.Module]]]]
     "a weight": (write_to_parameters, lambda: [nn.Conv2d(4, 4, 1)]),
     "classes": (lambda grid: F.one_hot(grid.argmax(1), 4).movedim(-1, 1).to(grid), list),
     "numbers of a list": (lambda grid: grid * torch.tensor([[1.0, 2.0], [3.0, 4.0]]).tolist()[1][0], list),
+    "a whole number": (lambda grid: torch.empty_like(grid, dtype=torch.int64).copy_(9 * grid).to(grid), list),
     "shared keys": (of_rows(share_keys), list),
     "learned queries": (
         of_rows(lambda rows, own, table: own(rows, *[table.weight.expand(len(rows), -1, -1)] * 2)[0]),
