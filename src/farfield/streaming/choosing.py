@@ -56,7 +56,7 @@ def plan_saved(
 def choose_plan(
     recorded: RecordedNetwork, tiles: Tiles, given: tuple[int, ...] | None, device: torch.device, path: Path | None
 ) -> StreamingPlan:
-    """Choose the size of tiles, the ends of passes and the values that are stored, without their costs."""
+    """Choose the size of tiles, the ends of passes and the values that are stored."""
     size, memory = recorded.size, tiles.memory
     if memory is None:
         memory = int(_MEMORY_SHARE * free_bytes(device))

@@ -51,7 +51,7 @@ def end_passes(
 ) -> tuple[PlannedPass, ...]:
     """Return where passes end, without their costs: each node runs in the pass of its level, and sums before it.
 
-    A pass that a value is not stored of has nothing to do, and runs with the next.
+    A pass that would neither sum nor store anything is left out.
     """
     nodes, last, none = labelled.graph.nodes, levels[labelled.graph.output.node], (0,) * len(labelled.size)
     operands = {
