@@ -223,6 +223,31 @@ def test_the_memory_of_all_workers_fits() -> None:
     assert "3 tiles at once, each with 1 thread of torch" in str(three)
 
 
+def test_small_tiles_run_side_by_side_where_memory_and_threads_allow() -> None:
+    def workers(tile: Any, threads: int = 3) -> int:
+        torch.set_num_threads(threads)
+        return plan_whole(network(), (1, 512, 512), tile=tile).workers
+
+    small = plan_whole(network(), (1, 512, 512), tile=Tiles(64, disk=10**9))
+    assert small.threads == 1
+    of_tile = small.tile_bytes
+    assert [workers(Tiles(64, disk=10**9), threads) for threads in (1, 2, 3)] == [1, 2, 3]
+    assert workers(Tiles(64, memory=2 * of_tile, disk=10**9)) == 2
+    assert workers(Tiles(64, memory=0, disk=10**9)) == 1
+    assert workers(Tiles(64, disk=10**9, workers=1)) == 1
+    assert workers(Tiles((256, 512), disk=10**9)) == 2  # of two tiles
+    # What is stored in memory is no room for tiles.
+    stored = plan_whole(network(), (1, 512, 512), tile=Tiles(64, disk=0))
+    assert stored.stored_bytes > 2 * of_tile
+    assert workers(Tiles(64, disk=0, memory=2 * stored.stored_bytes + of_tile)) == 3
+    assert plan_whole(network(), (1, 64, 64)).workers == 1
+
+
+def test_tiles_of_torchs_threads_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_LARGE", 0)
+    assert plan_whole(network(), (1, 512, 512), tile=Tiles(64, disk=10**9)).workers == 1
+
+
 @pytest.mark.parametrize("workers", [0, 2.0, True, "2"])
 def test_workers_are_a_number_of_tiles(workers: Any) -> None:
     with pytest.raises(ValueError, match=r"workers must be .* got .*; fix: workers=2"):

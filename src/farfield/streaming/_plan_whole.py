@@ -28,7 +28,7 @@ from farfield.streaming.arguments import (
     round_up_tile,
     spatial_dims_of,
 )
-from farfield.streaming.choosing import choose_plan, plan_saved, refuse_large_summaries
+from farfield.streaming.choosing import choose_plan, choose_workers, plan_saved, refuse_large_summaries
 from farfield.streaming.graph import Info
 from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.places import Record, RecordedNetwork, make_recorder, runs_alone
@@ -155,6 +155,7 @@ def plan_volumes(
         if tiles.statistics == "tile" and plan.cut:
             plan = _plan_patches(model, plan, recorded.outputs, partial(record, batch))
         plan = count_costs(_place_output(recorded, plan, padding))
+        plan = replace(plan, threads=plan.threads or choose_threads(plan))
         if tile is not None and not plan.patch:
             _warn_of_work(plan, samples)
         return replace(
@@ -166,8 +167,7 @@ def plan_volumes(
             outputs=recorded.outputs,
             reduction=fingerprint(reduce),
             check=plan_check(partial(record, batch, reduced=False), plan, recorded.strides, samples),
-            threads=plan.threads or choose_threads(plan),
-            workers=tiles.workers,
+            workers=choose_workers(plan, tiles, device),
         )
 
 

@@ -69,12 +69,11 @@ class Tiles:
             rounded up to multiples of the strides, and the result depends on where they are cut. Nothing is stored.
             `GridAttention` and layers with `summarize` and `respond` see the whole in either case. A network that has
             other constants on a patch than there in the whole, such as coordinates, is refused.
-        workers: Number of tiles that run at once, each in a Python thread; the result is the same, byte for byte. Where
-            tiles are small a plan gives each one of torch's threads, whatever their number, and other cores are free
-            for more workers; where they are large, all workers share the cores. Each takes the memory of a tile: a size
-            that is chosen leaves room for all. Layers of your own must run in threads. One is the default, with the
-            memory of one tile; on two cores with other work, two took 0.7 to 0.8 of its time. Workers of a cluster run
-            one tile each.
+        workers: Number of tiles that run at once, each in a Python thread; the result is the same, byte for byte. By
+            default one where tiles are large, as each then has all of torch's threads; where they are small, each has
+            one thread, and as many run at once as torch has threads and memory allows. Each takes the memory of a tile:
+            a size that is chosen leaves room for as many as are given. Layers of your own that cannot run in threads
+            need workers=1. Workers of a cluster run one tile each.
 
     Example:
         >>> from torch import nn
@@ -94,7 +93,7 @@ class Tiles:
     memory: int | None = None
     disk: int | None = None
     statistics: str = "whole"
-    workers: int = 1
+    workers: int | None = None
 
 
 def parse_tiles(tile: Any) -> Tiles:
@@ -106,11 +105,13 @@ def parse_tiles(tile: Any) -> Tiles:
     if given.statistics not in ("whole", "tile"):
         raise unknown("statistics", given.statistics, ("whole", "tile"))
     workers = given.workers
-    if not isinstance(workers, int | np.integer) or isinstance(workers, bool) or workers < 1:
+    if workers is not None and (not isinstance(workers, int | np.integer) or isinstance(workers, bool) or workers < 1):
         raise refusal(
             ValueError, f"workers must be a number of tiles that run at once, got {workers!r}; fix: workers=2."
         )
-    return Tiles(size, cast(int | tuple[int, ...] | None, halo), memory, disk, given.statistics, int(workers))
+    return Tiles(
+        size, cast(int | tuple[int, ...] | None, halo), memory, disk, given.statistics, workers and int(workers)
+    )
 
 
 def _parse_bytes(name: str, given: Any) -> int | None:

@@ -57,9 +57,7 @@ def choose_plan(
     recorded: RecordedNetwork, tiles: Tiles, given: tuple[int, ...] | None, device: torch.device, path: Path | None
 ) -> StreamingPlan:
     """Choose the size of tiles, the ends of passes and the values that are stored."""
-    size, memory = recorded.size, tiles.memory
-    if memory is None:
-        memory = int(_MEMORY_SHARE * free_bytes(device))
+    size, memory = recorded.size, _find_memory(tiles, device)
     if given is None:
         whole = make_plan(recorded.label([]), size, [])
         if count_costs(whole).passes[0].bytes <= memory:
@@ -84,13 +82,25 @@ def choose_plan(
     for of_tile, allowed in budgets:
 
         def is_large(count: int, of_tile: int = of_tile, allowed: int = allowed) -> bool:
-            return tiles.workers * plan_tiles(count, allowed).tile_bytes > of_tile
+            return (tiles.workers or 1) * plan_tiles(count, allowed).tile_bytes > of_tile
 
         # The largest number of multiples that fits; one where none does.
         count = bisect(range(1, most + 1), False, key=is_large) if most > 1 else 1
         plans.append(plan_tiles(max(1, count), allowed))
     plan = min(plans, key=estimate_seconds)
     return replace(plan, on_disk=room is not None and bool(plan.stored), with_disk=_find_better(plan))
+
+
+def choose_workers(plan: StreamingPlan, tiles: Tiles, device: torch.device) -> int:
+    """Return how many tiles run at once: where each has one thread of torch, as many as that has and memory allows."""
+    if tiles.workers or plan.threads != 1 or device.type != "cpu":
+        return tiles.workers or 1
+    room = _find_memory(tiles, device) - (0 if plan.on_disk else plan.stored_bytes)
+    return max(1, min(torch.get_num_threads(), room // max(1, plan.tile_bytes), len(plan.cores)))
+
+
+def _find_memory(tiles: Tiles, device: torch.device) -> int:
+    return int(_MEMORY_SHARE * free_bytes(device)) if tiles.memory is None else tiles.memory
 
 
 def _find_better(plan: StreamingPlan) -> tuple[int, float] | None:
