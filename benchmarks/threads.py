@@ -4,7 +4,9 @@
     python benchmarks/threads.py --network UNet --length 64 --tile 32 --rounds 1 --json threads.json
 
 Each way of running is compared with the untiled network before it is timed, and tiles with each other byte for byte.
-Ways run in turns; a time is the median of the rounds. Cores are chosen by `taskset`, in a process of their own.
+Ways run in turns; a time is the median of the rounds. Tiles run by a plan that is made before: a run binds it, and
+checks a region. By default as many run at once as there are cores. Cores are chosen by `taskset`, in a process of their
+own.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from monai.networks.nets import BasicUNet, UNet
 from torch import Tensor, nn
 
-from farfield.streaming import Tiles, predict_whole
+from farfield.streaming import Tiles, plan_whole, predict_whole
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "UNet": lambda: UNet(3, 1, 2, (16, 32, 64), (2, 2), norm="instance"),
@@ -38,14 +40,15 @@ BUSY = "while True: pass"
 def ways(network: nn.Module, volume: Tensor, tile: int) -> dict[str, Callable[[], Tensor]]:
     """Return the ways to run a network on a volume, by name."""
 
-    def in_tiles(workers: int) -> Callable[[], Tensor]:
-        return lambda: predict_whole(network, volume, tile=Tiles(tile, disk=0, workers=workers), quiet=True)
+    def in_tiles(workers: int | None) -> Callable[[], Tensor]:
+        plan = plan_whole(network, volume.shape, tile=Tiles(tile, disk=0, workers=workers))
+        return lambda: predict_whole(network, volume, plan=plan, quiet=True)
 
     @torch.no_grad()
     def untiled() -> Tensor:
         return network(volume[None])[0]
 
-    return {"untiled": untiled, "tiles": in_tiles(1), "2 tiles at once": in_tiles(2)}
+    return {"untiled": untiled, "one at a time": in_tiles(1), "by default": in_tiles(None)}
 
 
 def check(results: dict[str, Tensor]) -> float:
@@ -93,7 +96,7 @@ def main() -> None:
     parser.add_argument("--network", choices=NETWORKS, action="append", help="all by default")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--tile", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -111,7 +114,7 @@ def main() -> None:
                 arguments = ["--network", name, *(str(part) for pair in numbers for part in pair)]
                 found = measure_on(available[:cores], busy, arguments)
                 rows.append({"network": name, "cores": cores, "around": "busy" if busy else "quiet", **found})
-    times = ("untiled", "tiles", "2 tiles at once")
+    times = ("untiled", "one at a time", "by default")
     heads = ["network", "cores", "around", *(f"{way}, s" for way in times), *(f"{way} ÷ untiled" for way in times[1:])]
     print(f"{given.length}³ positions, tiles of {given.tile}³\n")
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")

@@ -205,6 +205,36 @@ def test_an_error_stops_all_workers_and_a_repeated_call_goes_on(
     assert digest(np.load(out)) == digest(predict_whole(network(), volume(), tile=16, quiet=True))
 
 
+def test_a_thread_that_begins_late_does_not_stop_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have run all tiles when it passes the barrier, and the run then ends."""
+    waiting = threading.Barrier.wait
+
+    def wait(barrier: threading.Barrier, timeout: float | None = None) -> int:
+        place = waiting(barrier, timeout)
+        if place and barrier.parties == 2:
+            ended.wait(20)
+            raise threading.BrokenBarrierError
+        return place
+
+    ended, shutdown = threading.Event(), ThreadPoolExecutor.shutdown
+
+    def shut_down(pool: ThreadPoolExecutor, *given: Any, **named: Any) -> None:
+        threading.Timer(0.2, ended.set).start()
+        shutdown(pool, *given, **named)
+
+    want = digest(predict_whole(network(), volume(), tile=Tiles(48, workers=1), quiet=True))
+    monkeypatch.setattr(threading.Barrier, "wait", wait)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shut_down)
+    done: list[str] = []
+    run = threading.Thread(
+        target=lambda: done.append(digest(predict_whole(network(), volume(), tile=Tiles(48, workers=2), quiet=True))),
+        daemon=True,
+    )
+    run.start()
+    run.join(60)
+    assert done == [want]
+
+
 def test_a_warning_of_a_worker_names_the_line_of_the_call() -> None:
     half = settled(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.Conv2d(4, 1, 1)))
     with torch.no_grad():

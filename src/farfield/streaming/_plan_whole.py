@@ -154,7 +154,8 @@ def plan_volumes(
         refuse_large_summaries(plan.labelled, device)
         if tiles.statistics == "tile" and plan.cut:
             plan = _plan_patches(model, plan, recorded.outputs, partial(record, batch))
-        plan = count_costs(_place_output(recorded, plan, padding))
+        plan = _place_output(recorded, plan, padding)
+        plan = count_costs(plan) if plan.is_moved else plan
         plan = replace(plan, threads=plan.threads or choose_threads(plan))
         if tile is not None and not plan.patch:
             _warn_of_work(plan, samples)

@@ -50,7 +50,8 @@ def plan_saved(
     stored = {*labelled.gathered, *(Value(*each) for each in saved["stored"])}
     if not {*cuts} <= {*labelled.order} or not stored <= find_stored(labelled, cuts):
         return None
-    return replace(make_plan(labelled, tile, stored, cuts), on_disk=saved["on_disk"], threads=saved["threads"])
+    plan = count_costs(make_plan(labelled, tile, stored, cuts))
+    return replace(plan, on_disk=saved["on_disk"], threads=saved["threads"])
 
 
 def choose_plan(
@@ -59,8 +60,7 @@ def choose_plan(
     """Choose the size of tiles, the ends of passes and the values that are stored."""
     size, memory = recorded.size, _find_memory(tiles, device)
     if given is None:
-        whole = make_plan(recorded.label([]), size, [])
-        if count_costs(whole).passes[0].bytes <= memory:
+        if (whole := count_costs(make_plan(recorded.label([]), size, []))).tile_bytes <= memory:
             return whole
     axes = recorded.cuttable if given is None else cut_axes(size, given)
     labelled = recorded.label(axes)

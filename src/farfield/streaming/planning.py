@@ -120,7 +120,7 @@ def make_patch_plan(plan: StreamingPlan, record: Callable[[tuple[int, ...]], Rec
     patch = Patch(own, plan.size, halo, scales, multiples)
     patched = replace(plan, passes=passes, cuts=(), patch=patch, on_disk=False, with_disk=None)
     refuse_moved_parts(patched)
-    return patched
+    return count_costs(patched)
 
 
 # ---- stored values ---------------------------------------------------------------------------------------------------

@@ -93,7 +93,10 @@ def run_tiles(stream: Stream, number: int, tiles: Sequence[int], update: Callabl
 
     def begin() -> None:
         set_threads(stream.threads)
-        ready.wait()  # while one sets its number, threads that a tile starts would have that
+        # While one sets its number, threads that a tile starts would have that. A pool of which a thread does not begin
+        # can wait for ever for others.
+        with contextlib.suppress(threading.BrokenBarrierError):
+            ready.wait()
 
     pool = ThreadPoolExecutor(count, initializer=begin)
     try:

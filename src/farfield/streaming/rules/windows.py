@@ -161,7 +161,11 @@ def _run_convolution(call: OperationCall, output: int, box: Box, tensors: Sequen
 
 
 def _scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
-    """The input, where it is copied to pad it, and what oneDNN copies: input and output in blocks of channels."""
+    """The input, where it is copied to pad it, and what oneDNN copies: input and output in blocks of channels.
+
+    Of transposed ones it copies either twice, adds a bias to a copy, and torch's loop, which small ones take, makes
+    columns.
+    """
     windows, (batch, channels, *shape) = _find_windows(call), box_shape(box)
     transposed, operands = call.args[6], length_of(call.operands[0].layout[1])
     spans, made = [window.reach(span) for window, span, _ in each_window(call, windows, box)], shape
@@ -170,15 +174,18 @@ def _scratch_convolution(call: OperationCall, output: int, box: Box) -> int:
         starts, lengths = _find_written(call, windows, box)
         made = [max(length, start + own) for start, own, length in zip(starts, shape, lengths, strict=True)]
     read, result = batch * math.prod(stop - start for start, stop in spans), batch * math.prod(made)
-    kernel = math.prod(window.kernel for window in windows.values())
+    kernels = [window.kernel for window in windows.values()]
     # Fewer channels than a block are read as they are, but by a kernel of one position.
-    blocks = 0 if operands < BLOCK and kernel > 1 else read * _fill_blocks(operands)
+    blocks = 0 if operands < BLOCK and max(kernels) > 1 else read * _fill_blocks(operands)
     written = result * _fill_blocks(channels)
     if transposed:
-        columns, first = read * channels * kernel, math.prod(stop - start for start, stop in spans[:2])
-        beside = max(blocks + min(2 * written - result * channels, columns), 2 * result * channels)
-        if batch * operands * first <= SMALL:
-            beside = columns + result
+        first = math.prod(stop - start for start, stop in spans[:2])
+        has_bias = call.args[2] is not None
+        is_large = max(batch, call.args[8]) > 1 or batch * operands * first > SMALL or min(kernels[-2:]) > 3
+        if is_large and not _has_few_columns(call, windows):
+            beside = max(2 * read * operands + has_bias * result * channels, 2 * result * channels)
+        else:
+            beside = read * channels * math.prod(kernels) + result
         return beside + (result - batch * math.prod(shape)) * channels
     pads = find_padding(call, windows, box)
     padded = read * operands if pads[::2] != pads[1::2] or min(pads) < 0 else 0
