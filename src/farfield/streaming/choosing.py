@@ -59,9 +59,8 @@ def choose_plan(
 ) -> StreamingPlan:
     """Choose the size of tiles, the ends of passes and the values that are stored."""
     size, memory = recorded.size, _find_memory(tiles, device)
-    if given is None:
-        if (whole := count_costs(make_plan(recorded.label([]), size, []))).tile_bytes <= memory:
-            return whole
+    if given is None and (whole := count_costs(make_plan(recorded.label([]), size, []))).tile_bytes <= memory:
+        return whole
     axes = recorded.cuttable if given is None else cut_axes(size, given)
     labelled = recorded.label(axes)
     wanted = sum(labelled.graph.info(value).bytes for value in find_stored(labelled))
