@@ -4,22 +4,27 @@
     python benchmarks/faults.py --programs 10000 --seed 0
 
 Kills go round the formats and what is stored between passes, and for each through the calls that change files, whole
-and half done. Programs are those of `farfield.testing.predictions`: calls with other weights and plans, kills,
-errors of the disk, damage, two processes and a clock that goes back, five steps each. The first that fails ends the run
-with the shortest that fails. Linux on x86-64 alone. `tests/streaming/test_faults.py` and `test_machine.py` run a part
-in every test run.
+and half done; half of the calls that go on find as much free disk as is drawn. Programs are those of
+`farfield.testing.predictions`: calls with other weights and plans, kills, errors of the disk, damage, two processes and
+a clock that goes back, five steps each. The first that fails ends the run with the shortest that fails. Linux on x86-64
+alone. `tests/streaming/test_faults.py` and `test_machine.py` run a part in every test run.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import torch
@@ -27,6 +32,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from farfield.streaming import _plan_whole, _predict_whole, choosing
 from farfield.testing import faults
 from farfield.testing.predictions import (
     SUFFIXES,
@@ -45,8 +51,10 @@ PART = 50
 # Kills of one case go through its calls in such steps, and then from the next call on.
 STEP = 7
 # What is killed: with values in memory between passes, with values on disk, with keys and values on disk, and passes
-# that end where halos cost more than to store.
-KEYS = (Key(0, TILES[0]), Key(0, TILES[2]), Key(2, TILES[2]), Key(3, TILES[2]))
+# that end where halos cost more than to store; the last two as far as free disk allows.
+KEYS = (Key(0, TILES[0]), Key(0, TILES[2]), Key(2, TILES[2]), Key(3, TILES[2]), Key(0, TILES[1]), Key(3, TILES[1]))
+# Free bytes of a disk: none, less than values take, just enough for some, and more than for all.
+FREE = (0, 100, 1000, 4000, 10**5, 10**12)
 
 
 def run_programs(programs: int, first: int) -> None:
@@ -93,12 +101,20 @@ def main() -> None:
         run_kills(arguments.kills)
 
 
+@contextmanager
+def free_disk(free: int) -> Iterator[None]:
+    """Have so many bytes of free disk, and plan each call anew."""
+    disk = mock.patch.object(choosing.shutil, "disk_usage", return_value=SimpleNamespace(free=free))
+    with disk, mock.patch.object(_predict_whole, "plan_volumes", _plan_whole.plan_volumes):
+        yield
+
+
 def run_kills(kills: int) -> None:
     """Kill predictions, resume them, and exit with 1 if a byte is wrong."""
     torch.set_num_threads(1)
     cases = list(itertools.product(SUFFIXES, KEYS))
     place, done, finished, wrong, rounds = dict.fromkeys(cases, 0), 0, 0, 0, 0
-    started = time.monotonic()
+    started, drawn = time.monotonic(), random.Random(0)
     with tempfile.TemporaryDirectory() as name, plans_made_once(), dear_halos():
         while done < kills:
             case = suffix, key = cases[rounds % len(cases)]
@@ -115,7 +131,8 @@ def run_kills(kills: int) -> None:
             if out.exists() and not (out.with_name(f"{out.name}.unfinished") / "progress.zip").exists():
                 finished += killed
             else:
-                predict(key, out)
+                with free_disk(drawn.choice(FREE)) if drawn.random() < 0.5 else nullcontext():
+                    predict(key, out)
             if content(out) != undisturbed(key, out.name) or outcome.outside:
                 wrong += 1
                 print(f"wrong: {key}, {suffix}, {action} at {outcome.calls[-1]}, {outcome.outside}", flush=True)
