@@ -81,25 +81,28 @@ def test_what_a_mask_leaves_out_is_left_out_in_passes_that_end_anywhere(volume: 
     plan = plan_whole(net, SIZE, tile=Tiles(8, memory=0))
     want = predict_whole(net, volume, plan=plan, mask=mask, quiet=True)
     for index in plan.labelled.order[::5]:
-        got = predict_whole(net, volume, plan=cut_plan(plan, (index,)), mask=mask, quiet=True)
+        cut = cut_plan(plan, (index,))
+        with recording_tasks() as tasks:
+            got = predict_whole(net, volume, plan=cut, mask=mask, quiet=True)
         assert relative(got, want) < 1e-5, index
+        assert {number for number, _ in tasks} == {*range(len(cut.passes))}
 
 
 def test_the_cheapest_of_all_ends_is_chosen(deep: nn.Module) -> None:
     labelled = plan_whole(deep, (128, 128), tile=Tiles(32, memory=0)).labelled
     stretches = cuts.find_stretches(labelled, (32, 32))
-    by_ends = {(each.first, each.last): each for each in stretches}
     ends = sorted({each.last for each in stretches})
     order = cuts.order_nodes(labelled)
     for price in (0.1, 1, 30):
-        costs = {}
+        priced = [each._replace(stored=price * each.stored) for each in stretches]
+        by_ends, costs = {(each.first, each.last): each for each in priced}, {}
         for count in range(len(ends)):
             for chosen in itertools.combinations(ends[:-1], count):
                 pairs = itertools.pairwise([-1, *chosen, ends[-1]])
                 taken = [by_ends[pair] for pair in pairs]
-                seconds = sum(each.computed + price * each.stored + cuts._TASK for each in taken)
+                seconds = sum(each.computed + each.stored + cuts._TASK for each in taken)
                 costs[tuple(order[place] for place in chosen)] = seconds
-        assert cuts.choose_cuts(labelled, stretches, price) == min(costs, key=costs.__getitem__)
+        assert cuts.choose_cuts(labelled, priced) == min(costs, key=costs.__getitem__)
 
 
 def test_halos_of_convolutions_are_not_computed_again(deep: nn.Module) -> None:
@@ -124,6 +127,21 @@ def test_more_disk_is_less_work_and_no_plan_takes_more_than_it_may(deep: nn.Modu
     assert work[-1] < work[0]
     assert plans[0].with_disk == (plans[-1].disk_bytes, plans[-1].recomputed)
     assert plans[-1].with_disk is None
+
+
+def test_part_of_what_crosses_an_end_is_stored_where_not_all_fits() -> None:
+    nets = pytest.importorskip("monai.networks.nets")
+    net, shape = settled(nets.BasicUNet(2, 1, 2, features=(8, 8, 16, 32, 64, 8), norm="batch")), (1, 256, 256)
+    none, whole = (plan_whole(net, shape, tile=Tiles(32, disk=disk)) for disk in (1, 10**12))
+    allowed = whole.disk_bytes // 3
+    part = plan_whole(net, shape, tile=Tiles(32, disk=allowed))
+    assert 0 < part.disk_bytes <= allowed
+    assert {*part.stored} < {*whole.stored}
+    assert whole.recomputed <= part.recomputed < 0.6 * none.recomputed
+    volume = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = net(volume[None])[0]
+    assert relative(predict_whole(net, volume, plan=part, quiet=True), want) < 1e-5
 
 
 def test_a_small_tile_that_is_given_is_warned_of_and_the_fix_works() -> None:

@@ -27,8 +27,6 @@ from farfield.streaming.planning import count_costs, find_stored, fit_stored, ma
 _MEMORY_SHARE, _DISK_SHARE = 0.25, 0.5
 # How many times the MACs that stored values would save are worth a word.
 _MUCH = 1.15
-# How many times what it takes to store is counted at most, where room is short.
-_HIGHEST = 2**12
 
 
 def plan_saved(
@@ -69,7 +67,7 @@ def choose_plan(
 
     def plan_tiles(count: int, allowed: int) -> StreamingPlan:
         edges = tuple(count * multiple if axis in axes else length for axis, length in enumerate(size))
-        return count_costs(_store(labelled, given or edges, allowed))
+        return _store(labelled, given or edges, allowed)
 
     multiple = math.lcm(*(recorded.strides[axis] for axis in axes))
     most = 1 if given else max((-(-size[axis] // multiple) for axis in axes), default=1)
@@ -106,22 +104,14 @@ def _find_better(plan: StreamingPlan) -> tuple[int, float] | None:
     """Return the bytes with which tiles compute much less again, and how often the network's MACs that is."""
     if plan.recomputed < _MUCH:
         return None
-    better = count_costs(_store(plan.labelled, plan.tile, sys.maxsize))
+    better = _store(plan.labelled, plan.tile, sys.maxsize)
     return (better.stored_bytes, better.recomputed) if plan.recomputed > _MUCH * better.recomputed else None
 
 
 def _store(labelled: LabelledGraph, tile: Sequence[int], allowed: int) -> StreamingPlan:
-    """Return the plan whose halos and stored values cost least in so many bytes, without its costs."""
-    stretches, price = find_stretches(labelled, tile) if labelled.cut else [], 1
-    while stretches and price <= _HIGHEST:
-        cuts = choose_cuts(labelled, stretches, price)
-        plan = make_plan(labelled, tile, find_stored(labelled, cuts), cuts)
-        if not cuts or plan.stored_bytes <= allowed:
-            break
-        price *= 2
-    if stretches and plan.stored_bytes <= allowed:
-        return plan
-    return make_plan(labelled, tile, fit_stored(labelled, allowed))
+    """Return the plan whose ends of passes cost least; of what crosses them, what fits in so many bytes is stored."""
+    cuts = choose_cuts(labelled, find_stretches(labelled, tile)) if labelled.cut else ()
+    return count_costs(make_plan(labelled, tile, fit_stored(labelled, allowed, cuts), cuts))
 
 
 def _find_room(wanted: int, memory: int, disk: int | None, path: Path | None) -> int | None:

@@ -113,12 +113,12 @@ def _trace_back(
         yield Stretch(start, end, seconds, written * _STORED + read * _READ)
 
 
-def choose_cuts(labelled: LabelledGraph, stretches: Sequence[Stretch], price: float = 1.0) -> tuple[int, ...]:
-    """Return the nodes behind which passes end that cost least, if to store costs so many times what it does."""
+def choose_cuts(labelled: LabelledGraph, stretches: Sequence[Stretch]) -> tuple[int, ...]:
+    """Return the nodes behind which passes end that cost least."""
     order, least = order_nodes(labelled), {-1: (0.0, tuple[int, ...]())}
     for each in stretches:
         before, cuts = least[each.first]
-        total = before + each.computed + price * each.stored + _TASK
+        total = before + each.computed + each.stored + _TASK
         if each.last not in least or total < least[each.last][0]:
             least[each.last] = total, (*cuts, each.last)
     cuts = least[len(order) - 1][1]

@@ -42,8 +42,11 @@ def make_plan(
     labelled: LabelledGraph, tile: Sequence[int], chosen: Collection[Value], cuts: Sequence[int] = ()
 ) -> StreamingPlan:
     """Plan the passes of a graph, without their costs; of the chosen values those are stored that a later one reads."""
-    passes = end_passes(labelled, chosen, cut_levels(labelled, cuts), labelled.reductions)
-    return StreamingPlan(labelled, tuple(map(min, tile, labelled.size)), passes, tuple(cuts))
+    levels = cut_levels(labelled, cuts)
+    passes = end_passes(labelled, chosen, levels, labelled.reductions)
+    written = {levels[value.node] for each in passes for value in each.writes}
+    ends = tuple(index for index in cuts if levels[index] in written)
+    return StreamingPlan(labelled, tuple(map(min, tile, labelled.size)), passes, ends)
 
 
 def end_passes(
@@ -136,18 +139,19 @@ def find_stored(labelled: LabelledGraph, cuts: Sequence[int] = ()) -> set[Value]
     return {value for value in stored if value not in graph.inputs}
 
 
-def fit_stored(labelled: LabelledGraph, allowed: int) -> set[Value]:
+def fit_stored(labelled: LabelledGraph, allowed: int, cuts: Sequence[int]) -> set[Value]:
     """Return the values to store in so many bytes: those that save most MACs a byte, and all that are gathered."""
+    levels = cut_levels(labelled, cuts)
 
     def fits(values: Collection[Value]) -> bool:
-        return count_stored(labelled, end_passes(labelled, values, labelled.levels, labelled.reductions)) <= allowed
+        return count_stored(labelled, end_passes(labelled, values, levels, labelled.reductions)) <= allowed
 
     def saved_by(value: Value) -> float:
         nodes = {each.node for each in _reach(labelled, [value], chosen - {value})}
         macs = (_split_macs(labelled.graph.nodes[index], index in labelled.reductions)[1] for index in nodes)
         return sum(macs) / labelled.graph.info(value).bytes
 
-    chosen, removed = find_stored(labelled), list[Value]()
+    chosen, removed = find_stored(labelled, cuts), list[Value]()
     while not fits(chosen) and chosen != labelled.gathered:
         removed.append(min(sorted(chosen - labelled.gathered), key=saved_by))
         chosen.remove(removed[-1])
