@@ -29,6 +29,11 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def tiles_at_once() -> None:
+    """As many as by default."""
+
+
 def network() -> nn.Module:
     """1 × 1 convolutions of 64 channels, whose bytes are others with two threads, and norms that are summarized."""
     layers = [nn.Conv2d(1, 64, 3, padding=1), nn.InstanceNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 1)]
