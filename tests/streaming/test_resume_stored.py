@@ -38,7 +38,7 @@ def net() -> nn.Module:
 @pytest.fixture(scope="module")
 def plan(net: nn.Module) -> StreamingPlan:
     """What a call with a path plans by itself; to make it takes most of the time of a call."""
-    return plan_whole(net, SIZE, tile=Tiles(TILE, disk=10**6))
+    return plan_whole(net, SIZE, tile=Tiles(TILE, disk=10**6, workers=1))
 
 
 @pytest.fixture(scope="module")
