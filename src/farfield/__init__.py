@@ -7,6 +7,7 @@ The names below load on first use, so that ``import farfield`` itself is fast:
 - ``cost``: ``predict`` (by formula), ``count`` (the MACs that execute), ``measure`` (seconds and bytes)
 - ``maps``: which positions a position attends to
 - ``streaming``: ``respond_whole`` and ``predict_whole``, for grids larger than memory
+- ``WholeNetwork``: training on such grids, with the gradients of the whole in the memory of a tile
 - ``volumes``: ``open_volume``, for images and volumes in files, with their voxel size
 - ``sharding``: ``sharded_attention``, for grids spread over processes
 - ``testing``: checks for an operator, a layer in tiles or a file format of one's own
@@ -32,11 +33,13 @@ if TYPE_CHECKING:
     from farfield._checks import ShapeError
     from farfield.insertion import insert, remove, replace_attention
     from farfield.ops import pad_grids
+    from farfield.streaming.training import WholeNetwork
 
 __version__ = "0.3.0"
 
 __all__ = [
     "ShapeError",
+    "WholeNetwork",
     "__version__",
     "cost",
     "insert",
@@ -56,6 +59,7 @@ __all__ = [
 # The module of each name that is not one itself.
 _HOME = {
     "ShapeError": "_checks",
+    "WholeNetwork": "streaming.training",
     "insert": "insertion",
     "pad_grids": "ops",
     "remove": "insertion",

@@ -189,7 +189,14 @@ def label_node(labelled: LabelledGraph, index: int, first: int = 2, refused: dic
     node = labelled.graph.nodes[index]
     labelled.levels[index] = max((labelled.levels[value.node] for value in node.inputs), default=0)
     if node.op == "input":
-        labelled.layouts[Value(index)] = _grid_layout(node.outputs[0].shape, labelled.cut, first)
+        shape = node.outputs[0].shape
+        # What a loss takes beside the volume may have no channels, or no positions at all.
+        own = min(first, len(shape) - len(labelled.size))
+        if own == first or own > 0:
+            cut = [axis for axis in labelled.cut if shape[own + axis] > 1]
+            labelled.layouts[Value(index)] = _grid_layout(shape, cut, own)
+        else:
+            labelled.layouts[Value(index)] = constant_layout(shape)
         return
     if node.op == "constant":
         labelled.layouts[Value(index)] = constant_layout(node.outputs[0].shape)

@@ -19,7 +19,17 @@ from farfield.nn import GridAttention
 from farfield.ops.grid import ALL, Gathered, Pool
 from farfield.ops.slots import Summary
 from farfield.ops.table import OPERATORS
-from farfield.streaming.rules.rule import Core, OperationCall, Parts, Reduction, Rule, RuleError, take_dims, widen
+from farfield.streaming.rules.rule import (
+    Core,
+    OperationCall,
+    Parts,
+    Reduction,
+    Rule,
+    RuleError,
+    pull_sums,
+    take_dims,
+    widen,
+)
 from farfield.streaming.rules.sums import add_parts
 from farfield.streaming.spans import Box, Layout, Piece, is_cut, whole_dim
 
@@ -99,6 +109,24 @@ def merge_attention(first: Parts, second: Parts) -> Parts:
     return *merged, first[2] or second[2]
 
 
+def _pull_attention(own: Parts, merged: Parts, grads: Parts) -> tuple[Parts, Parts]:
+    """Return the gradient of a tile's slots: of those that lie side by side its own, of others with its own peak."""
+    summary, of_slots = own[0], grads[0]
+    if summary is None:
+        return grads, grads
+    slots = [(name, getattr(of_slots, name)) for name in ("values", "weights", "keys")]
+    rest = mine = {name: each for name, each in slots if isinstance(each, Tensor)}
+    if summary.side_by_side:
+        count = summary.values.shape[2]
+        mine = {name: each[:, :, :count] for name, each in rest.items()}
+        rest = {name: each[:, :, count:] for name, each in rest.items()}
+    elif summary.peak is not None:
+        factor = torch.exp(summary.peak - Summary(*merged[0]).peak)
+        mine = {name: each * factor if name != "keys" else each for name, each in rest.items()}
+    none: Any = Summary(*[None] * len(of_slots))  # type: ignore[arg-type]
+    return (none._replace(**mine), *grads[1:]), (none._replace(**rest), *grads[1:])
+
+
 def finish_attention(parts: Parts, device: torch.device, complete: bool) -> tuple[Summary, Gathered | None]:
     """Return the merged summary in the dtypes of the tiles', `complete` without masks; and the query sums, or None."""
     summary, sums, dtypes = parts
@@ -176,7 +204,7 @@ def _respond(call: OperationCall, output: int, box: Box, tensors: Sequence[Tenso
     return take_dims(attention.respond(tensors[0], summary, **place, query_sums=sums), [1], call.layouts[0], box)
 
 
-_ATTENTION = Reduction(_summarize, merge_attention, _respond, reads=_reads)
+_ATTENTION = Reduction(_summarize, merge_attention, _respond, reads=_reads, pull=_pull_attention)
 
 
 def _sum_valid(module: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -199,7 +227,7 @@ def _respond_module(call: OperationCall, output: int, box: Box, tensors: Sequenc
 
 
 # Sums of a module of the user merge by adding.
-_SUMS = Reduction(_summarize_module, add_parts, _respond_module, reads=_reads)
+_SUMS = Reduction(_summarize_module, add_parts, _respond_module, reads=_reads, pull=pull_sums)
 
 
 LAYER = Rule(_label, _needs, _run, _reduce)

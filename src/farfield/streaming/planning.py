@@ -190,6 +190,8 @@ def _count_tiles(plan: StreamingPlan, number: int) -> tuple[Halo, float, int]:
         peak = max(peak, count_bytes(labelled, regions, given, wanted), left + max(copies, default=0))
         for value, region in regions.items():
             if value in graph.inputs:
+                if graph.info(value).shape[-len(tile) :] != plan.size:  # what a loss takes may have other positions
+                    continue
                 spans = [(*own, dim[0]) for own, dim in zip(tile, region[-len(tile) :], strict=True)]
                 before = tuple(max(0, start - read[0][0]) for start, _, read in spans)
                 halos.append(Halo(before, tuple(max(0, read[-1][1] - stop) for _, stop, read in spans)))

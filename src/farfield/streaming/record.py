@@ -63,9 +63,25 @@ _LIBRARY = torch.library.Library("farfield_streaming", "DEF")
 _LIBRARY.define("layer(int number, Tensor grid, Tensor? mask) -> Tensor")
 
 
+# Losses, which are recorded as the operations that they consist of.
+_LOSSES = torch._decomp.get_decompositions(
+    [
+        *(aten.nll_loss_forward, aten.nll_loss2d_forward, aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss),
+        *(aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits, aten.soft_margin_loss),
+    ]
+)
+# The name of the constant that random numbers follow from.
+SEED = "the seed of random numbers"
+
+
 class _Recorder(TorchDispatchMode):
-    def __init__(self, device: torch.device, constants: dict[int, tuple[str, Tensor]], before: Graph) -> None:
+    def __init__(
+        self, device: torch.device, constants: dict[int, tuple[str, Tensor]], before: Graph, draws: bool
+    ) -> None:
         super().__init__()
+        # The seed, if random numbers are recorded, and how many operations draw.
+        self.seed, self.drawn = (torch.zeros((), dtype=torch.long, device=device) if draws else None), 0
+        self.in_loss = False
         # id of a fake tensor of the network -> its name, and the real tensor.
         self.graph, self.constants = Graph(device=device), constants
         # The tensors are kept, so that no other gets the same id.
@@ -99,6 +115,16 @@ class _Recorder(TorchDispatchMode):
             return self.number_of(args[0])
         if function is torch.ops.farfield_streaming.layer.default:
             return self.run_layer(*args)
+        if self.in_loss or function in _LOSSES:
+            was, self.in_loss = self.in_loss, True
+            try:
+                # Operations of torch that consist of others are taken apart before they come here, but not in a loss.
+                with self:
+                    outputs = _LOSSES.get(function, function.decompose)(*args, **kwargs)
+            finally:
+                self.in_loss = was
+            if outputs is not NotImplemented:
+                return outputs
         if function.overloadpacket in (aten.index, aten.index_put):
             indices = [place for each in args[1] for place in self.find_places(each, function is aten.index.Tensor)]
             args = (args[0], indices, *args[2:])
@@ -134,13 +160,22 @@ class _Recorder(TorchDispatchMode):
         own = [(self.constants[key][0], tensor) for key, (tensor, _) in self.held.items() if key in self.constants]
         for name, tensor in [*own, *network.named_buffers()]:
             last = self.numbers_of(tensor)
-            if last is not tensor and not self.write.is_known(self.value_of(last)):
+            if last is tensor:
+                continue
+            self.graph.writes[name] = self.value_of(last)
+            if not self.write.is_known(self.graph.writes[name]):
                 fix = "model.eval(), if it is in training mode; else a module without that write"
                 raise RecordingError(f"{name} of the network is computed from the volume, for the next run; fix: {fix}")
 
     def add(self, function: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         macs = count_macs(function, args, kwargs, outputs)
         args, kwargs = _read_arguments(function, args, kwargs)
+        drawn = _find_drawn(function, args, kwargs)
+        if drawn is not None and self.seed is not None:
+            values = self.value_of(self.seed), self.drawn, *drawn
+            self.drawn += 1
+            self.note(outputs, [self.write.append("random", values, *_info(outputs))])
+            return
         still = self.check_repeatable(function, args, kwargs)
         if function._schema.is_mutable and not still:
             raise RecordingError(f"{self.write.path} writes in place, {function}")
@@ -216,11 +251,29 @@ class _Recorder(TorchDispatchMode):
 
     def number_of(self, tensor: Tensor) -> Any:
         value = self.value_of(tensor)
-        if not self.write.is_known(value):
+        is_drawn = any(self.graph.nodes[index].op == "random" for index in self.graph.needed(value))
+        if is_drawn or not self.write.is_known(value):
             fix = "a tensor in its place, such as mean(…, keepdim=True), and torch.where for if"
             raise RecordingError(f"{self.write.path} reads a computed number in Python (item, float, if); fix: {fix}")
         with with_numbers():
             return run_whole(self.graph, [], value).item()
+
+
+def _find_drawn(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, float, float] | None:
+    """Return the distribution from which an operation draws a number for each position; None if it does not."""
+    named = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
+    match function.overloadpacket.__name__:
+        case "bernoulli" if isinstance(named.get("p"), float):
+            return "bernoulli", named["p"], 0.0
+        case "rand" | "rand_like":
+            return "uniform", 0.0, 1.0
+        case "uniform":
+            return "uniform", named["from"], named["to"]
+        case "randn" | "randn_like":
+            return "normal", 0.0, 1.0
+        case "normal" | "normal_functional" if isinstance(named.get("mean"), float):
+            return "normal", named["mean"], named["std"]
+    return None
 
 
 def _cost_layer(
@@ -292,10 +345,13 @@ def record_network(
     volumes: Sequence[Info],
     finish: Callable[[Any], Any] = lambda output: output,
     before: Graph | None = None,
+    *,
+    draws: bool = False,
 ) -> Graph:
-    """Record a network in eval mode on volumes; `finish` makes one grid of what it returns.
+    """Record a network on volumes; `finish` makes one grid, or a list of tensors, of what it returns.
 
-    Costs of layers are those of an earlier recording, of calls that are in it.
+    Costs of layers are those of an earlier recording, of calls that are in it. Random numbers are refused, or, if the
+    network `draws`, follow from a constant: the seed.
     """
     device = device_of(network)
     known = {id(tensor): name for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
@@ -308,7 +364,10 @@ def record_network(
 
     # In inference mode, operations that consist of others are not taken apart; modes of the caller count what is run.
     with torch.inference_mode(False), with_numbers(), without_numbers(), copied(network, make, discard=True) as fake:
-        graph = _record(_Recorder(device, constants, before or Graph()), fake, network, volumes, finish)
+        recorder = _Recorder(device, constants, before or Graph(), draws)
+        if recorder.seed is not None:
+            constants[id(recorder.seed)] = SEED, recorder.seed
+        graph = _record(recorder, fake, network, volumes, finish)
     # Outside of the context, in which the results of operations have no numbers.
     graph.constants = {name: tensor.detach().to(device) for name, tensor in graph.constants.items()}
     sweep(graph)
@@ -337,7 +396,11 @@ def _record(
         cudnn = torch.backends.cudnn.flags(enabled=False)
         with torch.no_grad(), autocast, cudnn, recorder, _NetworkFunctions(recorder), recorded_for_tiles():
             output = finish(fake(*map(recorder.hold, inputs)))
-            graph.output = recorder.value_of(recorder.numbers_of(output))
+            outputs = output if isinstance(output, list) else [output]
+            values = [recorder.value_of(recorder.numbers_of(each)) for each in outputs]
+            graph.output = values[0]
+            if isinstance(output, list):
+                graph.output = graph.add("several", values, {}, [graph.info(value) for value in values])
             recorder.refuse_memory(fake)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         fix = "torch.where with the mask, in place of an index or an if"

@@ -60,7 +60,8 @@ def compute(
                 result = reduction.respond(call, value.output, box, tensors, parts[value.node])
             else:
                 rule = labelled.rules[value.node]
-                if rule is POINTWISE and (name := _find_in_place(call.op)) and may_overwrite(value, call, tensors):
+                name = _find_in_place(call.op) if rule is POINTWISE and not torch.is_grad_enabled() else None
+                if name and may_overwrite(value, call, tensors):
                     call, held = call._replace(op=name), []
                 result = rule.run(call, value.output, box, tensors)
         # A module of the user may return what it keeps.

@@ -54,7 +54,9 @@ class _Splitting:
             self.moved.update((Value(index, output), each) for output, each in enumerate(results))
         starts.append(len(self.new.nodes))
         self.new.inputs = [Value(starts[value.node]) for value in self.old.inputs]
-        self.new.output = self._join(Writer(self.new, self.old.nodes[-1].path), self.moved[self.old.output])
+        writer = Writer(self.new, self.old.nodes[-1].path)
+        self.new.output = self._join(writer, self.moved[self.old.output])
+        self.new.writes = {name: self._join(writer, self.moved[value]) for name, value in self.old.writes.items()}
         for call in self.old.calls:
             first, last = call.nodes
             self.new.calls.append(call._replace(nodes=(starts[first], starts[last])))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farfield.streaming.graph import draw_at
 from farfield.streaming.rules.rule import (
     FIX,
     Core,
@@ -29,7 +30,18 @@ from farfield.streaming.rules.rule import (
     widen,
 )
 from farfield.streaming.rules.sums import SUM
-from farfield.streaming.spans import Box, Dim, Layout, axes_of, box_shape, is_cut, length_of, positions_of, whole_dim
+from farfield.streaming.spans import (
+    Box,
+    Dim,
+    Layout,
+    axes_of,
+    box_shape,
+    constant_layout,
+    is_cut,
+    length_of,
+    positions_of,
+    whole_dim,
+)
 
 
 def _at_end(call: OperationCall) -> Dims:
@@ -235,7 +247,19 @@ MATRICES = """
 """
 POINTWISE = aligned(_at_end)
 
+
+def _draw(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    positions = positions_of(call.shape, [spans[0] for spans in box]).to(tensors[0].device)
+    return draw_at(positions, tensors[0], *call.args[1:]).reshape(box_shape(box)).to(call.dtype)
+
+
 ALIGNED_RULES: dict[str, Rule] = {
+    "random": Rule(lambda call: [constant_layout(call.shape)], lambda call, output, box: [()], _draw),
+    "several": Rule(
+        lambda call: [each.layout for each in call.operands],
+        lambda call, output, box: [box if place == output else () for place in range(len(call.operands))],
+        lambda call, output, box, tensors: tensors[output],
+    ),
     "permute": aligned(_permuted)._replace(run=lambda call, output, box, tensors: tensors[0].permute(call.args[1])),
     "expand": aligned(_expanded)._replace(run=lambda call, output, box, tensors: tensors[0].expand(box_shape(box))),
     "full": aligned(_at_end)._replace(

@@ -136,7 +136,7 @@ def _normalize(call: OperationCall, output: int, box: Box, tensors: Sequence[Ten
     return take_dims(result.to(call.dtype), whole, call.layouts[0], box)
 
 
-NORM = Reduction(_find_moments, MOMENTS.merge, _normalize, _along, MOMENTS.start, reads=_read)
+NORM = Reduction(_find_moments, MOMENTS.merge, _normalize, _along, MOMENTS.start, reads=_read, pull=MOMENTS.pull)
 
 
 def _reduce(call: OperationCall) -> Reduction | None:

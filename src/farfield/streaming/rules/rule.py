@@ -84,9 +84,8 @@ class OperationCall(NamedTuple):
     def run(self, output: int, tensors: Sequence[Tensor]) -> Tensor:
         """Run the operation on tensors in the place of operands."""
         args, kwargs = self.bind(tensors)
-        if self.op in OWN:
-            return OWN[self.op](self.infos[output], *args)
-        result = find_operation(self.op)(*args, **kwargs)
+        own = OWN.get(self.op)
+        result = find_operation(self.op)(*args, **kwargs) if own is None else own(self.infos[output], *args)
         return result[output] if isinstance(result, tuple | list) else result
 
 
@@ -107,6 +106,16 @@ def take_output(call: OperationCall, output: int, box: Box, tensors: Sequence[Te
 Along = list[tuple[Dim, int | None]]
 
 
+# (a tile's parts, the merged ones, the gradient of those) -> the gradient of the tile's; and of what later tiles gave.
+# Gradients are in the form of parts, None for none.
+Pull = Callable[[Parts, Parts, Parts], tuple[Parts, Parts]]
+
+
+def pull_sums(own: Parts, merged: Parts, grads: Parts) -> tuple[Parts, Parts]:
+    """Return the gradient of a tile's sums, which is that of all."""
+    return grads, grads
+
+
 # (call, a tile's own part, its operands) -> what the tile gives
 Summarize = Callable[[OperationCall, Core, Sequence[Tensor]], Parts]
 
@@ -114,6 +123,7 @@ Summarize = Callable[[OperationCall, Core, Sequence[Tensor]], Parts]
 class Reduction(NamedTuple):
     """A row of the table of reductions: what a tile gives, how two merge, and what a position reads from the merged.
 
+    Backward, `pull` is the gradient of what a tile gives from that of the merged; the others are differentiable.
     Whose parts are read is the scope: of all tiles, merged; or of this tile alone, where no axis is cut, `run_alone`.
     """
 
@@ -127,6 +137,7 @@ class Reduction(NamedTuple):
     # The box of each operand that `finish` reads beside the parts; None if it reads none.
     reads: Callable[[OperationCall, Box], list[Box]] | None = None
     windows: tuple[int, ...] = ()  # of operands that tiles must not cut, along the last dimensions
+    pull: Pull | None = None  # in training; None of what has no gradient
 
     def run_tile(self, call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
         """Return what a tile gives: of arrays that run along axes that are cut, its own numbers in the whole."""

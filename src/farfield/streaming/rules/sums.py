@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from farfield.streaming.rules.rule import (
     all_but,
     given_dims,
     named,
+    pull_sums,
     take_output,
     widen,
 )
@@ -118,6 +121,32 @@ def _take_root(call: OperationCall, output: int, box: Box, tensors: Sequence[Ten
     return parts[0] ** (1 / float(call.args[1]))
 
 
+def _count_ties(summarize: Summarize, call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    """Return an extreme and how many positions have it."""
+    (best,) = summarize(call, core, tensors)
+    numbers = tensors[0].abs() if "norm" in call.op else tensors[0]
+    return best, (numbers == best).sum(given_dims(call), True, dtype=best.dtype)
+
+
+def _merge_ties(merge: Callable[[Parts, Parts], Parts], first: Parts, second: Parts) -> Parts:
+    (best,) = merge(first[:1], second[:1])
+    return best, sum(count.where(own == best, 0) for own, count in (first, second))
+
+
+def _pull_ties(own: Parts, merged: Parts, grads: Parts) -> tuple[Parts, Parts]:
+    """Return the share of a tile's positions in those of all that have the extreme."""
+    share = (own[1] / merged[1]).where(own[0] == merged[0], 0)
+    return (None if grads[0] is None else grads[0] * share, None), grads
+
+
+def with_ties(row: Reduction) -> Reduction:
+    """Return a row of extremes that also counts the positions that have each, over which torch divides a gradient."""
+    if row.merge not in (_take_largest, _take_smallest):
+        return row
+    summarize, merge = partial(_count_ties, row.summarize), partial(_merge_ties, row.merge)
+    return row._replace(summarize=summarize, merge=merge, start=(*row.start, 0), pull=_pull_ties)
+
+
 # ---- extremes and their places ---------------------------------------------------------------------------------------
 def _find_peaks(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
     """Find the largest, or smallest, numbers and their places in the flattened whole."""
@@ -147,13 +176,36 @@ def _take_better(is_better: Tensor, first: Parts, second: Parts) -> Parts:
     return torch.where(better, other, value), torch.where(better, other_index, index)
 
 
+def _pull_peaks(own: Parts, merged: Parts, grads: Parts) -> tuple[Parts, Parts]:
+    """Return the gradient of what is found in this tile."""
+    return (None if grads[0] is None else grads[0].where(own[1] == merged[1], 0), None), grads
+
+
 def _take_place(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
     return parts[1]
 
 
 # ---- moments ---------------------------------------------------------------------------------------------------------
+class _Moments(torch.autograd.Function):
+    """Moments, whose gradient is a multiple of the tensor and a number: d(m, M) = dm / n + 2 dM (x - m)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dims: Sequence[int]) -> Parts:
+        count, mean, squares = find_moments(tensor, dims)
+        ctx.save_for_backward(tensor, count, mean)
+        return count, mean, squares
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        tensor, count, mean = ctx.saved_tensors
+        scale = 2 * grads[2]
+        return (tensor * scale.to(tensor)).add_((grads[1] / count - scale * mean).to(tensor)), None
+
+
 def find_moments(tensor: Tensor, dims: Sequence[int], mask: Tensor | None = None) -> Parts:
     """Return count, mean and sum of squared deviations, of the positions where a mask is True."""
+    if tensor.requires_grad and torch.is_grad_enabled() and mask is None and not tensor.is_complex():
+        return cast(Parts, _Moments.apply(tensor, dims))
     if mask is not None and not mask.all():
         return _find_valid_moments(tensor, list(dims), mask)
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -202,6 +254,14 @@ def merge_moments(first: Parts, second: Parts) -> Parts:
     return total, mean + difference * share, squares + other_squares + difference.abs() ** 2 * count * share
 
 
+def _pull_moments(own: Parts, merged: Parts, grads: Parts) -> tuple[Parts, Parts]:
+    """Return dm_i = dm n_i/n + 2 dM n_i (m_i - m), and dM_i = dM."""
+    (count, mean, _), (total, center, _), (_, of_mean, of_squares) = own, merged, grads
+    means = [] if of_mean is None else [of_mean * count / total.clamp(min=1)]
+    means += [] if of_squares is None else [2 * of_squares * count * (mean - center)]
+    return (None, sum(means) if means else None, of_squares), grads
+
+
 def _take_mean(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
     return parts[1]
 
@@ -222,7 +282,8 @@ def _sum_exponentials(call: OperationCall, core: Core, tensors: Sequence[Tensor]
     """Return the largest number, of complex ones by their real part, and the sum of exp(number - largest)."""
     numbers, dims = _numbers(call, tensors), given_dims(call)
     wide = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
-    peak = wide.real.amax(dims, True)
+    # It cancels later, and has no gradient.
+    peak = wide.detach().real.amax(dims, True)
     return peak, (wide - _finite(peak)).exp().sum(dims, True, dtype=widen(wide.dtype))
 
 
@@ -231,6 +292,12 @@ def _merge_exponentials(first: Parts, second: Parts) -> Parts:
     return peak, sum(
         part[1] * (_finite(part[0]) - _finite(peak)).exp().where(part[1] != 0, 0.0) for part in (first, second)
     )
+
+
+def _pull_exponentials(own: Parts, merged: Parts, grads: Parts) -> tuple[Parts, Parts]:
+    """Return ds_i = ds exp(p_i - p)."""
+    factor = (_finite(own[0]) - _finite(merged[0])).exp()
+    return (None, None if grads[1] is None else grads[1] * factor), grads
 
 
 def _finite(peak: Tensor) -> Tensor:
@@ -253,15 +320,17 @@ def _divide_exponentials(call: OperationCall, output: int, box: Box, tensors: Se
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
-SUM = Reduction(_sum_up, add_parts, take_output, along_kept)
+SUM = Reduction(_sum_up, add_parts, take_output, along_kept, pull=pull_sums)
 _MEAN = SUM._replace(finish=_average)
 _NONZERO = Reduction(_count_nonzero, add_parts, take_output, along_kept)
 _LARGEST = Reduction(_find_largest, _take_largest, take_output, along_kept, (-math.inf,))
 _SMALLEST = Reduction(_find_smallest, _take_smallest, take_output, along_kept, (math.inf,))
-PEAKS = Reduction(_find_peaks, merge_peaks, take_output, along_kept, (-math.inf, math.inf))
+PEAKS = Reduction(_find_peaks, merge_peaks, take_output, along_kept, (-math.inf, math.inf), pull=_pull_peaks)
 _LOWS = PEAKS._replace(merge=_merge_lows, start=(math.inf, math.inf))
-MOMENTS = Reduction(_find_own_moments, merge_moments, _find_variance, along_kept, (0, 0, 0))
-_EXPONENTIALS = Reduction(_sum_exponentials, _merge_exponentials, _add_logarithm, along_kept, (-math.inf, 0))
+MOMENTS = Reduction(_find_own_moments, merge_moments, _find_variance, along_kept, (0, 0, 0), pull=_pull_moments)
+_EXPONENTIALS = Reduction(
+    _sum_exponentials, _merge_exponentials, _add_logarithm, along_kept, (-math.inf, 0), pull=_pull_exponentials
+)
 _SOFTMAX = _EXPONENTIALS._replace(finish=_divide_exponentials, reads=lambda call, box: [box])
 
 

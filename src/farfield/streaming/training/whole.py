@@ -1,0 +1,311 @@
+"""A network that runs and differentiates whole volumes tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from farfield._checks import ShapeError, check_network
+from farfield._refusals import door, refusal
+from farfield.nn.devices import device_of, dtype_of
+from farfield.ops.modes import use_threads
+from farfield.streaming._predict_whole import predict_whole
+from farfield.streaming.arguments import Tiles, parse_tiles, spatial_dims_of
+from farfield.streaming.graph import Graph, Info
+from farfield.streaming.plan import StreamingPlan, describe_graph
+from farfield.streaming.record import SEED
+from farfield.streaming.spans import Box
+from farfield.streaming.training.backward import Backward
+from farfield.streaming.training.planning import (
+    RecordedCall,
+    TrainingPlan,
+    find_tracked,
+    plan_call,
+    record_call,
+)
+from farfield.streaming.training.step import Step
+from farfield.volumes.volume import split_volume
+
+
+class _Whole(torch.autograd.Function):
+    """A call as one operation of autograd, on volumes, constants with a gradient, and parameters of layers."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, items: StreamingPlan, counts: tuple[int, int], *tensors: Tensor) -> Any:
+        ctx.step, ctx.items, ctx.counts = step, items, counts
+        # A parameter that is written before the backward pass is noticed.
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        with use_threads(step.plan.threads or torch.get_num_threads()):
+            results = step.run()
+        ctx.mark_non_differentiable(*(each for each in results if not (each.is_floating_point() or each.is_complex())))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        step, (volumes, roots) = ctx.step, ctx.counts
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "WholeNetwork: create_graph=True wants gradients of gradients, which it does not have; fix: "
+                "create_graph=False, and a penalty on gradients by the network itself on a crop."
+            )
+        modules = ctx.saved_tensors[volumes + roots :]
+        if not step.is_open:
+            raise RuntimeError(
+                "WholeNetwork: what a call has stored is gone after its backward pass; fix: one backward() of the sum "
+                "of losses, or another call for each."
+            )
+        try:
+            with use_threads(step.plan.threads or torch.get_num_threads()), step.surroundings():
+                watched = ctx.needs_input_grad[3 : 3 + volumes]
+                of_volumes, others = Backward(step, ctx.items, list(grads), watched, modules).run()
+        finally:
+            step.close()
+        pairs = zip(of_volumes, ctx.saved_tensors, strict=False)
+        return None, None, None, *(each if each is None else each.to(like.device) for each, like in pairs), *others
+
+
+class WholeNetwork(nn.Module):
+    """A network that is trained on whole volumes, exactly, in the memory of a tile.
+
+    `WholeNetwork(network)(volume)` is `network(volume)`, with the same gradients, and so are losses, optimizers and
+    whatever else follows. Forward, it runs the passes of `predict_whole`, and keeps what these store. Backward, the
+    stored values and the sums over the whole run in reverse order, tile by tile: each is differentiated from those
+    before it, so norms, attention, pooling and losses of the whole have the gradients of the whole.
+
+    Norms in training take the statistics of the whole, and update their running ones once a call. Dropout and other
+    random numbers follow from a seed, which is drawn by torch's generator once a call, and from the position: they are
+    the same in whatever tiles, and others than those that torch draws.
+
+    Args:
+        network: From one grid `(batch, channels, *size)`, or several of one size, to a tensor, or several in tuples,
+            lists and dicts. It is looked at, and not changed; but buffers are updated as in a call of it.
+        tile: Size of the tiles, as in `predict_whole`, or `Tiles`, of which `memory` is for what a tile computes and,
+            half of it, for stored values, `disk` for these in files without a name. `workers` are not used.
+        loss: A function of what the network returns, and of what a call gets beside the volume. It is recorded as the
+            network is, so what the network returns need not exist as a whole. It must not choose by numbers: such
+            losses take what a call without `loss` returns.
+
+    Attributes:
+        network: The network; `state_dict` is its own.
+        tiles: The argument `tile`.
+        loss: The argument.
+
+    Raises:
+        TypeError: If `network` is no module, or has a part that is compiled or that FSDP has sharded.
+        ValueError: If the tiles are those of `statistics="tile"`. In a call: if an operation does not run in tiles, or
+            has no gradient there (`farfield.streaming.labels.GraphError`), or the network does not take the volume.
+        RuntimeError: In the backward pass, if it has run already, or with `create_graph=True`.
+
+    Cost:
+        About once the MACs of the forward pass, and those of the backward pass with what a tile computes again of it.
+        The memory of a tile with its history, of stored values and of their gradients; and the volume and the output.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from farfield import WholeNetwork
+        >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+        >>> volume, target = torch.randn(1, 1, 100, 90), torch.randint(0, 2, (1, 100, 90))
+        >>> nn.functional.cross_entropy(WholeNetwork(net, tile=32)(volume), target).backward()
+        >>> got = net[0].weight.grad.clone()
+        >>> net.zero_grad()
+        >>> nn.functional.cross_entropy(net(volume), target).backward()
+        >>> torch.allclose(got, net[0].weight.grad, atol=1e-6)
+        True
+
+        The loss in tiles, too, so that nothing of the volume's size is there beside it:
+
+        >>> whole = WholeNetwork(net, tile=32, loss=nn.functional.cross_entropy)
+        >>> whole(volume, target).backward()
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        tile: int | Sequence[int | None] | Tiles | None = None,
+        loss: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        with door("WholeNetwork"):
+            check_network(network, "network", "WholeNetwork(network, …)")
+            _refuse_network(network)
+            tiles = parse_tiles(tile)
+            if tiles.statistics != "whole":
+                fix = 'statistics="whole", or training on patches'
+                raise refusal(ValueError, f'norms of tiles, statistics="tile", are not trained on wholes; fix: {fix}.')
+        self.network, self.tiles = network, tiles
+        # A loss that is a module is no part of this one: `state_dict` is the network's.
+        self.loss: Callable[..., Any] | None
+        vars(self)["loss"] = loss
+        self._plans: dict[tuple[Info, ...], tuple[list[str], TrainingPlan]] = {}
+        self.register_state_dict_post_hook(_leave_out_prefix)
+        self.register_load_state_dict_pre_hook(_put_in_prefix)
+
+    def forward(self, *volumes: Any) -> Any:
+        """Return what the network returns for its volumes, or its loss.
+
+        Args:
+            volumes: What the network takes, and, with a loss, what that takes beside what the network returns; of a
+                network of several inputs these are then a tuple, the first argument. Tensors, or arrays that take
+                slices, such as those of zarr and `open_volume`, which have no gradient and are read tile by tile.
+        """
+        is_trained = torch.is_grad_enabled() or any(module.training for module in self.network.modules())
+        if not is_trained and self.loss is None:
+            volume = volumes if len(volumes) > 1 else volumes[0]
+            return predict_whole(self.network, volume, tile=self.tiles, quiet=True)
+        with door("WholeNetwork"):
+            _refuse_synchronized(self.network)
+            count, sources = self._arrange(volumes)
+            recorded, plan = self._plan(count, [each.info for each in sources])
+            graph, modules = self._bind(recorded, plan.forward)
+            tracked = {f"network.{path}" if path else "network": norm for path, norm in find_tracked(self.network)}
+            step = Step(plan.forward, graph, recorded.outputs, lambda number, box: sources[number].read(box), tracked)
+            tensors = [each.array if isinstance(each.array, Tensor) else None for each in sources]
+            roots = [step.constants[value] for value in step.roots]
+            results = _Whole.apply(step, plan.items, (len(tensors), len(roots)), *tensors, *roots, *modules)
+        return recorded.returned.fill(results)
+
+    @door("WholeNetwork.plan")
+    def plan(self, *volumes: Any) -> TrainingPlan:
+        """Plan a call, of which nothing runs; `print(whole.plan(shape))` prints its passes and what they cost.
+
+        Args:
+            volumes: Of each argument of a call its shape, for numbers of the network's dtype; or a tensor, which may
+                be one without numbers, `torch.empty(shape, dtype=torch.long, device="meta")`.
+
+        Returns:
+            The plan of the forward pass, and of the items of the backward pass.
+        """
+        given = [
+            torch.empty(tuple(each), dtype=dtype_of(self.network), device="meta") if _is_shape(each) else each
+            for each in volumes
+        ]
+        count, sources = self._arrange(given)
+        return self._plan(count, [each.info for each in sources])[1]
+
+    def _arrange(self, volumes: Sequence[Any]) -> tuple[int, list[_Source]]:
+        """Return how many volumes are the network's, and all of them."""
+        if not volumes:
+            raise refusal(TypeError, "a volume is missing; fix: whole(volume).")
+        first = volumes[0] if isinstance(volumes[0], tuple) else (volumes[0],)
+        own, others = (volumes, ()) if self.loss is None else (first, volumes[1:])
+        device, dtype, dims = device_of(self.network), dtype_of(self.network), None
+        sources = []
+        for place, each in enumerate((*own, *others)):
+            array = split_volume(each)[1]
+            if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+                raise refusal(
+                    TypeError, f"argument {place} must be an array, got {type(each).__name__}; fix: a tensor."
+                )
+            sources.append(_Source(array, device, dtype if place < len(own) else None, dtype))
+        dims = spatial_dims_of(self.network, self.tiles.size, sources[0].shape)
+        for source in sources:
+            source.add_axes(dims + 2 if source in sources[: len(own)] else dims + 1)
+        if len(sources[0].shape) != dims + 2:
+            raise refusal(
+                ShapeError,
+                f"a volume of {dims} spatial dims is (batch, channels, *size), got shape {sources[0].shape}; fix: "
+                "volume[None] where it has no batch, and tile with one number per spatial dim.",
+            )
+        return len(own), sources
+
+    def _plan(self, count: int, infos: Sequence[Info]) -> tuple[RecordedCall, TrainingPlan]:
+        """Record a call, and plan it, if it is not as the last one of these shapes."""
+        recorded, key = record_call(self.network, self.loss, count, infos), tuple(infos)
+        described = describe_graph(recorded.graph.nodes)
+        if key not in self._plans or self._plans[key][0] != described:
+            self._plans[key] = described, plan_call(recorded, infos[0].shape[2:], self.tiles)
+        return recorded, self._plans[key][1]
+
+    def _bind(self, recorded: RecordedCall, plan: StreamingPlan) -> tuple[Graph, list[Tensor]]:
+        """Give the graph the tensors of the network, and a seed; return also the parameters of its layers."""
+        graph, own = recorded.graph, dict[str, Tensor]()
+        for name, module in (("network", self.network), ("loss", self.loss)):
+            if isinstance(module, nn.Module):
+                tensors = [*module.named_parameters(), *module.named_buffers()]
+                own |= {f"{name}.{path}": each for path, each in tensors}
+        graph.constants |= {name: own[name] for name in graph.constants if name in own}
+        if SEED in graph.constants:
+            graph.constants[SEED] = torch.randint(2**62, (), device=graph.device)
+        modules: dict[Tensor, None] = {}
+        for index in plan.labelled.order:
+            if graph.nodes[index].op == "layer":
+                layer = plan.labelled.calls[index].args[0]
+                layer.module = self.get_submodule(layer.path)
+                modules |= dict.fromkeys(each for each in layer.module.parameters() if each.requires_grad)
+        return graph, list(modules)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Save no plans, which are made again."""
+        return vars(self) | {"_plans": {}}
+
+
+class _Source:
+    """An argument of a call, which is read by boxes."""
+
+    def __init__(self, array: Any, device: torch.device, dtype: torch.dtype | None, of_floats: torch.dtype) -> None:
+        self.array, self.device, self.shape = array, device, tuple(map(int, array.shape))
+        own = array.dtype
+        if not isinstance(own, torch.dtype):
+            own = dtype or (of_floats if np.dtype(own).kind == "f" else torch.int64)
+        self.dtype = own
+
+    @property
+    def info(self) -> Info:
+        return Info(self.shape, self.dtype)
+
+    def add_axes(self, count: int) -> None:
+        """Add axes before those of an array in a file, which may have no samples and channels."""
+        if not isinstance(self.array, Tensor):
+            self.shape = (1,) * (count - len(self.shape)) + self.shape
+
+    def read(self, box: Box) -> Tensor:
+        """Read a box."""
+        place = tuple(slice(*spans[0]) for spans in box)
+        part = self.array[place[len(self.shape) - len(self.array.shape) :]]
+        if not isinstance(part, Tensor):
+            part = torch.from_numpy(np.ascontiguousarray(part)).reshape([each.stop - each.start for each in place])
+        return part.detach().to(self.device, self.dtype).contiguous()
+
+
+def _is_shape(given: Any) -> bool:
+    return isinstance(given, Sequence) and all(isinstance(each, int | np.integer) for each in given)
+
+
+def _refuse_network(network: nn.Module) -> None:
+    """Refuse parts whose calls cannot be taken apart."""
+    for path, module in network.named_modules():
+        kind = type(module).__name__
+        if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            fix = "WholeNetwork of the module without torch.compile"
+            raise refusal(TypeError, f"{path or kind} is compiled, and tiles run its operations; fix: {fix}.")
+        shards = any(type(each).__name__ in ("DTensor", "FlatParameter") for each in module.parameters(recurse=False))
+        if kind == "FullyShardedDataParallel" or shards:
+            fix = "DistributedDataParallel(WholeNetwork(network)), in which each process has all of them"
+            raise refusal(TypeError, f"{path or kind} has parameters that FSDP has sharded; fix: {fix}.")
+
+
+def _refuse_synchronized(network: nn.Module) -> None:
+    """Refuse batch norms whose statistics are those of several processes."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    for path, module in network.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.training and torch.distributed.get_world_size() > 1:
+            fix = "BatchNorm, whose statistics are those of the wholes of a process, or module.eval()"
+            raise refusal(ValueError, f"{path} has statistics of several processes, SyncBatchNorm; fix: {fix}.")
+
+
+def _leave_out_prefix(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    """Name entries of a state as the network does."""
+    for name in [name for name in state if name.startswith(f"{prefix}network.")]:
+        state[prefix + name.removeprefix(f"{prefix}network.")] = state.pop(name)
+
+
+def _put_in_prefix(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[f"{prefix}network.{name.removeprefix(prefix)}"] = state.pop(name)
