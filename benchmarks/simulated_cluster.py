@@ -252,16 +252,16 @@ KINDS = (
 
 def run_pass(client: Cluster, tiles: int) -> None:
     """Run a pass as `run_on_cluster` does."""
-    left, records, setup = list(range(tiles)), client.records, cluster._Setup("", "", 1, "")
+    left, records, setup = range(tiles), client.records, cluster._Setup("", "", 1, "")
     with mock.patch("distributed.as_completed", client.as_completed):
-        while left:
+        while len(left):
             for _ in cluster._run_pass(client, setup, 0, left):
                 pass
             if records is None:
                 return
             records.timed(records.records.settle)
-            left = list(records.timed(records.records.left))
-            if not left and not records.records.is_complete():
+            left = records.timed(records.records.left)
+            if not len(left) and not records.records.is_complete():
                 raise RuntimeError("all tiles are finished, and their records are not one")
 
 
