@@ -148,7 +148,7 @@ class _Log(_Folder):
             return
         content = pack(record)
         self.path.mkdir(exist_ok=True)
-        with self._log(place).open("ab") as file:
+        with open(self._log(place), "ab") as file:
             file.write(len(content).to_bytes(_LENGTH, "little") + content)
         self.tiles[place] = record
 
@@ -161,7 +161,7 @@ class _Log(_Folder):
         del self.tiles[place]
         first = place - place % _OF_FILES
         if self.tiles.keys().isdisjoint(range(first, first + _OF_FILES)):
-            self._log(place).unlink(missing_ok=True)
+            Path(self._log(place)).unlink(missing_ok=True)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names or (isinstance(name, tuple) and name[0] == 0 and name[1] in self.tiles)
@@ -169,8 +169,9 @@ class _Log(_Folder):
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter([*self.names, *((0, tile) for tile in self.tiles)])
 
-    def _log(self, tile: int) -> Path:
-        return self.path / f"{tile // _OF_FILES}.log"
+    def _log(self, tile: int) -> str:
+        # No path, whose parts go through the interpreter's table of names: it grows by megabytes.
+        return f"{self.path}{os.sep}{tile // _OF_FILES}.log"
 
     def _recover(self, file: Path) -> None:
         """Know the records of a file; cut off what a process that was killed has written in part."""
