@@ -1,7 +1,8 @@
 """A cluster of dask on a simulated clock, with drawn failures and stragglers, for `benchmarks/cluster.py simulate`.
 
-Tasks are handed out by the engine itself (`engines/cluster.py`), and records and their merge tree are the real ones, in
-a temporary folder; only the work of a tile is a drawn number of seconds.
+Tasks are handed out by the engine itself (`engines/cluster.py`); records and their merge tree, and the blocks of a
+value that the first pass stores and the last reads, are the real ones, in a temporary folder; only the work of a tile
+is a drawn number of seconds.
 """
 
 from __future__ import annotations
@@ -18,14 +19,22 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch import Tensor, nn
 
+from farfield.streaming import Tiles, plan_whole
+from farfield.streaming.blocks import Blocks
 from farfield.streaming.engines import cluster
+from farfield.streaming.plan import own_box
 from farfield.streaming.records import Record, Records, _Folder, empty_record
+from farfield.streaming.spans import Box
+from farfield.streaming.store import StoredInBlocks
 
 # Seconds of a tile: log-normal about MEAN; a straggler takes SLOW times as long.
 MEAN, SPREAD, SLOW = 10.0, 0.2, 10.0
 # Seconds until a nanny has started a worker again.
 RESTART = 60.0
+# Positions of a tile along each axis, and how far its neighbours read.
+TILE, HALO = 8, 1
 
 
 class CountedFolder(_Folder):
@@ -51,13 +60,56 @@ class CountedFolder(_Folder):
         super().__delitem__(name)
 
 
+class CountedStore(StoredInBlocks):
+    """The value of two channels that a network with a norm stores, whose numbers follow from their positions."""
+
+    def __init__(self, tiles: int, folder: Path) -> None:
+        rows = next(rows for rows in range(math.isqrt(tiles), 0, -1) if tiles % rows == 0)
+        network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.InstanceNorm2d(2), nn.Conv2d(2, 1, 1 + 2 * HALO, padding=HALO))
+        self.size = rows * TILE, tiles // rows * TILE
+        self.plan = plan_whole(network.eval(), self.size, tile=Tiles(TILE, disk=10**12))
+        (self.value,) = self.plan.stored
+        labelled, info = self.plan.labelled, self.plan.labelled.graph.info(self.value)
+        blocks = Blocks(labelled, labelled.layouts[self.value], self.plan.cores, info.dtype.itemsize)
+        super().__init__(folder / "value", "0", info, blocks, torch.device("cpu"))
+        self.moved = dict.fromkeys(("written", "read"), 0)
+
+    def write_tile(self, tile: int) -> None:
+        """Write the own part of a tile."""
+        box = self._find_box(tile, 0)
+        block = self._make_numbers(box)
+        self.moved["written"] += block.nbytes
+        self.write(tile, box, block)
+
+    def read_tile(self, tile: int) -> None:
+        """Read what a tile reads, and refuse other numbers than were written."""
+        box = self._find_box(tile, HALO)
+        numbers = self.read(tile, box)
+        self.moved["read"] += numbers.nbytes
+        if not torch.equal(numbers, self._make_numbers(box)):
+            raise RuntimeError(f"tile {tile} reads other numbers than were written")
+
+    def _find_box(self, tile: int, halo: int) -> Box:
+        box = own_box(self.plan, self.value, self.plan.cores[tile])
+        spans = zip((each[0] for each in box[2:]), self.size, strict=True)
+        return (*box[:2], *(((max(0, first - halo), min(length, last + halo)),) for (first, last), length in spans))
+
+    def _make_numbers(self, box: Box) -> Tensor:
+        channels, rows, columns = (torch.arange(*spans[0], dtype=torch.float32) for spans in box[1:])
+        return (channels[:, None, None] + 2 * rows[:, None] - 3 * columns)[None]
+
+
 class CountedRecords:
     """Records of a pass, with the CPU seconds that they take; `record_of` makes the record of a tile."""
 
-    def __init__(self, tiles: int, record_of: Callable[[int], Record], folder: Path) -> None:
+    def __init__(
+        self, tiles: int, record_of: Callable[[int], Record], folder: Path, move: Callable[[int], None] | None
+    ) -> None:
         self.records = Records(tiles, lambda key: lambda one, two: tuple(map(torch.add, one, two)), folder)
         self.records.known = self.folder = CountedFolder(folder)
         self.record_of, self.seconds = record_of, 0.0
+        # What a tile does with the stored value.
+        self.move, self.moving = move, 0.0
 
     def timed(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the records, and count its CPU seconds."""
@@ -69,9 +121,13 @@ class CountedRecords:
 
     def add(self, tile: int, *, torn: bool = False) -> None:
         """Add the record of a tile; `torn`: its worker is killed when the file is written, before any merge."""
+        if self.move is not None:
+            started = time.process_time()
+            self.move(tile)
+            self.moving += time.process_time() - started
         record = self.record_of(tile)
         if torn:
-            self.folder[0, tile] = record
+            self.folder[0, tile] = record | {"tiles": [tile, tile + 1]}
         else:
             self.timed(self.records.add, tile, record)
 
@@ -252,16 +308,16 @@ KINDS = (
 
 def run_pass(client: Cluster, tiles: int) -> None:
     """Run a pass as `run_on_cluster` does."""
-    left, records, setup = list(range(tiles)), client.records, cluster._Setup("", "", 1, "")
+    left, records, setup = range(tiles), client.records, cluster._Setup("", "", 1, "")
     with mock.patch("distributed.as_completed", client.as_completed):
-        while left:
+        while len(left):
             for _ in cluster._run_pass(client, setup, 0, left):
                 pass
             if records is None:
                 return
             records.timed(records.records.settle)
-            left = list(records.timed(records.records.left))
-            if not left and not records.records.is_complete():
+            left = records.timed(records.records.left)
+            if not len(left) and not records.records.is_complete():
                 raise RuntimeError("all tiles are finished, and their records are not one")
 
 
@@ -269,26 +325,38 @@ def simulate(tiles: int, workers: int, hours: float, stragglers: float, seed: in
     """Print a row for each kind of pass."""
     columns = "pass", "MB written", "MB read", "files, at most", "files, in all", "tasks submitted", "run again"
     columns += "workers killed", "CPU ms a tile", "hours", "without faults", "worker hours lost", "of all"
-    columns += "last record, MB", "read in, s"
+    columns += "last record, MB", "read in, s", "value, MB written", "MB read", "CPU ms a tile for it"
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     torch.set_num_threads(1)
-    for kind in KINDS:
-        with tempfile.TemporaryDirectory() as name:
-            records = CountedRecords(tiles, kind.record_of, Path(name) / "pass-1")
-            client = Cluster(workers, hours, stragglers, seed, records)
-            run_pass(client, tiles)
-            files = records.folder
-            size = sum(file.stat().st_size for file in files.path.iterdir())
-            spent, moved = records.seconds, dict(files.bytes)
-            records.timed(records.records.read)
-        undisturbed = Cluster(workers, math.inf, 0.0, seed, None)
-        run_pass(undisturbed, tiles)
-        work = sum(map(client.seconds, range(tiles)))
-        cells = [kind.name, *(f"{moved[way] / 1e6:,.0f}" for way in ("written", "read"))]
-        cells += [f"{files.most:,}", f"{files.files:,}", f"{client.submitted:,}", str(client.again), str(client.kills)]
-        cells += [f"{1000 * spent / tiles:.2f}", f"{client.now / 3600:.2f}", f"{undisturbed.now / 3600:.2f}"]
-        cells += [f"{client.lost / 3600:.1f}", f"{client.lost / work:.2%}", f"{size / 1e6:.2f}"]
-        cells += [f"{records.seconds - spent:.2f}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
-        if client.most_kills > 3:
-            print(f"a task was killed {client.most_kills} times, and dask gives up after 3", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        store = CountedStore(tiles, Path(folder))
+        for kind, move in zip(KINDS, (store.write_tile, None, store.read_tile), strict=True):
+            _simulate_pass(kind, (tiles, workers, hours, stragglers, seed), store, move)
+
+
+def _simulate_pass(
+    kind: Kind, drawn: tuple[int, int, float, float, int], store: CountedStore, move: Callable[[int], None] | None
+) -> None:
+    """Print the row of a pass."""
+    (tiles, workers, hours, stragglers, seed), before = drawn, dict(store.moved)
+    with tempfile.TemporaryDirectory() as name:
+        records = CountedRecords(tiles, kind.record_of, Path(name) / "pass-1", move)
+        client = Cluster(workers, hours, stragglers, seed, records)
+        run_pass(client, tiles)
+        files = records.folder
+        size = sum(file.stat().st_size for file in files.path.iterdir())
+        spent, moved = records.seconds, dict(files.bytes)
+        records.timed(records.records.read)
+    undisturbed = Cluster(workers, math.inf, 0.0, seed, None)
+    run_pass(undisturbed, tiles)
+    work = sum(map(client.seconds, range(tiles)))
+    cells = [kind.name, *(f"{moved[way] / 1e6:,.0f}" for way in ("written", "read"))]
+    cells += [f"{files.most:,}", f"{files.files:,}", f"{client.submitted:,}", str(client.again), str(client.kills)]
+    cells += [f"{1000 * spent / tiles:.2f}", f"{client.now / 3600:.2f}", f"{undisturbed.now / 3600:.2f}"]
+    cells += [f"{client.lost / 3600:.1f}", f"{client.lost / work:.2%}", f"{size / 1e6:.2f}"]
+    cells += [f"{records.seconds - spent:.2f}"]
+    cells += [f"{(store.moved[way] - before[way]) / 1e6:,.0f}" for way in ("written", "read")]
+    cells += [f"{1000 * records.moving / tiles:.2f}"]
+    print(f"| {' | '.join(cells)} |", flush=True)
+    if client.most_kills > 3:
+        print(f"a task was killed {client.most_kills} times, and dask gives up after 3", flush=True)

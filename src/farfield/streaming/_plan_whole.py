@@ -20,6 +20,7 @@ from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming.adapt import MeanOverFlips, Outputs, Reduce, ReductionError, check_reduction
 from farfield.streaming.arguments import (
     OF_WINDOWS,
+    STORED,
     Tiles,
     check_arguments,
     parse_layouts,
@@ -129,7 +130,8 @@ def plan_volumes(
     check_reduction(reduce)
     name_reading = partial(_name_reading, model, volumes, tiles, pad, reduce, path)
     layouts, channels, halo = _parse_volumes(network, volumes, tiles, name_reading)
-    record = record or make_recorder(model, channels, volumes[0][0].dtype, halo, reduce)
+    stored = STORED.get(tiles.stored or "")
+    record = record or make_recorder(model, channels, volumes[0][0].dtype, halo, reduce, stored)
     layout, shape = layouts[0], volumes[0][0].shape
     batch, size = layout.batch_and_channels(shape)[0], shape[len(shape) - layout.spatial_dims :]
     with _explained(model):

@@ -277,6 +277,7 @@ def _identify(prediction: Prediction, path: Path | None) -> dict[str, str]:
         "path": str(path and path.absolute()),
         "tile or halo": repr((plan.tile, halo, plan.patch_size)),
         "memory or disk": repr((plan.stored, plan.cuts, plan.on_disk)),
+        "stored precision": str(graph.stored),
         "pad or reduce": f"{plan.pad} {plan.padding} {plan.reduction}",
         # Hooks, and what is read from around the model, are in it alone.
         "graph of the model": fingerprint([describe_graph(graph.nodes), others]),

@@ -93,9 +93,13 @@ def run_check(
     # Each operation in series rounds at least once: nearer, no run in another precision is needed, which is slow. Of
     # float64 none tells how far rounding goes: norms of constants leave nothing in float32, and rounding alone in it.
     near = _HALF if want.dtype == torch.float64 else _eps(want) * _count_in_series(graph)
+    # What is stored in fewer bits is rounded once a pass.
+    dtypes = {graph.stored_info(value).dtype for value in plan.stored if graph.stored_info(value) != graph.info(value)}
+    rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    near = max(near, rounding * len(plan.passes))
     if distance(got, want) <= near:
         return ""
-    allowed = _find_allowed(network, finish, grids, want)
+    allowed = _find_allowed(network, finish, grids, want, rounding)
     if isinstance(allowed, str):
         return allowed
     problem = "" if distance(got, want) <= allowed else _find_problem(plan, each, got, want, allowed)
@@ -112,7 +116,7 @@ def run_check(
 
 
 def _find_allowed(
-    network: nn.Module, finish: Callable[[Any], Tensor], grids: Sequence[Tensor], want: Tensor
+    network: nn.Module, finish: Callable[[Any], Tensor], grids: Sequence[Tensor], want: Tensor, rounding: float
 ) -> float | str:
     """Return how far tiles may be from what the network gives: by its own distance in another precision, or why not."""
     # Of float64 there is no wider one: float32 rounds as often, and by so much more.
@@ -128,7 +132,9 @@ def _find_allowed(
         return f"the result on a region has numbers that are not finite in {dtype}"
     if is_wide and own > _LOST:
         return f"the result on a region is rounding alone in {dtype}"
-    return _ALLOWED * (share * own + _eps(want))
+    # Rounding of what is stored is carried as far, and is so much coarser; that of integers is not known.
+    eps = _eps(want)
+    return _ALLOWED * (share * own + eps) * (max(1.0, rounding / eps) if eps else 1.0)
 
 
 def _find_problem(

@@ -61,7 +61,7 @@ def choose_plan(
         return whole
     axes = recorded.cuttable if given is None else cut_axes(size, given)
     labelled = recorded.label(axes)
-    wanted = sum(labelled.graph.info(value).bytes for value in find_stored(labelled))
+    wanted = sum(labelled.graph.stored_info(value).bytes for value in find_stored(labelled))
     room = _find_room(wanted, memory, tiles.disk, path)
     _refuse_gathered(labelled, memory // 2 if room is None else room, room is not None)
 
@@ -126,7 +126,7 @@ def _find_room(wanted: int, memory: int, disk: int | None, path: Path | None) ->
 def _refuse_gathered(labelled: LabelledGraph, allowed: int, on_disk: bool) -> None:
     """Refuse operations that need all positions for each of their own, where these cannot be stored."""
     graph = labelled.graph
-    least = sum(graph.info(value).bytes for value in labelled.gathered)
+    least = sum(graph.stored_info(value).bytes for value in labelled.gathered)
     if least > allowed:
         names = ", ".join(dict.fromkeys(graph.nodes[value.node].path for value in labelled.gathered))
         where = "disk" if on_disk else "memory"

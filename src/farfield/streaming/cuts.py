@@ -130,7 +130,7 @@ def choose_cuts(labelled: LabelledGraph, stretches: Sequence[Stretch]) -> tuple[
 
 def estimate_seconds(plan: StreamingPlan) -> float:
     """Return about how long a plan with costs takes beside what is the same for all plans."""
-    sizes = (plan.labelled.graph.info(value).bytes for value in plan.stored)
+    sizes = (plan.labelled.graph.stored_info(value).bytes for value in plan.stored)
     stored = sum(size * (_STORED + _READ) for size in sizes)
     return sum(each.macs for each in plan.passes) * _MAC + stored + len(plan.passes) * len(plan.cores) * _TASK
 

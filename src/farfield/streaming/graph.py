@@ -107,10 +107,18 @@ class Graph:
     calls: list[FunctionCall] = field(default_factory=list)
     # Tensors of the network that it writes, by name, and what they are after a run.
     writes: dict[str, Value] = field(default_factory=dict)
+    # The dtype in which passes store what is of a wider one; None for that of each value.
+    stored: torch.dtype | None = None
 
     def info(self, value: Value) -> Info:
         """Return the shape and dtype of a value."""
         return self.nodes[value.node].outputs[value.output]
+
+    def stored_info(self, value: Value) -> Info:
+        """Return the shape and dtype of a value where passes store it."""
+        info = self.info(value)
+        is_wide = info.dtype.is_floating_point and info.dtype.itemsize > 2
+        return info._replace(dtype=self.stored) if self.stored and is_wide else info
 
     def add(self, op: str, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Info], **more: Any) -> Value:
         """Append a node and return its first output."""

@@ -99,7 +99,8 @@ class _Masking:
 
     def __init__(self, labelled: LabelledGraph) -> None:
         self.labelled, self.places = labelled, _find_places(labelled)
-        self.graph = Graph(constants=labelled.graph.constants, device=labelled.graph.device)
+        graph = labelled.graph
+        self.graph = Graph(constants=graph.constants, device=graph.device, stored=graph.stored)
         # Values of the graph as it was -> those of the new one.
         self.moved: dict[Value, Value] = {}
         # Places of all axes -> the mask of these positions.

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farfield._refusals import refusal
 from farfield.streaming.blocks import Blocks
 from farfield.streaming.graph import Value
 from farfield.streaming.layers import are_numbers, not_finite
@@ -97,7 +98,7 @@ class Store(dict[Value, StoredValue]):
     ) -> None:
         self.plan = plan
         for value in plan.stored:
-            info, layout = plan.labelled.graph.info(value), plan.labelled.layouts[value]
+            info, layout = plan.labelled.graph.stored_info(value), plan.labelled.layouts[value]
             if not on_disk:
                 self[value] = StoredInMemory(info, layout, device)
                 continue
@@ -114,7 +115,7 @@ class Store(dict[Value, StoredValue]):
         for each in self.values():
             each.begin(sample)
         lives, made = self.plan.lives, self.plan.passes[number].writes
-        sizes = {value: self.plan.labelled.graph.info(value).bytes for value in lives}
+        sizes = {value: self.plan.labelled.graph.stored_info(value).bytes for value in lives}
         # Pass 0 is of another sample, which reads nothing of the sample before.
         gone = [value for value, (_, last) in lives.items() if number == 0 or last < number]
         free = sorted((value for value in gone if value not in made and self[value].is_reusable), key=sizes.__getitem__)
@@ -241,7 +242,7 @@ class TiledRun(Run):
         def read(value: Value, box: Box) -> Tensor:
             if value in graph.inputs:
                 return self.read_volume(self.sample, graph.inputs.index(value), index, box)
-            return self.store[value].read(index, box)
+            return self.store[value].read(index, box).to(graph.info(value).dtype)
 
         if plan.patch:
             known, boxes = compute_patch(labelled, plan.patch, tile, wanted, read, self.parts)
@@ -264,8 +265,11 @@ class TiledRun(Run):
             numbers = part(value, box)
             if value in labelled.gathered and _spreads(numbers):
                 raise _not_finite_in(graph.nodes[value.node].path, tile)
+            narrow = numbers.to(graph.stored_info(value).dtype)
+            if narrow.dtype != numbers.dtype and bool((narrow.isinf() & numbers.isfinite()).any()):
+                raise _too_large_for(narrow.dtype, graph.nodes[value.node].path, tile)
             with self.lock:
-                own_sum = self.store[value].write(index, box, numbers)
+                own_sum = self.store[value].write(index, box, narrow)
             if own_sum is not None:
                 record["stored"][name_value(value)] = torch.tensor([own_sum])
         if number == len(plan.passes) - 1 and (box := own_box(plan, graph.output, tile)) is not None:
@@ -280,6 +284,17 @@ def _spreads(numbers: Tensor) -> bool:
 
 def _not_finite_in(path: str, tile: Sequence[Span]) -> ValueError:
     return not_finite(f"predict_whole: {path}", tuple(start for start, _ in tile))
+
+
+def _too_large_for(dtype: torch.dtype, path: str, tile: Sequence[Span]) -> ValueError:
+    """Return the refusal of what is infinite where it is stored, and not before."""
+    name, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
+    fix = 'stored="bfloat16", or None' if dtype == torch.float16 else "stored=None"
+    return refusal(
+        ValueError,
+        f"{path} has numbers in the tile at {tuple(start for start, _ in tile)} that {name}, which ends "
+        f"at {most:g}, cannot store; fix: Tiles(…, {fix}).",
+    )
 
 
 def name_value(value: Value) -> str:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -188,8 +188,9 @@ def make_recorder(
     dtype: torch.dtype,
     halo: Sequence[int] | None = None,
     reduce: Reduce = None,
+    stored: torch.dtype | None = None,
 ) -> Record:
-    """Return what records a network on so many samples of a size, each once."""
+    """Return what records a network on so many samples of a size, each once, and in which dtype passes store."""
     known: dict[tuple[int, tuple[int, ...], bool], RecordedNetwork] = {}
     outputs = Outputs()
 
@@ -205,7 +206,7 @@ def make_recorder(
             return grid
 
         try:
-            graph = record_network(model, inputs, finish)
+            graph = replace(record_network(model, inputs, finish), stored=stored)
         except (RecordingError, CannotCopyError, ScriptError) as error:
             raise GraphError(str(error)) from error
         except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:

@@ -229,6 +229,7 @@ class StreamingPlan:
             text.append(f"pass {number + 1} of {len(self.passes)}: {what}; {work:.2f} times the network's MACs")
         if self.stored:
             where = "on disk" if self.on_disk else "in memory"
+            where += f" as {stored}".replace("torch.", "") if (stored := self.labelled.graph.stored) else ""
             count = f"{len(self.stored)} values are" if len(self.stored) > 1 else "1 value is"
             text.append(f"{count} stored {where} between passes, at most {self.stored_bytes:,} bytes at once")
         total = f"{self.macs / 1e9:,.1f} billion" if self.macs >= 1e9 else f"{self.macs / 1e6:,.3g} million"
@@ -264,7 +265,7 @@ def count_stored(labelled: LabelledGraph, passes: Sequence[PlannedPass]) -> int:
     most, there = 0, set[Value]()
     for number, each in enumerate(passes):
         there |= {*each.writes}
-        most = max(most, sum(labelled.graph.info(value).bytes for value in there))
+        most = max(most, sum(labelled.graph.stored_info(value).bytes for value in there))
         there &= {value for later in passes[number + 1 :] for value in later.reads}
     return most
 
@@ -362,7 +363,9 @@ def _bind_graph(labelled: LabelledGraph, network: nn.Module, outputs: Outputs) -
     if (ends, found) != ({graph.output}, outputs) or around != own_around + len(reduced):
         raise _other_network(network, "returns other results")
     constants = _constants_around(planned) | graph.constants
-    bound = replace(graph, constants=constants, nodes=graph.nodes + reduced, output=planned.output)
+    bound = replace(
+        graph, constants=constants, nodes=graph.nodes + reduced, output=planned.output, stored=planned.stored
+    )
     return label_graph(bound, labelled.size, labelled.cut, halo=labelled.halo)
 
 

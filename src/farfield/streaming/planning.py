@@ -149,7 +149,7 @@ def fit_stored(labelled: LabelledGraph, allowed: int, cuts: Sequence[int]) -> se
     def saved_by(value: Value) -> float:
         nodes = {each.node for each in _reach(labelled, [value], chosen - {value})}
         macs = (_split_macs(labelled.graph.nodes[index], index in labelled.reductions)[1] for index in nodes)
-        return sum(macs) / labelled.graph.info(value).bytes
+        return sum(macs) / labelled.graph.stored_info(value).bytes
 
     chosen, removed = find_stored(labelled, cuts), list[Value]()
     while not fits(chosen) and chosen != labelled.gathered:

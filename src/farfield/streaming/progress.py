@@ -219,10 +219,8 @@ class Stream:
 
     def _open(self, output: FileOutput, run: Run) -> bool:
         """Lock the output and open it, with the records of an unfinished one of the same identity, or make it anew."""
-        with contextlib.ExitStack() as unlocked:
-            output.hold()
-            unlocked.callback(output.let_go)
-            unlocked.callback(output.owned.remove_if_new)  # of a call that comes when another has just finished
+        output.hold()
+        try:
             state = self._read_state(output)
             if state is None:
                 self._make(output)
@@ -230,7 +228,9 @@ class Stream:
             else:
                 self.threads = state["threads"]
                 self._reopen(output, run, state["written"])
-            unlocked.pop_all()
+        except BaseException:
+            output.owned.remove_if_new()  # of a call that comes when another has just finished
+            raise
         return state is not None
 
     def _read_state(self, output: FileOutput) -> dict[str, Any] | None:

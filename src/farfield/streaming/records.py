@@ -148,7 +148,7 @@ class _Log(_Folder):
             return
         content = pack(record)
         self.path.mkdir(exist_ok=True)
-        with self._log(place).open("ab") as file:
+        with open(self._log(place), "ab") as file:
             file.write(len(content).to_bytes(_LENGTH, "little") + content)
         self.tiles[place] = record
 
@@ -161,7 +161,7 @@ class _Log(_Folder):
         del self.tiles[place]
         first = place - place % _OF_FILES
         if self.tiles.keys().isdisjoint(range(first, first + _OF_FILES)):
-            self._log(place).unlink(missing_ok=True)
+            Path(self._log(place)).unlink(missing_ok=True)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names or (isinstance(name, tuple) and name[0] == 0 and name[1] in self.tiles)
@@ -169,8 +169,9 @@ class _Log(_Folder):
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter([*self.names, *((0, tile) for tile in self.tiles)])
 
-    def _log(self, tile: int) -> Path:
-        return self.path / f"{tile // _OF_FILES}.log"
+    def _log(self, tile: int) -> str:
+        # No path, whose parts go through the interpreter's table of names: it grows by megabytes.
+        return f"{self.path}{os.sep}{tile // _OF_FILES}.log"
 
     def _recover(self, file: Path) -> None:
         """Know the records of a file; cut off what a process that was killed has written in part."""
@@ -226,9 +227,9 @@ class Records:
             finished[place * length : (place + 1) * length] = True
         return finished
 
-    def left(self) -> Iterator[int]:
-        """Iterate over the tiles that are not finished now."""
-        return map(int, np.flatnonzero(~self.are_finished()))
+    def left(self) -> Sequence[int]:
+        """Return the tiles that are not finished now, in 8 bytes each."""
+        return np.flatnonzero(~self.are_finished()).data
 
     def is_complete(self) -> bool:
         """Whether all tiles are finished, and their records are one."""
@@ -285,24 +286,25 @@ class Records:
 
 def pack(content: dict[str, Any]) -> bytes:
     """Return a zip file of JSON values, dtypes and tensors: JSON, and the bytes of each tensor."""
-    numbers = io.BytesIO()
+    file = io.BytesIO()
 
     def describe(value: object) -> dict[str, Any]:
         if isinstance(value, torch.dtype):
             return {"dtype": str(value)}
         if not isinstance(value, Tensor):
             raise TypeError(f"{type(value).__name__} cannot be saved")
-        start = numbers.tell()
+        start = file.tell() - first
         flat = value.detach().cpu().contiguous()
         flat = flat.as_strided((flat.numel(),), (1,))  # a tensor of one element may have any stride
         numbers.write(flat.view(torch.uint8).numpy().data)
-        return {"tensor": [start, numbers.tell()], "shape": list(value.shape), "of": str(value.dtype)}
+        return {"tensor": [start, file.tell() - first], "shape": list(value.shape), "of": str(value.dtype)}
 
-    text, file = json.dumps({"version": _VERSION, **content}, default=describe), io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        # Without the time, which may be before 1980.
+        # Without the time, which may be before 1980; bytes go where they stay, as those of all tiles are many.
+        with archive.open(zipfile.ZipInfo("tensors"), "w", force_zip64=True) as numbers:
+            first = file.tell()
+            text = json.dumps({"version": _VERSION, **content}, default=describe)
         archive.writestr(zipfile.ZipInfo("state.json"), text)
-        archive.writestr(zipfile.ZipInfo("tensors"), numbers.getvalue())
     return file.getvalue()
 
 

@@ -41,7 +41,7 @@ def split_tokens(graph: Graph) -> Graph:
 
 class _Splitting:
     def __init__(self, graph: Graph, size: Sequence[int]) -> None:
-        self.old, self.new = graph, Graph(constants=graph.constants, device=graph.device)
+        self.old, self.new = graph, Graph(constants=graph.constants, device=graph.device, stored=graph.stored)
         self.labelled = LabelledGraph(self.new, tuple(size), tuple(range(len(size))))
         # Values of the graph as it was -> those of the new one.
         self.moved: dict[Value, Value | _Joined] = {}

@@ -122,8 +122,7 @@ def run_on_cluster(client: Any, job: Job, stream: Stream, quiet: bool) -> Any:
             bar.set_description(f"pass {number + 1} of {len(stream.passes)}")
             stream.run.clean(number)
             while not records.is_complete():
-                left = list(records.left())
-                with contextlib.closing(_run_pass(client, setup, number, left)) as finished:
+                with contextlib.closing(_run_pass(client, setup, number, records.left())) as finished:
                     for texts in finished:
                         bar.update(count_units(each))
                         for text in set(texts) - told:

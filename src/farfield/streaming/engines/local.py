@@ -70,7 +70,7 @@ def run_local(stream: Stream, quiet: bool) -> Any:
         for number, (records, each) in enumerate(zip(stream.records, stream.passes, strict=True)):
             bar.set_description(f"pass {number + 1} of {len(stream.passes)}")
             while not records.is_complete():  # a record that is damaged meanwhile is made again
-                run_tiles(stream, number, [*records.left()], partial(bar.update, count_units(each)))
+                run_tiles(stream, number, records.left(), partial(bar.update, count_units(each)))
                 records.settle()
     return stream.finish()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,7 +129,7 @@ def run_part(part: Part, stream: Stream, quiet: bool) -> Any:
                 _wait(stream, number - 1, part)
                 if stream.run is not None:
                     stream.run.clean(number)
-                run_tiles(stream, number, [*_left(part, records)], partial(bar.update, count_units(each)))
+                run_tiles(stream, number, _left(part, records), partial(bar.update, count_units(each)))
                 records.settle()
     stream.inputs.check()
     return None if part.index else stream.finish()
@@ -144,10 +145,11 @@ def _hold_finished(stream: Stream) -> None:
             raise refusal(FileExistsError, f'"{output.path}" was finished by another process.')
 
 
-def _left(part: Part, records: Records) -> Iterator[int]:
-    """Iterate over the tiles of a part that are left: its share is of neighbours, which have chunks in common."""
+def _left(part: Part, records: Records) -> Sequence[int]:
+    """Return the tiles of a part that are left: its share is of neighbours, which have chunks in common."""
     first, last = (records.count * place // part.count for place in (part.index - 1, part.index))
-    return (index for index in records.left() if first <= index < last)
+    left = records.left()
+    return left[bisect_left(left, first) : bisect_left(left, last)]
 
 
 def _wait(stream: Stream, number: int, part: Part) -> None:
@@ -172,7 +174,7 @@ def _check_complete(stream: Stream, number: int) -> None:
 
 def _missing(stream: Stream, number: int, when: str) -> Exception:
     records = stream.records[number]
-    left = list(records.left())
+    left = records.left()
     return refusal(
         TimeoutError,
         f"{len(left)} of {records.count} tiles of pass {number + 1} are not finished {when}, from tile {left[0]} on; "
