@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -29,6 +29,7 @@ from farfield.volumes.sink import to_numpy
 from farfield.volumes.source import Region, VolumeSource
 from farfield.volumes.unfinished import STATE, unfinished_folder
 
+_Result = TypeVar("_Result")
 # Positions along each axis of the block that a preview predicts, by the number of spatial dims, and for other numbers.
 _BLOCK, _LEAST = {1: 4096, 2: 256, 3: 64}, 16
 
@@ -103,12 +104,12 @@ class Job:
             planned = plan_volumes(network, volumes, tiles, self.pad, self.reduce, path, saved)
             return planned, saved is not None
 
-        made: tuple[StreamingPlan, bool] = self._look(plan)
-        return made
+        return self._look(plan)
 
-    def _look(self, function: Callable[[nn.Module], Any]) -> Any:
+    def _look(self, function: Callable[[nn.Module], _Result]) -> _Result:
         """Call a function with a copy of the network, as `predict_whole` does: of a scripted one its operations."""
-        return looks_at_a_copy(function, "Job", scripted=True)(self.network)
+        result: _Result = looks_at_a_copy(function, "Job", scripted=True)(self.network)
+        return result
 
     def run(self, show: Callable[[float, str], object] = lambda share, text: None) -> Volume:
         """Predict the volume, or go on with it, and return the file, opened for reading, with its voxel size.
@@ -138,8 +139,7 @@ class Job:
             prediction = self._predict(network, plan)
             return prediction.arranged[0], next(iter(prediction.sources.values()))
 
-        made: tuple[ImageMetadata | None, VolumeSource] = self._look(opened)
-        return made
+        return self._look(opened)
 
     @door("preview")
     def preview(self, position: Mapping[str, int]) -> tuple[Volume, list[str]]:

@@ -253,10 +253,6 @@ def _make_tensor(data: Any, dtype: int | None, device: torch.device | None, grad
     return torch.tensor(data, dtype=known, device=device, requires_grad=gradient)
 
 
-def _set_item(values: Any, key: Any, value: Any) -> None:
-    values[key] = value
-
-
 def _sort(values: list[Any], reverse: bool) -> None:
     values.sort(reverse=reverse)
 
@@ -271,7 +267,7 @@ _BEFORE_OPTIMIZING = "the network before torch.jit.optimize_for_inference, or th
 
 # What changes a list or dict, its first argument.
 _CHANGES: Mapping[str, Callable[..., Any]] = {
-    "aten::_set_item": _set_item,
+    "aten::_set_item": operator.setitem,
     "aten::append": list.append,
     "aten::reverse": list.reverse,
     "aten::extend": list.extend,
