@@ -81,7 +81,7 @@ class Job:
         self.out, self.overwrite, self.reduce = Path(out).expanduser(), overwrite, reduce or model.reduce
         shared = find_shared(self.out, volume.array)
         if shared is not None:
-            text = f"out and the volume are both in {shared}, which is never written over; fix: another path."
+            text = f"the output and the volume are both in {shared}, which is never written over; fix: another path."
             raise refusal(ValueError, text)
         self.network, self.volume = self._prepare(volume)
         self.tiles, self.pad = tile or Tiles(), None
@@ -132,15 +132,6 @@ class Job:
     def _predict(self, network: nn.Module, plan: StreamingPlan) -> Prediction:
         return Prediction(network, plan, self.tiles, self.volume, {})
 
-    def _open(self, plan: StreamingPlan) -> tuple[ImageMetadata | None, VolumeSource]:
-        """Return what is known of the volume, by the axes that the network takes, and how it is read."""
-
-        def opened(network: nn.Module) -> tuple[ImageMetadata | None, VolumeSource]:
-            prediction = self._predict(network, plan)
-            return prediction.arranged[0], next(iter(prediction.sources.values()))
-
-        return self._look(opened)
-
     @door("preview")
     def preview(self, position: Mapping[str, int]) -> tuple[Volume, list[str]]:
         """Predict the block around a position, with its halo as if that were the volume; nothing is written.
@@ -156,7 +147,12 @@ class Job:
         """
         dims = len(self.plan.size)
         plan, _ = self._make_plan(replace(self.tiles, size=[_BLOCK.get(dims, _LEAST)] * dims))
-        known, source = self._open(plan)
+
+        def open_source(network: nn.Module) -> tuple[ImageMetadata | None, VolumeSource]:
+            prediction = self._predict(network, plan)
+            return prediction.arranged[0], next(iter(prediction.sources.values()))
+
+        known, source = self._look(open_source)
         if known is None or None in plan.places:
             raise refusal(ValueError, "the output has other axes than the volume; fix: start without a preview.")
         place = [
