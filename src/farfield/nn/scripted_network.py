@@ -95,7 +95,8 @@ class ScriptedNetwork(nn.Module):
         steps = []
         for node in block.nodes():
             kind = node.kind()
-            if any(_is_no_grad(each) for each in (*node.inputs(), *node.outputs())):
+            types = [each.type().str() for each in (*node.inputs(), *node.outputs())]
+            if any(each.endswith("torch.autograd.grad_mode.no_grad") for each in types):
                 continue  # numbers are the same with and without gradients
             if not kind.startswith(("aten::", "prim::")) or "mkldnn" in kind.lower():
                 raise _refusal(kind, "an operation that only TorchScript runs", _BEFORE_OPTIMIZING)
@@ -156,10 +157,6 @@ def _signature(script: Any) -> inspect.Signature:
             for each in arguments
         ]
     )
-
-
-def _is_no_grad(value: Any) -> bool:
-    return value.type().str().endswith("torch.autograd.grad_mode.no_grad")
 
 
 def _containers(value: Any) -> Iterator[Any]:
