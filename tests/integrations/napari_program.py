@@ -285,7 +285,7 @@ def changes(folder: Path, viewer: Any) -> None:
     widget.fields["output"].value = str(folder / "in.zarr")
     widget.fields["overwrite"].value = True
     press(widget, "Plan")
-    assert widget.message.startswith("Output and Layer are both in"), widget.message
+    assert widget.message.startswith("The output and the volume are both in"), widget.message
 
 
 def layers(folder: Path, viewer: Any) -> None:

@@ -116,7 +116,7 @@ def test_a_volume_that_changed_since_the_plan_is_prepared_again(tmp_path: Path) 
 def test_the_input_is_refused_as_output_before_anything_runs(tmp_path: Path) -> None:
     zarr.create_array(tmp_path / "in.zarr", shape=(30, 27), dtype="float32")[:] = 1
     volume = open_volume(tmp_path / "in.zarr")
-    with pytest.raises(ValueError, match=r"Job: out and the volume are both in .*in\.zarr.*; fix: another path"):
+    with pytest.raises(ValueError, match=r"Job: the output and the volume are both in .*in\.zarr.*; fix: another path"):
         Job(plain(nn.Conv2d(1, 1, 3, padding=1)), volume, tmp_path / "in.zarr", overwrite=True)
     assert np.array_equal(volume[:], np.ones((30, 27)))
 

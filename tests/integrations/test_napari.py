@@ -125,14 +125,13 @@ def test_the_position_is_that_of_the_sliders_and_the_middle_of_what_is_shown() -
             'predict_whole: "a.tif" exists; fix: another path, or overwrite=True.',
             '"a.tif" exists; fix: another path, or tick Overwrite.',
         ),
-        ('Job: out="a.png" must end in .tif; fix: "a.zarr".', 'The output a.png must end in .tif; fix: "a.zarr".'),
+        (
+            'Job: the output "a.png" must end in .tif; fix: "a.zarr".',
+            'The output "a.png" must end in .tif; fix: "a.zarr".',
+        ),
         (
             "tile must be at least 1, got 0; fix: tile=64, for example.",
             "Tile must be at least 1, got 0; fix: Tile 64, for example.",
-        ),
-        (
-            'Job: out and the volume are both in "a.zarr"; fix: another path.',
-            'Output and Layer are both in "a.zarr"; fix: another path.',
         ),
     ],
 )

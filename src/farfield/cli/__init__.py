@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from farfield import __version__
 from farfield.cli.command_line import FORMATS, Parser, announce, build_parser
-from farfield.cli.signatures import Signature, read_signature
+from farfield.cli.signatures import read_signature
 from farfield.cli.values import CommandLineError, no_such
 
 
@@ -142,7 +142,9 @@ def dispatch(name: str, words: list[str]) -> None:
 
         others = f", or {' or '.join(PREDICTORS)}" if name == "predict" else ""
         raise CommandLineError(f"it is a command of farfield-papers; fix: {install_papers()}{others}.")
-    signature = _read(command)
+    signature = read_signature(command.function)
+    if signature is None:
+        raise RuntimeError(f"farfield: the source of {command.function} is missing; fix: install farfield again.")
     if "words" in signature.parameters:  # it reads them itself
         _call(command, words)
         return
@@ -165,13 +167,6 @@ def _find_predictor(words: list[str]) -> Command | None:
     return next((PREDICTORS[option] for option in PREDICTORS if option in options), None)
 
 
-def _read(command: Command) -> Signature:
-    signature = read_signature(command.function)
-    if signature is None:
-        raise RuntimeError(f"farfield: the source of {command.function} is missing; fix: install farfield again.")
-    return signature
-
-
 def _call(command: Command, *arguments: Any, **options: Any) -> Any:
     """Import the function of a command and call it; an error names the fix for a package that is not installed."""
     try:
@@ -190,7 +185,7 @@ def _call(command: Command, *arguments: Any, **options: Any) -> Any:
 def _spell_options(text: str) -> str:
     """Return a message of `predict_whole` with options in place of arguments of Python."""
     text = re.sub(r'out="([^"]*)"', r"--output \1", text)
-    text = re.sub(r'\bpad="(\w+)"', r"--pad \1", text).replace("trust=True", "--trust")
+    text = re.sub(r'\bpad="(\w+)"', r"--pad \1", text)
     text = re.sub(r"(?:tile=)?Tiles\(…, (\w+)=([^()]*)\)", r"--tile.\1 \2", text)
     return re.sub(r"(--tile\.(?:disk|memory) \d+)\b", r"\1B", text).replace("overwrite=True", "--overwrite true")
 

@@ -19,8 +19,8 @@ from farfield._files import stage_files
 from farfield._plain_values import check_values, read_text
 from farfield._refusals import door, refusal
 from farfield._weights import describe_differences, read_header
-from farfield.insertion._insert.additions import ChannelsLast, additions, attach_addition
-from farfield.insertion._places import CHILD, Place, join
+from farfield.insertion._insert.additions import ChannelsLast, additions, attach_addition, child_of
+from farfield.insertion._places import Place, join
 from farfield.insertion._replace.api import replace_attention
 from farfield.insertion._replace.finding import chosen_operator, find_original, known_attention
 from farfield.insertion._replace.learned import LOCAL, add_local, find_heads
@@ -157,7 +157,7 @@ def _expect_weights(model: nn.Module, recipe: Mapping[str, Any]) -> Iterator[tup
                 shapes[LOCAL] = (heads * width, 1, each["local"])
             yield from ((join(path, name), torch.empty(shape, device="meta")) for name, shape in shapes.items())
     for each in recipe["inserted"]:
-        child = ".".join(filter(None, (each["path"], CHILD, each["entry"])))
+        child = child_of(Place(each["path"], each["entry"]))
         yield from ((join(child, name), value) for name, value in _build(each).state_dict().items())
 
 
@@ -212,7 +212,7 @@ def _replace(model: nn.Module, entry: Mapping[str, Any]) -> None:
 # ---- what was inserted -----------------------------------------------------------------------------------------------
 def _describe_addition(place: Place, host: nn.Module) -> dict[str, Any]:
     """Return the place and the options of an addition of this library; refuse another."""
-    addition = host.get_submodule(CHILD if place.entry is None else f"{CHILD}.{place.entry}")
+    addition = host.get_submodule(child_of(place._replace(path="")))
     last = isinstance(addition, ChannelsLast)
     module = addition.module if isinstance(addition, ChannelsLast) else addition
     if any(hasattr(part, "original_module") or hasattr(part, "base_layer") for part in module.modules()):

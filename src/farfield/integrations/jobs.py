@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -29,6 +29,7 @@ from farfield.volumes.sink import to_numpy
 from farfield.volumes.source import Region, VolumeSource
 from farfield.volumes.unfinished import STATE, unfinished_folder
 
+_Result = TypeVar("_Result")
 # Positions along each axis of the block that a preview predicts, by the number of spatial dims, and for other numbers.
 _BLOCK, _LEAST = {1: 4096, 2: 256, 3: 64}, 16
 
@@ -80,7 +81,7 @@ class Job:
         self.out, self.overwrite, self.reduce = Path(out).expanduser(), overwrite, reduce or model.reduce
         shared = find_shared(self.out, volume.array)
         if shared is not None:
-            text = f"out and the volume are both in {shared}, which is never written over; fix: another path."
+            text = f"the output and the volume are both in {shared}, which is never written over; fix: another path."
             raise refusal(ValueError, text)
         self.network, self.volume = self._prepare(volume)
         self.tiles, self.pad = tile or Tiles(), None
@@ -103,12 +104,12 @@ class Job:
             planned = plan_volumes(network, volumes, tiles, self.pad, self.reduce, path, saved)
             return planned, saved is not None
 
-        made: tuple[StreamingPlan, bool] = self._look(plan)
-        return made
+        return self._look(plan)
 
-    def _look(self, function: Callable[[nn.Module], Any]) -> Any:
+    def _look(self, function: Callable[[nn.Module], _Result]) -> _Result:
         """Call a function with a copy of the network, as `predict_whole` does: of a scripted one its operations."""
-        return looks_at_a_copy(function, "Job", scripted=True)(self.network)
+        result: _Result = looks_at_a_copy(function, "Job", scripted=True)(self.network)
+        return result
 
     def run(self, show: Callable[[float, str], object] = lambda share, text: None) -> Volume:
         """Predict the volume, or go on with it, and return the file, opened for reading, with its voxel size.
@@ -131,16 +132,6 @@ class Job:
     def _predict(self, network: nn.Module, plan: StreamingPlan) -> Prediction:
         return Prediction(network, plan, self.tiles, self.volume, {})
 
-    def _open(self, plan: StreamingPlan) -> tuple[ImageMetadata | None, VolumeSource]:
-        """Return what is known of the volume, by the axes that the network takes, and how it is read."""
-
-        def opened(network: nn.Module) -> tuple[ImageMetadata | None, VolumeSource]:
-            prediction = self._predict(network, plan)
-            return prediction.arranged[0], next(iter(prediction.sources.values()))
-
-        made: tuple[ImageMetadata | None, VolumeSource] = self._look(opened)
-        return made
-
     @door("preview")
     def preview(self, position: Mapping[str, int]) -> tuple[Volume, list[str]]:
         """Predict the block around a position, with its halo as if that were the volume; nothing is written.
@@ -156,7 +147,12 @@ class Job:
         """
         dims = len(self.plan.size)
         plan, _ = self._make_plan(replace(self.tiles, size=[_BLOCK.get(dims, _LEAST)] * dims))
-        known, source = self._open(plan)
+
+        def open_source(network: nn.Module) -> tuple[ImageMetadata | None, VolumeSource]:
+            prediction = self._predict(network, plan)
+            return prediction.arranged[0], next(iter(prediction.sources.values()))
+
+        known, source = self._look(open_source)
         if known is None or None in plan.places:
             raise refusal(ValueError, "the output has other axes than the volume; fix: start without a preview.")
         place = [

@@ -184,7 +184,8 @@ def clear(chain: Chain, before: dict[int, dict[str, Any]]) -> str:
         return chain.name
     links = list(zip((None, *objects), objects, objects[1:], strict=False))
     for owner, container, held in reversed(links):
-        if isinstance(container, dict) and container is not holder and not is_attributes(owner, container):
+        is_attributes = isinstance(owner, type) or attributes_of(owner) is container
+        if isinstance(container, dict) and container is not holder and not is_attributes:
             for key in [key for key, value in container.items() if value is held or key is held]:
                 del container[key]
             return chain.name
@@ -200,10 +201,6 @@ def clear(chain: Chain, before: dict[int, dict[str, Any]]) -> str:
             put_back(container if owner is None else owner, name, before)
             return chain.name if owner is None else f"{chain.name}.{name}"
     return chain.name
-
-
-def is_attributes(owner: Any, container: dict[Any, Any]) -> bool:
-    return isinstance(owner, type) or attributes_of(owner) is container
 
 
 def put_back(owner: Any, name: str, before: dict[int, dict[str, Any]]) -> None:

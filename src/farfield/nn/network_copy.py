@@ -220,12 +220,10 @@ class Copier:
         own = generator.clone_state() if isinstance(generator, torch.Generator) else copy.deepcopy(generator)
         return self.note(generator, own)
 
-    def copy_object(self, value: Any) -> Any:
-        """Copy a module or another object of a plain class, also of one that refuses to be copied."""
-        return self.copy_attributes(value, self.note(value, object.__new__(type(value))))
-
-    def copy_attributes(self, value: Any, made: Any) -> Any:
-        """Copy the attributes of an object into its copy; a compiled call of a module is left out."""
+    def copy_attributes(self, value: Any, made: Any = None) -> Any:
+        """Copy the attributes of an object into its copy, or a new one; a compiled call of a module is left out."""
+        if made is None:  # also of a class that refuses to be copied
+            made = self.note(value, object.__new__(type(value)))
         own, attributes = attributes_of(value), attributes_of(made)
         attributes.update({name: self.copy(each) for name, each in own.items() if name != "_compiled_call_impl"})
         for base in type(value).__mro__:
@@ -241,7 +239,7 @@ METHODS: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
     (Tensor, Copier.copy_tensor),
     (torch.jit.ScriptModule, Copier.copy_scripted),
     (types.SimpleNamespace, Copier.copy_namespace),
-    (nn.Module, Copier.copy_object),
+    (nn.Module, Copier.copy_attributes),
     (CONTAINERS, Copier.copy_container),
     ((tuple, frozenset), Copier.copy_tuple),
     ((type, types.ModuleType), Copier.share),
@@ -253,7 +251,7 @@ METHODS: tuple[tuple[Any, Callable[[Copier, Any], Any]], ...] = (
     (functools.partial, Copier.copy_partial),
     (weakref.ref, Copier.copy_reference),
     ((torch.Generator, random.Random), Copier.copy_random),
-    (object, Copier.copy_object),
+    (object, Copier.copy_attributes),
 )
 
 
@@ -261,7 +259,7 @@ def method_of(kind: type) -> Callable[[Copier, Any], Any]:
     method = next(method for kinds, method in METHODS if issubclass(kind, kinds))
     if kind.__module__.startswith("numpy.random"):
         return Copier.copy_random
-    return Copier.share if method is Copier.copy_object and not is_plain(kind) else method
+    return Copier.share if method is Copier.copy_attributes and not is_plain(kind) else method
 
 
 def container_of(value: Any) -> Any:

@@ -95,7 +95,8 @@ class ScriptedNetwork(nn.Module):
         steps = []
         for node in block.nodes():
             kind = node.kind()
-            if any(_is_no_grad(each) for each in (*node.inputs(), *node.outputs())):
+            types = [each.type().str() for each in (*node.inputs(), *node.outputs())]
+            if any(each.endswith("torch.autograd.grad_mode.no_grad") for each in types):
                 continue  # numbers are the same with and without gradients
             if not kind.startswith(("aten::", "prim::")) or "mkldnn" in kind.lower():
                 raise _refusal(kind, "an operation that only TorchScript runs", _BEFORE_OPTIMIZING)
@@ -156,10 +157,6 @@ def _signature(script: Any) -> inspect.Signature:
             for each in arguments
         ]
     )
-
-
-def _is_no_grad(value: Any) -> bool:
-    return value.type().str().endswith("torch.autograd.grad_mode.no_grad")
 
 
 def _containers(value: Any) -> Iterator[Any]:
@@ -253,10 +250,6 @@ def _make_tensor(data: Any, dtype: int | None, device: torch.device | None, grad
     return torch.tensor(data, dtype=known, device=device, requires_grad=gradient)
 
 
-def _set_item(values: Any, key: Any, value: Any) -> None:
-    values[key] = value
-
-
 def _sort(values: list[Any], reverse: bool) -> None:
     values.sort(reverse=reverse)
 
@@ -271,7 +264,7 @@ _BEFORE_OPTIMIZING = "the network before torch.jit.optimize_for_inference, or th
 
 # What changes a list or dict, its first argument.
 _CHANGES: Mapping[str, Callable[..., Any]] = {
-    "aten::_set_item": _set_item,
+    "aten::_set_item": operator.setitem,
     "aten::append": list.append,
     "aten::reverse": list.reverse,
     "aten::extend": list.extend,

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,26 +99,17 @@ def memory_places(array: np.ndarray | Tensor) -> Iterator[StorageLocation]:
     else:
         size = array.element_size()
         address, strides = array.data_ptr(), tuple(size * step for step in array.stride())
-    yield StorageLocation(("memory", device), ByteAddresses.view(address, tuple(array.shape), strides, size))
+    yield StorageLocation(("memory", device), view_bytes(address, tuple(array.shape), strides, size))
     mapped = find_mapped_file(array, address) if device == "cpu" else None
     if mapped is not None:
         file, offset = mapped
-        yield StorageLocation(
-            file_key(file), ByteAddresses.view(BASE + offset, tuple(array.shape), strides, size), file
-        )
+        yield StorageLocation(file_key(file), view_bytes(BASE + offset, tuple(array.shape), strides, size), file)
 
 
-class ByteAddresses:
-    """Addresses of an array's bytes, in the form of NumPy's array interface."""
-
-    def __init__(self, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
-
-    @classmethod
-    def view(cls, address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray:
-        """Return an array of items of `size` bytes at an address; its content is never read."""
-        interface = {"data": (address, True), "typestr": f"|V{size}", "shape": shape, "strides": strides, "version": 3}
-        return np.asarray(cls(interface))
+def view_bytes(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray:
+    """Return an array of items of `size` bytes at an address; its content is never read."""
+    interface = {"data": (address, True), "typestr": f"|V{size}", "shape": shape, "strides": strides, "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def find_mapped_file(array: np.ndarray | Tensor, address: int, *, as_is: bool = False) -> tuple[Path, int] | None:
@@ -155,7 +146,7 @@ def hdf5_places(dataset: Any, h5py: ModuleType) -> Iterator[StorageLocation]:
     yield StorageLocation(key, header.addr, file)
     offset = dataset.id.get_offset()
     if offset is not None:  # contiguous: also in the bytes of its file, which can be mapped into memory
-        yield StorageLocation(file_key(file), ByteAddresses.view(BASE + offset, (dataset.nbytes,), (1,), 1), file)
+        yield StorageLocation(file_key(file), view_bytes(BASE + offset, (dataset.nbytes,), (1,), 1), file)
 
 
 def zarr_places(array: Any, zarr: ModuleType) -> Iterator[StorageLocation]:

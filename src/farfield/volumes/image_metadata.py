@@ -141,7 +141,8 @@ class ImageMetadata:
         The unit is that of the axes, or the micrometer if they differ.
         """
         units = {letter: self.units.get(letter, "") for letter in letters if letter in self.spacing}
-        if len(units) < len(letters) or any(not is_length(unit) for unit in units.values()):
+        lengths = {name for name, unit in UNITS.items() if unit.kind == "length"}
+        if len(units) < len(letters) or not lengths.issuperset(units.values()):
             return None
         if len(set(units.values())) == 1:
             return next(iter(units.values())), {letter: self.spacing[letter] for letter in letters}
@@ -160,10 +161,6 @@ def _at(start: float, step: float, place: Fraction) -> float:
 
 def restrict(by_letter: Mapping[str, Any], axes: str) -> dict[str, Any]:
     return {letter: value for letter, value in by_letter.items() if letter in axes}
-
-
-def is_length(unit: str) -> bool:
-    return unit in UNITS and UNITS[unit].kind == "length"
 
 
 def parse_unit(text: object) -> str | None:

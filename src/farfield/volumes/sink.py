@@ -60,7 +60,7 @@ def known_format(path: Path) -> Format:
         # Without the suffix of another format, and that of its compression.
         fix = (path.with_suffix("") if path.suffix.lower() == ".gz" else path) if path.name else path / "restored"
         fix = fix.with_suffix(".zarr")
-        raise refusal(ValueError, f'out="{path}" must end in one of {", ".join(FORMATS)}; fix: "{fix}".')
+        raise refusal(ValueError, f'the output "{path}" must end in one of {", ".join(FORMATS)}; fix: "{fix}".')
     return by_suffix
 
 

@@ -173,18 +173,13 @@ def check_grid(model: nn.Module, place: Place, record: Record) -> Tensor:
         problem = f"{place.label} returns {tuple(grid.shape)}, which has no spatial dims to attend over"
         fix = "insert before the layer that removes them, pooling or flattening for example."
         raise ShapeError(f"insert: {problem}.\n  fix: {fix}")
-    if _has_batch_second(model, place, grid):
+    if has_batch_second(model, place, grid):
         problem = f"{place.label} has the batch as its second dimension"
         raise ValueError(f"insert: {problem}; fix: build the model with batch_first=True.")
     return grid
 
 
-def is_grid(model: nn.Module, place: Place, value: Any) -> bool:
-    """Whether a place returns a grid as `check_grid` accepts it."""
-    return is_floating(value) and value.dim() >= 3 and not _has_batch_second(model, place, value)
-
-
-def _has_batch_second(model: nn.Module, place: Place, grid: Tensor) -> bool:
+def has_batch_second(model: nn.Module, place: Place, grid: Tensor) -> bool:
     """Whether a module around a place or in it has `batch_first=False`, so that the batch is the second dimension."""
     modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
     return grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules)

@@ -9,8 +9,8 @@ from torch import nn
 
 from farfield._refusals import door
 from farfield.insertion._insert.additions import attach_addition, child_of
-from farfield.insertion._insert.checks import check_free, check_open, is_grid
-from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, choose_layout
+from farfield.insertion._insert.checks import check_free, check_open, has_batch_second
+from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, choose_layout, is_floating
 from farfield.insertion._insert.record import Record, has_effect, record_places, run_copy
 from farfield.insertion._places import CHILD, Place, host_of
 from farfield.nn.network_copy import copied, share_parameters
@@ -104,7 +104,8 @@ def _takes_addition(model: nn.Module, place: Place, record: Record) -> bool:
         return False
     with suppress(ValueError, LookupError):
         check_free("places", model, place)
-        return is_grid(model, place, record.at(place).value)
+        value = record.at(place).value
+        return is_floating(value) and value.dim() >= 3 and not has_batch_second(model, place, value)
     return False
 
 

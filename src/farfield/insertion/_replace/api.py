@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from farfield._checks import check_network
-from farfield._refusals import door
+from farfield._refusals import door, refusal
 from farfield.insertion._places import parents
 from farfield.insertion._replace.calls import read_widths
 from farfield.insertion._replace.checking import check_supported, find_doubts
-from farfield.insertion._replace.finding import CALLER, find_attention, find_learned
+from farfield.insertion._replace.finding import find_attention, find_learned
 from farfield.insertion._replace.hugging_face import choose, register_operator, uses_interface
 from farfield.insertion._replace.kinds import find_kind, see_replaced
 from farfield.insertion._replace.learned import draw_parameters, set_parameters
@@ -92,8 +92,7 @@ def replace_attention(
         torch.Size([2, 100, 32])
     """
     _check_model(model)
-    with door(CALLER):
-        name, resolved = resolve_operator(operator)
+    name, resolved = resolve_operator(operator)
     chosen = find_attention(model, where)
     around = {path: [module, *map(model.get_submodule, parents(path))] for path, module in chosen.items()}
     for path in chosen:
@@ -142,13 +141,12 @@ def _undo_after_error(model: nn.Module) -> Iterator[None]:
 
 def _check_model(model: nn.Module) -> None:
     """Refuse a compiled or scripted model: it would keep running its old code."""
-    with door(CALLER):
-        check_network(model, "model", f"{CALLER}(model, operator, where=…)")
+    check_network(model, "model", "replace_attention(model, operator, where=…)")
     for module in model.modules():
         compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
         if compiled or isinstance(module, torch.jit.ScriptModule):
             kind = "compiled" if compiled else "scripted"
-            raise TypeError(f"{CALLER}: {type(model).__name__} is {kind} already; fix: replace first, then compile.")
+            raise refusal(TypeError, f"{type(model).__name__} is {kind} already; fix: replace first, then compile.")
 
 
 def _leave_fast_path(model: nn.Module) -> None:

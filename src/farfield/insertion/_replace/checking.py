@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from farfield._refusals import refusal
 from farfield.insertion._replace.calls import CallingAttention, read_widths
-from farfield.insertion._replace.finding import CALLER, find_learned, find_original, star_numbers
+from farfield.insertion._replace.finding import find_learned, find_original, star_numbers
 from farfield.insertion._replace.hugging_face import configured_models, find_attention_obstacle, uses_interface
 from farfield.insertion._replace.kinds import find_kind, see_replaced
 from farfield.insertion._replace.learned import find_heads
@@ -25,7 +26,8 @@ def check_supported(model: nn.Module, path: str, around: Sequence[nn.Module], op
     reason = next(filter(None, _find_obstacles(model, path, around, operator)), None)
     if reason is not None:
         fix = "; fix: leave it out by where= with the paths of other layers, of an encoder or a vision tower."
-        raise ValueError(f"{CALLER}: {path} ({type(module).__name__}) {reason}{'' if '; fix: ' in reason else fix}")
+        text = f"{path} ({type(module).__name__}) {reason}{'' if '; fix: ' in reason else fix}"
+        raise refusal(ValueError, text)
 
 
 def _find_obstacles(
@@ -96,7 +98,7 @@ def find_doubts(
     for text, paths in doubts.items():
         if paths:
             more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-            yield f"{CALLER}: {paths[0]} ({type(chosen[paths[0]][0]).__name__}){more} {text}"
+            yield f"replace_attention: {paths[0]} ({type(chosen[paths[0]][0]).__name__}){more} {text}"
 
 
 def _is_saved(around: Sequence[nn.Module], known: set[int]) -> bool:

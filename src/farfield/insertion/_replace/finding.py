@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from farfield._refusals import put_name
+from farfield._refusals import refusal
 from farfield.insertion._places import matching, no_match
 from farfield.insertion._replace.hugging_face import registered_operator, uses_interface
 from farfield.insertion._replace.kinds import find_kind
@@ -16,7 +16,6 @@ from farfield.insertion._replace.modules import Replaced
 from farfield.insertion._replace.reading import find_bias
 from farfield.ops.table import Operator
 
-CALLER = "replace_attention"
 # Names of attention classes and of their children, among them ClassAttn, GPSA, XCA and LiteMLA of timm.
 _CALLED, _CHILDREN = re.compile("Attention|Attn|^[A-Z]*SA$|^XCA$|MLA$"), {"qkv", "qk", "to_qkv"}
 
@@ -57,11 +56,11 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
     if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
         problem = f"where must be a path of a module or several, got {type(where).__name__}"
         first = next((name for name, _ in model.named_children()), "")
-        raise TypeError(f'{CALLER}: {problem}; fix: where="{first}", for example.')
+        raise refusal(TypeError, f'{problem}; fix: where="{first}", for example.')
     for pattern in patterns:
         places = list(matching(model, pattern))
         if not places:
-            raise put_name(CALLER, no_match(model, pattern))
+            raise no_match(model, pattern)
         known: dict[str, nn.Module] = {}
         for place, root in places:
             known |= {".".join(filter(None, (place, path))): module for path, module in known_attention(root).items()}
@@ -69,18 +68,18 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
         if others and known:
             problem = f"{type(model).__name__} also has attention that is not supported: {others}"
             fix = f"where= with the paths of the layers to replace, e.g. {next(iter(known))}."
-            raise ValueError(f"{CALLER}: {problem}; fix: {fix}")
+            raise refusal(ValueError, f"{problem}; fix: {fix}")
         if not known:
-            raise LookupError(
-                f"{CALLER}: {type(model).__name__} has no supported attention{f' at {pattern}' if pattern else ''}"
-                f"{f', but {others}' if others else ''}; supported are torch.nn.MultiheadAttention, "
-                f"attention of timm, diffusers and MONAI, models of transformers with attn_implementation, and "
-                f"nn.TransformerLayer with softmax; "
-                f"fix: insert(…) adds attention to any model."
+            raise refusal(
+                LookupError,
+                f"{type(model).__name__} has no supported attention{f' at {pattern}' if pattern else ''}"
+                f"{f', but {others}' if others else ''}; supported are torch.nn.MultiheadAttention, attention of timm, "
+                "diffusers and MONAI, models of transformers with attn_implementation, and nn.TransformerLayer with "
+                "softmax; fix: insert(…) adds attention to any model.",
             )
         chosen |= known
     if not chosen:
-        raise ValueError(f"{CALLER}: where names no path; fix: leave it out for all attention, or name one.")
+        raise refusal(ValueError, "where names no path; fix: leave it out for all attention, or name one.")
     return chosen
 
 

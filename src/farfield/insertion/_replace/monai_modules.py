@@ -16,6 +16,9 @@ class _MonaiAttention(Replaced, nn.Module):
     num_heads: int
     scale: float
     dropout_rate: float
+    to_q: nn.Module
+    to_k: nn.Module
+    to_v: nn.Module
     out_proj: nn.Module
     drop_output: nn.Module
 
@@ -44,9 +47,6 @@ class MonaiSelfAttention(_MonaiAttention):
     """MONAI's `SABlock` with any operator; created by `replace_attention`."""
 
     qkv: nn.Module
-    to_q: nn.Module
-    to_k: nn.Module
-    to_v: nn.Module
     use_combined_linear: bool
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -60,10 +60,6 @@ class MonaiSelfAttention(_MonaiAttention):
 
 class MonaiCrossAttention(_MonaiAttention):
     """MONAI's `CrossAttentionBlock` with any operator; created by `replace_attention`."""
-
-    to_q: nn.Module
-    to_k: nn.Module
-    to_v: nn.Module
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Attend as MONAI's `CrossAttentionBlock`, from tokens `(b, m, c)` to those of a context, or to themselves."""

@@ -201,17 +201,13 @@ def _describe(name: str, files: Mapping[str, Path]) -> dict[str, Any]:
     }
 
 
-def _letters(grid: Tensor) -> str:
-    return "zyx"[-(grid.dim() - 2) :]
-
-
 def _describe_channels(prefix: str, count: int) -> Any:
     return v0_5.ChannelAxis(channel_names=[v0_5.Identifier(f"{prefix}{index}") for index in range(count)])
 
 
 def _describe_input(example: Tensor, step: int, file: Path) -> Any:
     axes: list[Any] = [v0_5.BatchAxis(), _describe_channels("channel", example.shape[1])]
-    for letter, length in zip(_letters(example), example.shape[2:], strict=True):
+    for letter, length in zip("zyx"[-(example.dim() - 2) :], example.shape[2:], strict=True):
         axes.append(v0_5.SpaceInputAxis(id=v0_5.AxisId(letter), size=v0_5.ParameterizedSize(min=length, step=step)))
     data = v0_5.IntervalOrRatioDataDescr(type=str(example.dtype).removeprefix("torch."))
     return v0_5.InputTensorDescr(

@@ -14,10 +14,7 @@ from farfield.volumes.image_metadata import parse_unit
 # What errors say in arguments of Python -> the same with the fields of the widget.
 _FIELDS = {
     r"^(predict_whole|plan_whole|open_volume|open_model|open_package|restore|find_seams|Job|preview): ": "",
-    r"\bout and the volume\b": "Output and Layer",
-    r'\bout="([^"]*)"': r"the output \1",
     r"(or )?overwrite=True": r"\1tick Overwrite",
-    r"\btrust=True\b": "farfield predict --bioimageio with --trust",
     r"\btile=(\d+)": r"Tile \1",
     r"\brepeat the call": "press Start again",
 }
