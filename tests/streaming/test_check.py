@@ -15,7 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from farfield.streaming import MeanOverFlips, Tiles, _plan_whole, check, plan_whole, planning, predict_whole, prediction
+from farfield.streaming import (
+    MeanOverFlips,
+    Tiles,
+    _plan_whole,
+    check,
+    cuts,
+    plan_whole,
+    planning,
+    predict_whole,
+    prediction,
+)
 from farfield.streaming.labels import label_graph
 from farfield.streaming.plan import StreamingPlan
 from farfield.streaming.planning import find_stored, make_plan
@@ -436,3 +446,30 @@ def test_a_norm_of_what_does_not_vary_is_no_difference() -> None:
     net, volume = Layer(lambda grid: F.instance_norm(grid * 0 + 2.338)).eval(), torch.randn(1, 1, 28, 22).double()
     result = predict_whole(net, volume, tile=(10, 12), quiet=True)
     assert float(result.abs().max()) < 1e-9
+
+
+# ---- how long the whole takes ----------------------------------------------------------------------------------------
+def test_the_time_of_the_whole_follows_from_that_of_the_region() -> None:
+    plan = plan_whole(nn.Sequential(nn.Conv2d(1, 8, 3), nn.InstanceNorm2d(8)).eval(), (2, 1, 200, 220), tile=32)
+    assert isinstance(plan.check, check.RegionCheck)
+    region, speed = plan.check.plan, 1e-9
+    taken = [sum(each.macs for each in own.passes) * speed for own in (region, plan)]
+    tasks = [len(own.passes) * len(own.cores) * cuts._TASK for own in (region, plan)]
+    want = plan.samples * (taken[1] + tasks[1]) / plan.workers
+    assert cuts.scale_seconds(taken[0] + tasks[0], region, plan) == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, None), (70, "70 seconds"), (200, "3 minutes"), (2e4, "6 hours")])
+def test_how_long_it_takes_is_said_before_the_first_pass(
+    seconds: float, text: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.InstanceNorm2d(8)).eval()
+    volume = torch.rand(1, 64, 60)
+    taken: list[float] = []
+    monkeypatch.setattr(prediction, "scale_seconds", lambda own, *plans: taken.append(own) or float(seconds))
+    predict_whole(net, volume, tile=32)
+    printed = capsys.readouterr().err
+    assert taken[0] > 0
+    assert f"about {text} at this speed\n" in printed if text else "at this speed" not in printed
+    predict_whole(net, volume, tile=32, quiet=True)
+    assert "at this speed" not in capsys.readouterr().err

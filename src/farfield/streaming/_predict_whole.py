@@ -34,6 +34,9 @@ from farfield.volumes.labelled_arrays import label_result
 from farfield.volumes.sink import FileOutput, output_for
 from farfield.volumes.source import AxisLayout
 
+# Seconds from which on it is said how long a prediction takes, and units.
+_LONG, _UNITS = 10, (("day", 86400), ("hour", 3600), ("minute", 60))
+
 
 @partial(looks_at_a_copy, scripted=True)
 @door("predict_whole", OF_WINDOWS)
@@ -229,6 +232,8 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
             return run_part(part, stream, quiet)
         if not stream.open(run):
             prediction.check_region(stream)
+            if not quiet and prediction.seconds >= _LONG:
+                print(f"about {_describe_seconds(prediction.seconds)} at this speed", file=sys.stderr)
         result = run_local(stream, quiet) if client is None else run_on_cluster(client, prediction, stream, quiet)
     if out is not None:
         return result
@@ -236,6 +241,12 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     if isinstance(volume, tuple) or planned.outputs.channels:
         return result
     return label_result(volume, result, prediction.spec.metadata)
+
+
+def _describe_seconds(seconds: float) -> str:
+    """Return a duration in the unit of which it has at least two, and at most 120."""
+    unit, count = next(((name, seconds / own) for name, own in _UNITS if seconds >= 2 * own), ("second", seconds))
+    return f"{count:.0f} {unit}s"
 
 
 def _check_plan(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -58,6 +59,7 @@ def run_check(
     read: _ReadBox,
     samples: int = 1,
     warn: Callable[[str], object] | None = None,
+    tell_seconds: Callable[[float], object] = lambda seconds: None,
 ) -> str:
     """Compare tiles with a copy of the network on a region; return why it was not checked; refuse a difference.
 
@@ -89,7 +91,9 @@ def run_check(
         return f"the network does not run on a region of size {plan.size} ({str(error).splitlines()[0]:.80})"
     if not want.isfinite().all():
         return "the result on a region has numbers that are not finite"
+    started = time.perf_counter()
     got = torch.cat([run_tiles(plan, own, want.device) for own in reads])
+    tell_seconds((time.perf_counter() - started) / len(reads))
     # Each operation in series rounds at least once: nearer, no run in another precision is needed, which is slow. Of
     # float64 none tells how far rounding goes: norms of constants leave nothing in float32, and rounding alone in it.
     near = _HALF if want.dtype == torch.float64 else _eps(want) * _count_in_series(graph)

@@ -135,6 +135,17 @@ def estimate_seconds(plan: StreamingPlan) -> float:
     return sum(each.macs for each in plan.passes) * _MAC + stored + len(plan.passes) * len(plan.cores) * _TASK
 
 
+def scale_seconds(seconds: float, region: StreamingPlan, plan: StreamingPlan) -> float:
+    """Return about how long a plan takes, from the seconds of one sample of the plan of a region of the volume."""
+    macs, tasks = zip(
+        *((sum(each.macs for each in own.passes), len(own.passes) * len(own.cores)) for own in (region, plan)),
+        strict=True,
+    )
+    # What a task takes beside its numbers is the same in a small region.
+    of_numbers = max(0.0, seconds - tasks[0] * _TASK) * macs[1] / max(1, macs[0])
+    return plan.samples * (of_numbers + tasks[1] * _TASK) / plan.workers
+
+
 def cheapest_source(labelled: LabelledGraph, value: Value) -> Value:
     """Return the value from which this one follows without MACs, and which has no more bytes."""
     graph = labelled.graph

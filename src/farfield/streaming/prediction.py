@@ -18,6 +18,7 @@ from farfield.ops.modes import autocast_dtype, use_threads
 from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import Tiles, arrange_volumes, axis_spans
 from farfield.streaming.check import RegionCheck, run_check
+from farfield.streaming.cuts import scale_seconds
 from farfield.streaming.masks import mask_plan
 from farfield.streaming.passes import Skips, Store, TiledRun
 from farfield.streaming.plan import StreamingPlan, own_box
@@ -61,6 +62,8 @@ class Prediction:
     caller = "predict_whole"
 
     def __post_init__(self) -> None:
+        # About how long it takes, as the check of a region shows; 0 where it is not known.
+        self.seconds = 0.0
         self.autocast = self.autocast or autocast_dtype(torch.empty(0, device=device_of(self.model)))
 
     @cached_property
@@ -221,9 +224,14 @@ class Prediction:
                     read,
                     plan.samples,
                     stream.warn,
+                    self._note_seconds,
                 )
         if problem:
             stream.warn(f"predict_whole: tiles are not checked: {problem}.")
+
+    def _note_seconds(self, seconds: float) -> None:
+        if isinstance(self.plan.check, RegionCheck):
+            self.seconds = scale_seconds(seconds, self.plan.check.plan, self.plan)
 
     def read_box(self, read: Callable[[str, Region, int | None], Tensor], sample: int, volume: int, box: Box) -> Tensor:
         """Read a box of a volume, of a sample that runs by itself, filled where the mask is False."""
