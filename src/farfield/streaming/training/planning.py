@@ -134,7 +134,10 @@ def plan_call(recorded: RecordedCall, size: tuple[int, ...], tiles: Tiles) -> Tr
         plan.labelled.reductions[index] = with_ties(row)
         node = graph.nodes[index]
         if plan.labelled.reductions[index].pull is None and any(_is_smooth(info) for info in node.outputs):
-            raise refusal(GraphError, f"{node.op} in {node.path} has no gradient in tiles; fix: it outside of tiles.")
+            raise refusal(
+                GraphError,
+                f"{node.op} in {node.path} has no gradient in tiles; fix: it behind WholeNetwork, and not within.",
+            )
     return TrainingPlan(plan, _plan_items(plan, recorded.outputs))
 
 

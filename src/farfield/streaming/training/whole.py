@@ -240,6 +240,11 @@ class WholeNetwork(nn.Module):
                 modules |= dict.fromkeys(each for each in layer.module.parameters() if each.requires_grad)
         return graph, list(modules)
 
+    def _apply(self, function: Any, recurse: bool = True) -> WholeNetwork:
+        if isinstance(self.loss, nn.Module):
+            self.loss._apply(function, recurse)
+        return super()._apply(function, recurse)
+
     def __getstate__(self) -> dict[str, Any]:
         """Save no plans, which are made again."""
         return vars(self) | {"_plans": {}}
