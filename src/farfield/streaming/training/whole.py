@@ -59,12 +59,13 @@ class _Whole(torch.autograd.Function):
                 "WholeNetwork: what a call has stored is gone after its backward pass; fix: one backward() of the sum "
                 "of losses, or another call for each."
             )
+        run = Backward(step, ctx.items, list(grads), ctx.needs_input_grad[3 : 3 + volumes], modules)
         try:
             with use_threads(step.plan.threads or torch.get_num_threads()), step.surroundings():
-                watched = ctx.needs_input_grad[3 : 3 + volumes]
-                of_volumes, others = Backward(step, ctx.items, list(grads), watched, modules).run()
-        finally:
+                of_volumes, others = run.run()
+        finally:  # what an error keeps of this call has no files
             step.close()
+            run.grids.clear()
         pairs = zip(of_volumes, ctx.saved_tensors, strict=False)
         return None, None, None, *(each if each is None else each.to(like.device) for each, like in pairs), *others
 
