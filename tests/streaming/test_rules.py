@@ -354,7 +354,7 @@ MODULES = {
 }
 # Rules of operations that no case reaches on this machine, or that stand beside one that is reached.
 # In graphs of masks (test_masks.py), and of training, alone.
-UNREACHED = {"cover", "random", "several"}
+UNREACHED = {"cover", "random", "several", "detach"}
 
 
 def network_of(name: str) -> nn.Module:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Seconds of a MAC, of a byte that an operation gives, of one that is stored in a file that is there, or read from it,
 # and of a task: of one core of a server, as benchmarks/cuts.py measures them.
-_MAC, _GIVEN, _STORED, _READ, _TASK = 2.5e-11, 1e-10, 1e-10, 1.4e-10, 1e-3
+MAC, _GIVEN, _STORED, _READ, _TASK = 2.5e-11, 1e-10, 1e-10, 1.4e-10, 1e-3
 
 
 class Stretch(NamedTuple):
@@ -104,7 +104,7 @@ def _trace_back(
             share = sizes[value] / max(1, graph.info(value).bytes)
             macs = 0 if value.output else graph.nodes[value.node].macs * share
             place = places[value.node]
-            computed[place] = computed.get(place, 0) + macs * _MAC + sizes[value] * _GIVEN
+            computed[place] = computed.get(place, 0) + macs * MAC + sizes[value] * _GIVEN
     for start in starts:
         read = sum(sizes.get(value, 0) for value in crossing.at(start))
         own = [value for value in stored if places[value.node] > start and value in wanted]
@@ -132,7 +132,7 @@ def estimate_seconds(plan: StreamingPlan) -> float:
     """Return about how long a plan with costs takes beside what is the same for all plans."""
     sizes = (plan.labelled.graph.stored_info(value).bytes for value in plan.stored)
     stored = sum(size * (_STORED + _READ) for size in sizes)
-    return sum(each.macs for each in plan.passes) * _MAC + stored + len(plan.passes) * len(plan.cores) * _TASK
+    return sum(each.macs for each in plan.passes) * MAC + stored + len(plan.passes) * len(plan.cores) * _TASK
 
 
 def scale_seconds(seconds: float, region: StreamingPlan, plan: StreamingPlan) -> float:

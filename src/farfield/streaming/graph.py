@@ -256,6 +256,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "unpool": _unpool,
     # Of a seed, which is a constant of a call: the number of the operation, the distribution and its numbers.
     "random": draw,
+    "detach": lambda info, value: value.detach(),
     # What a network returns of several values, each an output.
     "several": lambda info, *values: values,
     # All positions of a dimension, for each position of a result.

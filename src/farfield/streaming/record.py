@@ -8,7 +8,8 @@ own, and a layer that needs the whole grid is one node.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,8 +21,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from farfield.nn import GridAttention
 from farfield.nn.devices import device_of
@@ -61,6 +64,10 @@ AROUND = "the network"
 # it with the tensors that functionalization unwrapped.
 _LIBRARY = torch.library.Library("farfield_streaming", "DEF")
 _LIBRARY.define("layer(int number, Tensor grid, Tensor? mask) -> Tensor")
+# And so is what stops gradients, where they are wanted.
+_LIBRARY.define("detach(Tensor value) -> Tensor")
+# Functions whose result has no gradient.
+_DETACHING = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 # Losses, which are recorded as the operations that they consist of.
@@ -115,6 +122,10 @@ class _Recorder(TorchDispatchMode):
             return self.number_of(args[0])
         if function is torch.ops.farfield_streaming.layer.default:
             return self.run_layer(*args)
+        if function is torch.ops.farfield_streaming.detach.default:
+            result = torch.empty_like(args[0])
+            self.note(result, [self.write.append("detach", [self.value_of(args[0])], *_info(result))])
+            return result
         if self.in_loss or function in _LOSSES:
             was, self.in_loss = self.in_loss, True
             try:
@@ -158,14 +169,22 @@ class _Recorder(TorchDispatchMode):
     def refuse_memory(self, network: nn.Module) -> None:
         """Refuse a network that keeps something of the volume for its next run; it may count its runs."""
         own = [(self.constants[key][0], tensor) for key, (tensor, _) in self.held.items() if key in self.constants]
+        tensors = dict(self.constants.values())
         for name, tensor in [*own, *network.named_buffers()]:
             last = self.numbers_of(tensor)
             if last is tensor:
                 continue
-            self.graph.writes[name] = self.value_of(last)
-            if not self.write.is_known(self.graph.writes[name]):
+            if name in tensors:
+                self.graph.writes[name] = self.value_of(last)
+                self.graph.constants.setdefault(name, tensors[name])
+            if not self.write.is_known(self.value_of(last)):
                 fix = "model.eval(), if it is in training mode; else a module without that write"
                 raise RecordingError(f"{name} of the network is computed from the volume, for the next run; fix: {fix}")
+
+    def own_gradient(self, name: str) -> RecordingError:
+        """Return the error for a function with a backward pass of its own."""
+        fix = "operations of torch, such as value + (other - value).detach()"
+        return RecordingError(f"{self.write.path} runs {name}, whose gradient is not in its operations; fix: {fix}")
 
     def add(self, function: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         macs = count_macs(function, args, kwargs, outputs)
@@ -316,6 +335,9 @@ class _NetworkFunctions(TorchFunctionMode):
         self.attending: Attending | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in tensors((args, kwargs or {})):
+            if issubclass(kind := type(each.grad_fn), BackwardCFunction):
+                raise self.recorder.own_gradient(kind.__name__)
         args, kwargs = map_values((tuple(args), kwargs or {}), Tensor, self.recorder.hold)
         if function in (Tensor.numpy, Tensor.__array__):  # of memory in which nothing was computed
             path = self.recorder.write.path
@@ -333,11 +355,43 @@ class _NetworkFunctions(TorchFunctionMode):
         first, number = len(graph.nodes), self.counts[own]
         self.counts[own] += 1
         outputs = run_recorded(function, *args, **kwargs)
+        if self.recorder.seed is not None and (function in _DETACHING or not torch.is_grad_enabled()):
+            outputs = _detach(outputs, tensors((args, kwargs)))
         note_outputs(outputs)
         if len(graph.nodes) > first or whole is not None:
             shapes = tuple(tuple(each.shape) for each in tensors(outputs))
             graph.calls.append(FunctionCall(*own, number, (first, len(graph.nodes)), shapes))
         return outputs
+
+
+def _detach(outputs: Any, given: Sequence[Tensor]) -> Any:
+    """Stop the gradients of what a function returns, but of what it was given and has written to."""
+    own = {id(each) for each in given}
+
+    def stop(tensor: Tensor) -> Tensor:
+        is_smooth = tensor.is_floating_point() or tensor.is_complex()
+        return torch.ops.farfield_streaming.detach(tensor) if is_smooth and id(tensor) not in own else tensor
+
+    return map_values(outputs, Tensor, stop)
+
+
+@contextmanager
+def _without_functions(recorder: _Recorder) -> Iterator[None]:
+    """Refuse functions that have a backward pass of their own, which is no operation; a checkpoint is what it runs."""
+    apply: Any = vars(torch.autograd.Function)["apply"]
+
+    def run(function: Any, *args: Any) -> Any:
+        if function is CheckpointFunction:
+            return args[0](*args[2:])
+        if function.__module__.startswith("farfield."):
+            return apply.__get__(None, function)(*args)
+        raise recorder.own_gradient(function.__name__)
+
+    torch.autograd.Function.apply = classmethod(run)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply
 
 
 def record_network(
@@ -394,7 +448,10 @@ def _record(
         autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
         # cuDNN has operations of its own for what torch has on each device.
         cudnn = torch.backends.cudnn.flags(enabled=False)
-        with torch.no_grad(), autocast, cudnn, recorder, _NetworkFunctions(recorder), recorded_for_tiles():
+        is_trained = recorder.seed is not None
+        functions = _without_functions(recorder) if is_trained else nullcontext()
+        grad = torch.set_grad_enabled(is_trained)
+        with functions, grad, autocast, cudnn, recorder, _NetworkFunctions(recorder), recorded_for_tiles():
             output = finish(fake(*map(recorder.hold, inputs)))
             outputs = output if isinstance(output, list) else [output]
             values = [recorder.value_of(recorder.numbers_of(each)) for each in outputs]

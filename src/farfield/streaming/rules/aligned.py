@@ -255,6 +255,7 @@ def _draw(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor])
 
 ALIGNED_RULES: dict[str, Rule] = {
     "random": Rule(lambda call: [constant_layout(call.shape)], lambda call, output, box: [()], _draw),
+    "detach": POINTWISE._replace(run=lambda call, output, box, tensors: tensors[0].detach()),
     "several": Rule(
         lambda call: [each.layout for each in call.operands],
         lambda call, output, box: [box if place == output else () for place in range(len(call.operands))],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,11 @@ from farfield.streaming.spans import Box, Span, Window, box_shape, clip, length_
 BLOCK = 16
 # Samples, channels and positions along two axes up to which torch does not transpose a convolution by oneDNN.
 SMALL = 20_480
+
+
+CONVOLUTION = "aten.convolution.default"
+# A convolution whose result is stored: it computes no numbers, and has its gradients.
+HOLLOW = "hollow convolution"
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
@@ -80,7 +85,7 @@ def _run_pad(call: OperationCall, output: int, box: Box, tensors: Sequence[Tenso
 # ---- windows of operations -------------------------------------------------------------------------------------------
 def _find_windows(call: OperationCall) -> Windows:
     extra, transposed = 0, call.op != "windows"
-    if call.op == "aten.convolution.default":
+    if call.op in (CONVOLUTION, HOLLOW):
         _, weight, _, strides, paddings, dilations, transposed, extra, _ = call.args
         kernels = weight.shape[2:]
     elif call.op == "unpool":
@@ -131,6 +136,22 @@ def convolve(
     return torch.convolution(grid, weight, bias, stride, padding, dilation, False, [0] * len(padding), groups)
 
 
+class _Hollow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+        ctx.save_for_backward(grid, weight)
+        ctx.bias, ctx.given = None if bias is None else list(bias.shape), given
+        shape = torch.convolution(grid.to("meta"), weight.to("meta"), None, *given).shape
+        return grid.new_zeros(()).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grid, weight = ctx.saved_tensors
+        wanted = [*ctx.needs_input_grad[:2], ctx.bias is not None and ctx.needs_input_grad[2]]
+        found = torch.ops.aten.convolution_backward(grad, grid, weight, ctx.bias, *ctx.given, wanted)
+        return *found, *[None] * len(ctx.given)
+
+
 def _is_volume(grid: Tensor, weight: Tensor) -> bool:
     return grid.is_cpu and grid.dtype == weight.dtype == torch.float32 and grid.dim() == 5
 
@@ -146,11 +167,16 @@ def _run_convolution(call: OperationCall, output: int, box: Box, tensors: Sequen
     windows, shape = _find_windows(call), box_shape(box)[2:]
     if not transposed:
         grid, padding = _read_padded(call, windows, box, grid)
+        if call.op == HOLLOW:
+            given = stride, padding, dilation, False, [0] * len(padding), groups
+            return cast(Tensor, _Hollow.apply(grid, weight, bias, *given))
         return convolve(grid, weight, bias, stride, padding, dilation, groups)
     starts, lengths = _find_written(call, windows, box)
     extra = [max(0, start + own - length) for start, own, length in zip(starts, shape, lengths, strict=True)]
     none = [0] * len(extra)
-    if _is_volume(grid, weight) and _has_few_columns(call, windows):
+    if call.op == HOLLOW:
+        result = _Hollow.apply(grid, weight, bias, stride, none, dilation, True, extra, groups)
+    elif _is_volume(grid, weight) and _has_few_columns(call, windows):
         loop = torch.ops.aten.slow_conv_transpose3d
         result = loop(grid, weight, weight.shape[2:], bias, stride, none, extra, dilation)
     else:
@@ -234,9 +260,7 @@ def _run_unpool(call: OperationCall, output: int, box: Box, tensors: Sequence[Te
 
 WINDOW_RULES: dict[str, Rule] = {
     "aten.constant_pad_nd.default": reading(_padded, _run_pad),
-    "aten.convolution.default": reading(_find_windows, _run_convolution, mixes=True)._replace(
-        scratch=_scratch_convolution
-    ),
+    CONVOLUTION: reading(_find_windows, _run_convolution, mixes=True)._replace(scratch=_scratch_convolution),
     "windows": reading(_find_windows, _run_windows, mixes=True),
     "fold": reading(_find_windows, _run_fold, mixes=True),
     "unpool": reading(_find_windows, _run_unpool),

@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from farfield.ops.modes import full_precision
 from farfield.streaming.graph import Value
+from farfield.streaming.labels import find_needs
 from farfield.streaming.plan import StreamingPlan, find_wanted, own_box
 from farfield.streaming.rules.rule import Parts
+from farfield.streaming.rules.windows import CONVOLUTION, HOLLOW
 from farfield.streaming.run import compute, summarize_tile
 from farfield.streaming.spans import Box, Layout, Span, read_box, region_of, whole_box
 from farfield.streaming.training.step import Step
@@ -150,12 +153,25 @@ class Backward:
         own = {value: box for value in live if (box := own_box(self.items, value, tile)) is not None}
         summarized = {index: boxes for index, boxes in summarized.items() if index in rest}
         read = {*own, *(value for each in summarized.values() for value in each)}
-        wanted = {value: box for value, box in wanted.items() if value in read}
+        # The numbers of a convolution are in the store, or with the user.
+        nodes = self.step.graph.nodes
+        hollow = {value: box for value, box in own.items() if nodes[value.node].op == CONVOLUTION}
+        wanted = {value: box for value, box in wanted.items() if value in read and value not in hollow}
+        for value, box in hollow.items():
+            needs = find_needs(self.labelled, value, box)
+            wanted |= {source: each for source, each in needs if source not in self.labelled.kept}
         with torch.enable_grad():
             given = {*self.inputs, *self.step.stored} - {*live}
             known = compute(self.labelled, wanted, given, self._read_leaf, leaves)
 
             def part(value: Value, box: Box) -> Tensor:
+                if value in self.labelled.kept:
+                    return read_box(self.leaves[value], region_of(whole_box(self.labelled.layouts[value])), box)
+                if value in hollow:
+                    tensors = [part(*each) for each in find_needs(self.labelled, value, box)]
+                    call = self.labelled.calls[value.node]._replace(op=HOLLOW)
+                    with full_precision(torch.empty(0)):
+                        return self.labelled.rules[value.node].run(call, value.output, box, tensors)
                 return read_box(known[value], region_of(wanted[value]), box)
 
             pairs: list[tuple[Tensor, Tensor | None]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -13,18 +15,24 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from farfield._refusals import is_refusal, refusal
+from farfield.nn.devices import free_bytes
 from farfield.nn.network_copy import CannotCopyError, copied
 from farfield.nn.scripted_network import ScriptError
 from farfield.streaming.arguments import Tiles, round_up_tile
 from farfield.streaming.choosing import choose_plan, refuse_large_summaries
+from farfield.streaming.cuts import MAC, Crossing, choose_cuts, estimate_seconds, find_stretches
 from farfield.streaming.graph import Graph, Info, RecordingError, Value
-from farfield.streaming.labels import GraphError
+from farfield.streaming.labels import GraphError, find_regions
 from farfield.streaming.places import RecordedNetwork
-from farfield.streaming.plan import PlannedPass, StreamingPlan
-from farfield.streaming.planning import choose_threads, count_costs
+from farfield.streaming.plan import PlannedPass, StreamingPlan, find_wanted
+from farfield.streaming.planning import choose_threads, count_costs, find_stored, make_plan
 from farfield.streaming.record import record_network
 from farfield.streaming.rules.sums import with_ties
+from farfield.streaming.rules.windows import CONVOLUTION
 from farfield.streaming.spans import Halo
+
+# The share of the free memory that a tile with its history, and half of it stored values, may take.
+_MEMORY_SHARE = 0.25
 
 
 class WithLoss(nn.Module):
@@ -113,29 +121,111 @@ def record_call(
     return RecordedCall(graph, returned[-1])
 
 
-class TrainingPlan(NamedTuple):
-    """The passes of a call in tiles, and the items of its backward pass."""
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The plan of a call in tiles and of its backward pass; `print(plan)` prints it.
+
+    Attributes:
+        forward: The passes of the forward pass; what they store is kept until the backward pass.
+        items: The plan whose passes compute one item each, a stored value, a sum or what is returned, from stored
+            values alone. Backward, they run from the last to the first.
+    """
 
     forward: StreamingPlan
-    # Each pass computes one item, a stored value, a sum or what is returned, from stored values alone.
     items: StreamingPlan
+
+    @property
+    def macs(self) -> tuple[int, int]:
+        """MACs of the forward pass, and of the backward pass with what tiles compute again."""
+        nodes = self.forward.labelled.graph.nodes
+        ends = {value.node for each in self.items.passes for value in each.writes}
+        ends.add(self.forward.labelled.graph.output.node)
+        # A stored convolution has its gradients, and is not computed again.
+        hollow = sum(nodes[index].macs for index in ends if nodes[index].op == CONVOLUTION)
+        forward, items = (round(sum(each.macs for each in plan.passes)) for plan in (self.forward, self.items))
+        return forward, 3 * items - hollow
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all stored values."""
+        return sum(self.forward.labelled.graph.info(value).bytes for value in self.forward.stored)
+
+    @cached_property
+    def tile_bytes(self) -> int:
+        """The most bytes that the values of a tile take at once with their history and their gradients."""
+        plan, sizes = self.items, [self.forward.tile_bytes]
+        for number, each in enumerate(plan.passes):
+            wanted = find_wanted(plan, number, plan.cores[len(plan.cores) // 2])[1]
+            given = {*plan.labelled.graph.inputs, *each.reads}
+            regions = find_regions(plan.labelled, wanted, given)
+            sizes.append(2 * sum(plan.labelled.bytes_on(*pair) for pair in regions.items()))
+        return max(sizes)
+
+    @property
+    def seconds(self) -> float:
+        """About how long a step takes on one core of a server."""
+        return estimate_seconds(self.forward) + estimate_seconds(self.items) + (self.macs[1] - self.macs[0]) * MAC
+
+    def __str__(self) -> str:
+        """Return the passes, and what they cost."""
+        forward, where = self.forward, "on disk" if self.forward.on_disk else "in memory"
+        work = [each / max(1, forward.macs) for each in self.macs]
+        return "\n".join(
+            [
+                *(line for line in forward.lines() if not line.startswith(("not checked", "to do less"))),
+                f"forward {work[0]:.2f} times the network's MACs; backward {work[1]:.2f} times, where 2 are gradients, "
+                f"in {len(self.items.passes)} items from the last to the first",
+                f"a tile with its history takes about {self.tile_bytes / 2**20:,.0f} MiB, and what is stored until "
+                f"then {self.stored_bytes / 2**20:,.0f} MiB {where}",
+                f"about {self.seconds:,.1f} seconds a step on one core",
+            ]
+        )
 
 
 def plan_call(recorded: RecordedCall, size: tuple[int, ...], tiles: Tiles) -> TrainingPlan:
-    """Plan the passes of a recorded call."""
+    """Plan a recorded call: tiles whose history fits in memory, and passes that end where that saves time."""
     graph = recorded.graph
     halo = (tiles.halo,) * len(size) if isinstance(tiles.halo, int) else tiles.halo
     network = RecordedNetwork(graph, size, halo)
     given = None if tiles.size is None else round_up_tile(tiles.size, size, network.strides)
-    plan = count_costs(choose_plan(network, tiles, given, graph.device, None))
-    plan = replace(plan, threads=choose_threads(plan))
-    refuse_large_summaries(plan.labelled, graph.device)
-    for index, row in plan.labelled.reductions.items():
-        plan.labelled.reductions[index] = with_ties(row)
+    memory = _MEMORY_SHARE * free_bytes(graph.device) if tiles.memory is None else tiles.memory
+    allowed = tiles.disk or memory / 2
+    for times in (1, 2, 4, 8, 16, 32):
+        chosen = choose_plan(network, replace(tiles, memory=int(memory / times)), given, graph.device, None)
+        forward = _end_passes(chosen, allowed, on_disk=bool(tiles.disk))
+        plan = TrainingPlan(forward, count_costs(_plan_items(forward, recorded.outputs)))
+        # A prediction keeps no history of a tile.
+        if given is not None or plan.tile_bytes <= memory:
+            break
+    refuse_large_summaries(forward.labelled, graph.device)
+    for index, row in forward.labelled.reductions.items():
+        forward.labelled.reductions[index] = with_ties(row)
         node = graph.nodes[index]
-        if plan.labelled.reductions[index].pull is None and any(_is_smooth(info) for info in node.outputs):
-            raise refusal(GraphError, f"{node.op} in {node.path} has no gradient in tiles; fix: it outside of tiles.")
-    return TrainingPlan(plan, _plan_items(plan, recorded.outputs))
+        if forward.labelled.reductions[index].pull is None and any(_is_smooth(info) for info in node.outputs):
+            fix = "it behind WholeNetwork, and not within"
+            raise refusal(GraphError, f"{node.op} in {node.path} has no gradient in tiles; fix: {fix}.")
+    return plan
+
+
+def _end_passes(plan: StreamingPlan, allowed: float, *, on_disk: bool) -> StreamingPlan:
+    """Return the plan whose passes end where a step takes least, if what they store fits in so many bytes."""
+    labelled, nodes = plan.labelled, plan.labelled.graph.nodes
+    if labelled.cut:
+        crossing, share = Crossing(labelled), math.prod(plan.tile) / math.prod(plan.size)
+        stretches = []
+        for each in find_stretches(labelled, plan.tile):
+            ends = {value.node for value in crossing.at(each.last) if crossing.places[value.node] > each.first}
+            hollow = sum(nodes[index].macs for index in ends if nodes[index].op == CONVOLUTION) * share * MAC
+            # A stretch runs forward, again, and for two gradients; what is stored, and its gradient, are read, too.
+            stretches.append(each._replace(computed=4 * each.computed - hollow, stored=3 * each.stored))
+        for price in range(12):
+            cuts = choose_cuts(labelled, stretches, 2**price)
+            other = make_plan(labelled, plan.tile, find_stored(labelled, cuts), cuts)
+            if sum(labelled.graph.info(value).bytes for value in other.stored) <= allowed:
+                plan = replace(other, on_disk=on_disk and bool(other.stored))
+                break
+    plan = count_costs(plan)
+    return replace(plan, threads=choose_threads(plan))
 
 
 def _is_smooth(info: Info) -> bool:

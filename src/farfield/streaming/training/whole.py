@@ -59,12 +59,13 @@ class _Whole(torch.autograd.Function):
                 "WholeNetwork: what a call has stored is gone after its backward pass; fix: one backward() of the sum "
                 "of losses, or another call for each."
             )
+        run = Backward(step, ctx.items, list(grads), ctx.needs_input_grad[3 : 3 + volumes], modules)
         try:
             with use_threads(step.plan.threads or torch.get_num_threads()), step.surroundings():
-                watched = ctx.needs_input_grad[3 : 3 + volumes]
-                of_volumes, others = Backward(step, ctx.items, list(grads), watched, modules).run()
-        finally:
+                of_volumes, others = run.run()
+        finally:  # what an error keeps of this call has no files
             step.close()
+            run.grids.clear()
         pairs = zip(of_volumes, ctx.saved_tensors, strict=False)
         return None, None, None, *(each if each is None else each.to(like.device) for each, like in pairs), *others
 
@@ -239,6 +240,11 @@ class WholeNetwork(nn.Module):
                 layer.module = self.get_submodule(layer.path)
                 modules |= dict.fromkeys(each for each in layer.module.parameters() if each.requires_grad)
         return graph, list(modules)
+
+    def _apply(self, function: Any, recurse: bool = True) -> WholeNetwork:
+        if isinstance(self.loss, nn.Module):
+            self.loss._apply(function, recurse)
+        return super()._apply(function, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         """Save no plans, which are made again."""
