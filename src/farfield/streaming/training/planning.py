@@ -219,7 +219,8 @@ def _end_passes(plan: StreamingPlan, allowed: float, *, on_disk: bool) -> Stream
             # A stretch runs forward, again, and for two gradients; what is stored, and its gradient, are read, too.
             stretches.append(each._replace(computed=4 * each.computed - hollow, stored=3 * each.stored))
         for price in range(12):
-            cuts = choose_cuts(labelled, stretches, 2**price)
+            # The dearer it is to store, the less is stored.
+            cuts = choose_cuts(labelled, [each._replace(stored=2**price * each.stored) for each in stretches])
             other = make_plan(labelled, plan.tile, find_stored(labelled, cuts), cuts)
             if sum(labelled.graph.info(value).bytes for value in other.stored) <= allowed:
                 plan = replace(other, on_disk=on_disk and bool(other.stored))
