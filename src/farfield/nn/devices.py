@@ -35,7 +35,9 @@ def dtype_of(model: nn.Module, *inputs: Any) -> torch.dtype:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes of free memory on a device; half of all memory where the system does not report it."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch has reserved and not given out is free too, so that a second call finds as much as the first.
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + spare
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))

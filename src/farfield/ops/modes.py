@@ -164,3 +164,21 @@ def use_threads(count: int) -> Iterator[None]:
         yield
     finally:
         set_threads(before)
+
+
+def has_tf32() -> bool:
+    """Whether a GPU may round what it multiplies in float32 to TF32, of ten bits, as torch's switches say."""
+    return torch.backends.cudnn.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Multiply float32 in float32."""
+    cudnn, precision = torch.backends.cudnn, torch.get_float32_matmul_precision()
+    names = ("enabled", "benchmark", "benchmark_limit", "deterministic")
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with cudnn.flags(**{name: getattr(cudnn, name) for name in names}, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from farfield._refusals import refusal
 from farfield.streaming.blocks import Blocks
-from farfield.streaming.graph import Value
+from farfield.streaming.graph import Value, map_values
 from farfield.streaming.layers import are_numbers, not_finite
 from farfield.streaming.patches import compute_patch
 from farfield.streaming.plan import StreamingPlan, find_wanted, own_box
@@ -202,13 +202,18 @@ class TiledRun(Run):
             if sample != self.sample:
                 self.sample, self.known, self.parts = sample, 0, {}
             while self.known < own:
-                self.parts |= {int(key): parts for key, parts in self.parts_of(before + self.known).items()}
+                self.parts |= {int(key): self._move(parts) for key, parts in self.parts_of(before + self.known).items()}
                 self.known += 1
             if number != self.number:
                 # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
                 self.store.begin(sample, own)
                 self.number = number
         return self._run_tile(own, index)
+
+    def _move(self, parts: Parts) -> Parts:
+        """Copy merged parts to a GPU once a pass, not once a tile; others have no float64, or need no copy."""
+        device = self.plan.labelled.graph.device
+        return map_values(parts, Tensor, lambda part: part.to(device)) if device.type == "cuda" else parts
 
     def resume(self, number: int, finished: Collection[int], sums: Mapping[str, np.ndarray]) -> bool:
         """Go on with a pass of which some tiles are finished; False if what was stored for it is gone."""

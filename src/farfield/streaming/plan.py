@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farfield._refusals import door, refusal
+from farfield.ops.modes import has_tf32
 from farfield.streaming.adapt import MeanOverFlips, Outputs, one_grid
 from farfield.streaming.arguments import Cores, cut_axes, refuse_training
 from farfield.streaming.graph import Graph, Node, Value
@@ -215,6 +216,8 @@ class StreamingPlan:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}" if self.threads else "the threads"
         at_once = f"{self.workers} tiles at once, each" if self.workers > 1 else "one tile after the other,"
         text.append(f"{at_once} with {threads} of torch")
+        if self.labelled.graph.device.type == "cuda" and has_tf32():
+            text.append("products of float32 are rounded to TF32 where torch's switches say so; the check is without")
         if self.patch:
             patch = " × ".join(map(str, self.patch_size))
             text.append(f'norms and pooling see the {patch} positions that a tile reads: statistics="tile"')

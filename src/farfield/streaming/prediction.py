@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from farfield._refusals import refusal
 from farfield.nn.devices import device_of
-from farfield.ops.modes import autocast_dtype, use_threads
+from farfield.ops.modes import autocast_dtype, use_threads, without_tf32
 from farfield.streaming.adapt import one_grid
 from farfield.streaming.arguments import Tiles, arrange_volumes, axis_spans
 from farfield.streaming.check import RegionCheck, run_check
@@ -215,7 +215,7 @@ class Prediction:
         if isinstance(plan.check, RegionCheck):
             # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
             read = partial(self.read_box, lambda name, region, sample: self.sources[name].read(region, sample))
-            with torch.no_grad(), use_threads(stream.threads):
+            with torch.no_grad(), use_threads(stream.threads), without_tf32():
                 problem = run_check(
                     plan.check,
                     model,

@@ -164,9 +164,9 @@ class Stream:
         """Read a region of a volume for a tile, of all samples by default; refuse own positions that have changed."""
         source, tiles = self.volumes[name]
         with self.reading:
-            grid, own = source.read(region, sample, index), tiles[index]
+            grid, own = source.load(region, sample, index), tiles[index]
         if overlap(own, region) != own:
-            return grid
+            return grid.to(source.device)
         new_sum = checksum(bytes_of(grid[(slice(None), slice(None), *index_within(own, region))]))
         key = f"{'' if sample is None else sample} {name}"
         with self.reading:
@@ -180,7 +180,7 @@ class Stream:
                 f"the {name} has changed in tile {index} since the first read; fix: begin anew with "
                 f'a {name} that stays as it is; if out is a path, remove the folder "….unfinished" beside it first.',
             )
-        return grid
+        return grid.to(source.device)
 
     def _sums_of(self, key: str) -> np.ndarray:
         """Return the checksums of the tiles of a volume."""

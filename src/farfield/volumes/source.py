@@ -130,6 +130,10 @@ class VolumeSource:
         return tuple(length + before + after for length, (before, after) in zip(own, self.padding, strict=True))
 
     def read(self, region: Region, sample: int | None = None, tile: int | None = None) -> Tensor:
+        """Read a region as `load` does, to the device."""
+        return self.load(region, sample, tile).to(self.device)
+
+    def load(self, region: Region, sample: int | None = None, tile: int | None = None) -> Tensor:
         """Read a region, indices of the padded volume, of one sample or all: a grid `(batch, channels, *size)`.
 
         `tile` is the index of the tile that it is read for, which errors name.
@@ -192,10 +196,10 @@ class VolumeSource:
             )
 
     def to_grid(self, box: Any) -> Tensor:
-        """Return a box as a grid `(batch, channels, *size)` on the device."""
+        """Return a box as a grid `(batch, channels, *size)`, where the box is."""
         grid = torch.as_tensor(box)
         grid = grid.reshape(-1, self.channels, *grid.shape[grid.dim() - self.layout.spatial_dims :])
-        return narrowed(grid, self.dtype).to(self.device)
+        return narrowed(grid, self.dtype)
 
 
 def explain_error(error: Exception, array: Any, caller: str, what: str) -> Exception:
