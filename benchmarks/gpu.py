@@ -40,7 +40,13 @@ PACKAGES = {
 }
 # The tests that compute on the device of `pytest --device`, and not in other processes or with files.
 TESTS = ["tests/ops", "tests/nn", "papers/tests/papers", "papers/tests/models", "tests/insertion", "tests/test_fuzz.py"]
-TESTS += ["tests/test_maps.py", "papers/tests/test_theory.py", "tests/test_cost.py"]
+TESTS += [
+    "tests/streaming/test_predict_whole.py",
+    "tests/streaming/test_respond_whole.py",
+    "tests/test_maps.py",
+    "papers/tests/test_theory.py",
+    "tests/test_cost.py",
+]
 SMALL_TESTS = ["tests/ops/test_grid.py", "tests/test_cost.py"]
 # Section of limits.py -> seconds. "copies" compiles, which takes minutes on a CPU.
 LIMITS = {
@@ -91,6 +97,8 @@ def steps(device: str, small: bool, folder: Path) -> Iterator[Step]:
         if not (small and section == "copies"):
             options = ["--section", section, "--device", device, *(["--tiny", "--repeats", "1"] if small else [])]
             yield script(f"limits {section}", "limits.py", options, folder, seconds)
+    if installed("monai") and installed("segmentation_models_pytorch"):
+        yield script("tiles", "gpu_tiles.py", ["--device", device, *(["--tiny"] if small else [])], folder, 150)
     sizes = ["--channels", "8", "--batch", "2", "--heads", "2", "--size", "8,8", "--repeats", "1"]
     if not small:
         sizes = ["--channels", "64", "--batch", "8", "--heads", "4", "--size", "28,28", "--size", "56,56"]

@@ -21,6 +21,8 @@ def page(result: Result) -> str:
         parts += ["## Limits", *limits(sections, whole)]
     if "training steps" in results:
         parts += ["## Training steps", *training_steps(results["training steps"], whole)]
+    if "tiles" in results:
+        parts += ["## Networks in tiles", *tiles(results["tiles"], whole)]
     if "peers" in results:
         parts += ["## Operators and peers", *peers(results["peers"], whole)]
     for step in result["steps"]:
@@ -106,6 +108,26 @@ def training_entries(row: Result) -> tuple[object, ...]:
     """Return the entries of one network in one dtype."""
     times = (f"{1e3 * row[key]:,.2f}" for key in ("seconds", "fastest"))
     return f"`{row['name']}`", row["dtype"], f"{row['error']:.1e}", *times, f"{row['peak_bytes'] / 1e6:,.0f}"
+
+
+def tiles(result: Result, whole: bool) -> Iterator[str]:
+    """Yield the table of networks untiled and in tiles, and of the two steps of an attention."""
+    yield (
+        f"On {result['hardware']}. Off: largest difference to the network untiled in the same mode, relative to its "
+        "largest number. Idle: share of the seconds in which no kernel runs; waits: of the processor for the device."
+    )
+    headings = ("network", "way", "TF32", "off", "seconds", "peak, MB", "idle", "waits")
+    yield from table(*shown(headings, map(tile_entries, result["rows"]), 8 if whole else 4))
+
+
+def tile_entries(row: Result) -> tuple[object, ...]:
+    """Return the entries of one network in one way; one that does not fit has none."""
+    what = row["network"], row["way"], "" if row["tf32"] is None else ("on" if row["tf32"] else "off")
+    if row["seconds"] is None:
+        return *what, "does not fit", "", "", "", ""
+    off = "" if row["off"] is None else f"{row['off']:.0e}"
+    gpu = () if row["peak"] is None else (f"{row['peak'] / 1e6:,.0f}", f"{row['idle']:.0%}", str(row["waits"]))
+    return *what, off, f"{row['seconds']:,.3f}", *(gpu or ("", "", ""))
 
 
 def peers(rows: list[Result], whole: bool) -> Iterator[str]:

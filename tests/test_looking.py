@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from farfield import cost, insert, insertion, maps, replace_attention
-from farfield.nn import GridAttention, attention_for
+from farfield import WholeNetwork, cost, insert, insertion, maps, replace_attention
+from farfield.nn import GridAttention, attention_for, leftovers
 from farfield.streaming import find_seams, freeze_statistics, plan_whole, predict_whole, respond_whole
 from helpers.networks_with_state import CHANNELS, INSIDE, OUTSIDE, SIZE, Base, build, contents, forget
 from helpers.partly import in_turn
@@ -296,3 +296,18 @@ def test_networks_of_timm_that_make_constants_when_they_run(name: str) -> None:
     assert cost.count(net, (1, 3, 224, 224)).macs > 0
     with torch.no_grad():
         assert type(net(image)) is Tensor
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_nothing_is_looked_for_where_nothing_is_left(is_trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for what holds a tensor takes the time of all objects that there are."""
+
+    def find(left: object) -> list[Any]:
+        raise AssertionError(f"{left} is left")
+
+    monkeypatch.setattr(leftovers, "find_chains", find)
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Dropout(0.1)).train(is_trained)
+    if is_trained:
+        WholeNetwork(net, tile=8).plan((1, 1, 32, 32))
+    else:
+        plan_whole(net, (1, 32, 32), tile=8)

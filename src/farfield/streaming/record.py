@@ -88,6 +88,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         # The seed, if random numbers are recorded, and how many operations draw.
         self.seed, self.drawn = (torch.zeros((), dtype=torch.long, device=device) if draws else None), 0
+        if self.seed is not None:
+            constants[id(self.seed)] = SEED, self.seed
         self.in_loss = False
         # id of a fake tensor of the network -> its name, and the real tensor.
         self.graph, self.constants = Graph(device=device), constants
@@ -418,10 +420,8 @@ def record_network(
 
     # In inference mode, operations that consist of others are not taken apart; modes of the caller count what is run.
     with torch.inference_mode(False), with_numbers(), without_numbers(), copied(network, make, discard=True) as fake:
-        recorder = _Recorder(device, constants, before or Graph(), draws)
-        if recorder.seed is not None:
-            constants[id(recorder.seed)] = SEED, recorder.seed
-        graph = _record(recorder, fake, network, volumes, finish)
+        # No name is for the recorder: what it has recorded would be there when tensors that are left are looked for.
+        graph = _record(_Recorder(device, constants, before or Graph(), draws), fake, network, volumes, finish)
     # Outside of the context, in which the results of operations have no numbers.
     graph.constants = {name: tensor.detach().to(device) for name, tensor in graph.constants.items()}
     sweep(graph)
