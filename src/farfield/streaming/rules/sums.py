@@ -118,7 +118,9 @@ def _sum_powers(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> P
 
 
 def _take_root(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-    return parts[0] ** (1 / float(call.args[1]))
+    # The gradient of a norm that is 0 is 0, and not that of the root.
+    is_zero = parts[0] == 0
+    return (parts[0].masked_fill(is_zero, 1.0) ** (1 / float(call.args[1]))).masked_fill(is_zero, 0.0)
 
 
 def _count_ties(summarize: Summarize, call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
