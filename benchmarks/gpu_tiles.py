@@ -5,8 +5,8 @@
 
 *Seconds* are wall-clock seconds of one run, after one of a small volume, with the device waited for. *Idle* is the
 share of them in which the profiler sees no kernel, *waits* how often the processor waits for the device. *Off* is the
-largest difference to the network untiled in the same mode, relative to its largest number. `summarize` and `respond` of an
-attention are as torch runs them, compiled, and while a tile is copied to the device on another stream.
+largest difference to the network untiled in the same mode, relative to its largest number. `summarize` and `respond`
+of an attention are as torch runs them, compiled, and while a tile is copied to the device on another stream.
 """
 
 from __future__ import annotations
