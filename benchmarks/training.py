@@ -6,11 +6,12 @@
     python benchmarks/training.py --network BasicUNet --length 128 --tile 64 --limit 1200
 
 Each way runs in a process of its own, which makes one step at a small length first. Seconds are CPU seconds of one
-thread, medians of `--repeats` steps; MiB are how much the peak resident memory grows over that of the small step, the
-volume, its labels and their gradients included. *off* is the largest difference of a gradient of a parameter to that of
-the untiled network, relative to the largest number of all. `checkpoints` recomputes each child of the network in the
-backward pass (`torch.utils.checkpoint`); `tiles, files` stores values between passes in files. With `--limit` each
-process may take so many MiB of data, and a way that needs more says so.
+thread, medians of `--repeats` steps; MiB are how much the process's own memory (RssAnon, looked at each 10 ms) grows
+at most over that after the small step, the volume and its labels included; pages of files are the system's to take.
+*off* is the largest difference of a gradient of a parameter to that of the untiled network, relative to the largest
+number of all. `checkpoints` recomputes each child of the network in the backward pass (`torch.utils.checkpoint`);
+`tiles, files` stores values between passes in files, and `all in tiles, files` has the loss in tiles too. With
+`--limit` each process may take so many MiB of data, and a way that needs more says so.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from farfield import WholeNetwork
 from farfield.streaming import Tiles
 
-WAYS = ("untiled", "checkpoints", "tiles", "tiles, files")
+WAYS = ("untiled", "checkpoints", "tiles", "tiles, files", "all in tiles, files")
 MEBIBYTE = 2**20
 # Length of the step that a process makes first: twice a stride of 32.
 WARM = 64
@@ -62,16 +64,18 @@ def make_step(way: str, name: str, tile: int, length: int) -> tuple[nn.Module, C
     network, row = make_network(name), recorded.NETWORKS[name]
     volume = torch.randn(1, row.channels, *(length,) * row.dims)
     labels = (volume[:, 0] > 0).long()
+    disk = Tiles(tile, disk=10**12)
     run = {
         "untiled": lambda: network,
         "checkpoints": lambda: add_checkpoints(network),
         "tiles": lambda: WholeNetwork(network, tile=Tiles(tile, disk=0)),
-        "tiles, files": lambda: WholeNetwork(network, tile=Tiles(tile, disk=10**12)),
+        "tiles, files": lambda: WholeNetwork(network, tile=disk),
+        "all in tiles, files": lambda: WholeNetwork(network, tile=disk, loss=F.cross_entropy),
     }[way]()
 
     def step() -> float:
         network.zero_grad()
-        loss = F.cross_entropy(run(volume), labels)
+        loss = run(volume, labels) if way == "all in tiles, files" else F.cross_entropy(run(volume), labels)
         loss.backward()
         return loss.item()
 
@@ -89,8 +93,15 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     make_step(way, options.network[0], options.tile, WARM)[1]()
     ctypes.CDLL(None).malloc_trim(0)
-    before, seconds = resident("VmRSS"), []
+    before, seconds = resident("RssAnon"), []
     network, step = make_step(way, options.network[0], options.tile, options.length)
+    peak, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], resident("RssAnon"))
+
+    threading.Thread(target=watch, daemon=True).start()
     if options.limit:
         resource.setrlimit(resource.RLIMIT_DATA, (resident("VmData") + options.limit * MEBIBYTE,) * 2)
     try:
@@ -102,8 +113,9 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
         if "memory" not in str(error):
             raise
         return {"seconds": None}
+    done.set()
     torch.save({name: each.grad for name, each in network.named_parameters()}, options.gradients)
-    return {"seconds": statistics.median(seconds), "memory": resident("VmHWM") - before, "loss": loss}
+    return {"seconds": statistics.median(seconds), "memory": peak[0] - before, "loss": loss}
 
 
 def measure_apart(way: str, arguments: list[str], gradients: Path) -> dict[str, Any]:
