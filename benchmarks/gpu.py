@@ -93,12 +93,12 @@ def steps(device: str, small: bool, folder: Path) -> Iterator[Step]:
     yield Step("tests", [*pytest, *(SMALL_TESTS if small else TESTS)], file, 240)
     sizes = ["--batch", "2", "--side", "32", "--repeats", "1"] if small else ["--batch", "128"]
     yield script("training steps", "training_steps.py", [*sizes, "--device", device], folder, 60)
+    if installed("monai") and installed("segmentation_models_pytorch"):
+        yield script("tiles", "gpu_tiles.py", ["--device", device, *(["--tiny"] if small else [])], folder, 150)
     for section, seconds in LIMITS.items():
         if not (small and section == "copies"):
             options = ["--section", section, "--device", device, *(["--tiny", "--repeats", "1"] if small else [])]
             yield script(f"limits {section}", "limits.py", options, folder, seconds)
-    if installed("monai") and installed("segmentation_models_pytorch"):
-        yield script("tiles", "gpu_tiles.py", ["--device", device, *(["--tiny"] if small else [])], folder, 150)
     sizes = ["--channels", "8", "--batch", "2", "--heads", "2", "--size", "8,8", "--repeats", "1"]
     if not small:
         sizes = ["--channels", "64", "--batch", "8", "--heads", "4", "--size", "28,28", "--size", "56,56"]

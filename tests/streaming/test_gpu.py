@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from farfield.volumes.source import VolumeSource
 def switches() -> Iterator[None]:
     precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     yield
+    for each in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends):
+        each.fp32_precision = "none"
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = tf32
 
@@ -49,6 +52,17 @@ def test_the_check_multiplies_float32_in_float32_and_the_switches_are_the_caller
     with pytest.raises(KeyError), without_tf32():
         raise KeyError
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (precision, allowed)
+
+
+@pytest.mark.parametrize("switch", ["", "cuda.matmul", "cudnn.conv", "cudnn.rnn"])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_newer_switches_are_the_callers_after_a_prediction(switch: str, precision: str) -> None:
+    own = operator.attrgetter(switch)(torch.backends) if switch else torch.backends
+    own.fp32_precision = precision
+    assert has_tf32() or precision == "ieee"
+    result = predict_whole(network(), torch.rand(1, 40, 40), tile=16, quiet=True)
+    assert result.isfinite().all()
+    assert own.fp32_precision == precision
 
 
 def test_a_plan_says_that_tf32_rounds() -> None:

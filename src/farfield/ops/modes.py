@@ -15,6 +15,9 @@ from torch.autograd import forward_ad
 
 _FOR_TILES = ContextVar("_FOR_TILES", default=False)
 _SETTING_THREADS = threading.Lock()
+# Torch's switches of products of float32 on a GPU.
+_CUDNN: Any = torch.backends.cudnn
+_OF_FLOAT32: tuple[Any, ...] = (torch.backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn)
 
 
 def is_recorded() -> bool:
@@ -168,17 +171,29 @@ def use_threads(count: int) -> Iterator[None]:
 
 def has_tf32() -> bool:
     """Whether a GPU may round what it multiplies in float32 to TF32, of ten bits, as torch's switches say."""
-    return torch.backends.cudnn.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+    return any(each.fp32_precision == "tf32" for each in _OF_FLOAT32)
 
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
     """Multiply float32 in float32."""
-    cudnn, precision = torch.backends.cudnn, torch.get_float32_matmul_precision()
-    names = ("enabled", "benchmark", "benchmark_limit", "deterministic")
-    torch.set_float32_matmul_precision("highest")
+    # The older switches are readable after these, where the caller has set those, and not the other way round.
+    before = [each.fp32_precision for each in _OF_FLOAT32]
     try:
-        with cudnn.flags(**{name: getattr(cudnn, name) for name in names}, allow_tf32=False):
-            yield
+        for each in _OF_FLOAT32:
+            each.fp32_precision = "ieee"
+        yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        for each, precision in zip(_OF_FLOAT32, before, strict=True):
+            each.fp32_precision = precision
+
+
+@contextlib.contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Run without cuDNN; its other switches stay as they are."""
+    enabled = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = enabled

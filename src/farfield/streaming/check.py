@@ -93,6 +93,8 @@ def run_check(
         return "the result on a region has numbers that are not finite"
     started = time.perf_counter()
     got = torch.cat([run_tiles(plan, own, want.device) for own in reads])
+    if got.is_cuda:
+        torch.cuda.synchronize(got.device)
     tell_seconds((time.perf_counter() - started) / len(reads))
     # Each operation in series rounds at least once: nearer, no run in another precision is needed, which is slow. Of
     # float64 none tells how far rounding goes: norms of constants leave nothing in float32, and rounding alone in it.

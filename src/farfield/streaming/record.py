@@ -32,7 +32,7 @@ from farfield.nn.leftovers import note_outputs, sweep
 from farfield.nn.macs import MacCounter, count_macs
 from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import tensors, without_numbers
-from farfield.ops.modes import Attending, attending, autocast_dtype, recorded_for_tiles
+from farfield.ops.modes import Attending, attending, autocast_dtype, recorded_for_tiles, without_cudnn
 from farfield.streaming.functions import run_recorded
 from farfield.streaming.graph import (
     FunctionCall,
@@ -447,11 +447,10 @@ def _record(
         dtype = autocast_dtype(torch.empty(0, device=device))
         autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
         # cuDNN has operations of its own for what torch has on each device.
-        cudnn = torch.backends.cudnn.flags(enabled=False)
         is_trained = recorder.seed is not None
         functions = _without_functions(recorder) if is_trained else nullcontext()
         grad = torch.set_grad_enabled(is_trained)
-        with functions, grad, autocast, cudnn, recorder, _NetworkFunctions(recorder), recorded_for_tiles():
+        with functions, grad, autocast, without_cudnn(), recorder, _NetworkFunctions(recorder), recorded_for_tiles():
             output = finish(fake(*map(recorder.hold, inputs)))
             outputs = output if isinstance(output, list) else [output]
             values = [recorder.value_of(recorder.numbers_of(each)) for each in outputs]
