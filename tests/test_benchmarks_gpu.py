@@ -173,7 +173,7 @@ def test_an_unknown_step_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--out", str(tmp_path), "--step", "test"])
     with pytest.raises(SystemExit, match="2"):
         gpu.main()
-    assert "no step 'test'; there are tests, training steps, limits kan, " in capsys.readouterr().err
+    assert "no step 'test'; there are tests, training steps, " in capsys.readouterr().err
 
 
 def test_every_section_of_the_limits_has_its_time() -> None:
