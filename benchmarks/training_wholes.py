@@ -1,9 +1,9 @@
 """A training step on a whole volume, untiled, with checkpoints and in tiles: CPU seconds, memory, gradients.
 
-    python benchmarks/training.py --network BasicUNet --length 128 --tile 64
-    python benchmarks/training.py --network BasicUNet --length 256 --tile 64 --ways tiles     # untiled does not fit
-    python benchmarks/training.py --network Unet attention --length 1024 --tile 256
-    python benchmarks/training.py --network BasicUNet --length 128 --tile 64 --limit 1200
+    python benchmarks/training_wholes.py --network BasicUNet --length 128 --tile 64
+    python benchmarks/training_wholes.py --network BasicUNet --length 256 --tile 64 --ways tiles     # untiled does not fit
+    python benchmarks/training_wholes.py --network Unet attention --length 1024 --tile 256
+    python benchmarks/training_wholes.py --network BasicUNet --length 128 --tile 64 --limit 1200
 
 Each way runs in a process of its own, which makes one step at a small length first. Seconds are CPU seconds of one
 thread, medians of `--repeats` steps; MiB are how much the process's own memory (RssAnon, looked at each 10 ms) grows
