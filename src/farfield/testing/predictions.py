@@ -99,7 +99,7 @@ def plans_made_once() -> Iterator[None]:
 @contextmanager
 def dear_halos() -> Iterator[None]:
     """End passes wherever a halo would be computed again."""
-    with mock.patch.object(cuts, "_MAC", 1e-3):
+    with mock.patch.object(cuts, "MAC", 1e-3):
         yield
 
 
