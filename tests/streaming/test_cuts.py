@@ -15,6 +15,7 @@ from torch import nn
 
 from farfield.streaming import Tiles, choosing, cuts, plan_whole, predict_whole
 from farfield.streaming.planning import find_stored
+from farfield.testing import predictions
 from helpers.recorded import cut_plan
 from helpers.stopping import recording_tasks, stopping
 from helpers.streamed_nets import Blocks, relative, settled
@@ -189,3 +190,11 @@ def test_other_ends_are_refused_by_the_true_reason(net: nn.Module, volume: np.nd
     assert tasks[0] == (0, 4)
     predict_whole(net, volume, plan=first, out=tmp_path / "plain.npy", quiet=True)
     assert out.read_bytes() == (tmp_path / "plain.npy").read_bytes()
+
+
+def test_what_is_killed_has_ends_by_halos() -> None:
+    """Of `benchmarks/faults.py`, whose fourth network is too small to have them otherwise."""
+    net = predictions.networks()[3]
+    assert not plan_whole(net, predictions.VOLUME.shape, tile=predictions.TILES[2]).cuts
+    with predictions.dear_halos():
+        assert plan_whole(net, predictions.VOLUME.shape, tile=predictions.TILES[2]).cuts
