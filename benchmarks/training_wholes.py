@@ -1,7 +1,7 @@
 """A training step on a whole volume, untiled, with checkpoints and in tiles: CPU seconds, memory, gradients.
 
     python benchmarks/training_wholes.py --network BasicUNet --length 128 --tile 64
-    python benchmarks/training_wholes.py --network BasicUNet --length 256 --tile 64 --ways tiles     # untiled does not fit
+    python benchmarks/training_wholes.py --network BasicUNet --length 256 --tile 64 --ways tiles
     python benchmarks/training_wholes.py --network Unet attention --length 1024 --tile 256
     python benchmarks/training_wholes.py --network BasicUNet --length 128 --tile 64 --limit 1200
 
