@@ -139,6 +139,15 @@ def fresh_compiler(request: pytest.FixtureRequest) -> None:
         torch._dynamo.reset()
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Two threads of torch, whatever the machine has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def planned_once() -> Iterator[None]:
     """Equal calls of a file share a plan, which takes most of their time; not for tests of plans."""

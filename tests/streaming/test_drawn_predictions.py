@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from helpers.drawn_networks import count_outcomes
 from helpers.drawn_predictions import CHANNELS, NUMBERS, PLACES, SAMPLES, compare_prediction, draw_prediction
@@ -15,12 +12,8 @@ FEW = {"refused": 0.15}
 
 
 @pytest.fixture(autouse=True)
-def tiles_at_once() -> Iterator[None]:
+def tiles_at_once(two_threads: None) -> None:
     """As many as by default with two threads of torch."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,9 @@ from farfield.streaming import Part, Tiles, passes, plan_whole, planning, predic
 from farfield.streaming.plan import StreamingPlan
 from helpers.streamed_nets import settled
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 RunTile = Callable[[passes.TiledRun, int, int], Any]
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

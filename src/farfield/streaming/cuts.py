@@ -137,10 +137,8 @@ def estimate_seconds(plan: StreamingPlan) -> float:
 
 def scale_seconds(seconds: float, region: StreamingPlan, plan: StreamingPlan) -> float:
     """Return about how long a plan takes, from the seconds of one sample of the plan of a region of the volume."""
-    macs, tasks = zip(
-        *((sum(each.macs for each in own.passes), len(own.passes) * len(own.cores)) for own in (region, plan)),
-        strict=True,
-    )
+    macs = [sum(each.macs for each in own.passes) for own in (region, plan)]
+    tasks = [len(own.passes) * len(own.cores) for own in (region, plan)]
     # What a task takes beside its numbers is the same in a small region.
     of_numbers = max(0.0, seconds - tasks[0] * _TASK) * macs[1] / max(1, macs[0])
     return plan.samples * (of_numbers + tasks[1] * _TASK) / plan.workers

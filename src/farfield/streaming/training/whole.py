@@ -195,7 +195,7 @@ class WholeNetwork(nn.Module):
             raise refusal(TypeError, "a volume is missing; fix: whole(volume).")
         first = volumes[0] if isinstance(volumes[0], tuple) else (volumes[0],)
         own, others = (volumes, ()) if self.loss is None else (first, volumes[1:])
-        device, dtype, dims = device_of(self.network), dtype_of(self.network), None
+        device, dtype = device_of(self.network), dtype_of(self.network)
         sources = []
         for place, each in enumerate((*own, *others)):
             array = split_volume(each)[1]
