@@ -77,6 +77,24 @@ def test_a_call_in_another_loss_and_on_its_own_result() -> None:
     agrees(net, lambda call, grid: call(call(grid).tanh()).exp().mean() + grid.mean(), drawn())
 
 
+class Exponentials(nn.Module):
+    """A softmax and a logarithm of sums of exponentials over all positions, whose peaks differ from tile to tile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        inner = 4 * self.first(grid)
+        pooled = (inner.softmax(2) * inner.log_softmax(3)).sum((2, 3), keepdim=True)
+        return self.last(inner.tanh() + pooled + inner.logsumexp((2, 3), keepdim=True))
+
+
+def test_exponentials_over_all_positions() -> None:
+    torch.manual_seed(1)
+    agrees(Exponentials().double(), lambda call, grid: call(grid).square().mean(), drawn())
+
+
 def test_outputs_in_dicts_and_a_part_of_them_used() -> None:
     class Several(nn.Module):
         def __init__(self) -> None:
