@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from farfield._refusals import refusal
 from farfield.volumes.source import without_mask
-
-COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
@@ -43,7 +40,9 @@ def check_volume(caller: str, name: str, volume: Any) -> None:
 def check_numbers(name: str, volume: Any) -> None:
     """Raise TypeError for an array whose dtype is known and is not that of booleans, integers or floats."""
     dtype = getattr(volume, "dtype", None)
-    kind = dtype.kind if isinstance(dtype, np.dtype) else "c" if dtype in COMPLEX else "f"
+    # One of tensorstore compares with its own kind alone.
+    dtype = getattr(dtype, "numpy_dtype", dtype)
+    kind = dtype.kind if isinstance(dtype, np.dtype) else "c" if getattr(dtype, "is_complex", False) else "f"
     if kind not in "bfiu":
         fix = f"the magnitude, abs({name})" if kind == "c" else f'an array of one of these, {name}.astype("float32")'
         raise refusal(TypeError, f"{name} must hold booleans, integers or floats, got {dtype}; fix: {fix}.")

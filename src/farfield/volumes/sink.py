@@ -335,7 +335,7 @@ def dtype_of_array(array: Any) -> np.dtype | None:
     if isinstance(array, Tensor):
         return numpy_dtype(array.dtype)
     try:
-        return np.dtype(array.dtype)
+        return np.dtype(getattr(array.dtype, "numpy_dtype", array.dtype))  # which tensorstore's has
     except (AttributeError, TypeError):
         return None
 
