@@ -91,6 +91,12 @@ ROWS = [
         "open_volume(path)",
         lambda: predict(ONE, open_volume("volume.npy", axes="CYX")),
     ),
+    Row(
+        "streaming/arguments.py",
+        lambda: predict(ONE, [VOLUME[0], VOLUME[0]]),
+        "the levels of a pyramid, from the finest",
+        lambda: predict(ONE, [VOLUME[0], VOLUME[0, ::2, ::2]]),
+    ),
     Row("_refusals.py", lambda: predict(ONE, overlap=0.5), "leave it out", lambda: predict(ONE)),
     Row("_refusals.py", lambda: predict(ONE, roi_size=(16, 16)), "tile=64", lambda: predict(ONE, tile=64)),
     Row("_refusals.py", lambda: predict(ONE, device="cpu"), "model.to(device)", lambda: predict(ONE.to("cpu"))),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 from torch import nn
 
+import farfield.volumes
 from farfield.streaming import predict_whole
 from helpers.streamed_nets import settled
 
@@ -60,3 +62,70 @@ def test_a_dtype_that_is_an_object_of_its_library() -> None:
         predict_whole(ONE, Lazy(IMAGE.astype("complex64")), tile=16, quiet=True)
     with pytest.raises(TypeError, match=r"out is of uint8, and the result of float32"):
         predict_whole(ONE, IMAGE, tile=16, out=Lazy(IMAGE.astype("uint8")), quiet=True)
+
+
+# ---- pyramids --------------------------------------------------------------------------------------------------------
+class Levels(list[np.ndarray]):
+    """napari's: a list of levels with the shape and the dtype of the first."""
+
+    shape = property(lambda self: self[0].shape)
+    dtype = property(lambda self: self[0].dtype)
+
+
+@pytest.mark.parametrize("kind", [list, Levels])
+def test_the_first_of_a_list_of_levels_is_the_volume(kind: type[list[Any]]) -> None:
+    levels = kind([IMAGE, IMAGE[::2, ::2], IMAGE[::4, ::4]])
+    expected = predict_whole(ONE, IMAGE, tile=16, mask=IMAGE > 0.5, quiet=True)
+    mask = kind([IMAGE > 0.5, IMAGE[::2, ::2] > 0.5])
+    np.testing.assert_array_equal(predict_whole(ONE, levels, tile=16, mask=mask, quiet=True), expected)
+
+
+def test_a_list_that_is_no_pyramid_is_refused_with_what_one_is() -> None:
+    for given in ([IMAGE, IMAGE], [IMAGE[::2], IMAGE], [], [1, 2]):
+        with pytest.raises(TypeError, match=r"got list; fix: .* the levels of a pyramid, from the finest"):
+            predict_whole(ONE, given, tile=16, quiet=True)
+
+
+# ---- images of libraries that are no arrays --------------------------------------------------------------------------
+def image_of(module: str, **attributes: Any) -> Any:
+    """An object of a class that a library has."""
+    return type("Image", (), {"__module__": module, **attributes})()
+
+
+def test_an_image_of_another_library_is_refused_with_the_line_that_works() -> None:
+    stack = np.random.default_rng(0).random((8, 7, 6)).astype("float32")  # (z, y, x)
+    net = settled(nn.Conv3d(1, 1, 3, padding=1))
+    expected = predict_whole(net, stack, tile=4, quiet=True)
+    colour = (255 * np.random.default_rng(0).random((9, 8, 4))).astype("uint8")
+    sitk = types.SimpleNamespace(GetArrayViewFromImage=lambda image: stack)
+    images = {
+        "SimpleITK.SimpleITK": (image_of("SimpleITK.SimpleITK", GetSpacing=lambda _: (0.5, 0.5, 2.0)), net, expected),
+        "cloudvolume": (
+            image_of(
+                "cloudvolume.frontends.precomputed",
+                shape=(6, 7, 8, 1),
+                dtype=np.dtype("float32"),
+                resolution=(4, 4, 40),
+                __getitem__=lambda _, index: stack.transpose(2, 1, 0)[..., None][index],
+            ),
+            net,
+            expected,
+        ),
+        "openslide": (
+            image_of("openslide", dimensions=(8, 9), read_region=lambda _, place, level, size: colour),
+            settled(nn.Conv2d(3, 1, 3, padding=1)),
+            None,
+        ),
+    }
+    for image, own, result in images.values():
+        with pytest.raises(TypeError, match="predict_whole: volume must be an array, got Image; fix: ") as raised:
+            predict_whole(own, image, quiet=True)
+        line = str(raised.value).partition("; fix: ")[2].removesuffix(".").rpartition("in memory, ")[2]
+        volume = eval(line, {"farfield": farfield, "numpy": np, "SimpleITK": sitk, "volume": image})
+        found = predict_whole(own, volume, tile=4, quiet=True)
+        if result is None:
+            result = predict_whole(own, np.moveaxis(colour[..., :3], -1, 0), tile=4, quiet=True)
+        np.testing.assert_array_equal(np.squeeze(found), np.squeeze(result))
+    for name, fix in (("torchio.data.image", r"\.data"), ("nibabel.nifti1", r"open_volume\(path\)")):
+        with pytest.raises(TypeError, match=f"fix: .*{fix}"):
+            predict_whole(net, image_of(name), quiet=True)

@@ -21,10 +21,10 @@ from farfield.nn.devices import free_bytes
 from farfield.streaming.layers import SUMMARY_SHARE
 from farfield.streaming.readings import first_convolution, takes_grid
 from farfield.volumes.axes_view import order_axes
-from farfield.volumes.checks import check_volume
+from farfield.volumes.checks import check_volume, refuse_handle
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.source import AxisLayout, Span, parse_layout
-from farfield.volumes.volume import split_volume, take_samples
+from farfield.volumes.volume import is_pyramid, split_volume, take_samples
 
 # What sliding windows and other functions take, by argument -> what takes its place here.
 _NOTHING = "leave it out: a tile reads all that its result depends on, and nothing is blended"
@@ -222,11 +222,14 @@ def round_up_tile(tile: int | Sequence[int | None], size: Sequence[int], multipl
 
 def _name_volumes(caller: str, volume: Any, called: str = "volume") -> tuple[ImageMetadata | None, dict[str, Any]]:
     """Return the metadata of the first volume, or None, and the arrays with names that errors give them."""
-    if isinstance(volume, Mapping | list) or (isinstance(volume, tuple) and not volume):
+    for each in volume if isinstance(volume, tuple) else (volume,):
+        refuse_handle(called, each)
+    if (isinstance(volume, Mapping | list) and not is_pyramid(volume)) or (isinstance(volume, tuple) and not volume):
         raise refusal(
             TypeError,
             f"volume must be an array, or a tuple of arrays for a network of several inputs, got "
-            f"{type(volume).__name__}; fix: numpy.asarray(…), or a tuple in the order of the network's arguments.",
+            f"{type(volume).__name__}; fix: numpy.asarray(…), or a tuple in the order of the network's arguments, or a "
+            "list of the levels of a pyramid, from the finest.",
         )
     several = volume if isinstance(volume, tuple) else None
     split = [split_volume(each) for each in several or (volume,)]

@@ -10,6 +10,27 @@ from torch import nn
 from farfield._refusals import refusal
 from farfield.volumes.source import without_mask
 
+# What takes the place of images of libraries that are no arrays, or whose axes come in another order.
+_METADATA = "farfield.volumes.ImageMetadata"
+_HANDLES = {
+    "cloudvolume": f'farfield.volumes.Volume(volume, {_METADATA}("XYZC", dict(zip("XYZ", map(float, '
+    'volume.resolution))), dict.fromkeys("XYZ", "nanometer")))',
+    "SimpleITK": "farfield.volumes.Volume(SimpleITK.GetArrayViewFromImage(volume), "
+    f'{_METADATA}("ZYX", dict(zip("XYZ", volume.GetSpacing())), dict.fromkeys("ZYX", "millimeter")))',
+    "torchio": 'volume.data of an image, subject["t1"].data for example: (channels, x, y, z)',
+    "openslide": "farfield.volumes.open_volume(path), or of formats other than TIFF a level in memory, "
+    "numpy.moveaxis(numpy.asarray(volume.read_region((0, 0), 0, volume.dimensions))[..., :3], -1, 0)",
+    "nibabel": "farfield.volumes.open_volume(path)",
+}
+
+
+def refuse_handle(name: str, volume: Any) -> None:
+    """Refuse an image of a library that is no array of numbers in the order of axes here, with the line that is."""
+    kind = type(volume)
+    line = _HANDLES.get(kind.__module__.partition(".")[0])
+    if line is not None and "arrayproxy" not in kind.__module__:
+        raise refusal(TypeError, f"{name} must be an array, got {kind.__name__}; fix: {line}.")
+
 
 def check_volume(caller: str, name: str, volume: Any) -> None:
     """Refuse an object that is no array of numbers, such as a list, a path or a network, or has masked positions."""

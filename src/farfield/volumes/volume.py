@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import os
@@ -167,8 +168,21 @@ def is_reopened(volume: Volume) -> bool:
     return volume._opened is not None
 
 
+def is_pyramid(volume: Any) -> bool:
+    """Whether a volume is a list of arrays of which each has fewer positions than the one before it."""
+    if not isinstance(volume, list) or len(volume) < 2 or not all(hasattr(each, "shape") for each in volume):
+        return False
+    shapes = [tuple(each.shape) for each in volume]
+    decreases = all(math.prod(one) > math.prod(other) for one, other in itertools.pairwise(shapes))
+    return decreases and len(set(map(len, shapes))) == 1
+
+
 def split_volume(volume: Any) -> tuple[ImageMetadata | None, Any]:
-    """Return the metadata of a `Volume`, or of an array of xarray or MONAI, and its array; else None and the array."""
+    """Return the metadata of a `Volume`, or of an array of xarray or MONAI, and its array; else None and the array.
+
+    Of a list of levels, as viewers take them, those of the first, which is the finest.
+    """
+    volume = volume[0] if is_pyramid(volume) else volume
     if isinstance(volume, Volume):
         return volume.metadata, volume.array
     array, metadata = read_labels(volume)
