@@ -64,6 +64,42 @@ def test_a_dtype_that_is_an_object_of_its_library() -> None:
         predict_whole(ONE, IMAGE, tile=16, out=Lazy(IMAGE.astype("uint8")), quiet=True)
 
 
+# ---- names, coordinates and attributes of xarray ---------------------------------------------------------------------
+def weather(**changed: Any) -> Any:
+    xarray = pytest.importorskip("xarray")
+    coords = {"level": [1000, 850, 500, 250, 100], "latitude": np.linspace(90, -90, 37)}
+    coords |= {"longitude": np.arange(0, 360, 5.0), "spatial_ref": 0, "number": 3}
+    coords |= {"land": (("latitude", "longitude"), np.ones((37, 72), bool))}
+    dims, numbers = ("level", "latitude", "longitude"), np.random.default_rng(0).random((5, 37, 72)).astype("float32")
+    return xarray.DataArray(numbers, **{"dims": dims, "name": "t", "attrs": {"units": "K"}, "coords": coords} | changed)
+
+
+def test_an_array_of_xarray_keeps_its_name_attributes_and_coordinates() -> None:
+    given = weather()
+    found = predict_whole(settled(nn.Conv2d(5, 5, 3, padding=1)), given, tile=16, quiet=True)
+    assert (found.name, found.attrs, found.dims) == ("t", {"units": "K"}, given.dims)
+    assert set(found.coords) == set(given.coords)
+    for name, each in found.coords.items():
+        assert each.identical(given.coords[name].drop_vars(set(given.coords[name].coords) - set(each.coords)))
+
+
+def test_coordinates_of_a_coarser_result_are_those_that_still_fit() -> None:
+    found = predict_whole(settled(nn.Conv2d(5, 3, 2, stride=2)), weather(), tile=8, quiet=True)
+    assert found.dims == ("channel", "latitude", "longitude")
+    assert set(found.coords) == {"latitude", "longitude", "spatial_ref", "number"}
+    np.testing.assert_allclose(found.coords["longitude"], 2.5 + np.arange(0, 360, 10.0))
+
+
+def test_names_of_axes_without_a_letter_are_kept() -> None:
+    grib = weather().rename(level="isobaricInhPa", latitude="lat", longitude="lon").expand_dims(valid_time=[0, 1])
+    found = predict_whole(settled(nn.Conv2d(5, 5, 3, padding=1)), grib, tile=16, quiet=True)
+    assert found.dims == grib.dims
+    assert set(found.coords) == set(grib.coords)
+    one = predict_whole(settled(nn.Conv2d(5, 2, 3, padding=1)), grib, tile=16, quiet=True)
+    assert one.dims == ("valid_time", "channel", "lat", "lon")
+    assert "isobaricInhPa" not in one.coords
+
+
 # ---- pyramids --------------------------------------------------------------------------------------------------------
 class Levels(list[np.ndarray]):
     """napari's: a list of levels with the shape and the dtype of the first."""

@@ -208,8 +208,8 @@ def test_rasterio_reads_the_output_where_it_stands(name: str, is_point: bool, tm
 
 # ---- arrays with coordinates -----------------------------------------------------------------------------------------
 class Coordinate:
-    def __init__(self, numbers: Any, attrs: Any = None) -> None:
-        self.numbers, self.attrs = np.asarray(numbers), attrs or {}
+    def __init__(self, name: str, numbers: Any, attrs: Any = None) -> None:
+        self.dims, self.numbers, self.attrs = (name,), np.asarray(numbers), attrs or {}
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.numbers, dtype)
@@ -221,12 +221,10 @@ class Coordinate:
 class Labelled:
     """What farfield looks for in an array of xarray."""
 
-    def __init__(self, numbers: np.ndarray, dims: Any, coords: Any) -> None:
-        self.numbers, self.dims, self.attrs, self.shape = numbers, tuple(dims), {}, numbers.shape
-        self.dtype = numbers.dtype
-        self.coords = {
-            name: Coordinate(*each[1:]) if isinstance(each, tuple) else each for name, each in coords.items()
-        }
+    def __init__(self, numbers: np.ndarray, dims: Any, coords: Any, name: Any = None, attrs: Any = None) -> None:
+        self.numbers, self.dims, self.name, self.attrs = numbers, tuple(dims), name, attrs or {}
+        self.shape, self.dtype = numbers.shape, numbers.dtype
+        self.coords = {key: Coordinate(*each) if isinstance(each, tuple) else each for key, each in coords.items()}
 
     def __getitem__(self, index: Any) -> np.ndarray:
         return self.numbers[index]

@@ -1,19 +1,55 @@
-"""Names and coordinates of xarray's arrays and the matrices of MONAI's tensors, read and given to results.
+"""Names, coordinates and attributes that arrays have: of xarray and zarr, and the matrices of MONAI's tensors.
 
-Neither library is imported: an array that has their attributes has its library loaded.
+No library is imported: an array that has the attributes of one has it loaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from farfield.volumes.image_metadata import ImageMetadata, parse_unit
+from farfield.volumes.image_metadata import ImageMetadata, known, parse_length, parse_unit, restrict
 
 _NAMES = {"time": "T", "channel": "C", "band": "C", "depth": "Z", "lat": "Y", "latitude": "Y", "row": "Y"}
 _NAMES |= {"plane": "Z", "lon": "X", "longitude": "X", "column": "X", "col": "X"}
+
+
+def name_axes(names: Sequence[Any]) -> str:
+    """Return the letters of named axes, Q for others; of all where two have one letter."""
+    lowered = [str(name).lower().rstrip("^") for name in names]  # ^ marks channels in electron microscopy
+    axes = "".join(_NAMES.get(name, name.upper() if name in tuple("tczyx") else "Q") for name in lowered)
+    letters = axes.replace("Q", "")
+    return axes if len(set(letters)) == len(letters) else "Q" * len(axes)
+
+
+def read_attributes(attributes: Mapping[str, Any], dims: int, names: Sequence[Any] | None = None) -> ImageMetadata:
+    """Read the names of axes and the voxel size that zarr, xarray and pipelines of electron microscopy write."""
+    named = np.ravel(attributes.get("_ARRAY_DIMENSIONS", attributes.get("axis_names", names or ()))).tolist()
+    steps = _parse_numbers(attributes.get("voxel_size", attributes.get("resolution", ())))
+    axes = name_axes(named) if len(named) == dims else "Q" * dims
+    if len(named) != dims and len(steps) in (2, 3) and dims - len(steps) in (0, 1):
+        axes = ("C" + "ZYX"[-len(steps) :])[-dims:]
+    letters = axes[dims - len(steps) :]
+    if not 0 < len(steps) == len(letters):
+        return ImageMetadata(axes)
+    given = [parse_unit(unit) for unit in np.ravel(attributes.get("units", ()))][-len(letters) :]
+    units = known(letters, given) if len(given) == len(letters) else {}
+    # A step of 1 without a unit is written where nothing is known.
+    sizes = known(letters, map(parse_length, steps))
+    spacing = {letter: each for letter, each in sizes.items() if letter in units or each != 1}
+    starts = _parse_numbers(attributes.get("offset", ()))
+    origin = {letter: each for letter, each in zip(letters, starts, strict=False) if each}
+    return ImageMetadata(axes, restrict(spacing, "TZYX"), restrict(units, "TZYX"), restrict(origin, "TZYX"))
+
+
+def _parse_numbers(given: Any) -> list[float]:
+    try:
+        return list(np.ravel(np.asarray(given, float)).tolist())
+    except (TypeError, ValueError):
+        return []
 
 
 def _is_meta_tensor(array: Any) -> bool:
@@ -50,8 +86,7 @@ def _read_matrix(tensor: Any) -> ImageMetadata | None:
 
 def _read_coordinates(array: Any) -> ImageMetadata:
     """Read the letters of named axes, the distance of evenly spaced coordinates, and names of channels."""
-    names = [str(name).lower() for name in array.dims]
-    axes = "".join(_NAMES.get(name, name.upper() if name in tuple("tczyx") else "Q") for name in names)
+    axes = name_axes(array.dims)
     channels: tuple[str, ...] = ()
     units: dict[str, str] = {}
     spacing, origin = dict[str, float](), dict[str, float]()
@@ -76,21 +111,38 @@ def label_result(volume: Any, result: Any, metadata: ImageMetadata) -> Any:
         return type(volume)(result, affine=metadata.matrix(letters))
     if not _is_data_array(volume) or not isinstance(result, np.ndarray):
         return result
-    own = _read_coordinates(volume)
-    known = dict(zip(own.axes, volume.dims, strict=True))
-    names = [
-        known.get(letter, "channel" if letter == "C" else f"axis{place}") for place, letter in enumerate(metadata.axes)
-    ]
+    own, lengths = _read_coordinates(volume), dict(zip(volume.dims, volume.shape, strict=True))
+    named = {letter: name for letter, name in zip(own.axes, volume.dims, strict=True) if letter != "Q"}
+    names = []
+    for place, letter in enumerate(metadata.axes):
+        # Axes without a letter are in their order, the last ones those of the result.
+        back = place - result.ndim
+        keeps = back + len(own.axes) >= 0 and own.axes[back] == "Q" and volume.shape[back] == result.shape[place]
+        other = volume.dims[back] if keeps else "channel" if letter == "C" else f"axis{place}"
+        names.append(named.get(letter, other))
+    moved = {
+        name
+        for name, letter, length in zip(names, metadata.axes, result.shape, strict=True)
+        if length != lengths.get(name) or _is_moved(letter, own, metadata)
+    }
     coords = {}
-    for name, letter, length in zip(names, metadata.axes, result.shape, strict=True):
-        if name not in volume.coords:
-            continue
-        given, steps = volume.coords[name], (own.spacing.get(letter), metadata.spacing.get(letter))
-        moved = metadata.origin.get(letter, 0.0) - own.origin.get(letter, 0.0)
-        if None not in steps and (moved or steps[0] != steps[1] or len(given) != length):
-            numbers = np.asarray(given, float)
-            sign = 1 if numbers[1] > numbers[0] else -1  # which a spacing has not
-            coords[name] = name, numbers[0] + sign * (moved + steps[1] * np.arange(length)), given.attrs
-        elif len(given) == length:
+    for name, given in volume.coords.items():
+        if not set(given.dims) - (set(names) - moved):
             coords[name] = given
-    return type(volume)(result, dims=names, coords=coords)
+        elif given.dims == (name,) and name in names:
+            place = names.index(name)
+            letter, step = metadata.axes[place], metadata.spacing.get(metadata.axes[place])
+            if step is not None and letter in own.spacing:
+                numbers, start = (
+                    np.asarray(given, float),
+                    metadata.origin.get(letter, 0.0) - own.origin.get(letter, 0.0),
+                )
+                sign = 1 if numbers[1] > numbers[0] else -1  # which a spacing has not
+                coords[name] = name, numbers[0] + sign * (start + step * np.arange(result.shape[place])), given.attrs
+    return type(volume)(result, dims=names, coords=coords, name=volume.name, attrs=volume.attrs)
+
+
+def _is_moved(letter: str, own: ImageMetadata, metadata: ImageMetadata) -> bool:
+    """Whether positions along an axis stand elsewhere than those of the volume, as far as that is known."""
+    one, other = ((each.origin.get(letter, 0.0), each.spacing.get(letter)) for each in (own, metadata))
+    return None not in (one[1], other[1]) and one != other

@@ -18,6 +18,7 @@ import numpy as np
 
 from farfield.volumes.file_name import FileArray, FileName, Opened, load_library
 from farfield.volumes.image_metadata import ImageMetadata, known, parse_length
+from farfield.volumes.labelled_arrays import read_attributes
 from farfield.volumes.tiff_metadata import read_tiff_metadata
 from farfield.volumes.tiff_parts import check_codecs, check_parts, check_planes, listed
 
@@ -97,15 +98,18 @@ def _check_filters(file: FileName, h5py: Any, dataset: Any) -> None:
 
 
 def _read_hdf5_metadata(dataset: Any) -> ImageMetadata:
-    """Read the axes that ilastik or the dimension scales name, and the voxel size of Fiji's and ilastik's files."""
+    """Read the axes that ilastik or the dimension scales name, and the voxel size that several programs write."""
     count, attributes = len(dataset.shape), dataset.attrs
     letters = [str(each.label)[:1].upper() for each in dataset.dims]
     with contextlib.suppress(KeyError, TypeError, ValueError):
         letters = [str(each["key"]).upper() for each in json.loads(attributes["axistags"])["axes"]]
-    sizes = np.ravel(attributes.get("element_size_um", ()))
-    if len(letters) != count or not set(letters) <= set("TCZYX") or len(set(letters)) < count:
-        letters = list("ZYX"[-count:]) if len(sizes) == 3 and count in (2, 3) else ["Q"] * count
-    spacing = known(list("ZYX"), map(parse_length, sizes)) if len(sizes) == 3 else {}
+    is_named = len(letters) == count and set(letters) <= set("TCZYX") and len(set(letters)) == count
+    sizes = np.ravel(attributes.get("element_size_um", ()))  # of Fiji and ilastik
+    if len(sizes) != 3:
+        return read_attributes(attributes, count, letters if is_named else None)
+    if not is_named:
+        letters = list("ZYX"[-count:]) if count in (2, 3) else ["Q"] * count
+    spacing = known(list("ZYX"), map(parse_length, sizes))
     units = dict.fromkeys(spacing, "micrometer")
     return ImageMetadata("".join(letters), spacing, units).with_axes("".join(letters))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from farfield._refusals import is_refusal, refusal
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.file_name import FileName, Opened, load_library, unknown_axes
 from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.labelled_arrays import read_attributes
 from farfield.volumes.library_formats import list_planes, open_hdf5, open_mrc, open_nifti, open_planes
 from farfield.volumes.ome_zarr import read_images
 from farfield.volumes.place import Place, stretch
@@ -158,13 +160,15 @@ def _open_zarr(file: FileName, store: Any = None, inside: str = "") -> Opened:
 
 
 def read_array_metadata(array: Any) -> ImageMetadata:
-    """Read the metadata that farfield writes into the attributes of a zarr array; unknown axes for other arrays."""
+    """Read what farfield writes into the attributes of a zarr array, or the names and sizes that others write."""
     try:
         read = ImageMetadata(**json.loads(json.dumps(dict(array.attrs["farfield"]))))
         affine = {letter: tuple(map(float, step)) for letter, step in read.affine.items()}
         read = replace(read, channels=tuple(read.channels), affine=affine)
         return read if len(read.axes) == array.ndim else unknown_axes(array)
     except (AttributeError, KeyError, TypeError, ValueError):
+        with suppress(TypeError, ValueError):
+            return read_attributes(array.attrs, array.ndim, getattr(array.metadata, "dimension_names", None))
         return unknown_axes(array)
 
 

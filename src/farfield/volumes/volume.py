@@ -326,7 +326,7 @@ def arrange(file: str | Path, array: Any, metadata: ImageMetadata, channel: int 
     left_out += [place] if len(chosen) == 1 and place >= 0 and not several_times else []
     order: list[int | None] = [axis for axis in sorted_axes(axes) if axis not in left_out]
     letters = "".join(axes[axis] for axis in sorted_axes(axes) if axis not in left_out)
-    if several_times and "C" not in letters:
+    if several_times and not set(letters) & set("CQ"):
         order.insert(letters.index("T") + 1, None)
         letters = letters.replace("T", "TC")
     taken: dict[int, list[int]] = {axis: [0] for axis in left_out}
