@@ -20,6 +20,7 @@ from farfield._refusals import refusal
 from farfield.volumes.file_formats import FORMATS, Format, OutputSpec, find_format, write_level
 from farfield.volumes.source import Region, release
 from farfield.volumes.unfinished import FULL_DISK, REPLACED, STATE, unfinished_folder, was_moved
+from farfield.volumes.whole_shards import WholeShards
 
 
 def check_path(path: Path, overwrite: bool | None) -> None:
@@ -237,6 +238,7 @@ class ArrayOutput:
 
     def __init__(self, caller: str, array: Any) -> None:
         self.caller, self.array, self.dtype = caller, array, dtype_of_array(array)
+        self.waiting = WholeShards(array) if hasattr(array, "shards") else None  # zarr's
 
     def write(self, index: tuple[slice, ...], box: Tensor) -> None:
         """Write a box; refuse numbers that the dtype does not hold: outside its range, or whole ones that it rounds."""
@@ -255,6 +257,8 @@ class ArrayOutput:
             # Tensors that are made in inference mode can be written to in it alone.
             with torch.inference_mode(self.array.is_inference()):
                 self.array[index] = box.to(self.array.device)
+        elif self.waiting is not None:
+            self.waiting[index] = numbers
         else:
             self.array[index] = numbers
         release(self.array)
@@ -274,7 +278,9 @@ class ArrayOutput:
         return None if np.iinfo(kept).max <= largest else (-largest, largest)
 
     def let_go(self) -> None:
-        """Do nothing: an array is not locked."""
+        """Write what waits for other tiles."""
+        if self.waiting is not None:
+            self.waiting.flush()
 
     def finish(self) -> Any:
         return self.array
