@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import zarr
 
-from farfield.volumes import open_volume, statistics
+from farfield._checks import ShapeError
+from farfield.volumes import ImageMetadata, Volume, mean_and_std, open_volume, percentiles, statistics
 from farfield.volumes.statistics import mean_and_deviation, quantiles
 
 SHARES = (0.0, 0.01, 0.5, 0.998, 1.0)
@@ -77,3 +79,44 @@ def test_numbers_that_are_not_finite_are_refused() -> None:
     for call in (mean_and_deviation, lambda array, axes: quantiles(array, axes, [0.5])):
         with pytest.raises(ValueError, match=r"not finite, in \[3:4, .*nan_to_num"):
             call(numbers, (0, 1, 2, 3))
+
+
+# ---- of volumes, under a mask ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["array", "tensor", "volume"])
+def test_numbers_of_each_channel(kind: str) -> None:
+    numbers = draw("f4")[:, :, 0]  # (7, 3, 31)
+    given = {"array": (numbers.swapaxes(0, 1), "YX"), "tensor": (torch.from_numpy(numbers.swapaxes(0, 1)), "YX")}
+    volume, axes = given.get(kind, (Volume(numbers, ImageMetadata("YCX")), None))
+    over = (0, 2) if kind == "volume" else (1, 2)
+    wide = np.asarray(numbers if kind == "volume" else numbers.swapaxes(0, 1), float)
+    found = percentiles(volume, [2, 99.8], axes=axes)
+    np.testing.assert_allclose(found, np.percentile(wide, [2, 99.8], axis=over, keepdims=True), rtol=1e-12)
+    mean, std = mean_and_std(volume, axes=axes)
+    np.testing.assert_allclose(mean, wide.mean(over, keepdims=True), rtol=1e-10)
+    np.testing.assert_allclose(std, wide.std(over, keepdims=True), rtol=1e-10)
+
+
+def test_a_mask_leaves_positions_out_of_numbers() -> None:
+    numbers, valid = draw("f4")[0], np.zeros((20, 31), bool)
+    valid[4:9, 10:30] = True
+    unknown = np.where(valid, numbers, np.nan)
+    for axes, kept in (("YX", numbers[:, valid]), ("CYX", numbers[:, valid].reshape(1, -1))):
+        mask = valid if axes == "YX" else np.stack([valid] * 3)
+        found = percentiles(unknown, [0, 40, 100], axes=axes, mask=mask)
+        np.testing.assert_allclose(np.reshape(found, (3, -1)), np.percentile(kept.astype(float), [0, 40, 100], axis=1))
+        for one, other in zip(mean_and_std(unknown, axes=axes, mask=mask), (kept.mean(1), kept.std(1)), strict=True):
+            np.testing.assert_allclose(one.ravel(), other, rtol=1e-4)
+
+
+def test_numbers_that_cannot_be_computed() -> None:
+    numbers = draw("f4")[0]
+    for options, kind, text in (
+        ({"axes": "ZYX", "percents": [101]}, ValueError, r"percents are from 0 to 100, got \[101\]"),
+        ({"axes": "TZYX"}, ValueError, r'the volume has 3 axes, got axes="TZYX"; fix: axes=None'),
+        ({"axes": "YX", "mask": np.ones((20, 30))}, ShapeError, r"mask must have shape \(20, 31\), got \(20, 30\)"),
+        ({"axes": "YX", "mask": np.zeros((20, 31))}, ValueError, r"no position of the mask is True; fix: mask=None"),
+    ):
+        with pytest.raises(kind, match=f"percentiles: {text}"):
+            percentiles(numbers, **{"percents": [1], **options})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='mean_and_std: the axes are "CYX", got axes="ZYX"'):
+        mean_and_std(Volume(numbers, ImageMetadata("CYX")), axes="ZYX")

@@ -6,6 +6,7 @@ sliced, and an output is at its path only when it is complete. Needs the extra `
 """
 
 from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.statistics import mean_and_std, percentiles
 from farfield.volumes.volume import Volume, open_volume
 
-__all__ = ["ImageMetadata", "Volume", "open_volume"]
+__all__ = ["ImageMetadata", "Volume", "mean_and_std", "open_volume", "percentiles"]
