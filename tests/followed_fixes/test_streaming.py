@@ -172,8 +172,8 @@ ROWS = [
     Row(
         "streaming/adapt.py",
         lambda: predict(conv(1, 1), reduce="argmax"),
-        "lambda scores: scores > 0",
-        lambda: predict(conv(1, 1), reduce=lambda scores: scores > 0),
+        "reduce=0.5",
+        lambda: predict(conv(1, 1), reduce=0.5),
     ),
     Row(
         "streaming/adapt.py",

@@ -52,6 +52,20 @@ def test_labels_are_those_of_the_whole(tile: int, tmp_path: Path) -> None:
     np.testing.assert_array_equal(file[:], got)
 
 
+@pytest.mark.parametrize("classes", [1, 3])
+def test_a_number_is_a_threshold(classes: int, tmp_path: Path) -> None:
+    net = scores(classes)
+    level = float(whole(net).median())
+    found = predict_whole(net, VOLUME, tile=10, reduce=level, quiet=True)
+    assert found.dtype == np.uint8
+    # Rounding decides of scores that are nearly the level.
+    clear = ((whole(net) - level).abs() > 1e-5).numpy()
+    assert clear.mean() > 0.99
+    np.testing.assert_array_equal(found.reshape(clear.shape)[clear], (whole(net) > level).numpy()[clear])
+    file = predict_whole(net, VOLUME, tile=10, reduce=level, out=tmp_path / "a.tif", quiet=True)
+    np.testing.assert_array_equal(file, found)
+
+
 @pytest.mark.parametrize("batch", [None, 2])
 def test_softmax_is_that_of_the_whole(batch: int | None) -> None:
     net, volume = scores(3), torch.from_numpy(VOLUME)
@@ -110,7 +124,11 @@ def test_a_function_that_does_not_run_in_tiles_is_refused() -> None:
     ("reduce", "error", "text"),
     [
         ("argmx", LookupError, 'predict_whole: no reduce "argmx"; nearest: argmax'),
-        (3, TypeError, "predict_whole: reduce must be one of argmax, softmax, or a function .*, got int; fix: reduce="),
+        (
+            3,
+            TypeError,
+            "predict_whole: reduce must be one of argmax, softmax, a threshold .*, got int; fix: .*=0.5, and",
+        ),
         (lambda grid: None, TypeError, "predict_whole: reduce must return a tensor, got NoneType; fix: a function"),
         (lambda grid: grid.argmax(1), ShapeError, r"reduce must keep .*\n.*\n.*\n  fix: keepdim=True"),
         (lambda grid: grid[..., ::2], ShapeError, "reduce must keep the batch and the size"),
@@ -125,7 +143,7 @@ def test_what_is_no_reduction_is_refused(reduce: Any, error: type[Exception], te
 @pytest.mark.long
 @pytest.mark.parametrize("reduce", ["argmax", "softmax"])
 def test_one_channel_has_no_classes(reduce: str) -> None:
-    text = f'reduce="{reduce}" is over channels, and the network returns one channel; fix: a function, .* scores > 0'
+    text = f'reduce="{reduce}" is over channels, and the network returns one channel; fix: reduce=0.5 .*0.0 for logits'
     with pytest.raises(ValueError, match=text):
         predict_whole(scores(1), VOLUME, tile=8, reduce=reduce, quiet=True)
 
@@ -197,6 +215,8 @@ def test_reductions_are_told_apart() -> None:
         lambda grid: grid > 0,
         lambda grid: grid > 1,
         lambda grid: grid < 1,
+        0.5,
+        0.7,
         above(0.5),
         above(0.7),
         nn.Softmax(1),

@@ -78,7 +78,8 @@ class Job:
     ) -> None:
         self.text = model.text
         self.given, self._prepare = volume, model.prepare
-        self.out, self.overwrite, self.reduce = Path(out).expanduser(), overwrite, reduce or model.reduce
+        self.out, self.overwrite = Path(out).expanduser(), overwrite
+        self.reduce = model.reduce if reduce is None else reduce
         shared = find_shared(self.out, volume.array)
         if shared is not None:
             text = f"the output and the volume are both in {shared}, which is never written over; fix: another path."

@@ -83,7 +83,8 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         pad: "reflect", "replicate" or "constant": the volume is padded to multiples of the strides, half on each end,
             and positions of the output that stand for padding alone are cropped. By default the model must take the
             volume's size.
-        reduce: "argmax" or "softmax" over the channels, or a function from an output grid `(batch, channels, *size)` to
+        reduce: "argmax" or "softmax" over the channels, a number above which a channel is 1 and else 0, as uint8 (0.5
+            for probabilities, 0.0 for logits), or a function from an output grid `(batch, channels, *size)` to
             one of the same batch and size. It is applied to each tile before it is written, so that the output that it
             reduces never exists as a whole. Labels are of the smallest dtype that holds them, uint8 up to 256 classes.
             `{"out": "argmax"}` takes one of several outputs by its key or place, and `{"out": None}` as it is.

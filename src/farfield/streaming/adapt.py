@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from farfield._checks import ShapeError, unknown
 from farfield._refusals import door, refusal
 
-# What may be given as `reduce`: a name, or a function from an output grid to a grid of the same size; or, by the key of
-# the one of several outputs that is taken, one of these or None.
-Reduce = str | Callable[[Tensor], Tensor] | Mapping[Any, Any] | None
+# What may be given as `reduce`: a name, a threshold, or a function from an output grid to a grid of the same size; or,
+# by the key of the one of several outputs that is taken, one of these or None.
+Reduce = str | float | Callable[[Tensor], Tensor] | Mapping[Any, Any] | None
 
 
 # What a network may return beside grids, as it is.
@@ -173,7 +173,7 @@ def _refuse_outputs(
             f"around it that returns one of them, self.network(grid)[{names.index(key) if by_place else repr(key)}].",
         )
     if reduce is not None:
-        own = f'"{reduce}"' if isinstance(reduce, str) else "function"
+        own = f'"{reduce}"' if isinstance(reduce, str) else reduce if isinstance(reduce, float) else "function"
         raise refusal(
             TypeError,
             f"reduce is for one output, and {name} returns {len(names)}.{listed}\n"
@@ -197,16 +197,18 @@ class ReductionError(ShapeError):
 
 
 def check_reduction(reduce: Any) -> None:
-    """Refuse a `reduce` that is neither a known name, nor a function, nor None, nor the key of an output with these."""
+    """Refuse a `reduce` that is no known name, number, function or None, nor the key of an output with one of these."""
     if isinstance(reduce, Mapping) and len(reduce) == 1:
         (reduce,) = reduce.values()
     if isinstance(reduce, str) and reduce not in _NAMED:
         raise unknown("reduce", reduce, _NAMED)
-    if reduce is not None and not isinstance(reduce, str) and not callable(reduce):
+    # An integer may be meant as the number of a channel.
+    if reduce is not None and not isinstance(reduce, str | float) and not callable(reduce):
         raise refusal(
             TypeError,
-            f"reduce must be one of {', '.join(_NAMED)}, or a function from a grid to a grid of the same "
-            f'size, or one of these by the key of an output, got {type(reduce).__name__}; fix: reduce="argmax".',
+            f"reduce must be one of {', '.join(_NAMED)}, a threshold such as 0.5, or a function from a grid to a grid "
+            f"of the same size, or one of these by the key of an output, got {type(reduce).__name__}; fix: "
+            'reduce="argmax", or of one channel reduce=0.5, and 0.0 for logits.',
         )
 
 
@@ -216,9 +218,11 @@ def _reduce_grid(reduce: Any, grid: Tensor) -> Tensor:
     if isinstance(reduce, str) and grid.shape[1] == 1:
         raise refusal(
             ValueError,
-            f'reduce="{reduce}" is over channels, and the network returns one channel; fix: a function, '
-            f"such as reduce=lambda scores: scores > 0.",
+            f'reduce="{reduce}" is over channels, and the network returns one channel; fix: reduce=0.5 for '
+            "probabilities, reduce=0.0 for logits.",
         )
+    if isinstance(reduce, float):
+        return (grid > reduce).to(torch.uint8)
     reduced: object = _NAMED[reduce](grid) if isinstance(reduce, str) else reduce(grid)
     if not isinstance(reduced, Tensor):
         raise refusal(

@@ -46,7 +46,7 @@ except ImportError as missing:
     raise ImportError(f"farfield.integrations.napari: {missing.name} is not installed; fix: {fix}") from missing
 
 # What the output holds, as it is chosen -> the argument `reduce`.
-_VALUES = {"as the model has them": None, "labels": "argmax", "probabilities": "softmax"}
+_VALUES = {"as the model has them": None, "labels": "argmax", "probabilities": "softmax", "above 0.5": 0.5}
 _ROWS = (slice(0, 3), slice(3, 5))
 _INVITATION = "Choose a layer, a model and an output, and press Plan."
 _STOPPED = "Stopped. Resume goes on from the tiles that are finished."
