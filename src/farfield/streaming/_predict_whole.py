@@ -28,11 +28,12 @@ from farfield.streaming.graph import Info
 from farfield.streaming.plan import StreamingPlan, describe_graph
 from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished, refuse_shared
-from farfield.streaming.skipping import NODATA, check_fill, open_mask, open_mask_file, warn_of_nodata
+from farfield.streaming.skipping import ALPHA, NODATA, check_fill, open_mask, open_mask_file, warn_of_nodata
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
 from farfield.volumes.sink import FileOutput, output_for
 from farfield.volumes.source import AxisLayout
+from farfield.volumes.volume import take_alpha
 
 # Seconds from which on it is said how long a prediction takes, and units.
 _LONG, _UNITS = 10, (("day", 86400), ("hour", 3600), ("minute", 60))
@@ -103,12 +104,14 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         part: The share of this process, where several are started by hand or as an array of jobs, with the same other
             arguments and a path ending in .zarr; the call returns None, and one of `Part.parse("reduce")` the result.
         mask: True at the valid positions of the volume, False where it holds nothing: an array `(*size)` for all
-            samples or `(batch, *size)`, the path of one, or "nodata": positions where no channel has the number that
-            the volume's file states to be none, as GeoTIFF can; that is also what is taken, with a warning, where a
-            file states one. Norms, means, maxima, attention and all other sums over positions leave out those that are
-            not valid; of a coarser grid a position is valid if any of those that it stands for is. Convolutions, and
-            pooling of small windows, read `fill` there. Tiles without a valid position are skipped. It is read tile by
-            tile, once before the first pass and then as the volume is.
+            samples or `(batch, *size)`, or the path of one; of another size if it and the volume have voxel sizes, such
+            as a `Volume` drawn on a thumbnail, which begins where the volume does unless it has an origin. "alpha":
+            where the last of two or four channels, which the network does not see, is not 0. "nodata": positions where
+            no channel has the number that the volume's file states to be none, as GeoTIFF can; that is also what is
+            taken, with a warning, where a file states one. Norms, means, maxima, attention and all other sums over
+            positions leave out those that are not valid; of a coarser grid a position is valid if any of those that it
+            stands for is. Convolutions, and pooling of small windows, read `fill` there. Tiles without a valid position
+            are skipped. It is read tile by tile, once before the first pass and then as the volume is.
         fill: The number that the network reads where the mask is False, whatever the volume holds there, NaN included.
 
     Returns:
@@ -185,6 +188,8 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     if part is not None:
         check_part(part, out)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
+    if isinstance(mask, str) and mask == ALPHA:
+        volume, mask = take_alpha(volume)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
     if mask is not None:
         mask = open_mask_file(mask)

@@ -25,10 +25,10 @@ from farfield.volumes.axes_view import SlicedArray, as_slice, order_axes
 from farfield.volumes.checks import check_volume
 from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.source import AxisLayout, Region, VolumeSource
-from farfield.volumes.volume import open_volume, split_volume
+from farfield.volumes.volume import match_mask, open_volume, split_volume
 
-# The argument `mask` for positions that have the number that is none in the file.
-NODATA = "nodata"
+# The argument `mask` for positions that have the number that is none in the file, and for those that are transparent.
+NODATA, ALPHA = "nodata", "alpha"
 
 
 def check_fill(fill: Any, has_mask: bool) -> None:
@@ -99,7 +99,11 @@ def open_mask(mask: Any, volume: Any, arranged: Sequence[Any]) -> Any:
         return _Stated(parts)
     known, mask = split_volume(mask)
     if known is not None and set(known.axes) <= set("TZYX"):
-        mask = order_axes(mask, sorted(range(len(known.axes)), key=lambda axis: "TZYX".index(known.axes[axis])))
+        order = sorted(range(len(known.axes)), key=lambda axis: "TZYX".index(known.axes[axis]))
+        mask = order_axes(mask, order)
+        if arranged[0] is not None:
+            letters = known.with_axes("".join(known.axes[axis] for axis in order))
+            mask = match_mask(mask, letters, next(iter(arranged[1].values())).shape, arranged[0])
     check_volume("predict_whole", "mask", mask)
     if "float" in str(getattr(mask, "dtype", "")):
         text = f"mask must be boolean, True where a position is valid, got {mask.dtype}; fix: mask > 0."
@@ -116,7 +120,9 @@ def layout_of_mask(mask: Any, layout: AxisLayout, shape: Sequence[int], mixed: b
     if given != each:
         allowed = " or ".join(map(str, dict.fromkeys((size, each))))
         raise refusal(
-            ShapeError, f"mask must have shape {allowed}, got {given}; fix: one value per position, without channels."
+            ShapeError,
+            f"mask must have shape {allowed}, got {given}; fix: one value per position, without channels, or both as "
+            "farfield.volumes.Volume with their voxel sizes.",
         )
     if mixed:
         raise refusal(

@@ -100,7 +100,14 @@ class AxesView(SlicedArray):
         return chosen
 
     def _read_indices(self, chosen: Sequence[Sequence[int]]) -> np.ndarray:
-        """Return the part of some indices of the array; one axis at most has others than a range."""
+        """Return the part of some indices of the array."""
+        listed = [axis for axis, each in enumerate(chosen) if not isinstance(each, range)]
+        boxes = [range(min(each), max(each) + 1) if axis in listed else each for axis, each in enumerate(chosen)]
+        # Indices that are repeated, and those of several axes, are taken of the box around them.
+        if len(listed) > 1 or any(len(boxes[axis]) < len(chosen[axis]) for axis in listed):
+            within = [[place - box[0] for place in each] for each, box in zip(chosen, boxes, strict=True)]
+            within = [within[axis] if axis in listed else list(range(len(box))) for axis, box in enumerate(boxes)]
+            return self._read_indices(boxes)[np.ix_(*within)]
         backwards = tuple(axis for axis, each in enumerate(chosen) if isinstance(each, range) and each.step < 0)
         spans = [
             slice(None) if not isinstance(each, range) else as_slice(each[::-1] if axis in backwards else each)

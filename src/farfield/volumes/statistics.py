@@ -12,9 +12,10 @@ from torch import Tensor
 
 from farfield._checks import ShapeError
 from farfield._refusals import door, refusal
+from farfield.volumes.axes_view import order_axes
 from farfield.volumes.checks import check_volume
 from farfield.volumes.sink import dtype_of_array, to_numpy
-from farfield.volumes.volume import split_volume
+from farfield.volumes.volume import match_mask, split_volume
 
 # Positions that are read at a time.
 _AT_ONCE = 2**21
@@ -33,7 +34,8 @@ def percentiles(
         percents: From 0 to 100.
         axes: Letters of the axes that they are over, such as "ZYX": of an array without letters its last ones. None:
             all but the channels of a `Volume`, and all of an array without letters.
-        mask: True at the positions that count, with the shape of these axes; the others may be NaN.
+        mask: True at the positions that count, with the shape of these axes, or a `Volume` of other voxels; the others
+            may be NaN.
 
     Returns:
         An array for each percent; the axes that it is over have length 1.
@@ -53,7 +55,7 @@ def percentiles(
     """
     if any(not 0 <= each <= 100 for each in percents):
         raise refusal(ValueError, f"percents are from 0 to 100, got {list(percents)}; fix: [1, 99.8], for example.")
-    array, places = _choose_axes(volume, axes)
+    array, places, mask = _choose_axes(volume, axes, mask)
     return quantiles(array, places, [each / 100 for each in percents], mask=mask)
 
 
@@ -80,23 +82,30 @@ def mean_and_std(volume: Any, *, axes: str | None = None, mask: Any = None) -> t
         >>> mean.tolist(), std.round(3).tolist()
         ([[1.5], [5.5], [9.5]], [[1.118], [1.118], [1.118]])
     """
-    array, places = _choose_axes(volume, axes)
+    array, places, mask = _choose_axes(volume, axes, mask)
     return mean_and_deviation(array, places, mask)
 
 
-def _choose_axes(volume: Any, axes: str | None) -> tuple[Any, list[int]]:
-    """Return the array of a volume, and the axes that have these letters, or are as many of the last ones."""
+def _choose_axes(volume: Any, axes: str | None, mask: Any) -> tuple[Any, list[int], Any]:
+    """Return the array of a volume, the axes of these letters, or as many of the last ones, and the mask of these."""
     known, array = split_volume(volume)
     check_volume("", "volume", array)
     array = to_numpy(array) if isinstance(array, Tensor) else array
     letters, count = "" if known is None or "Q" in known.axes else known.axes, len(array.shape)
-    if axes is None:
-        return array, [place for place in range(count) if letters[place : place + 1] != "C"]
-    if letters and any(letters.count(each) != 1 for each in axes.upper()):
+    if letters and any(letters.count(each) != 1 for each in (axes or "").upper()):
         raise refusal(ValueError, f'the axes are "{letters}", got axes="{axes}"; fix: letters of these.')
-    if not axes or len(axes) > count:
+    if axes is not None and not 0 < len(axes) <= count:
         raise refusal(ValueError, f'the volume has {count} axes, got axes="{axes}"; fix: axes=None for all of them.')
-    return array, sorted(letters.index(each) for each in axes.upper()) if letters else list(range(count))[-len(axes) :]
+    if axes is None:
+        places = [place for place in range(count) if letters[place : place + 1] != "C"]
+    else:
+        places = sorted(map(letters.index, axes.upper())) if letters else list(range(count))[-len(axes) :]
+    own, mask = (None, None) if mask is None else split_volume(mask)
+    if known is not None and own is not None and sorted(own.axes) == sorted(letters[place] for place in places):
+        order = [own.axes.index(letters[place]) for place in places]
+        own = own.with_axes("".join(own.axes[axis] for axis in order))
+        mask = match_mask(order_axes(mask, order), own, array.shape, known)
+    return array, places, mask
 
 
 def mean_and_deviation(array: Any, axes: Collection[int], mask: Any = None) -> tuple[np.ndarray, np.ndarray]:
