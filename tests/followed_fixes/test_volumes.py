@@ -10,7 +10,7 @@ import pytest
 import tifffile
 import zarr
 
-from farfield.volumes import open_volume
+from farfield.volumes import open_volume, percentiles
 from farfield.volumes.input_files import InputFiles
 from farfield.volumes.statistics import mean_and_deviation
 from helpers.followed import VOLUME, Row, conv, each, follow, predict, written
@@ -177,6 +177,18 @@ ROWS = [
         lambda: predict(conv().half(), VOLUME * 1e6),
         "model.float(), or model.bfloat16()",
         lambda: [predict(conv().float(), VOLUME * 1e6), predict(conv().bfloat16(), VOLUME * 1e6)],
+    ),
+    Row(
+        "volumes/scaling.py",
+        lambda: predict(ONE, VOLUME, scale="1,99.8"),
+        "scale=percentiles(volume, [1, 99.8])",
+        lambda: predict(ONE, VOLUME, scale=percentiles(VOLUME, [1, 99.8])),
+    ),
+    Row(
+        "volumes/volume.py",
+        lambda: predict(ONE, VOLUME, mask="alpha"),
+        "the mask as an array",
+        lambda: predict(ONE, VOLUME, mask=VOLUME[0] > 0.5),
     ),
     Row(
         "volumes/statistics.py",

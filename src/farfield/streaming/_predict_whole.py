@@ -31,6 +31,7 @@ from farfield.streaming.progress import find_unfinished, refuse_shared
 from farfield.streaming.skipping import ALPHA, NODATA, check_fill, open_mask, open_mask_file, warn_of_nodata
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
+from farfield.volumes.scaling import parse_scale
 from farfield.volumes.sink import FileOutput, output_for
 from farfield.volumes.source import AxisLayout
 from farfield.volumes.volume import take_alpha
@@ -56,6 +57,7 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     part: Part | None = None,
     mask: Any = None,
     fill: float = 0.0,
+    scale: Any = None,
 ) -> Any:
     """Predict a volume tile by tile, with the result of `model(volume)`: attention and norms see the whole volume.
 
@@ -113,6 +115,9 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
             stands for is. Convolutions, and pooling of small windows, read `fill` there. Tiles without a valid position
             are skipped. It is read tile by tile, once before the first pass and then as the volume is.
         fill: The number that the network reads where the mask is False, whatever the volume holds there, NaN included.
+        scale: A pair `(low, high)` of what becomes 0 and 1 where the volume is read, each a number or one a channel:
+            `percentiles(volume, [1, 99.8])` of `farfield.volumes`, or `(mean, mean + std)` of its `mean_and_std`. Of
+            several inputs a tuple of pairs, None for one that is read as it is.
 
     Returns:
         The result, in the network's dtype or that of the caller's autocast (float32 for bfloat16, where it is no
@@ -216,12 +221,15 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
                 "mask leaves positions of the output at 0, and a number beside a grid is one for all of them; fix: "
                 "reduce={key: None} for each output alone.",
             )
-        prediction = Prediction(model, planned, tiles, volume, identity, shared, mask, fill)
+        scales = parse_scale(scale, planned.channels)
+        prediction = Prediction(model, planned, tiles, volume, identity, shared, mask, fill, scales)
         prediction.arranged = known, volumes, layouts
         prediction.identity |= _identify(prediction, path)
         if mask is not None:
             prediction.opened_mask = opened["mask"]
             prediction.identity["mask or fill"] = f"{float(fill)} {fingerprint(prediction.skipped)}"
+        if scale is not None:
+            prediction.identity["scale"] = fingerprint(scales)
         if not quiet:
             print(prediction, file=sys.stderr)
         like = next(iter(volumes.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -27,6 +27,7 @@ from farfield.streaming.skipping import find_skipped, layout_of_mask, open_mask
 from farfield.streaming.spans import Box, box_shape
 from farfield.volumes.file_formats import OutputSpec, chunk_lengths
 from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.scaling import Scale
 from farfield.volumes.sink import ArrayOutput, FileOutput, numpy_dtype
 from farfield.volumes.source import AxisLayout, Region, VolumeSource, index_within, overlap, parse_layout, size_of
 from farfield.volumes.volume import describe_output
@@ -45,6 +46,7 @@ class Prediction:
         shared: Whether several processes run its tasks.
         mask: The argument.
         fill: The argument.
+        scale: The argument, of each volume.
         found: Which tiles are skipped, if that is known before the mask is read.
         autocast: The dtype in which autocast computed where the call was made.
     """
@@ -57,6 +59,7 @@ class Prediction:
     shared: bool = False
     mask: Any = None
     fill: float = 0.0
+    scale: Sequence[Scale | None] = ()
     found: np.ndarray | None = None
     autocast: torch.dtype | None = None
     caller = "predict_whole"
@@ -88,6 +91,8 @@ class Prediction:
             )
             for (name, array), known in zip(volumes.items(), layouts, strict=True)
         }
+        for source, scale in zip(sources.values(), self.scale, strict=False):
+            source.scale = scale
         if self.mask is not None:
             mask, shape = self.opened_mask, next(iter(sources.values())).shape
             layout = layout_of_mask(mask, self.plan.layout, shape, self.plan.samples < self.plan.batch)

@@ -239,7 +239,8 @@ class Stream:
         output.restore_replaced()
         check_path(output.path, overwrite)  # again: the path may exist since it was checked
         state = _read_saved(output.path, overwrite)
-        changed = [name for name, own in self.identity.items() if state and state["identity"].get(name) != own]
+        saved = state["identity"] if state else {}
+        changed = [name for name in self.identity | saved if state and saved.get(name) != self.identity.get(name)]
         if changed and not overwrite:
             changed = [name for name in changed if name not in _FOLLOWING] or changed
             raise refusal(

@@ -18,6 +18,7 @@ from farfield._refusals import refusal
 from farfield.volumes.aliasing import places
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.chunk_cache import keep_chunks
+from farfield.volumes.scaling import Scale, apply_scale
 
 Span = tuple[int, int]  # first index and the index after the last
 Region = tuple[Span, ...]  # one span per spatial dim
@@ -121,6 +122,7 @@ class VolumeSource:
         self.shape = tuple(int(length) for length in array.shape)
         self.padding = tuple(padding) if padding is not None else ((0, 0),) * layout.spatial_dims
         self.rounds = False  # whether there was a warning
+        self.scale: Scale | None = None
         self.batch, self.channels = layout.batch_and_channels(self.shape)
 
     @property
@@ -199,6 +201,7 @@ class VolumeSource:
         """Return a box as a grid `(batch, channels, *size)`, where the box is."""
         grid = torch.as_tensor(box)
         grid = grid.reshape(-1, self.channels, *grid.shape[grid.dim() - self.layout.spatial_dims :])
+        grid = grid if self.scale is None else apply_scale(grid, self.scale)
         return narrowed(grid, self.dtype)
 
 
