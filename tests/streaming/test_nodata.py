@@ -157,3 +157,19 @@ def test_a_plan_takes_it_too(net: nn.Module, tmp_path: Path) -> None:
     found = predict_whole(net, volume, tile=16, mask="nodata", quiet=True)
     plan = plan_whole(net, volume.shape, tile=16)
     np.testing.assert_array_equal(predict_whole(net, volume, plan=plan, mask="nodata", quiet=True), found)
+
+
+@pytest.mark.parametrize("classes", [3, 255, 256, 300])
+def test_labels_state_a_number_that_is_no_class(classes: int, tmp_path: Path) -> None:
+    net = settled(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.Conv2d(4, classes, 1)))
+    volume = open_volume(write(tmp_path / "a.tif", filled(-9999), "-9999"))
+    options: dict[str, Any] = {"tile": 16, "mask": "nodata", "reduce": "argmax", "quiet": True}
+    plain = predict_whole(net, volume, **options)
+    predict_whole(net, volume, out=tmp_path / "out.tif", **options)
+    again, number = open_volume(tmp_path / "out.tif"), {3: 255, 255: 255, 256: None, 300: -1}[classes]
+    assert again.metadata.nodata == number
+    np.testing.assert_array_equal(again[:, :28], plain[0, :, :28])
+    assert (again[:, 28:] == (number or 0)).all()
+    predict_whole(net, volume, out=tmp_path / "out.zarr", **options)
+    assert open_volume(tmp_path / "out.zarr").metadata.nodata is None
+    np.testing.assert_array_equal(np.asarray(open_volume(tmp_path / "out.zarr")), plain[0])

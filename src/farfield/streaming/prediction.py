@@ -47,6 +47,7 @@ class Prediction:
         mask: The argument.
         fill: The argument.
         scale: The argument, of each volume.
+        nodata: The number of the output where nothing is valid, if its file can state one; None is 0.
         found: Which tiles are skipped, if that is known before the mask is read.
         autocast: The dtype in which autocast computed where the call was made.
     """
@@ -60,6 +61,7 @@ class Prediction:
     mask: Any = None
     fill: float = 0.0
     scale: Sequence[Scale | None] = ()
+    nodata: int | None = None
     found: np.ndarray | None = None
     autocast: torch.dtype | None = None
     caller = "predict_whole"
@@ -104,7 +106,7 @@ class Prediction:
     @cached_property
     def graph(self) -> StreamingPlan:
         """How the network runs, with the mask."""
-        return self.plan if self.mask is None else mask_plan(self.plan, self.model)
+        return self.plan if self.mask is None else mask_plan(self.plan, self.model, self.nodata or 0)
 
     @cached_property
     def skipped(self) -> np.ndarray:
@@ -127,7 +129,7 @@ class Prediction:
         metadata = describe_output(self.arranged[0], layout, given, channels, plan.places, dims)
         if plan.outputs.names:
             metadata = replace(metadata, channels=plan.outputs.channel_names())
-        return OutputSpec(shape, numpy_dtype(plan.output_dtype), tuple(box), metadata)
+        return OutputSpec(shape, numpy_dtype(plan.output_dtype), tuple(box), replace(metadata, nodata=self.nodata))
 
     @property
     def tile_bytes(self) -> int:
@@ -182,9 +184,9 @@ class Prediction:
 
         def write(sample: int, index: int, box: Box, numbers: Tensor | None) -> None:
             if numbers is None:
-                if isinstance(output, FileOutput):  # of zeros from the start
+                if isinstance(output, FileOutput) and self.nodata is None:  # of zeros from the start
                     return
-                numbers = torch.zeros(box_shape(box), dtype=plan.output_dtype)
+                numbers = torch.full(box_shape(box), self.nodata or 0, dtype=plan.output_dtype)
             spans = [spans[0] for spans in box[2:]]
             if (both := overlap(spans, plan.kept)) is None:
                 return
