@@ -1,4 +1,4 @@
-"""Instances of finished labels: dask-image finds those in parts that scikit-image finds in the whole, but for numbers."""
+"""Instances of finished labels: dask-image finds in parts what scikit-image finds in the whole, but for numbers."""
 
 from __future__ import annotations
 

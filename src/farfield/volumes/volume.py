@@ -282,7 +282,9 @@ def open_volume(
 
     Axes come in the order time, channels, z, y, x, whatever their order in the file. Time and channels of length 1 are
     left out, so that a stack is `(z, y, x)`; a file of several times has an axis of channels in any case. Samples of a
-    colour image are its channels.
+    colour image are its channels. Of a plain array of zarr or HDF5 they are those that its dimensions or attributes
+    name (`dimension_names`, `_ARRAY_DIMENSIONS`, `axis_names`), and its voxel size that of `voxel_size` or `resolution`,
+    with `offset` and `units`.
 
     Args:
         path: A TIFF file or one of its relatives (.svs, .btf, .lsm, .ndpi, .qptiff); a folder, a .zip file or an
