@@ -108,9 +108,9 @@ ROWS = [
         lambda: command("measure --size 4,4 --operator dot --repeats 1"),
     ),
     Row(
-        "cli/network_builder.py",
+        "_networks.py",
         lambda: command("places --network nets.py --channels 1"),
-        "--network nets.FUNCTION",
+        "--network nets.py:build",
         lambda: command("places --network nets.build --channels 1 --size 8,8"),
     ),
     Row(
@@ -152,7 +152,7 @@ ROWS = [
     ),
     Row("cli/__init__.py", lambda: command("help"), "farfield --help", lambda: command("--help")),
     Row(
-        "cli/network_builder.py",
+        "_networks.py",
         lambda: command("places --network resnet18 --size 32,32"),
         "torchvision.models.resnet18",
         lambda: command("places --network torchvision.models.resnet18 --size 32,32"),

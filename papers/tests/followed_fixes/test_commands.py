@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from farfield.cli.processes import Processes
 from farfield_papers.cli.explore import explore
 from farfield_papers.cli.options import check_words, read_words
-from farfield_papers.cli.processes import Processes
 from helpers.followed import Row, command, conv, each, follow
 from papers_helpers.trained import trained
 
@@ -48,7 +48,7 @@ ROWS = [
     ),
     Row("cli/__init__.py", lambda: command("train"), "farfield fit", lambda: command("fit --help")),
     Row(
-        "cli/network_builder.py",
+        "_networks.py",
         lambda: command("places --network kanet_qvk --size 32,32"),
         "kanet_qkv",
         lambda: command("places --network nets.build --channels 1 --size 32,32"),

@@ -231,7 +231,7 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         if part is not None:
             return run_part(part, stream, quiet)
         if not stream.open(run):
-            prediction.check_region(stream)
+            prediction.check_region(stream.threads, stream.warn)
             if not quiet and prediction.seconds >= _LONG:
                 print(f"about {_describe_seconds(prediction.seconds)} at this speed", file=sys.stderr)
         result = run_local(stream, quiet) if client is None else run_on_cluster(client, prediction, stream, quiet)

@@ -320,7 +320,7 @@ def _network(name: str) -> str:
         return current_name(name)
     path = f"farfield_papers.models.{name}"
     if read_signature(path) is None:
-        from farfield.cli.network_builder import unknown_network
+        from farfield._networks import unknown_network
 
         raise unknown_network(name)
     return path

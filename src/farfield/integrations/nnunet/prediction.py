@@ -161,7 +161,7 @@ def prepare_volume(model: NnunetModel, volume: Volume) -> tuple[nn.Module, Volum
             ValueError,
             f"nnU-Net crops, resamples or turns the volume, {channels.shape[1:]} to {grid.shape[1:]}: its plans have "
             f"voxels of {[round(float(each), 4) for each in planned]}, and a border of zeros is cut; fix: farfield "
-            "predict --nnunet, which brings the labels back, and open what it writes.",
+            f"predict {model.folder} INPUT OUTPUT, which brings the labels back, and open what it writes.",
         )
     network = MeanOverFlips(model.network, model.mirroring_axes) if model.mirroring_axes else model.network
     return network, Volume(grid, volume.metadata.with_axes("CZYX"))
