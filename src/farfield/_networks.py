@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, requires
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -92,6 +92,7 @@ def import_function(name: str, option: str = "--network") -> Callable[..., Any]:
     Its module is imported. The current folder, or that of the file, is the last place searched for others.
     """
     module, _, function = name.rpartition(":" if ":" in name else ".")
+    top = module.partition(".")[0]
     if name.endswith(".py") and Path(name).is_file():
         found = " or ".join(f"{option} {name}:{each}" for each in _list_builders(Path(name))) or "one with a class"
         raise ValueError(f"{option} {name} is a file; fix: the class or function in it, {found}.")
@@ -102,7 +103,7 @@ def import_function(name: str, option: str = "--network") -> Callable[..., Any]:
     try:
         return import_attribute(module, function)
     except (ImportError, AttributeError, ValueError, TypeError, SyntaxError, OSError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
+        if isinstance(error, ModuleNotFoundError) and (error.name not in (module, top) or _is_of_an_extra(top)):
             raise  # the command line has the fix
         own = _list_builders(Path(module)) if module.endswith(".py") and Path(module).is_file() else builders()
         near = difflib.get_close_matches(function, own) if isinstance(error, AttributeError) else []
@@ -119,6 +120,12 @@ def import_attribute(module: str, name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return getattr(importlib.import_module(module), name)
+
+
+def _is_of_an_extra(package: str) -> bool:
+    with contextlib.suppress(PackageNotFoundError):
+        return any(each.startswith(package) for each in requires("farfield") or [])
+    return False
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from farfield.cli.processes import Processes
 from farfield_papers.cli.explore import explore
 from farfield_papers.cli.options import check_words, read_words
 from helpers.followed import Row, command, conv, each, follow
@@ -64,12 +63,6 @@ ROWS = [
         lambda: command("recipes --copy digits --to kept"),
         "make it first",
         lambda: [Path("kept").mkdir(), command("recipes --copy digits --to kept")],
-    ),
-    Row(
-        "cli/processes.py",
-        lambda: Processes.parse("predict", {"workers": 2, "part": "3/16"}),
-        "one of them",
-        lambda: [Processes.parse("predict", {"workers": 2}), Processes.parse("predict", {"part": "3/16"})],
     ),
     Row(
         "cli/loaded_network.py",

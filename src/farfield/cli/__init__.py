@@ -50,9 +50,8 @@ _OLD_OPTIONS |= {f"--tile.{name}": f"--{name}" for name in ("halo", "memory", "d
 _OF_RECIPES = ("--config", "-c", "--task", "--model.", "--data", "--ckpt_path", "--print_config")
 _BY_RECIPE = "predict --config"
 # An argument of Python in a text about a prediction, which the command line has as an option.
-_ARGUMENT = re.compile(
-    r'\b(?:tile=)?(?:Tiles\(…, )?(tile|halo|memory|disk|pad|mask|series|axes|overwrite)=("?)([^\s"();,]*[^\s"();,.])\2\)?'
-)
+_NAMES = "tile|halo|memory|disk|pad|mask|series|axes|overwrite|out"
+_ARGUMENT = re.compile(rf'\b(?:tile=)?(?:Tiles\(…, )?({_NAMES})=("?)([^\s"();,]*[^\s"();,.])\2\)?')
 # Commands of farfield-papers, which are named with what installs it where it is not there.
 _PAPERS = ("fit", "validate", "test", "predict", "demo", "recipes", "models", "maps", "explore")
 # Errors whose message is enough for the user.
@@ -99,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         name = f"farfield {command}" if command in (*find_commands(), *_PAPERS) else "farfield"
         if command in ("predict", "plan"):
-            text = _ARGUMENT.sub(lambda found: f"--{found[1]}" + f" {found[3]}" * (found[3] != "True"), text)
+            text = _ARGUMENT.sub(_spell_option, text)
         _stop(2, text if text.startswith("farfield") else f"{name}: {text}")
 
 
@@ -201,6 +200,12 @@ def _call(command: Command, *arguments: Any, **options: Any) -> Any:
 
         fix = install_fix(package, command.extra)
         raise RuntimeError(f"{distribution_name(package)} is not installed; fix: {fix}") from error
+
+
+def _spell_option(found: re.Match[str]) -> str:
+    """Return an argument of `predict_whole` as an option."""
+    name, _, value = found.groups()
+    return f"--{'output' if name == 'out' else name}" + f" {value}" * (value != "True")
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ from farfield.volumes import open_volume
 from farfield.volumes.readers import READERS, is_zarr
 
 # Options that a folder of nnU-Net does not take, and those that it takes alone.
-_OF_OTHERS = ("weights", "halo", "pad", "mask", "labels", "channels", "series", "axes")
-_OF_OTHERS += ("workers", "dask", "part", "timeout", "trust")
-_OF_NNUNET = ("folds", "checkpoint", "no_mirroring")
+_OF_OTHERS = {"weights", "halo", "pad", "mask", "labels", "channels", "series", "axes", "trust"}
+_OF_OTHERS |= {"workers", "dask", "part", "timeout"}
+_OF_NNUNET = {"folds", "checkpoint", "no_mirroring"}
 
 
 def predict_volume(  # noqa: PLR0913  (each is an option)
@@ -98,12 +98,14 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
     check_not_input(output, [Path(each) for each in (network, *input, weights or network)])
     size, around = (each[0] if each and len(each) == 1 else each for each in (tile, halo))
     is_nnunet = Path(network).exists() and find_kind(Path(network)) == NNUNET
-    wrong = next((each for each in (_OF_OTHERS if is_nnunet else _OF_NNUNET) if each in given), None)
-    if wrong is not None:
-        text = f"--{wrong.replace('_', '-')} is {'no' if is_nnunet else 'an'} option of a folder of nnU-Net"
+    wrong = sorted(given.keys() & (_OF_OTHERS if is_nnunet else _OF_NNUNET))
+    if wrong:
+        text = f"--{wrong[0].replace('_', '-')} is {'no' if is_nnunet else 'an'} option of a folder of nnU-Net"
         raise CommandLineError(f"{text}; fix: leave it out.")
     tiles = Tiles(size, around, memory, disk, "whole" if is_nnunet else statistics)
     if is_nnunet:
+        if output.exists() and not overwrite:  # before seconds of imports
+            raise CommandLineError(f"{output} exists; fix: another path, or --overwrite")
         from farfield.integrations.nnunet import load_nnunet, predict_nnunet
 
         model = load_nnunet(network, folds=folds, checkpoint=checkpoint or "checkpoint_final.pth", device=device)

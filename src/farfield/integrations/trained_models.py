@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from farfield._checks import install_papers, unknown
-from farfield._networks import build_named, import_function, packages
+from farfield._networks import build_named, builders, import_function, packages
 from farfield._refusals import door, refusal
 from farfield._weights import load_weights
 from farfield.streaming.adapt import Reduce
@@ -81,6 +81,8 @@ _OPENERS: dict[str, Callable[[Path], OpenedModel]] = {
     NNUNET: _open_nnunet,
 }
 _DESCRIPTIONS = ("rdf.yaml", "bioimageio.yaml")
+# Of files of models, and not names of functions.
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".zip", ".yaml")
 
 
 def kinds() -> dict[str, Callable[[Path], OpenedModel]]:
@@ -170,7 +172,7 @@ def open_network(
             raise refusal(ValueError, f"{name} has its weights; fix: no {weights}, or networks.py:Net before it.")
         kind = find_kind(path)
         model = _open_package(path, trust) if kind == _PACKAGE else open_model(kind, path)
-    elif ":" in name or path.suffix == ".py":
+    elif _is_code(name):
         model = _open_code(name, weights)
     else:
         fix = "the path of a model, module:function, or networks.py:Net with its weights"
@@ -181,6 +183,14 @@ def open_network(
         return network.to(device), taken
 
     return model._replace(prepare=prepare)
+
+
+def _is_code(name: str) -> bool:
+    """Whether a name is not that of a file which is missing: of a function, a class, or a network of a package."""
+    if ":" in name or name.endswith(".py") or name in builders():
+        return True
+    *others, last = name.split(".")
+    return bool(others) and all(map(str.isidentifier, others)) and f".{last}" not in _SUFFIXES
 
 
 def _open_code(name: str, weights: str | Path | None) -> OpenedModel:
