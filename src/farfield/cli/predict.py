@@ -12,6 +12,7 @@ from farfield.cli.values import Bytes, CommandLineError, Device, Index, Size
 from farfield.integrations.jobs import Job
 from farfield.integrations.trained_models import NNUNET, find_kind, open_network
 from farfield.streaming import Tiles, predict_whole
+from farfield.streaming._predict_whole import describe_seconds
 from farfield.volumes import open_volume
 from farfield.volumes.readers import READERS, is_zarr
 
@@ -104,13 +105,16 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
         raise CommandLineError(f"{text}; fix: leave it out.")
     tiles = Tiles(size, around, memory, disk, "whole" if is_nnunet else statistics)
     if is_nnunet:
-        if output.exists() and not overwrite:  # before seconds of imports
+        if output.exists() and not overwrite and not plan:  # before seconds of imports
             raise CommandLineError(f"{output} exists; fix: another path, or --overwrite")
-        from farfield.integrations.nnunet import load_nnunet, predict_nnunet
+        from farfield.integrations.nnunet import load_nnunet, plan_nnunet, predict_nnunet
 
         model = load_nnunet(network, folds=folds, checkpoint=checkpoint or "checkpoint_final.pth", device=device)
         how: dict[str, Any] = {"statistics": statistics, "mirroring": not no_mirroring, "tile": tiles}
-        predict_nnunet(model, input, output, **how, overwrite=overwrite)
+        if plan:
+            print(plan_nnunet(model, input, **how))
+        else:
+            predict_nnunet(model, input, output, **how, overwrite=overwrite)
         return
     processes = Processes.parse("predict", {"dask": dask, "workers": workers, "part": part, "timeout": timeout})
     opened = tuple(open_volume(each, channel=channels, series=series, axes=axes) for each in input)
@@ -124,7 +128,9 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
         overwrite=overwrite,
     )
     if plan:
-        print(f"{job.text}\n{job.plan}")
+        print(f"{job.text}\n{job.plan}", flush=True)
+        if seconds := job.measure():
+            print(f"about {describe_seconds(seconds)} at this speed, as tiles of a region run; nothing was written")
         return
     # Parts begin at once, and take the plan of the first of them.
     planned: Mapping[str, Any] = {"plan": job.plan}

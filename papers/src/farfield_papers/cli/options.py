@@ -199,7 +199,7 @@ def describe_options(command: str, words: Words) -> str | None:
         others = [each for each in _GROUPS if each not in shown and signatures[each]]
         lines = [f"  farfield {command} --config RECIPE --{each}.help" for each in others]
         if command == "predict":
-            lines += ["  farfield predict --nnunet FOLDER --help", "  farfield predict --bioimageio PACKAGE --help"]
+            lines.append("  farfield predict --help")
         parser.epilog = "\n".join(["and more, which these list:", *lines])
     for group in shown:
         if group not in signatures:
