@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,24 +98,13 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
     _check_order(network, input[0], output)
     check_not_input(output, [Path(each) for each in (network, *input, weights or network)])
     size, around = (each[0] if each and len(each) == 1 else each for each in (tile, halo))
-    is_nnunet = Path(network).exists() and find_kind(Path(network)) == NNUNET
-    wrong = sorted(given.keys() & (_OF_OTHERS if is_nnunet else _OF_NNUNET))
-    if wrong:
-        text = f"--{wrong[0].replace('_', '-')} is {'no' if is_nnunet else 'an'} option of a folder of nnU-Net"
-        raise CommandLineError(f"{text}; fix: leave it out.")
-    tiles = Tiles(size, around, memory, disk, "whole" if is_nnunet else statistics)
-    if is_nnunet:
-        if output.exists() and not overwrite and not plan:  # before seconds of imports
-            raise CommandLineError(f"{output} exists; fix: another path, or --overwrite")
-        from farfield.integrations.nnunet import load_nnunet, plan_nnunet, predict_nnunet
-
-        model = load_nnunet(network, folds=folds, checkpoint=checkpoint or "checkpoint_final.pth", device=device)
-        how: dict[str, Any] = {"statistics": statistics, "mirroring": not no_mirroring, "tile": tiles}
-        if plan:
-            print(plan_nnunet(model, input, **how))
-        else:
-            predict_nnunet(model, input, output, **how, overwrite=overwrite)
+    if _check_options(network, given):
+        tiles = Tiles(size, memory=memory, disk=disk)
+        model = {"folds": folds, "checkpoint": checkpoint or "checkpoint_final.pth", "device": device}
+        how = {"statistics": statistics, "mirroring": not no_mirroring, "tile": tiles}
+        _predict_labels(network, input, output, model, how, plan=plan, overwrite=overwrite)
         return
+    tiles = Tiles(size, around, memory, disk, statistics)
     processes = Processes.parse("predict", {"dask": dask, "workers": workers, "part": part, "timeout": timeout})
     opened = tuple(open_volume(each, channel=channels, series=series, axes=axes) for each in input)
     job = Job(
@@ -128,7 +117,7 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
         overwrite=overwrite,
     )
     if plan:
-        print(f"{job.text}\n{job.plan}", flush=True)
+        print(f"Prediction of {', '.join(input)} by {job.text}\n{job.plan}", flush=True)
         if seconds := job.measure():
             print(f"about {describe_seconds(seconds)} at this speed, as tiles of a region run; nothing was written")
         return
@@ -138,6 +127,39 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
         planned = {"tile": tiles, "pad": job.pad, "reduce": job.reduce}
     with open_processes(processes) as several:
         predict_whole(job.network, job.volume, out=output, overwrite=overwrite, mask=mask, **planned, **several)
+
+
+def _check_options(network: str, given: Collection[str]) -> bool:
+    """Return whether the network is a folder of nnU-Net; refuse options that are not those of its kind."""
+    is_nnunet = Path(network).exists() and find_kind(Path(network)) == NNUNET
+    wrong = sorted((_OF_OTHERS if is_nnunet else _OF_NNUNET) & set(given))
+    if wrong:
+        text = f"--{wrong[0].replace('_', '-')} is {'no' if is_nnunet else 'an'} option of a folder of nnU-Net"
+        raise CommandLineError(f"{text}; fix: leave it out.")
+    return is_nnunet
+
+
+def _predict_labels(
+    folder: str,
+    inputs: list[str],
+    output: Path,
+    model: Mapping[str, Any],
+    how: Mapping[str, Any],
+    *,
+    plan: bool,
+    overwrite: bool,
+) -> None:
+    """Predict the labels of a volume by nnU-Net, whose preprocessing and export these are, or plan that."""
+    if output.exists() and not overwrite and not plan:  # before seconds of imports
+        raise CommandLineError(f"{output} exists; fix: another path, or --overwrite")
+    from farfield.integrations.nnunet import load_nnunet, predict_nnunet
+    from farfield.integrations.nnunet.prediction import plan_nnunet
+
+    loaded = load_nnunet(folder, **model)
+    if plan:
+        print(f"Prediction of {', '.join(inputs)} by {folder}\n{plan_nnunet(loaded, inputs, **how)}")
+    else:
+        predict_nnunet(loaded, inputs, output, **how, overwrite=overwrite)
 
 
 def _check_order(network: str, volume: str, output: Path) -> None:

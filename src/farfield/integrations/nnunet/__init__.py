@@ -7,8 +7,8 @@ nnunetv2 before it is called.
 from pathlib import Path
 
 from farfield.integrations.nnunet.model import NnunetModel, load_nnunet
-from farfield.integrations.nnunet.prediction import plan_nnunet, predict_nnunet
+from farfield.integrations.nnunet.prediction import predict_nnunet
 
-__all__ = ["TRAINERS", "NnunetModel", "load_nnunet", "plan_nnunet", "predict_nnunet"]
+__all__ = ["TRAINERS", "NnunetModel", "load_nnunet", "predict_nnunet"]
 
 TRAINERS = Path(__file__).parent / "trainers"

@@ -123,7 +123,6 @@ def predict_nnunet(
     return output
 
 
-@door("plan_nnunet")
 def plan_nnunet(
     model: NnunetModel,
     inputs: str | Path | Sequence[str | Path],
