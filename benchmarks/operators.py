@@ -22,7 +22,7 @@ from race import Contestant, Row, copy_of_the_grid, machine, race, times_as_long
 from torch import Tensor
 
 import farfield
-from farfield.cli.network_builder import import_operator
+from farfield.cli.tables import import_operator
 from farfield.ops import OPERATORS, Operator
 
 MODES = ("eager", "compiled")

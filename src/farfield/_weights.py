@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from farfield._refusals import refusal
+
+# What people name the weights within a checkpoint, and before each of their names.
+_WEIGHTS, _PREFIXES = ("state_dict", "model_state_dict", "network_weights", "model"), ("network.", "module.", "model.")
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -72,6 +75,31 @@ def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
             text = "holds more than tensors and plain values; loading that could run code, so it was not loaded"
             raise ValueError(text) from error
         raise ValueError("is damaged: it is no whole file of torch.save") from error
+
+
+def load_weights(network: nn.Module, path: Path) -> None:
+    """Load weights that a file has, whatever they are called within a checkpoint; refuse those of another network."""
+    how = "fix: a file of torch.save(network.state_dict(), path), or .safetensors"
+    if not path.is_file():
+        raise refusal(FileNotFoundError, f"there are no weights {path}; {how}.")
+    try:
+        found: object = read_weights(path) if path.suffix == ".safetensors" else read_pickled(path)
+    except ValueError as error:
+        raise error if path.suffix == ".safetensors" else refusal(ValueError, f"{path} {error}; {how}.") from error
+    while isinstance(found, dict) and (name := next((each for each in _WEIGHTS if each in found), None)):
+        found = found[name]
+    if not isinstance(found, dict) or not found or not all(map(is_entry, found.items())):
+        raise refusal(ValueError, f"{path} has no weights; {how}.")
+    entries, own = found, network.state_dict()
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in entries) and not any(name.startswith(prefix) for name in own):
+            entries = {name.removeprefix(prefix): tensor for name, tensor in entries.items()}
+    try:
+        network.load_state_dict(entries)
+    except RuntimeError as error:
+        problem, fix = describe_differences(own, entries), "the class as it was trained, or its own weights"
+        text = f"{path} has not the weights of {type(network).__name__}: {problem or error}; fix: {fix}."
+        raise refusal(ValueError, text) from error
 
 
 def is_entry(entry: tuple[Any, Any]) -> bool:

@@ -49,9 +49,26 @@ def test_a_missing_package_is_named_as_pip_names_it(
     assert text == f"farfield linearize: {name} is not installed; fix: {install_command(extra)}"
 
 
-def test_a_message_of_predict_names_options() -> None:
-    text = "fix: remove that folder, or overwrite=True; or tile=Tiles(…, disk=1000)."
-    assert cli._spell_options(text) == "fix: remove that folder, or --overwrite true; or --tile.disk 1000B."
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("remove that folder, or overwrite=True.", "remove that folder, or --overwrite."),
+        ("tile=Tiles(…, disk=100000), or attention", "--disk 100000, or attention"),
+        ('a size that 4 × 4 divides, or pad="reflect".', "a size that 4 × 4 divides, or --pad reflect."),
+        ('fix: out="a.b.zarr" takes it', "fix: --output a.b.zarr takes it"),
+        ("fix: series=0", "fix: --series 0"),
+    ],
+)
+def test_a_message_of_predict_names_options(
+    text: str, want: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError(text)
+
+    monkeypatch.setattr(cli, "dispatch", refuse)
+    with pytest.raises(SystemExit):
+        cli.main(["predict", "a", "b", "c"])
+    assert capsys.readouterr().err == f"farfield predict: {want}\n"
 
 
 @pytest.mark.parametrize("debug", [False, True])

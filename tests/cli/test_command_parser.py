@@ -110,16 +110,7 @@ def test_the_options_of_each_command_are_the_parameters_of_its_function(
 HEAVY = ("torch", "lightning")
 
 
-@pytest.mark.parametrize("model", ["--nnunet", "--bioimageio"])
-def test_options_of_tiles_are_spelled_as_for_runs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["predict", model, "x", "--help"])
-    text = capsys.readouterr().out
-    assert "--tile.memory" in text
-    assert "--tile.disk" in text
-
-
-@pytest.mark.parametrize("words", ["cost --siz 56", "places --help", "predict --nnunet x --help"])
+@pytest.mark.parametrize("words", ["cost --siz 56", "places --help", "predict --nnunet x --help", "predict --help"])
 def test_help_and_wrong_options_import_nothing_heavy(words: str) -> None:
     script = "import sys\nfrom farfield.cli import main\n"
     script += f"try: main({words.split()})\nexcept SystemExit: pass\nprint(*sys.modules, file=open(1, 'w'))"
@@ -138,7 +129,7 @@ def test_a_command_of_the_papers_without_them_names_the_line_to_install(
     line = refusal(capsys, *words.split())
     assert line.startswith(f"farfield {words.split()[0]}: ")
     assert f"farfield-papers; fix: {install_papers()}" in line
-    assert ("--nnunet" in line) == words.startswith("predict")
+    assert ("farfield predict NETWORK INPUT OUTPUT" in line) == words.startswith("predict")
 
 
 def test_commands_and_networks_that_a_package_offers(

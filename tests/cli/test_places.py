@@ -131,7 +131,7 @@ def test_every_operator_has_a_cost_at_every_size(operator: str, size: tuple[int,
         (f"{NETWORK} --operator softmaxx", 'farfield places: no operator "softmaxx"; nearest: softmax'),
         (
             f"--network {__file__}",
-            "is a file; fix: the function in it that builds the network, --network test_places.F",
+            "is a file; fix: the class or function in it, --network ",
         ),
         (f"{NETWORK} --channels 4", "places: Net refuses example (1, 4, 12, 16) of torch.float32: RuntimeError"),
         (f"{NETWORK},", "is not a size"),

@@ -49,7 +49,8 @@ def test_plan_as_json(run: Any) -> None:
 @pytest.mark.long
 def test_plan_for_people(run: Any) -> None:
     text = run("--channels 16 --size 12,10 --memory 60KiB --no-time")
-    assert text.startswith("12 × 10 positions, 16 channels, 1 head, projections v, batch 1, a forward pass in 0.06MB")
+    title = "16 channels, 1 head, projections v, batch 1, a forward pass in 0.06MB"
+    assert text.startswith(f"Operators on 12 × 10 positions, {title}")
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.split()[:1]}
     assert lines["siamese"][1] == "yes"
     assert lines["dot"][1] == "no"

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from farfield import _networks, _old_names
-from farfield.cli import linearize, nnunet
+from farfield.cli import linearize
 from farfield.cli.linearize import linearize_network
+from farfield.cli.processes import Processes
 from farfield.cli.values import parse_bytes
-from helpers.followed import Row, command, conv, each, follow
+from farfield.integrations import nnunet, trained_models
+from helpers.followed import Row, command, conv, each, follow, written
 
 pytestmark = pytest.mark.unchecked("arguments of other types reach the functions")
 
@@ -69,10 +71,34 @@ def trained_alike(line: str) -> None:
 
 def labelled(line: str) -> None:
     """A command for nnU-Net, which is not run."""
+    written("trained/plans.json", "{}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nnunet, "load_nnunet", lambda *_, **__: None)
         patch.setattr(nnunet, "predict_nnunet", lambda *_, **__: None)
         command(line)
+
+
+def predicted(words: str) -> None:
+    """A prediction by weights and a class, or by other words."""
+    written(
+        "net.py",
+        "from torch import nn\nclass Net(nn.Conv2d):\n    def __init__(self): super().__init__(1, 2, 3, padding=1)\n",
+    )
+    command(f"predict {words} --axes CYX --overwrite")
+
+
+def alone(line: str) -> None:
+    """A command where no package offers networks."""
+    written("model.safetensors", "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trained_models, "packages", dict)
+        command(line)
+
+
+def of_another() -> str:
+    """The weights of another network."""
+    torch.save(conv(2).state_dict(), "other.pt")
+    return "other.pt"
 
 
 ROWS = [
@@ -108,9 +134,9 @@ ROWS = [
         lambda: command("measure --size 4,4 --operator dot --repeats 1"),
     ),
     Row(
-        "cli/network_builder.py",
-        lambda: command("places --network nets.py --channels 1"),
-        "--network nets.FUNCTION",
+        "_networks.py",
+        lambda: [written("net.py", "def build(): ..."), command("places --network net.py --channels 1")],
+        "--network net.py:build",
         lambda: command("places --network nets.build --channels 1 --size 8,8"),
     ),
     Row(
@@ -120,10 +146,10 @@ ROWS = [
         lambda: command("places --network nets.build --channels 1 --size 8,8"),
     ),
     Row(
-        "cli/seams.py",
-        lambda: command("seams volume.npy --tile 9 --weights weights.pt"),
-        "--network, the function that builds the network",
-        lambda: command("seams volume.npy --tile 9 --network nets:build --weights weights.pt"),
+        "integrations/trained_models.py",
+        lambda: command("seams volume.npy --tile 9 --network weights.pt"),
+        "networks.py:Net with --weights weights.pt",
+        lambda: command("seams volume.npy --tile 9 --network nets.py:build --weights weights.pt"),
     ),
     Row(
         "cli/seams.py",
@@ -138,10 +164,70 @@ ROWS = [
         lambda: command("seams volume.npy --tile 9 --network nets:build --picture seams.png"),
     ),
     Row(
-        "cli/nnunet.py",
-        lambda: command("predict --nnunet trained --input scan.nii --output volume.npy"),
+        "cli/predict.py",
+        lambda: labelled("predict trained scan.nii volume.npy"),
         "--overwrite",
-        lambda: labelled("predict --nnunet trained --input scan.nii --output volume.npy --overwrite"),
+        lambda: labelled("predict trained scan.nii volume.npy --overwrite"),
+    ),
+    Row(
+        "cli/predict.py",
+        lambda: labelled("predict trained scan.nii labels.nii --mask nodata"),
+        "leave it out",
+        lambda: labelled("predict trained scan.nii labels.nii"),
+    ),
+    Row(
+        "cli/predict.py",
+        lambda: predicted("volume.npy nets.py:build out.npy"),
+        "farfield predict nets.py:build volume.npy out.npy",
+        lambda: predicted("nets.py:build volume.npy out.npy"),
+    ),
+    Row(
+        "cli/predict.py",
+        lambda: predicted("nets.py:build out.npy volume.npy"),
+        "farfield predict nets.py:build volume.npy out.npy",
+        lambda: predicted("nets.py:build volume.npy out.npy"),
+    ),
+    Row(
+        "cli/predict.py",
+        lambda: predicted("--network nets.py:build --input volume.npy"),
+        "farfield predict scripted.pt volume.tif result.zarr",
+        lambda: predicted("--network nets.py:build --input volume.npy --output out.npy"),
+    ),
+    Row(
+        "integrations/trained_models.py",
+        lambda: predicted("net.py:Net volume.npy out.npy"),
+        "--weights FILE",
+        lambda: predicted("net.py:Net volume.npy out.npy --weights weights.pt"),
+    ),
+    Row(
+        "integrations/trained_models.py",
+        lambda: alone("predict model.safetensors volume.npy out.npy"),
+        "networks.py:Net with its weights",
+        lambda: predicted("net.py:Net volume.npy out.npy --weights weights.pt"),
+    ),
+    Row(
+        "_weights.py",
+        lambda: predicted(f"net.py:Net volume.npy out.npy --weights {of_another()}"),
+        "or its own weights",
+        lambda: predicted("net.py:Net volume.npy out.npy --weights weights.pt"),
+    ),
+    Row(
+        "_networks.py",
+        lambda: predicted("net.py volume.npy out.npy --weights weights.pt"),
+        "net.py:Net",
+        lambda: predicted("net.py:Net volume.npy out.npy --weights weights.pt"),
+    ),
+    Row(
+        "_networks.py",
+        lambda: predicted("no_such_module:Net volume.npy out.npy"),
+        "networks.py:Net",
+        lambda: predicted("net.py:Net volume.npy out.npy --weights weights.pt"),
+    ),
+    Row(
+        "cli/processes.py",
+        lambda: Processes.parse("predict", {"workers": 2, "part": "3/16"}),
+        "one of them",
+        lambda: [Processes.parse("predict", {"workers": 2}), Processes.parse("predict", {"part": "3/16"})],
     ),
     Row(
         "cli/linearize.py",
@@ -152,7 +238,7 @@ ROWS = [
     ),
     Row("cli/__init__.py", lambda: command("help"), "farfield --help", lambda: command("--help")),
     Row(
-        "cli/network_builder.py",
+        "_networks.py",
         lambda: command("places --network resnet18 --size 32,32"),
         "torchvision.models.resnet18",
         lambda: command("places --network torchvision.models.resnet18 --size 32,32"),
@@ -161,7 +247,7 @@ ROWS = [
     Row(
         "_weights.py",
         lambda: command("seams volume.npy --tile 9 --network nets:build --weights lost.safetensors"),
-        "that torch.save wrote",
+        "a file of torch.save(network.state_dict(), path)",
         lambda: command("seams volume.npy --tile 9 --network nets:build --weights weights.pt"),
     ),
     Row(

@@ -96,7 +96,7 @@ def with_name(name: str, module: str, **attributes: Any) -> Any:
     return type(name, (), {"__module__": module, **attributes})()
 
 
-def written(path: str, text: str) -> Path:
+def written(path: str | Path, text: str) -> Path:
     """A text file in a folder that is made."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text, encoding="utf-8")

@@ -69,9 +69,9 @@ LIBRARY = Distribution(
         "farfield.integrations.monai": ("WholeInferer",),
         "farfield.integrations.napari.widget": ("PredictVolume",),
         "farfield.integrations.nnunet.trainers.farfield_trainer": ("nnUNetTrainer_farfield",),
-        "farfield.integrations.trained_models": ("OpenedModel", "open_model"),
+        "farfield.integrations.trained_models": ("OpenedModel", "open_model", "open_network"),
     },
-    commands=("operators", "cost", "measure", "plan", "places", "info", "kernels", "seams", "linearize"),
+    commands=("operators", "cost", "measure", "plan", "predict", "places", "info", "kernels", "seams", "linearize"),
 )
 
 

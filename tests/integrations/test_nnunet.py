@@ -19,6 +19,7 @@ from farfield.integrations.nnunet import TRAINERS, load_nnunet, predict_nnunet, 
 from farfield.integrations.nnunet import model as reading
 from farfield.integrations.nnunet.prediction import _label_tile
 from helpers.environments import make_environment, run_in
+from helpers.followed import written
 
 # ---- without nnunetv2 ------------------------------------------------------------------------------------------------
 
@@ -34,8 +35,8 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.long
 def test_the_command_without_the_package_names_its_extra(tmp_path: Path) -> None:
     program = "import sys; sys.modules['nnunetv2'] = None; from farfield.cli import main; main(sys.argv[1:])"
-    words = ["predict", "--nnunet", "folder", "--input", "a_0000.nii.gz", "--output", "a.nii.gz"]
-    command = [sys.executable, "-c", program, *words]
+    written(tmp_path / "folder" / "plans.json", "{}")
+    command = [sys.executable, "-c", program, "predict", "folder", "a_0000.nii.gz", "a.nii.gz"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert "farfield predict: nnunetv2 is not installed; fix: pip install" in done.stderr
@@ -44,7 +45,9 @@ def test_the_command_without_the_package_names_its_extra(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_the_command_refuses_an_existing_output_first(tmp_path: Path) -> None:
-    (tmp_path / "a.nii.gz").touch()
+    for name in ("a.nii.gz", "a_0000.nii.gz"):
+        (tmp_path / name).touch()
+    written(tmp_path / "folder" / "plans.json", "{}")
     words = ["predict", "--nnunet", "folder", "--input", "a_0000.nii.gz", "--output", "a.nii.gz"]
     command = [sys.executable, "-m", "farfield", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -262,4 +265,4 @@ def test_a_job_of_a_volume_in_memory_gives_the_labels_of_files(results: dict[str
         assert differ == 0
         assert len(labels) > 1
     assert "crops" in results["job"]["cropped"]
-    assert "farfield predict --nnunet" in results["job"]["cropped"]
+    assert "fix: farfield predict " in results["job"]["cropped"]

@@ -32,7 +32,9 @@ def open_run(path: Path) -> OpenedModel:
         raise refusal(ValueError, f"{error}; fix: {fix}.") from error
     if not (task == "restore" or hasattr(network, "multiples")) or hasattr(network, "project"):
         kind = "a projection" if hasattr(network, "project") else f'of the task "{task}"'
-        raise refusal(ValueError, f"{path} is {kind}, not from volumes to volumes; fix: farfield predict.")
+        raise refusal(
+            ValueError, f"{path} is {kind}, not from volumes to volumes; fix: farfield predict --config RECIPE."
+        )
     text = f"{describe_network(network)}, trained to restore"
     return OpenedModel(text, lambda volume: scale_network(network, volume)[:2])
 

@@ -86,7 +86,7 @@ def test_the_help_of_an_inherited_constructor_is_that_of_the_class() -> None:
     [
         ("fit -h", ["--data.root", "--config"]),
         ("fit --config digits -h", ["--config"]),
-        ("predict --help", ["--data.predict", "farfield predict --nnunet", "farfield predict --bioimageio"]),
+        ("predict --config camvid --help", ["--data.predict", "farfield predict --help"]),
         ("predict --config care3d --help", ["--data.predict", "--output", "--tile"]),
         ("fit --help", ["--data.root", "--model.network.width", "--config"]),
         ("fit --config digits --trainer.help", ["--trainer.max_epochs", "--trainer.devices"]),

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from farfield.cli import main
+from farfield.cli.processes import Processes, open_processes
 from farfield.cli.values import CommandLineError
 from farfield.streaming import Part
 from farfield.volumes import open_volume
 from farfield_papers import models
 from farfield_papers.cli.options import describe_options, read_words
-from farfield_papers.cli.processes import Processes, open_processes
 from farfield_papers.tasks.restore_stack import restore
 from helpers.several_processes import content
 from papers_helpers.made_stacks import made_pair, write

@@ -9,7 +9,6 @@ import torch
 
 from farfield_papers.cli.explore import explore
 from farfield_papers.cli.options import check_words, read_words
-from farfield_papers.cli.processes import Processes
 from helpers.followed import Row, command, conv, each, follow
 from papers_helpers.trained import trained
 
@@ -48,7 +47,7 @@ ROWS = [
     ),
     Row("cli/__init__.py", lambda: command("train"), "farfield fit", lambda: command("fit --help")),
     Row(
-        "cli/network_builder.py",
+        "_networks.py",
         lambda: command("places --network kanet_qvk --size 32,32"),
         "kanet_qkv",
         lambda: command("places --network nets.build --channels 1 --size 32,32"),
@@ -64,12 +63,6 @@ ROWS = [
         lambda: command("recipes --copy digits --to kept"),
         "make it first",
         lambda: [Path("kept").mkdir(), command("recipes --copy digits --to kept")],
-    ),
-    Row(
-        "cli/processes.py",
-        lambda: Processes.parse("predict", {"workers": 2, "part": "3/16"}),
-        "one of them",
-        lambda: [Processes.parse("predict", {"workers": 2}), Processes.parse("predict", {"part": "3/16"})],
     ),
     Row(
         "cli/loaded_network.py",

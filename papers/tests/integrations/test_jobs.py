@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from farfield.cli import main
 from farfield.integrations.jobs import Job
 from farfield.integrations.trained_models import kinds, open_model
 from farfield.streaming import Tiles
@@ -42,6 +43,13 @@ def test_it_gives_what_restore_gives_to_the_bit(stack: Volume, run: Path, tmp_pa
     assert result.metadata.spacing == SPACED.spacing
     assert result.metadata.origin == SPACED.origin
     assert open_volume(tmp_path / "out.zarr").metadata.units == SPACED.units
+
+
+def test_the_command_gives_what_restore_gives(stack: Volume, run: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "stack.npy", stack[:])
+    main(["predict", *(str(tmp_path / name) for name in ("run", "stack.npy", "out.npy")), "--tile", "9,16,16"])
+    want = restore(models.from_pretrained(run), stack[:], tile=(9, 16, 16))
+    assert np.array_equal(np.load(tmp_path / "out.npy"), want)
 
 
 @pytest.mark.long

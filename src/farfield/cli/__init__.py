@@ -35,18 +35,23 @@ COMMANDS = {
     "cost": Command("farfield.cli.tables.show_costs"),
     "measure": Command("farfield.cli.tables.measure_operators"),
     "plan": Command("farfield.cli.plan.plan_operators"),
+    "predict": Command("farfield.cli.predict.predict_volume", "stream"),
     "places": Command("farfield.cli.places.list_places"),
     "info": Command("farfield.cli.machine.show_machine"),
     "kernels": Command("farfield.cli.machine.show_kernels"),
     "seams": Command("farfield.cli.seams.show_seams", "stream"),
     "linearize": Command("farfield.cli.linearize.linearize_network", "plots"),
 }
-# `farfield predict` with a model of another library: the option that names the model, and what runs.
-PREDICTORS = {
-    "--nnunet": Command("farfield.cli.nnunet.predict_volume", "nnunet"),
-    "--bioimageio": Command("farfield.cli.bioimageio.predict_package", "bioimageio"),
-}
-_PREDICT = "Write the predictions of a checkpoint, or of a model of nnU-Net or bioimage.io."
+# What `farfield predict` called its network, and options, where it was a model of another library: until 0.5.
+_OLD_NETWORKS = ("--nnunet", "--bioimageio")
+_OLD_OPTIONS = {"--tile.size": "--tile", "--channel": "--channels"}
+_OLD_OPTIONS |= {f"--tile.{name}": f"--{name}" for name in ("halo", "memory", "disk")}
+# Options by which `farfield predict` is that of farfield-papers, and what that is called here.
+_OF_RECIPES = ("--config", "-c", "--task", "--model.", "--data", "--ckpt_path", "--print_config")
+_BY_RECIPE = "predict --config"
+# An argument of Python in a text about a prediction, which the command line has as an option.
+_NAMES = "tile|halo|memory|disk|pad|mask|series|axes|overwrite|out"
+_ARGUMENT = re.compile(rf'\b(?:tile=)?(?:Tiles\(…, )?({_NAMES})=("?)([^\s"();,]*[^\s"();,.])\2\)?')
 # Commands of farfield-papers, which are named with what installs it where it is not there.
 _PAPERS = ("fit", "validate", "test", "predict", "demo", "recipes", "models", "maps", "explore")
 # Errors whose message is enough for the user.
@@ -55,7 +60,7 @@ _MESSAGES = (ValueError, TypeError, RuntimeError, OSError, LookupError)
 _OTHER_COMMANDS = {
     "train": "farfield fit",
     "evaluate": "farfield test",
-    "restore": "farfield predict --config care3d --data.predict stack.tif --ckpt_path best",
+    "restore": "farfield predict RUN stack.tif restored.tif",
     "insert": "from farfield import insert, in Python; farfield places shows where",
     "help": "farfield --help",
 }
@@ -67,8 +72,10 @@ _FAULTS = (KeyError, IndexError, NotImplementedError, RecursionError)
 def find_commands() -> dict[str, Command]:
     """Return all commands: those of the library, and those that other packages offer as `farfield.commands`."""
     offered = sorted(entry_points(group="farfield.commands"))
-    found = {each.name: Command(each.value.replace(":", ".")) for each in offered if each.name not in COMMANDS}
-    return COMMANDS | found
+    found = {each.name: Command(each.value.replace(":", ".")) for each in offered}
+    if "predict" in found:
+        found[_BY_RECIPE] = found["predict"]
+    return COMMANDS | {name: command for name, command in found.items() if name not in COMMANDS}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -90,10 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         name = f"farfield {command}" if command in (*find_commands(), *_PAPERS) else "farfield"
-        if command == "predict":
-            text = _spell_options(text)
-            # Flags of our own options, which Lightning's parser gives values.
-            text = text.replace("--overwrite true", "--overwrite") if _find_predictor(arguments) else text
+        if command in ("predict", "plan"):
+            text = _ARGUMENT.sub(_spell_option, text)
         _stop(2, text if text.startswith("farfield") else f"{name}: {text}")
 
 
@@ -127,7 +132,7 @@ def _build_own_parser() -> Parser:
     commands = parser.add_argument_group("commands")
     read = {name: read_signature(command.function) for name, command in find_commands().items()}
     texts = {name: signature.text.partition("\n\n")[0] if signature else "" for name, signature in read.items()}
-    for name, text in (texts | {"predict": _PREDICT}).items():
+    for name, text in texts.items():
         commands.add_argument(name, nargs="?", help=text)
     parser.add_argument("--version", action="version", version=f"farfield {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -136,11 +141,12 @@ def _build_own_parser() -> Parser:
 
 def dispatch(name: str, words: list[str]) -> None:
     """Parse the options of a command, import its module and run it; name a package that is not installed."""
-    command = (_find_predictor(words) if name == "predict" else None) or find_commands().get(name)
+    name, words = _choose_subject(name, words)
+    command = find_commands().get(name)
     if command is None:
         from farfield._checks import install_papers
 
-        others = f", or {' or '.join(PREDICTORS)}" if name == "predict" else ""
+        others = ", or farfield predict NETWORK INPUT OUTPUT" if name == _BY_RECIPE else ""
         raise CommandLineError(f"it is a command of farfield-papers; fix: {install_papers()}{others}.")
     signature = read_signature(command.function)
     if signature is None:
@@ -161,10 +167,24 @@ def dispatch(name: str, words: list[str]) -> None:
     show(table, **formats)
 
 
-def _find_predictor(words: list[str]) -> Command | None:
-    """Return what runs in place of a task, if a model of another library is given."""
-    options = {word.partition("=")[0] for word in words}
-    return next((PREDICTORS[option] for option in PREDICTORS if option in options), None)
+def _choose_subject(name: str, words: list[str]) -> tuple[str, list[str]]:
+    """Return the command of two subjects by one name, and its words: a plan, and a prediction."""
+    if name == "plan" and words and (not words[0].startswith("-") or "--network" in words):
+        name, words = "predict", [*words, "--plan"]
+    if name == "predict" and any(word.startswith(_OF_RECIPES) for word in words):
+        return _BY_RECIPE, words
+    return name, _renew(words) if name == "predict" else words
+
+
+def _renew(words: list[str]) -> list[str]:
+    """Return the words of a prediction by a model of another library as they are now; say what they will be."""
+    split = [word.partition("=") for word in words]
+    old = next((name for name, *_ in split if name in _OLD_NETWORKS), None)
+    if old is None:
+        return words
+    print(f"farfield predict {old}: ends with 0.4; fix: farfield predict NETWORK INPUT OUTPUT.", file=sys.stderr)
+    renamed = dict.fromkeys(_OLD_NETWORKS, "--network") | _OLD_OPTIONS
+    return [renamed.get(name, name) + equals + value for name, equals, value in split]
 
 
 def _call(command: Command, *arguments: Any, **options: Any) -> Any:
@@ -182,12 +202,10 @@ def _call(command: Command, *arguments: Any, **options: Any) -> Any:
         raise RuntimeError(f"{distribution_name(package)} is not installed; fix: {fix}") from error
 
 
-def _spell_options(text: str) -> str:
-    """Return a message of `predict_whole` with options in place of arguments of Python."""
-    text = re.sub(r'out="([^"]*)"', r"--output \1", text)
-    text = re.sub(r'\bpad="(\w+)"', r"--pad \1", text)
-    text = re.sub(r"(?:tile=)?Tiles\(…, (\w+)=([^()]*)\)", r"--tile.\1 \2", text)
-    return re.sub(r"(--tile\.(?:disk|memory) \d+)\b", r"\1B", text).replace("overwrite=True", "--overwrite true")
+def _spell_option(found: re.Match[str]) -> str:
+    """Return an argument of `predict_whole` as an option."""
+    name, _, value = found.groups()
+    return f"--{'output' if name == 'out' else name}" + f" {value}" * (value != "True")
 
 
 @contextlib.contextmanager

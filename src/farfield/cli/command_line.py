@@ -1,7 +1,7 @@
 """The options of a command, which are the parameters of its function: an `argparse` parser is made from its signature.
 
-A parameter that may be given by position is a word of the command line, the others are options: a flag for `bool`, one
-that may be given several times for `list[…]`.
+A parameter that may be given by position is a word of the command line, or an option of its name; the others are
+options alone: a flag for `bool`, one that may be given several times for `list[…]`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Parser(argparse.ArgumentParser):
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)
         form = partial(argparse.RawDescriptionHelpFormatter, width=width, max_help_position=32)
         super().__init__(prog, usage, description, epilog, formatter_class=form, allow_abbrev=False)
+        # The type of each parameter that may be given by position.
+        self.places: dict[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
         """Raise the error as one line, which `farfield` prints; it ends with status 2."""
@@ -60,9 +62,25 @@ class Parser(argparse.ArgumentParser):
                 # Before argparse, which would first ask for the options that are required.
                 raise CommandLineError(explain_word(word, self.prog, options))
         found, rest = self.parse_known_args(words)
-        if rest:
-            raise CommandLineError(explain_word(rest[0], self.prog, options))
-        return vars(found)
+        given = vars(found)
+        # Those behind an option, which argparse leaves; a parameter that is an option leaves its place to the next one.
+        placed = [given.pop(_place(name)) for name in self.places if _place(name) in given]
+        placed += [word for word in rest if not word.startswith("-")]
+        free = [name for name in self.places if name not in given]
+        wrong = [word for word in rest if word.startswith("-")] + placed[len(free) :]
+        if wrong:
+            raise CommandLineError(explain_word(wrong[0], self.prog, options))
+        return given | {name: _convert(self.places[name], word) for name, word in zip(free, placed, strict=False)}
+
+
+def _place(name: str) -> str:
+    """Return what a parser calls the word in the place of a parameter."""
+    return f"<{name}>"
+
+
+def _convert(kind: str, word: str) -> Any:
+    """Convert a word to the type of a parameter, of which it may be one of several."""
+    return [_convert(kind[5:-1], word)] if kind.startswith("list[") else _KINDS[kind][0](word)
 
 
 def build_parser(command: str, signature: Signature) -> Parser:
@@ -71,6 +89,8 @@ def build_parser(command: str, signature: Signature) -> Parser:
     formats = parser.add_mutually_exclusive_group() if options.keys() >= FORMATS.keys() else parser
     for name, option in options.items():
         _add_option(formats if name in FORMATS else parser, option)
+        if option.is_positional:
+            parser.places[name] = option.kind
     return parser
 
 
@@ -84,10 +104,10 @@ def _add_option(group: Any, option: Parameter) -> None:
     is_list = option.kind.startswith("list[")
     convert, metavar = _KINDS[option.kind[5:-1] if is_list else option.kind]
     if option.is_positional:
-        group.add_argument(type=convert, nargs="?", **settings)
-    else:
-        settings |= {"action": "append" if is_list else "store", "required": option.default == REQUIRED}
-        group.add_argument(flag, type=convert, metavar=metavar, **settings)
+        group.add_argument(nargs="?", metavar=option.name, **(settings | {"dest": _place(option.name)}))
+        settings["help"] = argparse.SUPPRESS
+    settings |= {"action": "append" if is_list else "store", "required": option.default == REQUIRED}
+    group.add_argument(flag, type=convert, metavar=metavar, **settings)
 
 
 def help_text(option: Parameter) -> str:

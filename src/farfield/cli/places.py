@@ -7,9 +7,8 @@ from functools import cache
 import torch
 
 from farfield import cost
-from farfield._networks import load_network
+from farfield._networks import build_named, load_network
 from farfield._operators import DEFAULT
-from farfield.cli.network_builder import build_named
 from farfield.cli.output import Column, Row, Table, joined, millions
 from farfield.cli.tables import select
 from farfield.cli.values import Size

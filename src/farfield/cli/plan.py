@@ -25,6 +25,8 @@ def plan_operators(
 ) -> Table:
     """Show which operators fit a memory, what each needs, and the size from which on it beats softmax attention.
 
+    farfield plan NETWORK INPUT OUTPUT shows the plan of a prediction instead, as farfield predict --plan does.
+
     Args:
         channels: Channels of the grid.
         size: Size of the grid.
@@ -62,7 +64,8 @@ def plan_operators(
     columns += [Column("cheaper_bytes", "less memory from", "N = {:,}".format)]
     scope = "a training step" if backward else "a forward pass"
     limit = f", {scope} in {megabytes_finely(memory)}" if memory else ""
-    title = f"{joined(list(size))} positions, {AttentionOptions(channels, batch, heads, project)}, batch {batch}{limit}"
+    options = AttentionOptions(channels, batch, heads, project)
+    title = f"Operators on {joined(list(size))} positions, {options}, batch {batch}{limit}"
     notes = [
         "Memory: the grid, the parameters and all other tensors that exist at the peak, in float32.",
         "Fewer, less from: the positions of a square (cube, …) from which on a forward pass costs less than softmax's.",
@@ -72,7 +75,7 @@ def plan_operators(
     if memory and not any(plan.fits for plan in plans):
         notes.append(
             "No operator fits as a whole. In tiles most do: a layer by streaming.respond_whole, a network by "
-            "streaming.predict_whole (farfield predict for saved ones)."
+            "streaming.predict_whole (farfield predict)."
         )
     return Table(title, columns, [_table_row(plan) for plan in plans], notes)
 

@@ -44,12 +44,25 @@ def select(command: str, what: str, names: Sequence[str] | None, every: Iterable
 
 def _select_operators(command: str, names: Sequence[str] | None) -> dict[str, str | Operator]:
     """Return the operators that are given, or all; "module:attribute" is a user's own."""
-    from farfield.cli.network_builder import import_operator
-
     own: dict[str, str | Operator] = {name: import_operator(name) for name in names or [] if ":" in name}
     known = [name for name in names or [] if name not in own]
     selected = select(command, "operator", known, FACTS) if known or not own else []
     return {name: name for name in selected} | own
+
+
+def import_operator(name: str) -> Operator:
+    """Import a user's own operator, "module:attribute"."""
+    from farfield._networks import import_attribute
+    from farfield.ops import Operator
+
+    module, _, attribute = name.partition(":")
+    try:
+        operator = import_attribute(module, attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--operator {name} cannot be imported: {error}.") from error
+    if not isinstance(operator, Operator):
+        raise TypeError(f"--operator {name} must be an ops.Operator, got {type(operator).__name__}.")
+    return operator
 
 
 def list_operators() -> Table:

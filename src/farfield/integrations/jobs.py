@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from farfield._refusals import door, refusal
@@ -38,18 +41,18 @@ class Job:
     """A prediction of one volume by one model to one path; the same job goes on where an earlier one was stopped.
 
     Args:
-        model: The model, from `open_model`.
-        volume: The volume, with a letter for each axis.
+        model: The model, from `open_network` or `open_model`.
+        volume: The volume, with a letter for each axis; a tuple for a model of several inputs.
         out: The path that is written: .zarr, .ome.zarr, .tif, .ome.tif or .npy.
         tile: As of `predict_whole`.
+        pad: As of `predict_whole`; None pads where the network takes no other size, by reflection.
         reduce: As of `predict_whole`; None for the model's own.
         overwrite: Whether what exists at the path is replaced.
 
     Attributes:
         text: What the model is.
         given: The volume, as it was given.
-        plan: What will run, known before it does: `print(job.plan)`. Where the network takes no other size, the volume
-            is padded by reflection.
+        plan: What will run, known before it does: `print(job.plan)`.
         is_begun: Whether an unfinished prediction of this job is beside the path, with which `run` goes on.
 
     Raises:
@@ -69,27 +72,29 @@ class Job:
     def __init__(
         self,
         model: OpenedModel,
-        volume: Volume,
+        volume: Volume | tuple[Volume, ...],
         out: str | Path,
         *,
         tile: Tiles | None = None,
+        pad: str | None = None,
         reduce: Reduce = None,
         overwrite: bool = False,
     ) -> None:
         self.text = model.text
-        self.given, self._prepare = volume, model.prepare
+        volumes = volume if isinstance(volume, tuple) else (volume,)
+        self.given, self._prepare = volume, partial(model.prepare, *volumes)
         self.out, self.overwrite = Path(out).expanduser(), overwrite
         self.reduce = model.reduce if reduce is None else reduce
-        shared = find_shared(self.out, volume.array)
+        shared = next(filter(None, (find_shared(self.out, each.array) for each in volumes)), None)
         if shared is not None:
             text = f"the output and the volume are both in {shared}, which is never written over; fix: another path."
             raise refusal(ValueError, text)
-        self.network, self.volume = self._prepare(volume)
-        self.tiles, self.pad = tile or Tiles(), None
+        self.network, self.volume = self._prepare()
+        self.tiles, self.pad = tile or Tiles(), pad
         try:
             self.plan, self.is_begun = self._make_plan(self.tiles, self.out)
         except ValueError as error:
-            if 'pad="reflect"' not in str(error):
+            if pad is not None or 'pad="reflect"' not in str(error):
                 raise
             self.pad = "reflect"
             self.plan, self.is_begun = self._make_plan(self.tiles, self.out)
@@ -120,7 +125,7 @@ class Job:
                 error that it raises ends the prediction, and finished tiles are kept.
         """
         if not self.is_begun:  # the volume may have other numbers now, and grey levels
-            self.network, self.volume = self._prepare(self.given)
+            self.network, self.volume = self._prepare()
             self.plan, self.is_begun = self._make_plan(replace(self.tiles, size=self.plan.tile), self.out)
         options: dict[str, Any] = {"plan": self.plan, "out": self.out, "overwrite": self.overwrite, "quiet": True}
         try:
@@ -129,6 +134,18 @@ class Job:
         finally:
             self.is_begun = (unfinished_folder(self.out) / STATE).is_file()
         return Volume(array, self._look(lambda network: self._predict(network, self.plan).spec.metadata))
+
+    @door("Job.measure")
+    def measure(self) -> float:
+        """Return about how many seconds it takes, as its tiles of a region do, which are checked; 0 if none is."""
+
+        def measure(network: nn.Module) -> float:
+            prediction = self._predict(network, self.plan)
+            with prediction.surroundings():
+                prediction.check_region(self.plan.threads or torch.get_num_threads(), warnings.warn)
+            return prediction.seconds
+
+        return self._look(measure)
 
     def _predict(self, network: nn.Module, plan: StreamingPlan) -> Prediction:
         return Prediction(network, plan, self.tiles, self.volume, {})

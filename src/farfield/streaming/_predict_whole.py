@@ -246,9 +246,9 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
         if part is not None:
             return run_part(part, stream, quiet)
         if not stream.open(run):
-            prediction.check_region(stream)
+            prediction.check_region(stream.threads, stream.warn)
             if not quiet and prediction.seconds >= _LONG:
-                print(f"about {_describe_seconds(prediction.seconds)} at this speed", file=sys.stderr)
+                print(f"about {describe_seconds(prediction.seconds)} at this speed", file=sys.stderr)
         result = run_local(stream, quiet) if client is None else run_on_cluster(client, prediction, stream, quiet)
     if out is not None:
         return result
@@ -258,7 +258,7 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     return label_result(volume, result, prediction.spec.metadata)
 
 
-def _describe_seconds(seconds: float) -> str:
+def describe_seconds(seconds: float) -> str:
     """Return a duration in the unit of which it has at least two, and at most 120."""
     unit, count = next(((name, seconds / own) for name, own in _UNITS if seconds >= 2 * own), ("second", seconds))
     return f"{count:.0f} {unit}s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -21,6 +22,10 @@ from farfield.streaming.record import AROUND, record_network
 from farfield.streaming.spans import Box, Halo, hull, is_empty, join_halos
 from farfield.volumes.place import Place
 from farfield.volumes.source import AxisLayout, Region, Span
+
+# Bytes of a process that predicts, beside what tiles take: of libraries and what they keep; and of each byte of the
+# values of a tile, with the workspace of kernels.
+_LIBRARIES, _WORKSPACE = 750e6, 1.2
 
 
 class PlannedPass(NamedTuple):
@@ -174,6 +179,19 @@ class StreamingPlan:
         """The most bytes of disk that stored values take at once; the output is not counted."""
         return self.stored_bytes if self.on_disk else 0
 
+    @property
+    def process_bytes(self) -> float:
+        """About the most bytes of memory that the process takes, beside the network, and volumes that are arrays."""
+        tiles = self.workers * self.tile_bytes * _WORKSPACE if self.labelled.graph.device.type == "cpu" else 0
+        written = self.workers * self.output_bytes / len(self.cores)
+        check = self.check.bytes if isinstance(self.check, RegionCheck) else 0
+        return _LIBRARIES + max(tiles, check) + written + (0 if self.on_disk else self.stored_bytes)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the output, which is packed in most files."""
+        return math.prod(self.output_shape) * self.output_dtype.itemsize
+
     # ---- in another process ------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         """Save what describes the graph; its constants come from the network again, but those of `reduce`."""
@@ -203,7 +221,11 @@ class StreamingPlan:
     # ---- as text -----------------------------------------------------------------------------------------------------
     def __str__(self) -> str:
         """Return the text that `predict_whole` prints."""
-        return "\n".join(self.lines())
+        memory, output, disk = (
+            f"{each / 1e9:,.2f} GB" for each in (self.process_bytes, self.output_bytes, self.disk_bytes)
+        )
+        needs = f"about {memory} of memory in the process, beside the network; an output of {output}"
+        return "\n".join([*self.lines(), needs + f", and {disk} of disk until it is finished" * bool(self.disk_bytes)])
 
     def lines(self) -> list[str]:
         """Return the lines of text that `predict_whole` prints."""

@@ -213,7 +213,7 @@ class Prediction:
         device = device_of(self.model)
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
-    def check_region(self, stream: Stream) -> None:
+    def check_region(self, threads: int, warn: Callable[[str], object]) -> None:
         """Compare tiles with the network itself on a region of the volume; warn if that is not possible."""
         plan, model = self.plan, self.model
         # The first and the last sample are one batch.
@@ -222,7 +222,7 @@ class Prediction:
         if isinstance(plan.check, RegionCheck):
             # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
             read = partial(self.read_box, lambda name, region, sample: self.sources[name].read(region, sample))
-            with torch.no_grad(), use_threads(stream.threads), without_tf32():
+            with torch.no_grad(), use_threads(threads), without_tf32():
                 problem = run_check(
                     plan.check,
                     model,
@@ -230,11 +230,11 @@ class Prediction:
                     plan.size,
                     read,
                     plan.samples,
-                    stream.warn,
+                    warn,
                     self._note_seconds,
                 )
         if problem:
-            stream.warn(f"predict_whole: tiles are not checked: {problem}.")
+            warn(f"predict_whole: tiles are not checked: {problem}.")
 
     def _note_seconds(self, seconds: float) -> None:
         if isinstance(self.plan.check, RegionCheck):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farfield._networks import build_named
 from farfield._old_names import current_name
-from farfield.cli.network_builder import build_named
 from farfield_papers.data.classify import Digits, ImageFolders
 from farfield_papers.tasks.runs import ClassEntry, UnknownNetworkError, load_run
 

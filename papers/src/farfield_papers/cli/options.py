@@ -199,7 +199,7 @@ def describe_options(command: str, words: Words) -> str | None:
         others = [each for each in _GROUPS if each not in shown and signatures[each]]
         lines = [f"  farfield {command} --config RECIPE --{each}.help" for each in others]
         if command == "predict":
-            lines += ["  farfield predict --nnunet FOLDER --help", "  farfield predict --bioimageio PACKAGE --help"]
+            lines.append("  farfield predict --help")
         parser.epilog = "\n".join(["and more, which these list:", *lines])
     for group in shown:
         if group not in signatures:
@@ -320,7 +320,7 @@ def _network(name: str) -> str:
         return current_name(name)
     path = f"farfield_papers.models.{name}"
     if read_signature(path) is None:
-        from farfield.cli.network_builder import unknown_network
+        from farfield._networks import unknown_network
 
         raise unknown_network(name)
     return path

@@ -36,7 +36,7 @@ def test(words: Sequence[str]) -> None:
 
 
 def predict(words: Sequence[str]) -> None:
-    """Write the predictions of a checkpoint."""
+    """Write the predictions of a checkpoint of any task of a recipe."""
     main(["predict", *words])
 
 
@@ -51,6 +51,9 @@ def main(argv: Sequence[str]) -> None:
         print(text)
         raise SystemExit(0)
     check_words(words)
+    if command == "predict" and words.task == "restore":
+        text = "farfield predict --config: ends with 0.4 for volumes; fix: farfield predict RUN INPUT OUTPUT."
+        print(text, file=sys.stderr)
     announce(command)
     from farfield_papers.cli.training import run_training
 

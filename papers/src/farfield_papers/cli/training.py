@@ -19,11 +19,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import nn
 
-from farfield.cli.network_builder import import_function
+from farfield._networks import import_function
+from farfield.cli.processes import Processes, open_processes
 from farfield.streaming import Tiles
 from farfield_papers.cli.epochs import EpochLines, leave_out_unrelated, metrics_text
 from farfield_papers.cli.options import CONFIG, DATA, NETWORK, OF_PROCESSES, OF_RESTORE, TASKS, Words
-from farfield_papers.cli.processes import Processes, open_processes
 from farfield_papers.cli.signals import Stop
 from farfield_papers.tasks.checkpoints import AtomicCheckpoints, CheckpointError, check_writable, export_best, read
 from farfield_papers.tasks.logs import RunLog, newest_run, next_run, number

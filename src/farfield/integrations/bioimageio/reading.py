@@ -133,7 +133,7 @@ def open_package(path: str | Path, *, trust: bool = False, device: torch.device 
         raise refusal(
             ValueError,
             f'"{path}" runs code of Python: {"; ".join(code)}. It can do whatever you can; fix: trust=True, or '
-            "farfield predict --bioimageio with --trust, if you trust those who made it.",
+            "--trust of farfield predict, if you trust those who made it.",
         )
     network = _load_network(description).to(device).eval()
     operators = _operators(description)

@@ -21,7 +21,7 @@ from farfield._outputs import check_not_input
 from farfield._refusals import door, refusal
 from farfield.integrations.nnunet.model import NnunetModel, load_nnunet
 from farfield.nn import GridAttention
-from farfield.streaming import MeanOverFlips, Tiles, freeze_statistics, predict_whole
+from farfield.streaming import MeanOverFlips, StreamingPlan, Tiles, freeze_statistics, plan_whole, predict_whole
 from farfield.streaming.adapt import label_dtype
 from farfield.volumes import Volume
 
@@ -89,8 +89,7 @@ def predict_nnunet(
         >>> predict_nnunet("nnUNetTrainer__nnUNetPlans__3d_fullres", "a_0000.nii.gz", "a.nii.gz")  # doctest: +SKIP
         PosixPath('a.nii.gz')
     """
-    if statistics not in _STATISTICS:
-        raise unknown("statistics", statistics, _STATISTICS)
+    _check_statistics(statistics)
     output = Path(output)
     _check_output(output, overwrite)
     loaded = model if isinstance(model, NnunetModel) else load_nnunet(model)
@@ -104,18 +103,8 @@ def predict_nnunet(
     endings = reader.supported_file_endings
     if not output.name.endswith(tuple(endings)):
         raise refusal(ValueError, f"{output} has an ending that is not written; fix: one of {', '.join(endings)}.")
-    sees_whole = any(isinstance(module, GridAttention) for module in loaded.network.modules())
-    if sees_whole and statistics == "tile" and mirroring and loaded.mirroring_axes:
-        raise refusal(
-            ValueError,
-            "attention of flips sees the whole volume, and statistics of a tile what it reads; fix: statistics "
-            '"whole", or no mirroring.',
-        )
+    tiles = _parse_tiles(loaded, statistics, mirroring, tile)
     grid, properties = _preprocess(loaded, paths)
-    given = tile if isinstance(tile, Tiles) else Tiles(tile)
-    if statistics == "tile" and given.size is None:
-        given = replace(given, size=tuple(loaded.configuration.patch_size))
-    tiles = replace(given, statistics="tile" if statistics == "tile" else "whole")
     run = partial(_run, loaded, statistics == "frozen", mirroring, tiles, quiet)
     # A killed call leaves the folder, from which the next one goes on.
     unfinished = OwnedFolder(output.with_name(f".{output.name}.unfinished"), output)
@@ -132,6 +121,39 @@ def predict_nnunet(
         unfinished.remove_if_new()
         unfinished.let_go()
     return output
+
+
+def plan_nnunet(
+    model: NnunetModel,
+    inputs: str | Path | Sequence[str | Path],
+    *,
+    statistics: str = "whole",
+    mirroring: bool = True,
+    tile: int | Sequence[int | None] | Tiles | None = None,
+) -> StreamingPlan:
+    """Plan a call of `predict_nnunet`, whose arguments these are: it preprocesses the volume, and writes nothing."""
+    _check_statistics(statistics)
+    tiles = _parse_tiles(model, statistics, mirroring, tile)
+    grid, properties = _preprocess(model, _find_inputs(inputs, model))
+    network, volume, _ = _arrange(model, statistics == "frozen", mirroring, grid)
+    is_resampled = grid.shape[1:] != tuple(properties["shape_after_cropping_and_before_resampling"])
+    reduce = None if is_resampled else reduce_logits(model)
+    return plan_whole(network, volume.shape, tile=tiles, pad="constant", reduce=reduce)
+
+
+def _parse_tiles(model: NnunetModel, statistics: str, mirroring: bool, tile: Any) -> Tiles:
+    """Return the tiles of the statistics that norms see; refuse what does not fit the model."""
+    sees_whole = any(isinstance(module, GridAttention) for module in model.network.modules())
+    if sees_whole and statistics == "tile" and mirroring and model.mirroring_axes:
+        raise refusal(
+            ValueError,
+            "attention of flips sees the whole volume, and statistics of a tile what it reads; fix: statistics "
+            '"whole", or no mirroring.',
+        )
+    given = tile if isinstance(tile, Tiles) else Tiles(tile)
+    if statistics == "tile" and given.size is None:
+        given = replace(given, size=tuple(model.configuration.patch_size))
+    return replace(given, statistics="tile" if statistics == "tile" else "whole")
 
 
 def prepare_volume(model: NnunetModel, volume: Volume) -> tuple[nn.Module, Volume]:
@@ -161,7 +183,7 @@ def prepare_volume(model: NnunetModel, volume: Volume) -> tuple[nn.Module, Volum
             ValueError,
             f"nnU-Net crops, resamples or turns the volume, {channels.shape[1:]} to {grid.shape[1:]}: its plans have "
             f"voxels of {[round(float(each), 4) for each in planned]}, and a border of zeros is cut; fix: farfield "
-            "predict --nnunet, which brings the labels back, and open what it writes.",
+            f"predict {model.folder} INPUT OUTPUT, which brings the labels back, and open what it writes.",
         )
     network = MeanOverFlips(model.network, model.mirroring_axes) if model.mirroring_axes else model.network
     return network, Volume(grid, volume.metadata.with_axes("CZYX"))
@@ -170,6 +192,11 @@ def prepare_volume(model: NnunetModel, volume: Volume) -> tuple[nn.Module, Volum
 def reduce_logits(model: NnunetModel) -> Callable[[Tensor], Tensor]:
     """Return what makes the labels of a tile's logits."""
     return partial(_label_tile, tuple(model.labels.regions_class_order) if model.labels.has_regions else None)
+
+
+def _check_statistics(statistics: str) -> None:
+    if statistics not in _STATISTICS:
+        raise unknown("statistics", statistics, _STATISTICS)
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
@@ -239,6 +266,19 @@ def _run(
     path: Path,
 ) -> NDArray[Any]:
     """Return what the network, and `reduce` after it, give for a grid `(channels, *size)`, in a file at the path."""
+    network, volume, inner = _arrange(model, frozen, mirroring, grid)
+    options: dict[str, Any] = {"pad": "constant", "reduce": reduce, "overwrite": True, "quiet": quiet}
+    result = predict_whole(network, volume, tile=tiles, out=path, **options)
+    is_flat = len(model.configuration.patch_size) == grid.ndim - 2
+    size = [volume.shape[0], *volume.shape[2:]] if is_flat else volume.shape[1:]
+    result = result.reshape(size[0], -1, *size[1:]).swapaxes(0, 1) if is_flat else result.reshape(-1, *size)
+    return result[(slice(None), *inner[1:])]
+
+
+def _arrange(
+    model: NnunetModel, frozen: bool, mirroring: bool, grid: NDArray[np.float32]
+) -> tuple[nn.Module, NDArray[np.float32], tuple[slice, ...]]:
+    """Return the network, the volume that it takes, padded, and where the grid lies in it."""
     from acvl_utils.cropping_and_padding.padding import pad_nd_image
 
     patch = tuple(model.configuration.patch_size)
@@ -250,11 +290,7 @@ def _run(
     network = freeze_statistics(model.network, _cut_patches(volume, patch)) if frozen else model.network
     if mirroring and model.mirroring_axes:
         network = MeanOverFlips(network, model.mirroring_axes)
-    options: dict[str, Any] = {"pad": "constant", "reduce": reduce, "overwrite": True, "quiet": quiet}
-    result = predict_whole(network, volume, tile=tiles, out=path, **options)
-    size = padded.shape[1:]
-    result = result.reshape(size[0], -1, *size[1:]).swapaxes(0, 1) if is_flat else result.reshape(-1, *size)
-    return result[(slice(None), *inner[1:])]
+    return network, volume, inner
 
 
 def _cut_patches(volume: NDArray[np.float32], patch: tuple[int, ...]) -> list[NDArray[np.float32]]:
