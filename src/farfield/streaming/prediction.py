@@ -25,8 +25,8 @@ from farfield.streaming.plan import StreamingPlan, own_box
 from farfield.streaming.progress import Stream
 from farfield.streaming.skipping import find_skipped, layout_of_mask, open_mask
 from farfield.streaming.spans import Box, box_shape
-from farfield.volumes.file_formats import OutputSpec, chunk_lengths
 from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.levels import OutputSpec, chunk_lengths
 from farfield.volumes.sink import ArrayOutput, FileOutput, numpy_dtype
 from farfield.volumes.source import AxisLayout, Region, VolumeSource, index_within, overlap, parse_layout, size_of
 from farfield.volumes.volume import describe_output

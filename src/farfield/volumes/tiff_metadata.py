@@ -17,6 +17,8 @@ from farfield.volumes.image_metadata import UNITS, ImageMetadata, known, parse_l
 UNITLESS = "reference frame"
 # What ImageJ can hold.
 IMAGEJ_AXES, IMAGEJ_DTYPES, IMAGEJ_BYTES = "TZCYX", ("uint8", "uint16", "float32"), 2**31
+# Longer planes are better read in tiles and at coarser levels, which it does not have.
+IMAGEJ_SIDE = 4096
 # The axes of an image of which tifffile leaves out some, in its description in OME-XML.
 _STATED = re.compile(r"axes ([A-Z]+)")
 # Numbers of GeoTIFF's tags, with their types: what describes the world; steps, tied points and the matrix.
@@ -191,12 +193,13 @@ def fits_imagej(metadata: ImageMetadata, shape: Sequence[int], dtype: str, nbyte
         and len(set(metadata.axes)) == len(shape)
         and dtype in IMAGEJ_DTYPES
         and nbytes <= IMAGEJ_BYTES
+        and max(shape[-2:]) <= IMAGEJ_SIDE
         and metadata.in_one_unit(space) is not None
     )
 
 
 def imagej_options(metadata: ImageMetadata, shape: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments of `tifffile.memmap` for ImageJ; the axes have to be in the order of `IMAGEJ_AXES`."""
+    """Return the arguments of `write` for ImageJ; the axes have to be in the order of `IMAGEJ_AXES`."""
     sizes = dict(zip(metadata.axes, shape, strict=True))
     unit, spacing = metadata.in_one_unit("".join(letter for letter in "ZYX" if letter in sizes)) or ("", {})
     described: dict[str, Any] = {"unit": "micron" if unit == "micrometer" else UNITS[unit].symbol}
@@ -207,11 +210,11 @@ def imagej_options(metadata: ImageMetadata, shape: Sequence[int]) -> dict[str, A
         described["finterval"] = metadata.spacing["T"] * UNITS[metadata.units["T"]].amount
     if len(metadata.channels) == sizes.get("C", 1):
         described["Labels"] = list(metadata.channels) * (sizes.get("T", 1) * sizes.get("Z", 1))
-    return {"imagej": True, "resolution": (1 / spacing["X"], 1 / spacing["Y"]), "metadata": described}
+    return {"resolution": (1 / spacing["X"], 1 / spacing["Y"]), "metadata": described}
 
 
-def ome_options(metadata: ImageMetadata, shape: Sequence[int], dtype: str) -> dict[str, Any]:
-    """Return the arguments of `tifffile.memmap` for OME-TIFF."""
+def describe_ome(metadata: ImageMetadata, shape: Sequence[int], dtype: str) -> dict[str, Any]:
+    """Return what `tifffile` writes into the description of an OME-TIFF."""
     axes = metadata.axes if "T" in metadata.axes else metadata.axes.replace("I", "T")
     described: dict[str, Any] = {"axes": axes}
     for letter, key in {"Z": "PhysicalSizeZ", "Y": "PhysicalSizeY", "X": "PhysicalSizeX", "T": "TimeIncrement"}.items():
@@ -226,4 +229,4 @@ def ome_options(metadata: ImageMetadata, shape: Sequence[int], dtype: str) -> di
         described["Description"] = f"axes {axes}"
     # Not random: a call that was killed and repeated ends with the same bytes.
     described["UUID"] = str(uuid.uuid5(uuid.NAMESPACE_OID, repr((metadata, tuple(shape), dtype))))
-    return {"ome": True, "metadata": described}
+    return described
