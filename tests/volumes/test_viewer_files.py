@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,72 @@ def test_a_tiff_file_that_was_killed_while_it_was_written_is_written_again(
         assert len(file.series[0].levels) == 1 + len(pyramid_factors((600, 700), slide.metadata))
         np.testing.assert_array_equal(file.asarray(), np.asarray(slide))
     assert list(tmp_path.iterdir()) == [out]
+
+
+# ---- GeoTIFF ---------------------------------------------------------------------------------------------------------
+def scene_of(path: Path, bands: int, names: tuple[str, ...] = ()) -> Volume:
+    """A GeoTIFF as GDAL writes it: names of bands are in tag 42112."""
+    numbers = np.random.default_rng(0).random((bands, 700, 600)).astype("float32")
+    tags: list[Any] = [
+        (33550, "d", 3, (10.0, 10.0, 0.0), True),
+        (33922, "d", 6, (0, 0, 0, 5e5, 5e6, 0), True),
+        (34735, "H", 8, (1, 1, 0, 1, 3072, 0, 1, 32633), True),
+    ]
+    if names:
+        items = [
+            f'<Item name="DESCRIPTION" sample="{band}" role="description">{name}</Item>'
+            for band, name in enumerate(names)
+        ]
+        tags.append((42112, "s", 0, f"<GDALMetadata>{''.join(items)}</GDALMetadata>", True))
+    options: Any = {"photometric": "minisblack", "extratags": tags, "metadata": None, "planarconfig": "separate"}
+    tifffile.imwrite(path, numbers if bands > 1 else numbers[0], **options)
+    return open_volume(path)
+
+
+def valid_left(columns: int) -> np.ndarray:
+    return np.broadcast_to(np.arange(600) < columns, (700, 600))
+
+
+def test_a_geotiff_has_bands_with_names_and_overviews(tmp_path: Path) -> None:
+    rasterio = pytest.importorskip("rasterio", reason='needs the extra "geo"')
+    names = ("B02", "B03", "B04", "B08", "B11")
+    scene, out = scene_of(tmp_path / "in.tif", 5, names), tmp_path / "out.tif"
+    assert scene.metadata.channels == names
+    net = Same(torch.float32, channels=5).eval()
+    written = predict_whole(net, scene, tile=256, mask=valid_left(400), out=out, quiet=True)
+    expected = np.where(valid_left(400), np.asarray(scene), np.nan)
+    np.testing.assert_array_equal(np.asarray(written), expected)
+    with rasterio.open(tmp_path / "in.tif") as before, rasterio.open(out) as after:
+        assert (after.count, after.descriptions, after.overviews(5)) == (5, names, [2])
+        assert np.isnan(after.nodata)
+        assert (after.crs, after.transform) == (before.crs, before.transform)
+        assert (after.tags(ns="IMAGE_STRUCTURE")["LAYOUT"], after.block_shapes[0]) == ("COG", (512, 512))
+        np.testing.assert_array_equal(after.read(), expected)
+        coarse = after.read(1, out_shape=(350, 300))
+        np.testing.assert_allclose(coarse[0, 0], expected[0, :2, :2].mean(), rtol=1e-6)
+    assert open_volume(out).metadata.channels == names
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "in.tif", out]
+
+
+@pytest.mark.parametrize("columns", [70, 300])
+def test_labels_of_a_geotiff_say_where_nothing_is(columns: int, tmp_path: Path) -> None:
+    rasterio = pytest.importorskip("rasterio", reason='needs the extra "geo"')
+    scene, out, valid = scene_of(tmp_path / "in.tif", 3), tmp_path / "labels.tif", valid_left(columns)
+    net = Same(torch.float32, channels=3).eval()
+    # Some tiles have no valid position, and are skipped.
+    predict_whole(net, scene, tile=128, mask=valid, reduce="argmax", out=out, quiet=True)
+    with rasterio.open(out) as file:
+        labels = file.read(1)
+        assert (file.nodata, file.dtypes) == (255, ("uint8",))
+        np.testing.assert_array_equal(file.read_masks(1) > 0, valid)
+        np.testing.assert_array_equal(file.read(1, out_shape=(350, 300)), labels[::2, ::2])
+    np.testing.assert_array_equal(labels[valid], np.asarray(scene).argmax(0)[valid])
+    assert open_volume(out).metadata.nodata == 255
+
+
+def test_a_geotiff_without_rasterio_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = scene_of(tmp_path / "in.tif", 1)
+    monkeypatch.setitem(sys.modules, "rasterio", None)
+    with pytest.raises(TypeError, match=r'out.tif" cannot be written: .*rasterio.*geo.*; fix: "out.zarr"'):
+        predict_whole(Same(torch.uint8).eval(), scene, tile=128, out=tmp_path / "out.tif", quiet=True)
+    assert list(tmp_path.iterdir()) == [tmp_path / "in.tif"]

@@ -210,7 +210,7 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
                 "mask leaves positions of the output at 0, and a number beside a grid is one for all of them; fix: "
                 "reduce={key: None} for each output alone.",
             )
-        prediction = Prediction(model, planned, tiles, volume, identity, shared, mask, fill)
+        prediction = Prediction(model, planned, tiles, volume, identity, shared, mask, fill, path)
         prediction.arranged = known, volumes, layouts
         prediction.identity |= _identify(prediction, path)
         if mask is not None:

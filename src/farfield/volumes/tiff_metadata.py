@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from xml.etree.ElementTree import ParseError
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -36,7 +36,8 @@ def read_tiff_metadata(file: Any, index: int = 0, axes: str | None = None) -> Im
         return read_imagej(file.imagej_metadata or {}, series.keyframe, axes)
     sizes = _read_voxel_size(file, series.keyframe) if index == 0 else {}
     spacing = {letter: each for letter, each in sizes.items() if letter in axes}
-    metadata = ImageMetadata(axes, spacing, dict.fromkeys(spacing, "micrometer"), nodata=_read_nodata(series.keyframe))
+    units, names = dict.fromkeys(spacing, "micrometer"), _read_band_names(series.keyframe)
+    metadata = ImageMetadata(axes, spacing, units, {}, names, nodata=_read_nodata(series.keyframe))
     # The resolution of other files is that of a printed page.
     return metadata if spacing else read_georeference(series.keyframe, metadata)
 
@@ -95,6 +96,16 @@ def _read_nodata(page: Any) -> float | None:
     return number if limits and number.is_integer() and limits.min <= number <= limits.max else None
 
 
+def _read_band_names(page: Any) -> tuple[str, ...]:
+    """Read the names of bands from GDAL's tag; none where it is damaged, or has none."""
+    try:
+        items = ElementTree.fromstring(page.tags.valueof(42112) or "<GDALMetadata/>").iter("Item")
+        named = {int(each.get("sample", -1)): each.text or "" for each in items if each.get("role") == "description"}
+    except (ElementTree.ParseError, TypeError, ValueError):
+        return ()
+    return tuple(named.get(band, "") for band in range(page.samplesperpixel)) if any(named.values()) else ()
+
+
 def georeference_tags(metadata: ImageMetadata) -> list[tuple[int, str, int, Any, bool]]:
     """Return the tags of a GeoTIFF, as `tifffile` takes them; none where no georeference is known."""
     if not metadata.georeference or not {"X", "Y", "origin"} <= set(metadata.affine):
@@ -120,7 +131,7 @@ def find_ome_image(file: Any, index: int) -> dict[str, Any]:
 
     try:
         entries = tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]
-    except (KeyError, TypeError, ValueError, IndexError, ParseError):
+    except (KeyError, TypeError, ValueError, IndexError, ElementTree.ParseError):
         return {}
     images = [each for each in as_list(entries) if isinstance(each, dict)]
     if len(images) == len(file.series):

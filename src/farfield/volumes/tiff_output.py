@@ -12,6 +12,7 @@ import numpy as np
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.file_name import FileName, Opened
+from farfield.volumes.geotiff_output import choose_nodata, refuse_geotiff, write_geotiff
 from farfield.volumes.levels import Mode, OutputSpec, open_tiles
 from farfield.volumes.ome_zarr import pyramid_factors
 from farfield.volumes.readers import open_tiff as read_tiff
@@ -35,12 +36,23 @@ def is_named_ome(path: Path) -> bool:
     return path.name.lower().endswith((".ome.tif", ".ome.tiff"))
 
 
+def is_geotiff(path: Path, spec: OutputSpec) -> bool:
+    """Whether a TIFF file is a GeoTIFF: if its name is not that of an OME-TIFF, and it is known where it lies."""
+    planes = spec.metadata.axes[-2:] == "YX" and len(spec.shape) <= 3
+    return planes and not is_named_ome(path) and bool(georeference_tags(spec.metadata))
+
+
 def is_ome(path: Path, spec: OutputSpec) -> bool:
-    """Whether a TIFF file is an OME-TIFF: by its name, or because ImageJ's format does not hold what is known of it."""
-    named = is_named_ome(path)
-    if spec.metadata.georeference:
-        return named
-    return named or (spec.metadata.is_known and not is_imagej(path, spec) and refuse_ome(spec) is None)
+    """Whether a TIFF file is an OME-TIFF: by its name, or because no other format holds what is known of it."""
+    others = is_geotiff(path, spec) or is_imagej(path, spec)
+    return is_named_ome(path) or (spec.metadata.is_known and not others and refuse_ome(spec) is None)
+
+
+def find_nodata(path: Path | None, spec: OutputSpec) -> float | None:
+    """Return the number that stands in a file where a mask is False; None for a file that states none."""
+    if path is None or path.suffix.lower() not in (".tif", ".tiff") or not is_geotiff(path, spec):
+        return None
+    return choose_nodata(spec.dtype)
 
 
 def is_imagej(path: Path, spec: OutputSpec) -> bool:
@@ -52,7 +64,7 @@ def fit_tiff(path: Path, spec: OutputSpec) -> OutputSpec:
     """Return the array in the file: booleans as numbers of 8 bits, chunks of few planes, levels where it has tiles."""
     axes, shape = spec.metadata.axes, spec.shape
     spec = spec._replace(dtype=np.dtype("uint8")) if spec.dtype == np.bool_ else spec
-    if not is_imagej(path, spec):
+    if not is_imagej(path, spec) and not is_geotiff(path, spec):  # GDAL makes levels by itself
         spec = spec._replace(factors=pyramid_factors(shape, spec.metadata, letters="YX"))
     box, plane = list(spec.box), spec.nbytes // np.prod(shape[:-2], dtype=int)
     if "Z" in axes:
@@ -66,6 +78,8 @@ def refuse_tiff(path: Path, spec: OutputSpec) -> str | None:
     """Return why TIFF cannot hold an array; None if it can."""
     if set(spec.metadata.axes) <= set("IC"):
         return "TIFF holds images, and the result has no size"
+    if is_geotiff(path, spec):
+        return refuse_geotiff(spec)
     return refuse_ome(spec) if is_ome(path, spec) else None
 
 
@@ -89,7 +103,8 @@ def arrange_axes(opened: Opened, spec: OutputSpec) -> Volume:
     array, metadata = opened
     if tuple(array.shape) != spec.shape:
         wanted = spec.metadata.axes
-        array = AxesView(array, [metadata.axes.find(each) if each in metadata.axes else None for each in wanted], {})
+        own = metadata.axes.replace("S", wanted[0])  # several bands
+        array = AxesView(array, [own.find(each) if each in own else None for each in wanted], {})
     return Volume(array, spec.metadata)
 
 
@@ -98,6 +113,9 @@ def complete_tiff(path: Path, spec: OutputSpec) -> None:
     import tifffile
 
     levels = [keep_chunks(level) for level in open_tiles(path, spec)]
+    if is_geotiff(path, spec):
+        write_geotiff(path, spec, levels[0])
+        return
     if is_imagej(path, spec):
         # Channels follow z.
         order = sorted(range(len(spec.shape)), key=lambda axis: IMAGEJ_AXES.index(spec.metadata.axes[axis]))
