@@ -101,8 +101,8 @@ def test_positions_without_a_number_are_left_out(
         np.testing.assert_array_equal(predict_whole(net, volume, mask="nodata", tile=16, quiet=True), found)
 
 
-@pytest.mark.parametrize("suffix", [".tif", ".zarr", ".ome.zarr", ".npy"])
-def test_outputs_do_not_state_it(suffix: str, net: nn.Module, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [".ome.tif", ".zarr", ".ome.zarr", ".npy"])
+def test_other_outputs_do_not_state_it(suffix: str, net: nn.Module, tmp_path: Path) -> None:
     volume, out = open_volume(write(tmp_path / "a.tif", filled(-9999), "-9999")), tmp_path / f"out{suffix}"
     predict_whole(net, volume, tile=16, mask="nodata", out=out, quiet=True)
     assert open_volume(out).metadata.nodata is None

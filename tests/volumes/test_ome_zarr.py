@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from torch import nn
 
 from farfield.streaming import predict_whole
-from farfield.volumes import ImageMetadata, Volume, file_formats, ome_zarr, open_volume, sink
+from farfield.volumes import ImageMetadata, Volume, ome_zarr, open_volume, sink
 from farfield.volumes.ome_zarr import halve, pyramid_factors
 from helpers.stopping import StopError
 from helpers.streamed_nets import settled
@@ -183,7 +183,7 @@ def test_levels_of_a_call_that_was_killed_are_made_again(
     chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume, out = volume_of(6, 20, 18, metadata=ImageMetadata("ZYX")), tmp_path / "a.ome.zarr"
-    write, count = file_formats.write_level, itertools.count()
+    write, count = sink.write_level, itertools.count()
 
     def stopped(path: Path, spec: Any, level: int, place: int) -> None:
         if next(count) == chunks:

@@ -30,7 +30,6 @@ from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished, refuse_shared
 from farfield.streaming.skipping import ALPHA, NODATA, check_fill, open_mask, open_mask_file, warn_of_nodata
 from farfield.volumes.aliasing import refuse_aliasing
-from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.labelled_arrays import label_result
 from farfield.volumes.scaling import parse_scale
 from farfield.volumes.sink import FileOutput, output_for
@@ -223,11 +222,11 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
                 "reduce={key: None} for each output alone.",
             )
         scales = parse_scale(scale, planned.channels)
-        prediction = Prediction(model, planned, tiles, volume, identity, shared, mask, fill, scales)
+        prediction = Prediction(model, planned, tiles, volume, identity, shared, mask, fill, path, scales)
         prediction.arranged = known, volumes, layouts
         prediction.identity |= _identify(prediction, path)
         if mask is not None:
-            prediction.opened_mask, prediction.nodata = opened["mask"], _choose_nodata(planned, known, path)
+            prediction.opened_mask = opened["mask"]
             prediction.identity["mask or fill"] = f"{float(fill)} {fingerprint(prediction.skipped)}"
         if scale is not None:
             prediction.identity["scale"] = fingerprint(scales)
@@ -292,18 +291,6 @@ def _check_plan(
             "  fix: plan_whole(model, volume.shape).",
         )
     return plan
-
-
-def _choose_nodata(plan: StreamingPlan, known: ImageMetadata | None, path: Path | None) -> int | None:
-    """Return the number of no label, which a GeoTIFF of labels states; None for another output."""
-    is_tiff = path is not None and path.suffix.lower() in (".tif", ".tiff")
-    if not is_tiff or known is None or not known.georeference or plan.reduction != fingerprint("argmax"):
-        return None
-    if plan.output_dtype != torch.uint8:
-        return -1
-    graph = plan.labelled.graph
-    *_, scores = (graph.info(node.inputs[0]) for node in graph.nodes if node.op == "aten.argmax.default")
-    return 255 if scores.shape[1] <= 255 else None
 
 
 def _identify(prediction: Prediction, path: Path | None) -> dict[str, str]:

@@ -29,8 +29,8 @@ from farfield.streaming.records import Record, empty_record
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.axes_view import order_axes
 from farfield.volumes.checks import check_volume
-from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.levels import OutputSpec
 from farfield.volumes.sink import ArrayOutput, FileOutput, box_index, numpy_dtype, output_for
 from farfield.volumes.source import AxisLayout, Region, VolumeSource, parse_layout, size_of
 from farfield.volumes.volume import describe_output, split_volume

@@ -36,10 +36,10 @@ _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 _MOMENTS = ("mean", "var", "std", "var_mean", "std_mean")
 
 
-def mask_plan(plan: StreamingPlan, network: Any, number: float = 0) -> StreamingPlan:
+def mask_plan(plan: StreamingPlan, network: Any, outside: float = 0) -> StreamingPlan:
     """Return a plan whose last input is the mask `(1, 1, *size)`, by which sums over positions leave out the others.
 
-    The output has the number where a position is not valid.
+    Its output is `outside` at positions that are not valid.
     """
     labelled = plan.labelled
     if plan.patch:
@@ -48,7 +48,7 @@ def mask_plan(plan: StreamingPlan, network: Any, number: float = 0) -> Streaming
     try:
         # Along all axes, so that what is left out does not depend on where tiles are cut.
         masking = _Masking(label_graph(labelled.graph, labelled.size, range(len(labelled.size)), halo=labelled.halo))
-        masked = label_graph(masking.mask_graph(number), labelled.size, labelled.cut, halo=labelled.halo)
+        masked = label_graph(masking.mask_graph(outside), labelled.size, labelled.cut, halo=labelled.halo)
     except GraphError as error:
         text = f"{type(network).__name__} has no mask: {str(error).partition('; fix')[0]}"
         raise refusal(GraphError, f"{text}; fix: mask=None, and a volume that is filled or cropped.") from error
@@ -112,8 +112,7 @@ class _Masking:
         # softmax has left invalid ones out.
         self.scores: dict[Value, Value | None] = {}
 
-    def mask_graph(self, number: float) -> Graph:
-        """Return the new graph; its output has the number at positions that are not valid."""
+    def mask_graph(self, outside: float) -> Graph:
         old, graph = self.labelled.graph, self.graph
         infos = [*map(old.info, old.inputs), Info((1, 1, *self.labelled.size), torch.bool)]
         graph.inputs = [graph.add("input", (index,), {}, [info]) for index, info in enumerate(infos)]
@@ -135,7 +134,7 @@ class _Masking:
                 old.nodes[old.output.node],
                 "it is not known which positions of the volume those of the result stand for",
             )
-        graph.output = _fill(write, self.mask_of(write, old.output), self.moved[old.output], number)
+        graph.output = _fill(write, self.mask_of(write, old.output), self.moved[old.output], outside)
         return graph
 
     def _refuse(self, node: Node, why: str) -> GraphError:

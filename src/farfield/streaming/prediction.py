@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,12 @@ from farfield.streaming.plan import StreamingPlan, own_box
 from farfield.streaming.progress import Stream
 from farfield.streaming.skipping import find_skipped, layout_of_mask, open_mask
 from farfield.streaming.spans import Box, box_shape
-from farfield.volumes.file_formats import OutputSpec, chunk_lengths
 from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.levels import OutputSpec, chunk_lengths
 from farfield.volumes.scaling import Scale
 from farfield.volumes.sink import ArrayOutput, FileOutput, numpy_dtype
 from farfield.volumes.source import AxisLayout, Region, VolumeSource, index_within, overlap, parse_layout, size_of
+from farfield.volumes.tiff_output import find_nodata
 from farfield.volumes.volume import describe_output
 
 
@@ -46,8 +48,8 @@ class Prediction:
         shared: Whether several processes run its tasks.
         mask: The argument.
         fill: The argument.
+        path: The argument `out`, where it is a path.
         scale: The argument, of each volume.
-        nodata: The number of the output where nothing is valid, if its file can state one; None is 0.
         found: Which tiles are skipped, if that is known before the mask is read.
         autocast: The dtype in which autocast computed where the call was made.
     """
@@ -60,8 +62,8 @@ class Prediction:
     shared: bool = False
     mask: Any = None
     fill: float = 0.0
+    path: Path | None = None
     scale: Sequence[Scale | None] = ()
-    nodata: int | None = None
     found: np.ndarray | None = None
     autocast: torch.dtype | None = None
     caller = "predict_whole"
@@ -106,7 +108,7 @@ class Prediction:
     @cached_property
     def graph(self) -> StreamingPlan:
         """How the network runs, with the mask."""
-        return self.plan if self.mask is None else mask_plan(self.plan, self.model, self.nodata or 0)
+        return self.plan if self.mask is None else mask_plan(self.plan, self.model, self.outside or 0)
 
     @cached_property
     def skipped(self) -> np.ndarray:
@@ -129,7 +131,14 @@ class Prediction:
         metadata = describe_output(self.arranged[0], layout, given, channels, plan.places, dims)
         if plan.outputs.names:
             metadata = replace(metadata, channels=plan.outputs.channel_names())
-        return OutputSpec(shape, numpy_dtype(plan.output_dtype), tuple(box), replace(metadata, nodata=self.nodata))
+        spec = OutputSpec(shape, numpy_dtype(plan.output_dtype), tuple(box), metadata)
+        nodata = None if self.mask is None else find_nodata(self.path, spec)
+        return spec._replace(metadata=replace(metadata, nodata=nodata))
+
+    @property
+    def outside(self) -> float | None:
+        """What the output has where the mask is False, if the file states it."""
+        return self.spec.metadata.nodata
 
     @property
     def tile_bytes(self) -> int:
@@ -184,9 +193,9 @@ class Prediction:
 
         def write(sample: int, index: int, box: Box, numbers: Tensor | None) -> None:
             if numbers is None:
-                if isinstance(output, FileOutput) and self.nodata is None:  # of zeros from the start
+                if isinstance(output, FileOutput) and self.outside is None:  # of zeros from the start
                     return
-                numbers = torch.full(box_shape(box), self.nodata or 0, dtype=plan.output_dtype)
+                numbers = torch.full(box_shape(box), self.outside or 0, dtype=plan.output_dtype)
             spans = [spans[0] for spans in box[2:]]
             if (both := overlap(spans, plan.kept)) is None:
                 return

@@ -88,13 +88,13 @@ def _has_length(numbers: object, dims: int) -> bool:
 
 
 # ---- the levels of a pyramid -----------------------------------------------------------------------------------------
-def pyramid_factors(shape: Sequence[int], metadata: ImageMetadata) -> list[tuple[int, ...]]:
+def pyramid_factors(shape: Sequence[int], metadata: ImageMetadata, letters: str = SPACE) -> list[tuple[int, ...]]:
     """Return for each level after the first by which factor, 1 or 2, each axis is halved from the one before."""
     axes, sizes, factors = metadata.axes, list(shape), []
-    spacing = {letter: metadata.spacing.get(letter, 1.0) for letter in axes if letter in SPACE}
+    spacing = {letter: metadata.spacing.get(letter, 1.0) for letter in axes if letter in letters}
     if set(spacing) - set(metadata.spacing):
         spacing = dict.fromkeys(spacing, 1.0)
-    space = [place for place, letter in enumerate(axes) if letter in SPACE]
+    space = [place for place, letter in enumerate(axes) if letter in letters]
     while max((sizes[place] for place in space), default=0) > SMALLEST:
         finest = min(spacing[axes[place]] for place in space if sizes[place] > 1)
         # Axes whose positions are at least twice as far apart as the finest are not halved, so that voxels become

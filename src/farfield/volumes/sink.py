@@ -17,7 +17,8 @@ from torch import Tensor
 from farfield._checks import ShapeError
 from farfield._files import OwnedFolder, remove
 from farfield._refusals import refusal
-from farfield.volumes.file_formats import FORMATS, Format, OutputSpec, find_format, write_level
+from farfield.volumes.file_formats import FORMATS, Format, find_format
+from farfield.volumes.levels import OutputSpec, grids_of_levels, write_level
 from farfield.volumes.source import Region, release
 from farfield.volumes.unfinished import FULL_DISK, REPLACED, STATE, unfinished_folder, was_moved
 from farfield.volumes.whole_shards import WholeShards
@@ -40,7 +41,7 @@ def check_path(path: Path, overwrite: bool | None) -> None:
         raise refusal(FileExistsError, f'"{path}" is a link, and links are not replaced; fix: {fix}.')
     if path.exists() and not overwrite and not was_moved(path):
         raise refusal(FileExistsError, f'"{path}" exists; fix: another path{overwrite_fix(overwrite)}.')
-    is_one_file = known_format(path).mapped
+    is_one_file = not known_format(path).folder
     if path.exists() and not (path.is_file() if is_one_file else is_own_zarr(path)):
         what = "a folder" if path.is_dir() else "not a file" if is_one_file else "not a zarr array"
         if path.is_dir() and not is_one_file:
@@ -99,10 +100,11 @@ class FileOutput:
     """
 
     def __init__(self, caller: str, path: Path, spec: OutputSpec, overwrite: bool | None) -> None:
-        self.caller, self.path, self.spec, self.overwrite = caller, path, spec, overwrite
+        self.caller, self.path, self.overwrite = caller, path, overwrite
         self.owned = OwnedFolder(unfinished_folder(path), path)
         self.folder = self.owned.path
         self.format = known_format(path)
+        self.spec = self.format.fit(path, spec)
         self.growing = self.folder / path.name
         self.array: Any = None
 
@@ -186,10 +188,10 @@ class FileOutput:
 
     def levels(self) -> list[int]:
         """Return the number of chunks of each coarser level, which follow from the level before it."""
-        return list(map(math.prod, self.format.levels(self.spec)))
+        return list(map(math.prod, grids_of_levels(self.spec)))
 
     def write_level(self, level: int, place: int) -> None:
-        write_level(self.growing, self.spec, level, place)
+        write_level(self.format.group(self.growing), self.spec, level, place)
 
     def restore_replaced(self) -> None:
         """Move a folder back to its path if a process was killed before it moved the new one there."""
@@ -291,12 +293,13 @@ def output_for(
 ) -> FileOutput | ArrayOutput:
     """Make the output for `out`: a path, an array, or None for a new one of the kind of `like`, a tensor of `dtype`."""
     if isinstance(out, str | Path):
-        refused = known_format(Path(out)).refuse(Path(out), spec)
+        output = FileOutput(caller, Path(out), spec, overwrite)
+        refused = output.format.refuse(output.path, output.spec)
         if refused is not None:
             raise refusal(
                 TypeError, f'"{out}" cannot be written: {refused}; fix: "{Path(out).stem.removesuffix(".ome")}.zarr".'
             )
-        return FileOutput(caller, Path(out), spec, overwrite)
+        return output
     if out is None:
         if isinstance(like, Tensor):
             return ArrayOutput(caller, torch.empty(spec.shape, dtype=dtype, device=like.device))

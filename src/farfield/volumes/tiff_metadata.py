@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from xml.etree.ElementTree import ParseError
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from farfield.volumes.image_metadata import UNITS, ImageMetadata, known, parse_l
 UNITLESS = "reference frame"
 # What ImageJ can hold.
 IMAGEJ_AXES, IMAGEJ_DTYPES, IMAGEJ_BYTES = "TZCYX", ("uint8", "uint16", "float32"), 2**31
+# Longer planes are better read in tiles and at coarser levels, which it does not have.
+IMAGEJ_SIDE = 4096
 # The axes of an image of which tifffile leaves out some, in its description in OME-XML.
 _STATED = re.compile(r"axes ([A-Z]+)")
 # Numbers of GeoTIFF's tags, with their types: what describes the world; steps, tied points and the matrix.
@@ -34,7 +36,8 @@ def read_tiff_metadata(file: Any, index: int = 0, axes: str | None = None) -> Im
         return read_imagej(file.imagej_metadata or {}, series.keyframe, axes)
     sizes = _read_voxel_size(file, series.keyframe) if index == 0 else {}
     spacing = {letter: each for letter, each in sizes.items() if letter in axes}
-    metadata = ImageMetadata(axes, spacing, dict.fromkeys(spacing, "micrometer"), nodata=_read_nodata(series.keyframe))
+    units, names = dict.fromkeys(spacing, "micrometer"), _read_band_names(series.keyframe)
+    metadata = ImageMetadata(axes, spacing, units, {}, names, nodata=_read_nodata(series.keyframe))
     # The resolution of other files is that of a printed page.
     return metadata if spacing else read_georeference(series.keyframe, metadata)
 
@@ -93,6 +96,16 @@ def _read_nodata(page: Any) -> float | None:
     return number if limits and number.is_integer() and limits.min <= number <= limits.max else None
 
 
+def _read_band_names(page: Any) -> tuple[str, ...]:
+    """Read the names of bands from GDAL's tag; none where it is damaged, or has none."""
+    try:
+        items = ElementTree.fromstring(page.tags.valueof(42112) or "<GDALMetadata/>").iter("Item")
+        named = {int(each.get("sample", -1)): each.text or "" for each in items if each.get("role") == "description"}
+    except (ElementTree.ParseError, TypeError, ValueError):
+        return ()
+    return tuple(named.get(band, "") for band in range(page.samplesperpixel)) if any(named.values()) else ()
+
+
 def georeference_tags(metadata: ImageMetadata) -> list[tuple[int, str, int, Any, bool]]:
     """Return the tags of a GeoTIFF, as `tifffile` takes them; none where no georeference is known."""
     if not metadata.georeference or not {"X", "Y", "origin"} <= set(metadata.affine):
@@ -118,7 +131,7 @@ def find_ome_image(file: Any, index: int) -> dict[str, Any]:
 
     try:
         entries = tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]
-    except (KeyError, TypeError, ValueError, IndexError, ParseError):
+    except (KeyError, TypeError, ValueError, IndexError, ElementTree.ParseError):
         return {}
     images = [each for each in as_list(entries) if isinstance(each, dict)]
     if len(images) == len(file.series):
@@ -191,12 +204,13 @@ def fits_imagej(metadata: ImageMetadata, shape: Sequence[int], dtype: str, nbyte
         and len(set(metadata.axes)) == len(shape)
         and dtype in IMAGEJ_DTYPES
         and nbytes <= IMAGEJ_BYTES
+        and max(shape[-2:]) <= IMAGEJ_SIDE
         and metadata.in_one_unit(space) is not None
     )
 
 
 def imagej_options(metadata: ImageMetadata, shape: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments of `tifffile.memmap` for ImageJ; the axes have to be in the order of `IMAGEJ_AXES`."""
+    """Return the arguments of `write` for ImageJ; the axes have to be in the order of `IMAGEJ_AXES`."""
     sizes = dict(zip(metadata.axes, shape, strict=True))
     unit, spacing = metadata.in_one_unit("".join(letter for letter in "ZYX" if letter in sizes)) or ("", {})
     described: dict[str, Any] = {"unit": "micron" if unit == "micrometer" else UNITS[unit].symbol}
@@ -207,11 +221,11 @@ def imagej_options(metadata: ImageMetadata, shape: Sequence[int]) -> dict[str, A
         described["finterval"] = metadata.spacing["T"] * UNITS[metadata.units["T"]].amount
     if len(metadata.channels) == sizes.get("C", 1):
         described["Labels"] = list(metadata.channels) * (sizes.get("T", 1) * sizes.get("Z", 1))
-    return {"imagej": True, "resolution": (1 / spacing["X"], 1 / spacing["Y"]), "metadata": described}
+    return {"resolution": (1 / spacing["X"], 1 / spacing["Y"]), "metadata": described}
 
 
-def ome_options(metadata: ImageMetadata, shape: Sequence[int], dtype: str) -> dict[str, Any]:
-    """Return the arguments of `tifffile.memmap` for OME-TIFF."""
+def describe_ome(metadata: ImageMetadata, shape: Sequence[int], dtype: str) -> dict[str, Any]:
+    """Return what `tifffile` writes into the description of an OME-TIFF."""
     axes = metadata.axes if "T" in metadata.axes else metadata.axes.replace("I", "T")
     described: dict[str, Any] = {"axes": axes}
     for letter, key in {"Z": "PhysicalSizeZ", "Y": "PhysicalSizeY", "X": "PhysicalSizeX", "T": "TimeIncrement"}.items():
@@ -226,4 +240,4 @@ def ome_options(metadata: ImageMetadata, shape: Sequence[int], dtype: str) -> di
         described["Description"] = f"axes {axes}"
     # Not random: a call that was killed and repeated ends with the same bytes.
     described["UUID"] = str(uuid.uuid5(uuid.NAMESPACE_OID, repr((metadata, tuple(shape), dtype))))
-    return {"ome": True, "metadata": described}
+    return described

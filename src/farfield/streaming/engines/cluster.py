@@ -32,7 +32,7 @@ from farfield.streaming.passes import Run
 from farfield.streaming.progress import Stream
 from farfield.volumes.aliasing import find_mapped_file
 from farfield.volumes.axes_view import AxesView
-from farfield.volumes.file_formats import OutputSpec
+from farfield.volumes.levels import OutputSpec
 from farfield.volumes.sink import ArrayOutput, FileOutput, to_numpy
 from farfield.volumes.volume import Volume, is_reopened
 

@@ -20,8 +20,8 @@ from farfield.ops.modes import set_threads, use_threads
 from farfield.streaming.passes import Pass, Run
 from farfield.streaming.progress import Stream
 from farfield.streaming.records import Record, empty_record
-from farfield.volumes.file_formats import OutputSpec
 from farfield.volumes.image_metadata import ImageMetadata
+from farfield.volumes.levels import OutputSpec
 from farfield.volumes.sink import FileOutput, check_path
 
 # What makes the progress bar in place of tqdm's; each thread has its own.
