@@ -51,9 +51,7 @@ class TrainingTask(LightningModule):
         if getattr(getattr(self._trainer, "datamodule", None), "whole", False) is True:
             with door(type(self).__name__):
                 if type(self)._compute_loss is TrainingTask._compute_loss:
-                    raise refusal(
-                        ValueError, "it does not run in tiles, and the data has whole=True; fix: whole=False."
-                    )
+                    raise refusal(ValueError, "it does not run in tiles; fix: data without whole=True.")
                 if stage == "fit":
                     check_whole(self.network)
                 self.wholes = WholeGrids(self.network, self.tile, self._compute_loss)

@@ -69,5 +69,5 @@ def check_whole(network: nn.Module) -> None:
         norm = getattr(module, "coefficient_norm", None)
         if norm is not None and norm.training:
             problem = f"{path}, {module.operator_name}, norms its coefficients, and tiles have no such norm in training"
-            fix = "--model.network.operator siamese, or --model.network.normalized false where the network has it"
+            fix = "another operator, such as --model.network.operator siamese, or patches, without --whole"
             raise refusal(ValueError, f"{problem}; fix: {fix}.")
