@@ -653,3 +653,66 @@ def test_pairs_have_one_channel(tmp_path: Path) -> None:
     data = module(make_root(tmp_path), channel=[1, 2])
     with pytest.raises(FolderError, match=r"by one channel, got channel=\[1, 2\].\n  fix: --data.channel 1"):
         data.setup("fit")
+
+
+# ---- whole stacks ----------------------------------------------------------------------------------------------------
+def test_an_epoch_has_each_whole_pair_once_normalised_anew(tmp_path: Path) -> None:
+    data = module(make_pairs(tmp_path / "train", 11).parent, whole=True, batch_size=1, steps_per_epoch=50)
+    data.setup("fit")
+    held = [part[0] for part, _ in data.val_dataloader()]
+    samples: Any = data.parts["train"]
+    assert (len(samples), len(held), held[0].shape) == (10, 1, (1, *SIZE))
+    loader = data.train_dataloader()
+    epochs = []
+    for epoch in (0, 1, 0):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        epochs.append([(source[0], target[0]) for source, target in loader])
+    # As they are, but for an offset and a factor: each of the ten training pairs, and not the one held out.
+    pairs = [made_pair(seed) for seed in range(11)]
+    for source, target in epochs[0]:
+        assert source.shape == (1, *SIZE)
+        [seed] = [
+            place
+            for place, pair in enumerate(pairs)
+            if all(
+                abs(np.corrcoef(found.flatten(), stack.ravel())[0, 1] - 1) < 1e-6
+                for found, stack in zip((source, target), pair, strict=True)
+            )
+        ]
+        pairs[seed] = (np.ones(SIZE), np.ones(SIZE))
+        pairs[seed][0][0] = pairs[seed][1][0] = 0
+    assert all(torch.equal(first[0], again[0]) for first, again in zip(epochs[0], epochs[2], strict=True))
+    levels = {float(source.max()) for epoch in epochs[:2] for source, _ in epoch}
+    assert len(levels) == 20
+    assert torch.equal(held[0], next(iter(data.val_dataloader()))[0][0])
+
+
+def test_whole_stacks_of_several_sizes(tmp_path: Path) -> None:
+    root = make_pairs(tmp_path / "train", 3).parent
+    # Two, as one of them may be held out.
+    for seed in (8, 9):
+        for name, part in zip(("low", "GT"), made_pair(seed, (6, 12, 10)), strict=True):
+            write(root / "train" / name / f"{seed}.tif", part)
+    with pytest.raises(FolderError, match=r"^StackPairs: .* 2 sizes, .* batch of 4\.\n  fix: --data\.batch_size 1\.$"):
+        module(root, whole=True).setup("fit")
+    data = module(root, whole=True, batch_size=1)
+    data.setup("fit")
+    found = {tuple(each.shape) for part in ("train", "val") for each, _ in data.parts[part]}
+    assert found == {(1, *SIZE), (1, 6, 12, 10)}
+
+
+def test_whole_stacks_with_a_folder_of_validation_or_too_few(tmp_path: Path) -> None:
+    root = make_pairs(tmp_path / "train", 1).parent
+    with pytest.raises(FolderError, match=r"one pair of stacks, and none is left .*\n  fix: .* or a folder val beside"):
+        module(root, whole=True).setup("fit")
+    make_pairs(root / "val", 2)
+    data: Any = module(root, whole=True)
+    data.setup("fit")
+    assert (len(data.parts["train"]), len(data.parts["val"])) == (1, 2)
+
+
+def test_patches_in_a_file_are_no_whole_stacks(tmp_path: Path) -> None:
+    file = make_npz(tmp_path / "data.npz", 4, PATCH, PATCH)
+    for root in (file, tmp_path):
+        with pytest.raises(FolderError, match=r"has patches, in an npz file, and no whole stacks\.\n  fix: TIFF files"):
+            module(root, whole=True).setup("fit")

@@ -337,3 +337,35 @@ def test_any_bytes_are_lists_of_names_or_refused_by_name(
     for attempt in (lambda: read_mask_classes(folder), lambda: read_list(path)):
         found, refusal = read_or_refusal(attempt)
         assert str(path) in refusal if found is None else found and all(found)
+
+
+# ---- whole images ----------------------------------------------------------------------------------------------------
+def test_whole_images_of_a_batch_are_filled_up_to_the_largest(tmp_path: Path) -> None:
+    data = prepared(make_voc(tmp_path / "voc"), batch_size=3, whole=True, scales=(1, 1))
+    batches = list(data.train_dataloader())
+    found = {}
+    for images, labels in batches:
+        height = max(int((each[:, 0] != 255).nonzero().max()) + 1 for each in labels)
+        assert images.shape == (3, 3, height, 64)
+        for image, label in zip(images, labels, strict=True):
+            own = int((label[:, 0] != 255).nonzero().max()) + 1
+            assert not image[:, own:].any()
+            assert (label[own:] == 255).all()
+            found[own] = label[:own]
+    # Each image once, with all of its labels, mirrored or not.
+    assert sorted(found) == [48 + place for place in range(6)]
+    for height, label in found.items():
+        expected = torch.from_numpy(make_pair(5000 + height - 48, height, 64)[1]).long()
+        assert torch.equal(label, expected) or torch.equal(label, expected.flip(-1))
+
+
+def test_whole_images_are_resized_and_changed_at_random() -> None:
+    image, labels = torch.randint(0, 255, (3, 40, 60), dtype=torch.uint8), torch.ones(40, 60, dtype=torch.uint8)
+    torch.manual_seed(0)
+    views = [RandomView(None, (0.5, 1.5), 0.4)(image, labels) for _ in range(30)]
+    heights = [each.shape[1] for each, _ in views]
+    assert (min(heights) < 25, max(heights) > 50) == (True, True)
+    for each, own in views:
+        assert each.shape[1:] == own.shape
+        assert abs(each.shape[2] - 1.5 * each.shape[1]) <= 1.5
+        assert (own == 1).all()

@@ -24,6 +24,7 @@ from farfield_papers.tasks.restore_stack import restore
 from farfield_papers.tasks.runs import load_run
 from farfield_papers.tasks.segment import Segment
 from farfield_papers.tasks.stereo import Stereo
+from farfield_papers.tasks.whole_grids import check_whole
 from farfield_papers.tasks.writers.filled_blanks import FilledTable
 from farfield_papers.tasks.writers.predictions import PredictionFolder
 from helpers.followed import Row, conv, each, follow, written
@@ -58,7 +59,8 @@ def unet(**options: Any) -> nn.Module:
 
 def lost(loss: str, network: nn.Module) -> Tensor:
     task = Restore(network, loss=loss)
-    return task._loss(torch.rand(1, 1, 8, 8, 8), torch.rand(1, 1, 8, 8, 8))[0]
+    grid, target = torch.rand(2, 1, 1, 8, 8, 8)
+    return task._compute_loss(task(grid), grid, target)
 
 
 def words(vocabulary: int) -> None:
@@ -168,6 +170,12 @@ ROWS = [
         lambda: Segment(models.deeplab_compact(width=0.25), head="heads"),
         "head",
         lambda: Segment(models.deeplab_compact(width=0.25), head="head"),
+    ),
+    Row(
+        "tasks/whole_grids.py",
+        lambda: check_whole(unet(operator="kronecker_qkv").train()),
+        "--model.network.operator siamese",
+        lambda: check_whole(unet(operator="siamese").train()),
     ),
     Row(
         "tasks/stereo.py",

@@ -73,6 +73,9 @@ OF_PROCESSES = {
     "timeout": "seconds that a part waits for tiles of others (default: 3600)",
     "pass": "the one pass that a part runs, from 1, where passes are jobs that follow each other",
 }
+# What `--whole` stands for, with or without a value.
+_WHOLE = "data.whole"
+_OF_WHOLE = {"whole": "whole stacks or images, not patches: exactly, in the memory of a tile"}
 _UNLISTED = ("verbose", "return_predictions", "weights_only")
 # Names that jsonargparse adds to each class.
 _OF_CLASSES = ("class_path", "init_args", "dict_kwargs", "help")
@@ -127,6 +130,7 @@ def read_words(words: Sequence[str]) -> Words:
     }
     expand |= {name: partial(_bytes, name) for name in ("tile.disk", "tile.memory")}
     given = [(name, expand.get(name, str)(text)) for name, text in _split(words)]
+    given.sort(key=lambda each: each[0] == _WHOLE)  # after the class of the data, which it belongs to
     named, task = dict(given).get("task"), "classify"
     entries: dict[str, Any] = {}
     for name, text in given:
@@ -170,6 +174,8 @@ def check_words(words: Words) -> None:
         if name.endswith("+") or first in _OF_CLASSES or (group and (signature is None or signature.takes_any)):
             continue
         if name not in names and f"{group}.{first}".lstrip(".") not in names:
+            if name == _WHOLE:
+                raise CommandLineError(_refuse_whole(words))
             raise CommandLineError(_explain(name, group, names, name in flags))
         if name in flags and signature is not None and first in signature.parameters and name == f"{group}.{first}":
             _check_value(name, words.entries[name], signature.parameters[first].kind)
@@ -193,7 +199,8 @@ def describe_options(command: str, words: Words) -> str | None:
         task = signatures["model"]
         of_task = {name: task.parameters[name].help for name in OF_RESTORE if task and words.task == "restore"}
         of_processes = OF_PROCESSES if command == "predict" and words.task == "restore" else {}
-        for name, text in (_COMMON | of_task | of_processes).items():
+        of_data = _OF_WHOLE if _WHOLE in names else {}
+        for name, text in (_COMMON | of_data | of_task | of_processes).items():
             parser.add_argument(f"--{name}", metavar="", help=text)
         shown = [DATA, *["predictions"] * (command == "predict"), *[NETWORK] * (command == "fit")]
         others = [each for each in _GROUPS if each not in shown and signatures[each]]
@@ -210,6 +217,16 @@ def describe_options(command: str, words: Words) -> str | None:
                 if f"{group}.{each.name}" in names:
                     listed.add_argument(f"--{group}.{each.name}", metavar="", help=help_text(each))
     return parser.format_help()
+
+
+def _refuse_whole(words: Words) -> str:
+    """Return the error about data that have no whole grids."""
+    data = str(words.entries[DATA]).rpartition(".")[2]
+    if words.task not in ("restore", "segment"):
+        return (
+            f"--whole is for restore and segment, and the task {words.task} does not run in tiles; fix: leave it out."
+        )
+    return f"--whole is an argument of the data, and {data} has none of this name; fix: such an argument, or patches."
 
 
 def _names(words: Words, signatures: Mapping[str, Signature | None]) -> Iterator[str]:
@@ -279,6 +296,9 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             if not equals and flag.endswith(".help") and rest and not rest[0].startswith("-"):
                 yield flag.removesuffix(".help").lstrip("-"), rest.pop(0)
             yield "help" if flag == "-h" else flag.lstrip("-"), text
+        elif flag == "--whole":
+            has_value = not equals and rest and rest[0] in ("true", "false")
+            yield _WHOLE, text or (rest.pop(0) if has_value else "true")
         elif flag in CONFIG or flag.startswith("--"):
             if not equals and (not rest or rest[0].startswith("--")):
                 raise CommandLineError(f"{flag} needs a value.")

@@ -1,4 +1,4 @@
-"""Patches of pairs of stacks, drawn near bright positions and normalised by random percentiles."""
+"""Patches of pairs of stacks, drawn near bright positions, and whole pairs; normalised by random percentiles."""
 
 from __future__ import annotations
 
@@ -66,15 +66,7 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
             )
         random = np.random.default_rng(seed)
         self.corners = _draw_corners(name, target, source.shape, self.patch, number, random)
-        percentiles = np.stack([random.uniform(*_LOW, len(self.corners)), random.uniform(*_HIGH, len(self.corners))])
-        self.levels = [np.percentile(stack, percentiles).T for stack in (source, target)]
-        for what, levels in zip(("source", "target"), self.levels, strict=True):
-            if (levels[:, 1] <= levels[:, 0]).any():
-                raise FolderError(
-                    f"{name}: the {what}'s percentiles 3 and 99.5 have the same value, "
-                    f"{levels[:, 0].max():g}, so its patches cannot be normalised.\n"
-                    "  fix: crop both stacks to the region that is not background, or leave this pair out."
-                )
+        self.levels = _draw_levels(name, source, target, len(self.corners), random)
 
     def __len__(self) -> int:
         return len(self.corners)
@@ -82,10 +74,55 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         cut = [slice(start, start + side) for start, side in zip(self.corners[index], self.patch, strict=True)]
         parts = (self.source[tuple(cut)], self.target[tuple(cut[len(cut) - self.target.ndim :])])
-        return tuple(  # type: ignore[return-value]
-            torch.from_numpy(((part - low) / (high - low + _EPSILON)).astype(np.float32))[None]
-            for part, (low, high) in zip(parts, (levels[index] for levels in self.levels), strict=True)
-        )
+        return _normalise(parts, [levels[index] for levels in self.levels])
+
+
+class WholePair(Dataset[tuple[Tensor, Tensor]]):
+    """One pair of stacks as one sample, normalised as a patch is, each time by one of `draws` pairs of percentiles.
+
+    The arguments are those of `Patches`, and so are its errors.
+
+    Example:
+        >>> stack = np.random.default_rng(0).random((8, 20, 20))
+        >>> WholePair("made", stack, stack, draws=4, seed=0)[0][0].shape
+        torch.Size([1, 8, 20, 20])
+    """
+
+    @door("WholePair")
+    def __init__(self, name: str, source: NDArray[Any], target: NDArray[Any], *, draws: int, seed: int) -> None:
+        self.source, self.target, self.draws = source, target, draws
+        self.levels = _draw_levels(name, source, target, draws, np.random.default_rng(seed))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        # In training torch's generator has the seed of the epoch and the sample.
+        draw = int(torch.randint(self.draws, ()))
+        return _normalise((self.source, self.target), [levels[draw] for levels in self.levels])
+
+
+def _normalise(parts: Sequence[NDArray[Any]], levels: Sequence[NDArray[Any]]) -> tuple[Tensor, Tensor]:
+    return tuple(  # type: ignore[return-value]
+        torch.from_numpy(((part - low) / (high - low + _EPSILON)).astype(np.float32))[None]
+        for part, (low, high) in zip(parts, levels, strict=True)
+    )
+
+
+def _draw_levels(
+    name: str, source: NDArray[Any], target: NDArray[Any], number: int, random: np.random.Generator
+) -> list[NDArray[np.float64]]:
+    """Draw the levels `(number, 2)` that become 0 and 1, of the source and of the target."""
+    percentiles = np.stack([random.uniform(*_LOW, number), random.uniform(*_HIGH, number)])
+    drawn = [np.percentile(stack, percentiles).T for stack in (source, target)]
+    for what, levels in zip(("source", "target"), drawn, strict=True):
+        if (levels[:, 1] <= levels[:, 0]).any():
+            raise FolderError(
+                f"{name}: the {what}'s percentiles 3 and 99.5 have the same value, "
+                f"{levels[:, 0].max():g}, so its patches cannot be normalised.\n"
+                "  fix: crop both stacks to the region that is not background, or leave this pair out."
+            )
+    return drawn
 
 
 def _draw_corners(

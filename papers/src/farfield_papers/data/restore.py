@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from farfield._refusals import put_name
 from farfield.volumes.readers import is_zarr
 from farfield_papers.data.base import Loading
-from farfield_papers.data.patches import Patches
+from farfield_papers.data.patches import Patches, WholePair
 from farfield_papers.data.readers.images import FolderError
 from farfield_papers.data.readers.tiff import (
     check_stack_values,
@@ -31,6 +31,8 @@ from farfield_papers.data.readers.volumes import list_stack_files, list_volumes,
 _HELD_OUT = 0.1
 # Patches are drawn with a fixed seed, so that the held-out ones do not change with the run's seed.
 _DRAW = 0
+# How many ways a whole pair is normalised in training.
+_LEVELS = 32
 
 
 # The loader would make tensors of arrays.
@@ -63,6 +65,11 @@ class StackPairs(Loading):
     before it the conditions from the last of `sources` to the first. Without `root/val` the last tenth of the patches
     is held out. A pair whose target has one plane is a projection.
 
+    With `whole` the samples of training and validation are whole pairs, of which an epoch has each once; without
+    `root/val` a tenth of them, at least one, is held out. In training each is normalised by other percentiles every
+    time, in validation by the same. Of `patch` only the number of spatial dims counts, and neither `steps_per_epoch`
+    nor `patches_per_stack` is used.
+
     Batches are `(sources, targets)`, normalised; tests and predictions are whole stacks, not normalised.
 
     Args:
@@ -79,6 +86,8 @@ class StackPairs(Loading):
         workers: Loader processes; 0 loads in the main process.
         predict: What is restored: a file or zarr that `volumes.open_volume` opens, or a folder of these; None restores
             `root`, which then is one of these, or has a folder of tests.
+        whole: Whether the network is trained and validated on whole stacks, in tiles; they are of one size if
+            `batch_size` is not 1.
 
     Raises:
         FolderError: If `patch` is out of range, or neither `root` nor `predict` is given. In `setup` and while stacks
@@ -88,7 +97,7 @@ class StackPairs(Loading):
     # None where `predict` is given alone: `setup` refuses all stages that read it.
     root: Path
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the options of a command)
         self,
         root: str | None = None,
         *,
@@ -102,6 +111,7 @@ class StackPairs(Loading):
         channel: list[int] | int | None = None,
         workers: int = 2,
         predict: str | None = None,
+        whole: bool = False,
     ) -> None:
         super().__init__(batch_size, workers, _DRAW)
         if len(patch) not in (2, 3) or any(side < 1 for side in patch):
@@ -109,7 +119,9 @@ class StackPairs(Loading):
             raise put_name("StackPairs", error)
         self._set_folders(root, predict, "a folder of pairs", "the stacks to restore")
         self.patch = patch
-        self.draws = None if steps_per_epoch is None else steps_per_epoch * batch_size
+        self.draws = None if steps_per_epoch is None or whole else steps_per_epoch * batch_size
+        # Stacks of validation may differ in size.
+        self.whole = self.one_by_one = whole
         self.patches_per_stack, self.sources, self.target = patches_per_stack, list(sources), target
         self.axes, self.channel = axes, channel
 
@@ -157,6 +169,9 @@ class StackPairs(Loading):
                 f"  fix: {self.root / 'train' / self.sources[0] / 'a.tif'} and "
                 f"{self.root / 'train' / self.target / 'a.tif'} for each stack, or train/data.npz."
             )
+        if self.whole:
+            self._list_wholes(train, val)
+            return
         self.parts["train"] = self._patches(train)
         if val is not None:
             self.parts["val"] = self._patches(val)
@@ -180,14 +195,49 @@ class StackPairs(Loading):
             )
         if files:
             return TensorDataset(*(torch.from_numpy(part) for part in load_npz(files[0], len(self.patch))))
-        parts = []
-        for place, pair in enumerate(list_stack_pairs(folder, self.sources, self.target)):
-            source, target = self._pair(str(pair.source), pair.source, pair.target)
-            name = f"{pair.condition}/{pair.source.name}"
-            parts.append(Patches(name, source, target, self.patch, self.patches_per_stack, seed=_DRAW + place))
+        parts = [
+            Patches(*pair, self.patch, self.patches_per_stack, seed=_DRAW + place)
+            for place, pair in enumerate(self._pairs(folder))
+        ]
         whole: Dataset[Any] = ConcatDataset(parts)
         order = np.random.default_rng(_DRAW).permutation(sum(map(len, parts)))
         return Subset(whole, order.tolist())
+
+    def _list_wholes(self, train: Path, val: Path | None) -> None:
+        if train.is_file() or list(train.glob("*.npz")):
+            raise FolderError(
+                f"{train} has patches, in an npz file, and no whole stacks.\n"
+                "  fix: TIFF files of the stacks, or training without --whole (whole=True)."
+            )
+        pairs = self._pairs(train)
+        if val is None:
+            pairs = [pairs[place] for place in np.random.default_rng(_DRAW).permutation(len(pairs))]
+            held = max(1, round(len(pairs) * _HELD_OUT))
+            if held == len(pairs):
+                raise FolderError(
+                    f"{train} has one pair of stacks, and none is left to be held out.\n"
+                    "  fix: more stacks, or a folder val beside train."
+                )
+            pairs, validation = pairs[:-held], pairs[-held:]
+        else:
+            validation = self._pairs(val)
+        sizes = sorted({source.shape for _, source, _ in pairs})
+        if len(sizes) > 1 and self.batch_size > 1:
+            raise FolderError(
+                f"{train} has stacks of {len(sizes)} sizes, such as {sizes[0]} and {sizes[-1]}, which are no batch of "
+                f"{self.batch_size}.\n  fix: --data.batch_size 1."
+            )
+        for part, each, draws in (("train", pairs, _LEVELS), ("val", validation, 1)):
+            whole = [WholePair(*pair, draws=draws, seed=_DRAW + place) for place, pair in enumerate(each)]
+            self.parts[part] = ConcatDataset(whole)
+
+    def _pairs(self, folder: Path) -> list[tuple[str, Any, Any]]:
+        """Read the pairs of a folder: the name, the source and the target of each."""
+        files = list_stack_pairs(folder, self.sources, self.target)
+        return [
+            (f"{each.condition}/{each.source.name}", *self._pair(str(each.source), each.source, each.target))
+            for each in files
+        ]
 
     def _pair(self, name: str, source: Path, target: Path) -> tuple[Any, Any]:
         spatial_dims, channel = len(self.patch), self.channel

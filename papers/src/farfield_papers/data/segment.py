@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import ColorJitter
 from torchvision.transforms.v2 import functional as images
@@ -44,6 +46,9 @@ class VOCFolders(Loading):
     A training batch is `(images, labels)` of one size. In evaluation a batch is one whole image with its labels at
     their original size; to predict, it is one whole image with its path, its name and its original size.
 
+    With `whole` training images are not cropped: resized, changed and mirrored at random as others are, and those of a
+    batch filled up to the largest with the mean colour and void labels, as images smaller than the crop are.
+
     Args:
         root: The folder. It is not read, and may be left out, where `predict` is given and predicted.
         train: Name of the training list, or a path to one, or the folder of SBD (`cls/*.mat`, `train.txt`, `val.txt`).
@@ -56,6 +61,7 @@ class VOCFolders(Loading):
         workers: Loader processes; 0 loads in the main process.
         predict: A folder of images, in any folders below it, to predict; None predicts the test or validation images.
         check: Whether to decode all files before training: `"once"`, `"always"` or `"never"`.
+        whole: Whether the network runs on whole images in tiles, in training too; `crop` then is not used.
 
     Raises:
         FolderError: If neither `root` nor `predict` is given, or `scales` is out of range. In `prepare_data` and
@@ -78,6 +84,7 @@ class VOCFolders(Loading):
         workers: int = 2,
         predict: str | None = None,
         check: Check = "once",
+        whole: bool = False,
     ) -> None:
         super().__init__(batch_size, workers)
         self._set_folders(root, predict, "a folder in VOC's layout", "a folder of images")
@@ -85,7 +92,8 @@ class VOCFolders(Loading):
             error = FolderError(f"scales must be two numbers above 0, the smaller first, got {scales}.")
             raise put_name("VOCFolders", error)
         self.train, self.check, self.shorter_side = train, check, shorter_side
-        self.random_view = RandomView(crop, scales, jitter, shorter_side)
+        self.whole = whole
+        self.random_view = RandomView(None if whole else crop, scales, jitter, shorter_side)
 
     @property
     @name_module("VOCFolders")
@@ -124,6 +132,11 @@ class VOCFolders(Loading):
         entries = list(zip(paths, names, strict=True))
         self.parts["predict"] = self._listed(entries, partial(_read_to_predict, self.shorter_side), paths)
 
+    def _loader(self, samples: Dataset[Any], **options: Any) -> DataLoader[Any]:
+        if self.whole and "sampler" in options:  # the loader of training
+            options["collate_fn"] = _fill_batch
+        return super()._loader(samples, **options)
+
     def _whole_view(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return normalize_image(_shorten_side(image, self.shorter_side)), labels.long()
 
@@ -143,9 +156,10 @@ class RandomView:
     """Resize an image and its labels by a random factor, crop at random, mirror with probability 1/2 (KAN §4.1)."""
 
     def __init__(
-        self, crop: int, scales: tuple[float, float], jitter: float = 0.0, shorter_side: int | None = None
+        self, crop: int | None, scales: tuple[float, float], jitter: float = 0.0, shorter_side: int | None = None
     ) -> None:
-        # Height and width of the result, and the length to which the shorter side is resized first, in pixels.
+        # Height and width of the result, None for the whole image, and the length to which the shorter side is resized
+        # first, in pixels.
         self.crop, self.scales, self.shorter_side = crop, scales, shorter_side
         # Largest relative change of brightness, contrast and saturation.
         self.jitter = ColorJitter(jitter, jitter, jitter)
@@ -158,13 +172,26 @@ class RandomView:
         size = [max(1, round(side * factor)) for side in image.shape[1:]]
         image = images.resize(image, size, antialias=True)
         labels = images.resize(labels[None], size, interpolation=_NEAREST)[0]
-        top, left = (int(torch.randint(max(0, side - self.crop) + 1, ())) for side in size)
-        image = normalize_image(self.jitter(image[:, top : top + self.crop, left : left + self.crop]))
-        labels = labels[top : top + self.crop, left : left + self.crop].long()
-        # The mean colour is 0 after normalising.
-        missing = (0, self.crop - labels.shape[1], 0, self.crop - labels.shape[0])
-        image, labels = functional.pad(image, missing), functional.pad(labels, missing, value=VOID)
+        if self.crop is not None:
+            top, left = (int(torch.randint(max(0, side - self.crop) + 1, ())) for side in size)
+            image = image[:, top : top + self.crop, left : left + self.crop]
+            labels = labels[top : top + self.crop, left : left + self.crop]
+            size = [self.crop, self.crop]
+        image, labels = _fill(normalize_image(self.jitter(image)), labels.long(), size)
         return (image.flip(-1), labels.flip(-1)) if mirrored else (image, labels)
+
+
+def _fill(image: Tensor, labels: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Fill an image up to a size with the mean colour, which is 0 after normalising, and its labels with void."""
+    missing = (0, size[1] - labels.shape[1], 0, size[0] - labels.shape[0])
+    return functional.pad(image, missing), functional.pad(labels, missing, value=VOID)
+
+
+def _fill_batch(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Make a batch of images of any sizes, with their labels."""
+    size = [max(sides) for sides in zip(*(labels.shape for _, labels in samples), strict=True)]
+    images, labels = zip(*(_fill(*sample, size) for sample in samples), strict=True)
+    return torch.stack(images), torch.stack(labels)
 
 
 def _read_pair(view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], pair: Pair) -> tuple[Tensor, Tensor]:

@@ -87,21 +87,21 @@ class Restore(TrainingTask):
 
     def forward(self, grid: Float[Tensor, "b c *n"]) -> Float[Tensor, "b p *m"]:
         """Return restored grids; for a probabilistic network means and scales, concatenated along the channels."""
-        return self.network(self._as_weights(grid))
+        return self._run(grid)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
-        loss = self._loss(*batch)[0]
-        self._log_loss(loss, len(batch[0]))
-        return loss
+        return self._train_on(*batch)
 
     def on_train_epoch_start(self) -> None:
         """Log the learning rate of the epoch."""
         self._log_rate()
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        loss, mean, target = self._loss(*batch)
-        values = {"val/loss": loss, "val/psnr": scaled_psnr(mean, target)}
+        grid, target = batch
+        output = self(grid)
+        loss = self._compute_loss(output, grid, target)
+        values = {"val/loss": loss, "val/psnr": scaled_psnr(output[:, : target.shape[1]].float(), target)}
         self.log_dict(values, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(target))
 
     def test_step(self, batch: tuple[Any, Any, str, str], batch_idx: int) -> None:
@@ -161,8 +161,8 @@ class Restore(TrainingTask):
             "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss", "interval": "epoch", "strict": False},
         }
 
-    def _loss(self, grid: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        output = self(grid).float()
+    def _compute_loss(self, output: Tensor, grid: Tensor, target: Tensor) -> Tensor:
+        output = output.float()
         channels, laplace = target.shape[1], self.hparams["loss"] == "laplace"
         if output.shape[2:] != target.shape[2:] or output.shape[1] not in (channels, 2 * channels):
             problem = "the network must return grids of the shape of the targets."
@@ -173,9 +173,7 @@ class Restore(TrainingTask):
             fix = "build the network with probabilistic=True (--model.network.probabilistic true), or loss=mae."
             raise put_name("Restore", shape_error(problem, fix, target=target, output=output))
         mean = output[:, :channels]
-        if laplace:
-            return laplace_loss(mean, output[:, channels:], target), mean, target
-        return (mean - target).abs().mean(), mean, target
+        return laplace_loss(mean, output[:, channels:], target) if laplace else (mean - target).abs().mean()
 
 
 def laplace_loss(mean: Tensor, scale: Tensor, target: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class Segment(TrainingTask):
 
     def forward(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b classes y x"]:
         """Return the logits of all classes at each position."""
-        return self.network(self._as_weights(images))
+        return self._run(images)
 
     def train(self, mode: bool = True) -> Segment:
         """Set training or eval mode; frozen norms stay in eval mode."""
@@ -107,14 +107,7 @@ class Segment(TrainingTask):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
-        images, labels = batch
-        logits = self._logits(images)
-        if self.hparams["upsample_logits"]:
-            logits = functional.interpolate(logits, labels.shape[1:], mode="bilinear")
-        else:
-            labels = reduce_labels(labels, logits)
-        loss = compute_pixel_loss(logits, labels)
-        self._log_loss(loss, len(images))
+        loss = self._train_on(*batch)
         self._log_rate()
         return loss
 
@@ -153,15 +146,23 @@ class Segment(TrainingTask):
             for (rate, decays), parameters in groups.items()
         ]
 
-    def _logits(self, images: Tensor) -> Tensor:
-        logits = self(images)
+    def _compute_loss(self, output: Tensor, grid: Tensor, target: Tensor) -> Tensor:
+        self._check_logits(grid, output)
+        if self.hparams["upsample_logits"]:
+            output = functional.interpolate(output, target.shape[1:], mode="bilinear")
+        else:
+            target = reduce_labels(target, output)
+        return compute_pixel_loss(output, target)
+
+    def _check_logits(self, images: Tensor, logits: Tensor) -> None:
         fix = "a network without global pooling, whose output is (batch, classes, height, width)."
         self._check_outputs("return one logit for {} per position", fix, 4, images=images, logits=logits)
-        return logits
 
     def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
-        logits = functional.interpolate(self._logits(images).float(), labels.shape[1:], mode="bilinear")
+        logits = self(images)
+        self._check_logits(images, logits)
+        logits = functional.interpolate(logits.float(), labels.shape[1:], mode="bilinear")
         self.log(
             f"{stage}/loss", compute_pixel_loss(logits, labels), on_epoch=True, sync_dist=True, batch_size=len(images)
         )

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from farfield._checks import check_network, shape_error
-from farfield._refusals import door, put_name
+from farfield._refusals import door, put_name, refusal
 from farfield_papers.tasks.checkpoints import check_same_network
+from farfield_papers.tasks.whole_grids import WholeGrids, check_whole
 
 
 class TrainingTask(LightningModule):
@@ -22,6 +23,8 @@ class TrainingTask(LightningModule):
 
     # Names of arguments that a checkpoint does not hold.
     not_saved: tuple[str, ...] = ()
+    # Size of the tiles of whole grids.
+    tile: Any = None
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -32,6 +35,8 @@ class TrainingTask(LightningModule):
         self.network: Any = network
         # What `_evaluate` sums up over an epoch: metrics of torchmetrics, made at the first batch.
         self.measures: Any = None
+        # How the network runs on whole grids, where the data gives these.
+        self.wholes: WholeGrids | None = None
         # Trainer.fit keeps the mode of every module, and loaded networks are in eval mode.
         self.train()
 
@@ -39,6 +44,17 @@ class TrainingTask(LightningModule):
     def classes(self) -> list[str]:
         """Names of the data's classes; empty if there are none."""
         return getattr(getattr(self._trainer, "datamodule", None), "classes", None) or []
+
+    def setup(self, stage: str) -> None:
+        """Take whole grids in tiles, if the data gives whole ones: its attribute `whole` is True."""
+        self.wholes = None
+        if getattr(getattr(self._trainer, "datamodule", None), "whole", False) is True:
+            with door(type(self).__name__):
+                if type(self)._compute_loss is TrainingTask._compute_loss:
+                    raise refusal(ValueError, "it does not run in tiles; fix: data without whole=True.")
+                if stage == "fit":
+                    check_whole(self.network)
+                self.wholes = WholeGrids(self.network, self.tile, self._compute_loss)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate a validation batch."""
@@ -72,6 +88,22 @@ class TrainingTask(LightningModule):
 
     def _evaluate(self, stage: str, batch: Any, batch_idx: int) -> None:
         raise NotImplementedError
+
+    def _compute_loss(self, output: Tensor, grid: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of a batch in training; of whole grids it runs in tiles as the network does."""
+        raise NotImplementedError
+
+    def _run(self, grid: Tensor) -> Tensor:
+        """Run the network."""
+        grid = self._as_weights(grid)
+        return self.network(grid) if self.wholes is None else self.wholes(grid)
+
+    def _train_on(self, grid: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of a batch in training, and log it."""
+        wholes = self.wholes
+        loss = self._compute_loss(self(grid), grid, target) if wholes is None else wholes.train(grid, target)
+        self._log_loss(loss, len(grid))
+        return loss
 
     def _reset(self) -> None:
         self.measures = None

@@ -30,6 +30,9 @@ from farfield.streaming.training.planning import (
 from farfield.streaming.training.step import Step
 from farfield.volumes.volume import split_volume
 
+# Plans that are kept: volumes may be of many sizes.
+_KEPT = 16
+
 
 class _Whole(torch.autograd.Function):
     """A call as one operation of autograd, on volumes, constants with a gradient, and parameters of layers."""
@@ -220,6 +223,8 @@ class WholeNetwork(nn.Module):
         recorded, key = record_call(self.network, self.loss, count, infos), tuple(infos)
         described = describe_graph(recorded.graph.nodes)
         if key not in self._plans or self._plans[key][0] != described:
+            while len(self._plans) >= _KEPT:
+                del self._plans[next(iter(self._plans))]
             self._plans[key] = described, plan_call(recorded, infos[0].shape[2:], self.tiles)
         return recorded, self._plans[key][1]
 
