@@ -191,7 +191,7 @@ def differentiate(net: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor], v
 def farthest(got: Result, want: Result) -> tuple[float, str]:
     """Return the largest relative distance of a number, a gradient or a buffer, and its name."""
     pairs = [("the loss", got.loss, want.loss)]
-    top = max(float(each.abs().max()) for each in want.grads.values() if each is not None)
+    top = max(1e-300, *(float(each.abs().max()) for each in want.grads.values() if each is not None))
     found = []
     for name, each in want.grads.items():
         own = got.grads[name]

@@ -156,7 +156,8 @@ class WholeNetwork(nn.Module):
         Args:
             volumes: What the network takes, and, with a loss, what that takes beside what the network returns; of a
                 network of several inputs these are then a tuple, the first argument. Tensors, or arrays that take
-                slices, such as those of zarr and `open_volume`, which have no gradient and are read tile by tile.
+                slices, such as those of zarr and `open_volume`, which have no gradient and are read tile by tile. What
+                the loss takes may be a number, the label of one sample.
         """
         is_trained = torch.is_grad_enabled() or any(module.training for module in self.network.modules())
         if not is_trained and self.loss is None:
@@ -201,7 +202,7 @@ class WholeNetwork(nn.Module):
         device, dtype = device_of(self.network), dtype_of(self.network)
         sources = []
         for place, each in enumerate((*own, *others)):
-            array = split_volume(each)[1]
+            array = np.asarray(each) if isinstance(each, int | float) else split_volume(each)[1]
             if not hasattr(array, "shape") or not hasattr(array, "dtype"):
                 raise refusal(
                     TypeError, f"argument {place} must be an array, got {type(each).__name__}; fix: a tensor."
@@ -209,7 +210,8 @@ class WholeNetwork(nn.Module):
             sources.append(_Source(array, device, dtype if place < len(own) else None, dtype))
         dims = spatial_dims_of(self.network, self.tiles.size, sources[0].shape)
         for source in sources:
-            source.add_axes(dims + 2 if source in sources[: len(own)] else dims + 1)
+            count = 1 if len(source.shape) < dims else dims + 1  # a label, or numbers at positions
+            source.add_axes(dims + 2 if source in sources[: len(own)] else count)
         if len(sources[0].shape) != dims + 2:
             raise refusal(
                 ShapeError,
@@ -280,7 +282,9 @@ class _Source:
         place = tuple(slice(*spans[0]) for spans in box)
         part = self.array[place[len(self.shape) - len(self.array.shape) :]]
         if not isinstance(part, Tensor):
-            part = torch.from_numpy(np.ascontiguousarray(part)).reshape([each.stop - each.start for each in place])
+            # A copy in the machine's order of bytes: torch takes no other, and no file that is read only.
+            part = torch.from_numpy(np.array(part, part.dtype.newbyteorder("=")))
+            part = part.reshape([each.stop - each.start for each in place])
         return part.detach().to(self.device, self.dtype).contiguous()
 
 
