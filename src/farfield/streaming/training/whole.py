@@ -17,7 +17,7 @@ from farfield.streaming._predict_whole import predict_whole
 from farfield.streaming.arguments import Tiles, parse_tiles, spatial_dims_of
 from farfield.streaming.graph import Graph, Info
 from farfield.streaming.plan import StreamingPlan, describe_graph
-from farfield.streaming.record import SEED
+from farfield.streaming.random_numbers import SEED
 from farfield.streaming.spans import Box
 from farfield.streaming.training.backward import Backward
 from farfield.streaming.training.planning import (
@@ -97,7 +97,7 @@ class WholeNetwork(nn.Module):
         loss: The argument.
 
     Raises:
-        TypeError: If `network` is no module, or has a part that is compiled or that FSDP has sharded.
+        TypeError: If `network` is no module, or has a part that is compiled, or spread over processes by DDP or FSDP.
         ValueError: If the tiles are those of `statistics="tile"`. In a call: if an operation does not run in tiles, or
             has no gradient there (`farfield.streaming.labels.GraphError`), or the network does not take the volume.
         RuntimeError: In the backward pass, if it has run already, or with `create_graph=True`.
@@ -160,6 +160,7 @@ class WholeNetwork(nn.Module):
             volume = volumes if len(volumes) > 1 else volumes[0]
             return predict_whole(self.network, volume, tile=self.tiles, quiet=True)
         with door("WholeNetwork"):
+            _refuse_network(self.network)
             _refuse_synchronized(self.network)
             count, sources = self._arrange(volumes)
             recorded, plan = self._plan(count, [each.info for each in sources])
@@ -224,13 +225,8 @@ class WholeNetwork(nn.Module):
         return recorded, self._plans[key][1]
 
     def _bind(self, recorded: RecordedCall, plan: StreamingPlan) -> tuple[Graph, list[Tensor]]:
-        """Give the graph the tensors of the network, and a seed; return also the parameters of its layers."""
-        graph, own = recorded.graph, dict[str, Tensor]()
-        for name, module in (("network", self.network), ("loss", self.loss)):
-            if isinstance(module, nn.Module):
-                tensors = [*module.named_parameters(), *module.named_buffers()]
-                own |= {f"{name}.{path}": each for path, each in tensors}
-        graph.constants |= {name: own[name] for name in graph.constants if name in own}
+        """Give the graph a seed, and layers their parameters, which are returned, too."""
+        graph = recorded.graph
         if SEED in graph.constants:
             graph.constants[SEED] = torch.randint(2**62, (), device=graph.device)
         modules: dict[Tensor, None] = {}
@@ -291,9 +287,9 @@ def _refuse_network(network: nn.Module) -> None:
             fix = "WholeNetwork of the module without torch.compile"
             raise refusal(TypeError, f"{path or kind} is compiled, and tiles run its operations; fix: {fix}.")
         shards = any(type(each).__name__ in ("DTensor", "FlatParameter") for each in module.parameters(recurse=False))
-        if kind == "FullyShardedDataParallel" or shards:
-            fix = "DistributedDataParallel(WholeNetwork(network)), in which each process has all of them"
-            raise refusal(TypeError, f"{path or kind} has parameters that FSDP has sharded; fix: {fix}.")
+        if kind in ("DistributedDataParallel", "FullyShardedDataParallel") or shards:
+            fix = "DistributedDataParallel(WholeNetwork(network)), in which each process has all parameters"
+            raise refusal(TypeError, f"{path or kind} is spread over processes, by DDP or FSDP; fix: {fix}.")
 
 
 def _refuse_synchronized(network: nn.Module) -> None:
