@@ -48,26 +48,12 @@ class WithLoss(nn.Module):
         return output if self.loss is None else self.loss(output, *volumes[self.count :])
 
 
-class Returned(NamedTuple):
-    """What a network returns: its leaves, of which some are tensors, and how they are nested."""
+class RecordedCall(NamedTuple):
+    """The graph of a call, and what the network returns: its leaves, of which some are tensors, and how they nest."""
 
+    graph: Graph
     leaves: list[Any]
     spec: TreeSpec
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [each for each in self.leaves if isinstance(each, Tensor)]
-
-    def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the same with other tensors."""
-        rest = iter(tensors)
-        leaves = [next(rest) if isinstance(each, Tensor) else each for each in self.leaves]
-        return tree_unflatten(leaves, self.spec)
-
-
-class RecordedCall(NamedTuple):
-    graph: Graph
-    returned: Returned
 
     @property
     def outputs(self) -> tuple[Value, ...]:
@@ -76,6 +62,12 @@ class RecordedCall(NamedTuple):
         if node.op != "several":
             return (self.graph.output,)
         return tuple(Value(self.graph.output.node, place) for place in range(len(node.outputs)))
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """Return what the network returns, with these tensors."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(each, Tensor) else each for each in self.leaves]
+        return tree_unflatten(leaves, self.spec)
 
 
 def find_tracked(network: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -98,11 +90,12 @@ def record_call(
     network: nn.Module, loss: Callable[..., Any] | None, count: int, volumes: Sequence[Info]
 ) -> RecordedCall:
     """Record a network as it is, in training or not, on volumes of which so many are its own."""
-    name, returned = type(network).__name__, list[Returned]()
+    name, returned = type(network).__name__, tree_flatten(())
 
     def finish(output: Any) -> Any:
-        returned.append(Returned(*tree_flatten(output)))
-        tensors = returned[-1].tensors
+        nonlocal returned
+        returned = tree_flatten(output)
+        tensors = [each for each in returned[0] if isinstance(each, Tensor)]
         if not tensors:
             fix = "a tensor, or a tuple, list or dict of tensors"
             raise refusal(TypeError, f"{name} returns {type(output).__name__} without a tensor; fix: {fix}.")
@@ -118,7 +111,7 @@ def record_call(
             raise
         shapes = ", ".join(str(tuple(each.shape)) for each in volumes)
         raise refusal(ValueError, f"{name} does not take {shapes}: {error}") from error
-    return RecordedCall(graph, returned[-1])
+    return RecordedCall(graph, *returned)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from farfield.streaming.arguments import Tiles, parse_tiles, spatial_dims_of
 from farfield.streaming.graph import Graph, Info
 from farfield.streaming.plan import StreamingPlan, describe_graph
 from farfield.streaming.random_numbers import SEED
-from farfield.streaming.spans import Box
 from farfield.streaming.training.backward import Backward
 from farfield.streaming.training.planning import (
     RecordedCall,
@@ -28,6 +27,8 @@ from farfield.streaming.training.planning import (
     record_call,
 )
 from farfield.streaming.training.step import Step
+from farfield.volumes.axes_view import AxesView
+from farfield.volumes.source import AxisLayout, VolumeSource
 from farfield.volumes.volume import split_volume
 
 
@@ -163,14 +164,14 @@ class WholeNetwork(nn.Module):
             _refuse_network(self.network)
             _refuse_synchronized(self.network)
             count, sources = self._arrange(volumes)
-            recorded, plan = self._plan(count, [each.info for each in sources])
+            recorded, plan = self._plan(count, [Info(each.shape, each.dtype) for each in sources])
             graph, modules = self._bind(recorded, plan.forward)
             tracked = {f"network.{path}" if path else "network": norm for path, norm in find_tracked(self.network)}
-            step = Step(plan.forward, graph, recorded.outputs, lambda number, box: sources[number].read(box), tracked)
+            step = Step(plan.forward, graph, recorded.outputs, sources, tracked)
             tensors = [each.array if isinstance(each.array, Tensor) else None for each in sources]
             roots = [step.constants[value] for value in step.roots]
             results = _Whole.apply(step, plan.items, (len(tensors), len(roots)), *tensors, *roots, *modules)
-        return recorded.returned.fill(results)
+        return recorded.fill(results)
 
     @door("WholeNetwork.plan")
     def plan(self, *volumes: Any) -> TrainingPlan:
@@ -188,26 +189,27 @@ class WholeNetwork(nn.Module):
             for each in volumes
         ]
         count, sources = self._arrange(given)
-        return self._plan(count, [each.info for each in sources])[1]
+        return self._plan(count, [Info(each.shape, each.dtype) for each in sources])[1]
 
-    def _arrange(self, volumes: Sequence[Any]) -> tuple[int, list[_Source]]:
+    def _arrange(self, volumes: Sequence[Any]) -> tuple[int, list[VolumeSource]]:
         """Return how many volumes are the network's, and all of them."""
         if not volumes:
             raise refusal(TypeError, "a volume is missing; fix: whole(volume).")
         first = volumes[0] if isinstance(volumes[0], tuple) else (volumes[0],)
         own, others = (volumes, ()) if self.loss is None else (first, volumes[1:])
-        device, dtype = device_of(self.network), dtype_of(self.network)
-        sources = []
+        arrays, device, dtype = [], device_of(self.network), dtype_of(self.network)
         for place, each in enumerate((*own, *others)):
-            array = split_volume(each)[1]
-            if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            arrays.append(split_volume(each)[1])
+            if not hasattr(arrays[-1], "shape") or not hasattr(arrays[-1], "dtype"):
                 raise refusal(
                     TypeError, f"argument {place} must be an array, got {type(each).__name__}; fix: a tensor."
                 )
-            sources.append(_Source(array, device, dtype if place < len(own) else None, dtype))
-        dims = spatial_dims_of(self.network, self.tiles.size, sources[0].shape)
-        for source in sources:
-            source.add_axes(dims + 2 if source in sources[: len(own)] else dims + 1)
+        dims, sources = spatial_dims_of(self.network, self.tiles.size, tuple(arrays[0].shape)), []
+        for place, array in enumerate(arrays):
+            is_own, kind = place < len(own), array.dtype
+            if not isinstance(kind, torch.dtype):
+                kind = dtype if is_own or np.dtype(kind).kind == "f" else torch.int64
+            sources.append(_open_source(array, dims + 1 + is_own, device, kind))
         if len(sources[0].shape) != dims + 2:
             raise refusal(
                 ShapeError,
@@ -247,32 +249,12 @@ class WholeNetwork(nn.Module):
         return vars(self) | {"_plans": {}}
 
 
-class _Source:
-    """An argument of a call, which is read by boxes."""
-
-    def __init__(self, array: Any, device: torch.device, dtype: torch.dtype | None, of_floats: torch.dtype) -> None:
-        self.array, self.device, self.shape = array, device, tuple(map(int, array.shape))
-        own = array.dtype
-        if not isinstance(own, torch.dtype):
-            own = dtype or (of_floats if np.dtype(own).kind == "f" else torch.int64)
-        self.dtype = own
-
-    @property
-    def info(self) -> Info:
-        return Info(self.shape, self.dtype)
-
-    def add_axes(self, count: int) -> None:
-        """Add axes before those of an array in a file, which may have no samples and channels."""
-        if not isinstance(self.array, Tensor):
-            self.shape = (1,) * (count - len(self.shape)) + self.shape
-
-    def read(self, box: Box) -> Tensor:
-        """Read a box."""
-        place = tuple(slice(*spans[0]) for spans in box)
-        part = self.array[place[len(self.shape) - len(self.array.shape) :]]
-        if not isinstance(part, Tensor):
-            part = torch.from_numpy(np.ascontiguousarray(part)).reshape([each.stop - each.start for each in place])
-        return part.detach().to(self.device, self.dtype).contiguous()
+def _open_source(array: Any, dims: int, device: torch.device, dtype: torch.dtype) -> VolumeSource:
+    """Open an argument, all of whose axes are read by boxes; an array in a file may lack the first of its axes."""
+    missing = 0 if isinstance(array, Tensor) else max(0, dims - len(array.shape))
+    if missing:
+        array = AxesView(array, (*(None,) * missing, *range(len(array.shape))), {})
+    return VolumeSource(array, AxisLayout(0, False, len(array.shape)), device, dtype, caller="WholeNetwork")
 
 
 def _is_shape(given: Any) -> bool:
