@@ -19,13 +19,13 @@ from farfield.nn.devices import free_bytes
 from farfield.nn.network_copy import CannotCopyError, copied
 from farfield.nn.scripted_network import ScriptError
 from farfield.streaming.arguments import Tiles, round_up_tile
-from farfield.streaming.choosing import choose_plan, refuse_large_summaries
-from farfield.streaming.cuts import MAC, Crossing, choose_cuts, estimate_seconds, find_stretches
+from farfield.streaming.choosing import choose_ends, choose_plan, refuse_large_summaries
+from farfield.streaming.cuts import MAC, Crossing, Stretch, estimate_seconds, find_stretches
 from farfield.streaming.graph import Graph, Info, RecordingError, Value
-from farfield.streaming.labels import GraphError, find_regions
+from farfield.streaming.labels import GraphError, LabelledGraph, find_regions
 from farfield.streaming.places import RecordedNetwork
-from farfield.streaming.plan import PlannedPass, StreamingPlan, find_wanted
-from farfield.streaming.planning import choose_threads, count_costs, find_stored, make_plan
+from farfield.streaming.plan import PlannedPass, StreamingPlan, count_stored, find_wanted
+from farfield.streaming.planning import choose_threads, count_costs
 from farfield.streaming.record import record_network
 from farfield.streaming.rules.sums import with_ties
 from farfield.streaming.rules.windows import CONVOLUTION
@@ -141,7 +141,7 @@ class TrainingPlan:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all stored values."""
-        return sum(self.forward.labelled.graph.info(value).bytes for value in self.forward.stored)
+        return count_stored(self.forward.labelled, self.forward.passes, keeps_all=True)
 
     @cached_property
     def tile_bytes(self) -> int:
@@ -185,7 +185,9 @@ def plan_call(recorded: RecordedCall, size: tuple[int, ...], tiles: Tiles) -> Tr
     allowed = tiles.disk or memory / 2
     for times in (1, 2, 4, 8, 16, 32):
         chosen = choose_plan(network, replace(tiles, memory=int(memory / times)), given, graph.device, None)
-        forward = _end_passes(chosen, allowed, on_disk=bool(tiles.disk))
+        labelled, tile = chosen.labelled, chosen.tile
+        forward = choose_ends(labelled, tile, allowed, _price_step(labelled, tile), prices=12, keeps_all=True)
+        forward = replace(forward, on_disk=bool(tiles.disk and forward.stored), threads=choose_threads(forward))
         plan = TrainingPlan(forward, count_costs(_plan_items(forward, recorded.outputs)))
         # A prediction keeps no history of a tile.
         if given is not None or plan.tile_bytes <= memory:
@@ -200,26 +202,16 @@ def plan_call(recorded: RecordedCall, size: tuple[int, ...], tiles: Tiles) -> Tr
     return plan
 
 
-def _end_passes(plan: StreamingPlan, allowed: float, *, on_disk: bool) -> StreamingPlan:
-    """Return the plan whose passes end where a step takes least, if what they store fits in so many bytes."""
-    labelled, nodes = plan.labelled, plan.labelled.graph.nodes
-    if labelled.cut:
-        crossing, share = Crossing(labelled), math.prod(plan.tile) / math.prod(plan.size)
-        stretches = []
-        for each in find_stretches(labelled, plan.tile):
-            ends = {value.node for value in crossing.at(each.last) if crossing.places[value.node] > each.first}
-            hollow = sum(nodes[index].macs for index in ends if nodes[index].op == CONVOLUTION) * share * MAC
-            # A stretch runs forward, again, and for two gradients; what is stored, and its gradient, are read, too.
-            stretches.append(each._replace(computed=4 * each.computed - hollow, stored=3 * each.stored))
-        for price in range(12):
-            # The dearer it is to store, the less is stored.
-            cuts = choose_cuts(labelled, [each._replace(stored=2**price * each.stored) for each in stretches])
-            other = make_plan(labelled, plan.tile, find_stored(labelled, cuts), cuts)
-            if sum(labelled.graph.info(value).bytes for value in other.stored) <= allowed:
-                plan = replace(other, on_disk=on_disk and bool(other.stored))
-                break
-    plan = count_costs(plan)
-    return replace(plan, threads=choose_threads(plan))
+def _price_step(labelled: LabelledGraph, tile: Sequence[int]) -> list[Stretch]:
+    """Return the stretches with what they take of a step: forward, again, and for two gradients."""
+    crossing, share, stretches = Crossing(labelled), math.prod(tile) / math.prod(labelled.size), []
+    for each in find_stretches(labelled, tile) if labelled.cut else ():
+        ends = {value.node for value in crossing.at(each.last) if crossing.places[value.node] > each.first}
+        nodes = (labelled.graph.nodes[index] for index in ends)
+        hollow = sum(node.macs for node in nodes if node.op == CONVOLUTION) * share * MAC
+        # What is stored, and its gradient, are read, too.
+        stretches.append(each._replace(computed=4 * each.computed - hollow, stored=3 * each.stored))
+    return stretches
 
 
 def _is_smooth(info: Info) -> bool:
