@@ -83,7 +83,7 @@ class Stops:
 
     def run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a function; refuse writes that would be missed, or have another gradient."""
-        given = tensors((args, kwargs))
+        given = [each for each in tensors((args, kwargs)) if torch._is_functional_tensor(each)]
         self.refuse_stale(given)
         before = [(each, each._version, torch._from_functional_tensor(each)) for each in given]
         outputs = run_recorded(function, *args, **kwargs)

@@ -221,6 +221,31 @@ def test_tensors_that_are_no_parameters_have_gradients() -> None:
         torch.testing.assert_close(got, want)
 
 
+class Centred(nn.Module):
+    """A user's layer, whose tensor is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.full((2, 1, 1), 1.5, dtype=torch.float64, requires_grad=True)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.respond(grid, self.summarize(grid))
+
+    def summarize(self, tile: Tensor) -> Tensor:
+        return torch.stack([tile.flatten(2).sum(2), torch.full(tile.shape[:2], tile[0, 0].numel(), dtype=tile.dtype)])
+
+    def respond(self, tile: Tensor, sums: Tensor) -> Tensor:
+        return (tile - (sums[0] / sums[1])[:, :, None, None]) * self.scale
+
+
+def test_tensors_of_a_users_layer_have_gradients() -> None:
+    net, volume = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1).double(), Centred()), drawn()
+    got, want = (
+        torch.autograd.grad(call(volume).square().mean(), net[1].scale) for call in (WholeNetwork(net, 8), net)
+    )
+    torch.testing.assert_close(got, want)
+
+
 def test_a_loss_with_parameters_has_their_gradients() -> None:
     class Learned(nn.Module):
         def __init__(self) -> None:
@@ -306,6 +331,21 @@ def test_a_parameter_that_is_written_before_the_backward_pass_is_noticed() -> No
         loss.backward()
 
 
+def test_masked_positions_of_a_volume_in_a_file_are_refused() -> None:
+    volume = np.ma.masked_less(drawn(1, 2, 24, 32).numpy(), -2)
+    with explains(ValueError, "WholeNetwork", "masked", "numpy.ma.filled"):
+        WholeNetwork(made("instance"), 8)(volume)
+
+
+def test_classes_of_a_file_are_whole_numbers_of_any_size() -> None:
+    volume, ignored = drawn(1, 2, 24, 32), 2**24 + 1  # which float32 rounds
+    target = np.where(np.arange(32) < 8, ignored, 1) + np.zeros((1, 24, 1), np.int64)
+    net = made("instance")
+    want = F.cross_entropy(net(volume), torch.from_numpy(target), ignore_index=ignored)
+    got = WholeNetwork(net, 8, nn.CrossEntropyLoss(ignore_index=ignored))(volume, target)
+    torch.testing.assert_close(got, want)
+
+
 def test_a_loss_that_chooses_by_numbers_works_outside_alone() -> None:
     def hardest(output: Tensor, target: Tensor) -> Tensor:
         losses = (output - target).square().flatten()
@@ -319,8 +359,11 @@ def test_a_loss_that_chooses_by_numbers_works_outside_alone() -> None:
 
 def test_parts_that_cannot_be_taken_apart_are_refused() -> None:
     net = nn.Sequential(nn.Conv2d(1, 1, 1), torch.compile(nn.Conv2d(1, 1, 1)))
-    with explains(TypeError, "WholeNetwork: 1 is compiled"):
-        WholeNetwork(net)
+    other = nn.Conv2d(1, 1, 1)
+    other.compile()
+    for compiled in (net, nn.Sequential(nn.Conv2d(1, 1, 1), other)):
+        with explains(TypeError, "WholeNetwork: 1 is compiled"):
+            WholeNetwork(compiled)
     with explains(TypeError, "WholeNetwork"):
         WholeNetwork(lambda grid: grid)  # type: ignore[arg-type]
     with explains(ValueError, "WholeNetwork", "statistics"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -227,7 +228,7 @@ class WholeNetwork(nn.Module):
         return recorded, self._plans[key][1]
 
     def _bind(self, recorded: RecordedCall, plan: StreamingPlan) -> tuple[Graph, list[Tensor]]:
-        """Give the graph a seed, and layers their parameters, which are returned, too."""
+        """Give the graph a seed, and layers their modules, of which the tensors with a gradient are returned, too."""
         graph = recorded.graph
         if SEED in graph.constants:
             graph.constants[SEED] = torch.randint(2**62, (), device=graph.device)
@@ -236,7 +237,9 @@ class WholeNetwork(nn.Module):
             if graph.nodes[index].op == "layer":
                 layer = plan.labelled.calls[index].args[0]
                 layer.module = self.get_submodule(layer.path)
-                modules |= dict.fromkeys(each for each in layer.module.parameters() if each.requires_grad)
+                own = [layer.module.parameters(), *(vars(module).values() for module in layer.module.modules())]
+                given = (each for each in chain(*own) if isinstance(each, Tensor))
+                modules |= dict.fromkeys(each for each in given if each.requires_grad)
         return graph, list(modules)
 
     def _apply(self, function: Any, recurse: bool = True) -> WholeNetwork:
