@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from farfield import WholeNetwork
 from farfield.streaming import Tiles
 from helpers.followed import Row, each, follow
+from helpers.several_processes import alone
 
 pytestmark = pytest.mark.unchecked("arguments of other types reach the functions")
 
@@ -51,7 +56,90 @@ class Product(nn.Module):
         return result.prod(3).prod(2) if self.is_within else result
 
 
+class Written(nn.Module):
+    """A network that writes to what it computes, in one of several ways."""
+
+    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.write = network(), write
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.write(self.layer(grid))
+
+
+def double(grid: Tensor) -> Tensor:
+    with torch.no_grad():
+        return grid.mul_(2)
+
+
+def fill(part: Tensor, grid: Tensor) -> Tensor:
+    part[:, 0] = 1
+    return grid * part
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Tensor) -> Tensor:
+        return grid.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def train_alone(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Train in a process group of one process."""
+    with alone():
+        wrap(network())(GRID).square().sum().backward()
+
+
+def shard(net: nn.Module) -> nn.Module:
+    return fully_shard(net, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+
+def train_beside_another(norm: nn.Module) -> None:
+    """Train as one of two processes."""
+    with mock.patch.multiple(torch.distributed, is_initialized=lambda: True, get_world_size=lambda: 2):
+        train(nn.Sequential(network(), norm), GRID)
+
+
 ROWS = [
+    Row(
+        "streaming/gradients.py",
+        lambda: train(Written(double), GRID),
+        "value + (other - value).detach()",
+        lambda: train(Written(lambda value: value + (2 * value - value).detach()), GRID),
+    ),
+    Row(
+        "streaming/gradients.py",
+        lambda: train(Written(lambda grid: fill(grid.detach(), grid)), GRID),
+        "tensor.detach().clone()",
+        lambda: train(Written(lambda grid: fill(grid.detach().clone(), grid)), GRID),
+    ),
+    Row(
+        "streaming/gradients.py",
+        lambda: train(Written(lambda grid: Own.apply(grid)), GRID),
+        "value + (other - value).detach()",
+        lambda: train(Written(lambda value: value + (value.round() - value).detach()), GRID),
+    ),
+    Row(
+        "streaming/training/whole.py",
+        lambda: train_alone(lambda net: WholeNetwork(shard(net), tile=8)),
+        "DistributedDataParallel(WholeNetwork(network))",
+        lambda: train_alone(lambda net: DistributedDataParallel(WholeNetwork(net, tile=8))),
+    ),
+    Row(
+        "streaming/training/whole.py",
+        lambda: train_beside_another(nn.SyncBatchNorm(2)),
+        "BatchNorm",
+        lambda: train_beside_another(nn.BatchNorm2d(2)),
+    ),
+    Row(
+        "streaming/training/whole.py",
+        lambda: train_beside_another(nn.SyncBatchNorm(2)),
+        "module.eval()",
+        lambda: train_beside_another(nn.SyncBatchNorm(2).eval()),
+    ),
     Row(
         "streaming/training/whole.py",
         lambda: train(network(), GRID, tile=Tiles(8, statistics="tile")),

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from farfield.streaming import MeanOverFlips, Tiles
 from helpers.streamed_nets import attention, settled
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 class Softmax(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,6 +105,24 @@ def test_the_cheapest_of_all_ends_is_chosen(deep: nn.Module) -> None:
                 seconds = sum(each.computed + each.stored + cuts._TASK for each in taken)
                 costs[tuple(order[place] for place in chosen)] = seconds
         assert cuts.choose_cuts(labelled, priced) == min(costs, key=costs.__getitem__)
+
+
+def test_what_is_stored_in_half_precision_costs_half(deep: nn.Module) -> None:
+    labelled = plan_whole(deep, (128, 128), tile=Tiles(32, memory=0)).labelled
+    wide = cuts.find_stretches(labelled, (32, 32))
+    labelled.graph = replace(labelled.graph, stored=torch.float16)
+    for one, other in zip(wide, cuts.find_stretches(labelled, (32, 32)), strict=True):
+        # The first reads the volume, which is none of them.
+        assert other == one._replace(stored=pytest.approx(one.stored / 2))
+    assert any(each.stored for each in wide)
+
+
+def test_patches_have_no_ends_to_choose(deep: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(choosing, "find_stretches", lambda *given: calls.append(given) or cuts.find_stretches(*given))
+    for statistics, is_called in (("tile", False), ("whole", True)):
+        plan_whole(deep, (128, 128), tile=Tiles(32, memory=10**9, statistics=statistics))
+        assert bool(calls) == is_called
 
 
 def test_halos_of_convolutions_are_not_computed_again(deep: nn.Module) -> None:

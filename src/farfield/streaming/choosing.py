@@ -16,11 +16,11 @@ import torch
 from farfield._refusals import refusal
 from farfield.nn.devices import free_bytes
 from farfield.streaming.arguments import Tiles, cut_axes, refuse_large_summary
-from farfield.streaming.cuts import choose_cuts, estimate_seconds, find_stretches
+from farfield.streaming.cuts import Stretch, choose_cuts, estimate_seconds, find_stretches
 from farfield.streaming.graph import Value
 from farfield.streaming.labels import GraphError, LabelledGraph
 from farfield.streaming.places import RecordedNetwork
-from farfield.streaming.plan import StreamingPlan
+from farfield.streaming.plan import StreamingPlan, count_stored
 from farfield.streaming.planning import count_costs, find_stored, fit_stored, make_plan
 
 # The share of the free memory that tiles and stored values may take, each; and of the free disk, stored values.
@@ -61,13 +61,16 @@ def choose_plan(
         return whole
     axes = recorded.cuttable if given is None else cut_axes(size, given)
     labelled = recorded.label(axes)
+    # Patches store nothing, and have no ends but those of attention.
+    is_whole = tiles.statistics == "whole"
     wanted = sum(labelled.graph.stored_info(value).bytes for value in find_stored(labelled))
     room = _find_room(wanted, memory, tiles.disk, path)
     _refuse_gathered(labelled, memory // 2 if room is None else room, room is not None)
 
     def plan_tiles(count: int, allowed: int) -> StreamingPlan:
         edges = tuple(count * multiple if axis in axes else length for axis, length in enumerate(size))
-        return _store(labelled, given or edges, allowed)
+        tile = given or edges
+        return choose_ends(labelled, tile, allowed, find_stretches(labelled, tile) if axes and is_whole else [])
 
     multiple = math.lcm(*(recorded.strides[axis] for axis in axes))
     most = 1 if given else max((-(-size[axis] // multiple) for axis in axes), default=1)
@@ -85,7 +88,8 @@ def choose_plan(
         count = bisect(range(1, most + 1), False, key=is_large) if most > 1 else 1
         plans.append(plan_tiles(max(1, count), allowed))
     plan = min(plans, key=estimate_seconds)
-    return replace(plan, on_disk=room is not None and bool(plan.stored), with_disk=_find_better(plan))
+    better = _find_better(plan) if is_whole else None
+    return replace(plan, on_disk=room is not None and bool(plan.stored), with_disk=better)
 
 
 def choose_workers(plan: StreamingPlan, tiles: Tiles, device: torch.device) -> int:
@@ -104,14 +108,30 @@ def _find_better(plan: StreamingPlan) -> tuple[int, float] | None:
     """Return the bytes with which tiles compute much less again, and how often the network's MACs that is."""
     if plan.recomputed < _MUCH:
         return None
-    better = _store(plan.labelled, plan.tile, sys.maxsize)
+    better = choose_ends(plan.labelled, plan.tile, sys.maxsize, find_stretches(plan.labelled, plan.tile))
     return (better.stored_bytes, better.recomputed) if plan.recomputed > _MUCH * better.recomputed else None
 
 
-def _store(labelled: LabelledGraph, tile: Sequence[int], allowed: int) -> StreamingPlan:
-    """Return the plan whose ends of passes cost least; of what crosses them, what fits in so many bytes is stored."""
-    cuts = choose_cuts(labelled, find_stretches(labelled, tile)) if labelled.cut else ()
-    return count_costs(make_plan(labelled, tile, fit_stored(labelled, allowed, cuts), cuts))
+def choose_ends(
+    labelled: LabelledGraph,
+    tile: Sequence[int],
+    allowed: float,
+    stretches: Sequence[Stretch],
+    *,
+    prices: int = 1,
+    keeps_all: bool = False,
+) -> StreamingPlan:
+    """Return the plan whose ends of passes cost least; of what crosses them, what fits in so many bytes is stored.
+
+    While it does not fit, the price of what is stored is doubled, for fewer ends, and at the last of so many prices
+    what saves least is left out. Bytes are those at once, or, of who `keeps_all`, those of all passes.
+    """
+    for price in range(prices):
+        cuts = choose_cuts(labelled, [each._replace(stored=2**price * each.stored) for each in stretches])
+        plan = make_plan(labelled, tile, find_stored(labelled, cuts), cuts)
+        if count_stored(labelled, plan.passes, keeps_all=keeps_all) <= allowed:
+            return count_costs(plan)
+    return count_costs(make_plan(labelled, tile, fit_stored(labelled, allowed, cuts, keeps_all=keeps_all), cuts))
 
 
 def _find_room(wanted: int, memory: int, disk: int | None, path: Path | None) -> int | None:

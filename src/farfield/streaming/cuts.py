@@ -98,6 +98,10 @@ def _trace_back(
             wanted[value] = hull(wanted.get(value, box), box)
     given = {value for value in labelled.layouts if places.get(value.node, -1) <= begun}.union(graph.inputs)
     sizes, computed = dict[Value, int](), dict[int, float]()
+
+    def narrow(value: Value, size: int) -> float:
+        return size * graph.stored_info(value).dtype.itemsize / graph.info(value).dtype.itemsize
+
     for value, region in find_regions(labelled, wanted, given).items():
         sizes[value] = labelled.bytes_on(value, region)
         if value not in given and value.node in places:
@@ -106,15 +110,17 @@ def _trace_back(
             place = places[value.node]
             computed[place] = computed.get(place, 0) + macs * MAC + sizes[value] * _GIVEN
     for start in starts:
-        read = sum(sizes.get(value, 0) for value in crossing.at(start))
+        read = sum(narrow(value, sizes.get(value, 0)) for value in crossing.at(start))
         own = [value for value in stored if places[value.node] > start and value in wanted]
-        written = sum(labelled.bytes_on(value, region_of(wanted[value])) for value in own)
+        written = sum(narrow(value, labelled.bytes_on(value, region_of(wanted[value]))) for value in own)
         seconds = sum(each for place, each in computed.items() if place > start)
         yield Stretch(start, end, seconds, written * _STORED + read * _READ)
 
 
 def choose_cuts(labelled: LabelledGraph, stretches: Sequence[Stretch]) -> tuple[int, ...]:
     """Return the nodes behind which passes end that cost least."""
+    if not stretches:
+        return ()
     order, least = order_nodes(labelled), {-1: (0.0, tuple[int, ...]())}
     for each in stretches:
         before, cuts = least[each.first]

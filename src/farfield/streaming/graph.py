@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farfield.streaming.random_numbers import draw
+
 
 class RecordingError(ValueError):
     """A network runs an operation that no part of the volume can repeat."""
@@ -215,33 +217,6 @@ def _unpool(info: Info, value: Tensor, index: Tensor, *windows: Any) -> Tensor:
     return packet(value, index, size) if count == 2 else packet(value, index, size, [1] * 3, [0] * 3)
 
 
-def draw(info: Info, seed: Tensor, *given: Any) -> Tensor:
-    """Return the random numbers of all positions."""
-    positions = torch.arange(math.prod(info.shape), device=seed.device)
-    return draw_at(positions, seed, *given).reshape(info.shape).to(info.dtype)
-
-
-def draw_at(positions: Tensor, seed: Tensor, number: int, kind: str, one: float, other: float) -> Tensor:
-    """Return random numbers that follow from a seed, the number of their operation and their positions alone."""
-    first = _draw_uniform(positions, seed, 2 * number)
-    if kind == "bernoulli":
-        return (first < one).double()
-    if kind == "uniform":
-        return one + (other - one) * first
-    second = _draw_uniform(positions, seed, 2 * number + 1)
-    return one + other * (-2 * (1 - first).log()).sqrt() * (2 * math.pi * second).cos()
-
-
-def _draw_uniform(positions: Tensor, seed: Tensor, stream: int) -> Tensor:
-    """Return numbers from 0 to 1: those of a counter, mixed twice as in splitmix64; products wrap around."""
-    key = positions * -7046029254386353131 + (seed + stream * 0x632BE59BD9B4E019 % 2**62)
-    for _ in range(2):
-        key = (key ^ ((key >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-        key = (key ^ ((key >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-        key = key ^ ((key >> 31) & 0x1FFFFFFFF)
-    return ((key >> 11) & 0x1FFFFFFFFFFFFF).double() * 2.0**-53
-
-
 # Our own operations: name -> `(info of the first output, *arguments)` -> the output, or all of them.
 OWN: dict[str, Callable[..., Any]] = {
     "view": lambda info, value: value.reshape(info.shape),
@@ -255,7 +230,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "fold": lambda info, value, *windows: F.fold(value.flatten(2), *windows),
     "unpool": _unpool,
     # Of a seed, which is a constant of a call: the number of the operation, the distribution and its numbers.
-    "random": draw,
+    "random": lambda info, seed, *given: draw(info.shape, seed, *given).to(info.dtype),
     "detach": lambda info, value: value.detach(),
     # What a network returns of several values, each an output.
     "several": lambda info, *values: values,

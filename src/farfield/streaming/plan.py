@@ -162,7 +162,8 @@ class StreamingPlan:
         """Of each value that is stored, the pass that writes it, and the last one that reads it."""
         last = {value: number for number, each in enumerate(self.passes) for value in each.reads}
         first = {value: number for number, each in enumerate(self.passes) for value in each.writes}
-        return {value: (first[value], last[value]) for value in sorted(first)}
+        # What training returns of several values ends with its last pass, and is not read.
+        return {value: (first[value], last.get(value, first[value])) for value in sorted(first)}
 
     @property
     def stored(self) -> tuple[Value, ...]:
@@ -285,13 +286,14 @@ class RegionCheck(NamedTuple):
     bytes: int
 
 
-def count_stored(labelled: LabelledGraph, passes: Sequence[PlannedPass]) -> int:
-    """Return the most bytes that stored values take at once."""
+def count_stored(labelled: LabelledGraph, passes: Sequence[PlannedPass], *, keeps_all: bool = False) -> int:
+    """Return the most bytes that stored values take at once, each kept until it is not read any more, or to the end."""
     most, there = 0, set[Value]()
     for number, each in enumerate(passes):
         there |= {*each.writes}
         most = max(most, sum(labelled.graph.stored_info(value).bytes for value in there))
-        there &= {value for later in passes[number + 1 :] for value in later.reads}
+        if not keeps_all:
+            there &= {value for later in passes[number + 1 :] for value in later.reads}
     return most
 
 

@@ -139,12 +139,13 @@ def find_stored(labelled: LabelledGraph, cuts: Sequence[int] = ()) -> set[Value]
     return {value for value in stored if value not in graph.inputs}
 
 
-def fit_stored(labelled: LabelledGraph, allowed: int, cuts: Sequence[int]) -> set[Value]:
+def fit_stored(labelled: LabelledGraph, allowed: float, cuts: Sequence[int], *, keeps_all: bool = False) -> set[Value]:
     """Return the values to store in so many bytes: those that save most MACs a byte, and all that are gathered."""
     levels = cut_levels(labelled, cuts)
 
     def fits(values: Collection[Value]) -> bool:
-        return count_stored(labelled, end_passes(labelled, values, levels, labelled.reductions)) <= allowed
+        passes = end_passes(labelled, values, levels, labelled.reductions)
+        return count_stored(labelled, passes, keeps_all=keeps_all) <= allowed
 
     def saved_by(value: Value) -> float:
         nodes = {each.node for each in _reach(labelled, [value], chosen - {value})}

@@ -8,8 +8,8 @@ own, and a layer that needs the whole grid is one node.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from farfield.nn import GridAttention
 from farfield.nn.devices import device_of
@@ -34,6 +33,7 @@ from farfield.nn.network_copy import copied, make_empty
 from farfield.nn.tracing import tensors, without_numbers
 from farfield.ops.modes import Attending, attending, autocast_dtype, recorded_for_tiles, without_cudnn
 from farfield.streaming.functions import run_recorded
+from farfield.streaming.gradients import LOSSES, Stops, own_gradient, without_functions
 from farfield.streaming.graph import (
     FunctionCall,
     Graph,
@@ -48,6 +48,7 @@ from farfield.streaming.graph import (
     run_whole,
 )
 from farfield.streaming.layers import has_grid_summary, make_streamable, summary_bytes
+from farfield.streaming.random_numbers import SEED, find_drawn
 from farfield.streaming.rewrites import REWRITTEN, as_attention, with_numbers
 from farfield.streaming.tokens import split_tokens
 
@@ -64,21 +65,6 @@ AROUND = "the network"
 # it with the tensors that functionalization unwrapped.
 _LIBRARY = torch.library.Library("farfield_streaming", "DEF")
 _LIBRARY.define("layer(int number, Tensor grid, Tensor? mask) -> Tensor")
-# And so is what stops gradients, where they are wanted.
-_LIBRARY.define("detach(Tensor value) -> Tensor")
-# Functions whose result has no gradient.
-_DETACHING = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-
-
-# Losses, which are recorded as the operations that they consist of.
-_LOSSES = torch._decomp.get_decompositions(
-    [
-        *(aten.nll_loss_forward, aten.nll_loss2d_forward, aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss),
-        *(aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits, aten.soft_margin_loss),
-    ]
-)
-# The name of the constant that random numbers follow from.
-SEED = "the seed of random numbers"
 
 
 class _Recorder(TorchDispatchMode):
@@ -99,6 +85,7 @@ class _Recorder(TorchDispatchMode):
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
         # Each writes what a module runs that has not returned yet.
         self.running = [Writer(self.graph, AROUND)]
+        self.stops = Stops(self.graph, self.running, self.numbers_of, self.value_of) if draws else None
         # Each layer that needs the whole grid, and its forward without numbers.
         self.layers: list[tuple[RecordedLayer, partial[Tensor]]] = []
         # Path and operands of a layer's call -> the layer with its costs, its MACs and its result.
@@ -128,12 +115,12 @@ class _Recorder(TorchDispatchMode):
             result = torch.empty_like(args[0])
             self.note(result, [self.write.append("detach", [self.value_of(args[0])], *_info(result))])
             return result
-        if self.in_loss or function in _LOSSES:
+        if self.in_loss or function in LOSSES:
             was, self.in_loss = self.in_loss, True
             try:
                 # Operations of torch that consist of others are taken apart before they come here, but not in a loss.
                 with self:
-                    outputs = _LOSSES.get(function, function.decompose)(*args, **kwargs)
+                    outputs = LOSSES.get(function, function.decompose)(*args, **kwargs)
             finally:
                 self.in_loss = was
             if outputs is not NotImplemented:
@@ -183,21 +170,17 @@ class _Recorder(TorchDispatchMode):
                 fix = "model.eval(), if it is in training mode; else a module without that write"
                 raise RecordingError(f"{name} of the network is computed from the volume, for the next run; fix: {fix}")
 
-    def own_gradient(self, name: str) -> RecordingError:
-        """Return the error for a function with a backward pass of its own."""
-        fix = "operations of torch, such as value + (other - value).detach()"
-        return RecordingError(f"{self.write.path} runs {name}, whose gradient is not in its operations; fix: {fix}")
-
     def add(self, function: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         macs = count_macs(function, args, kwargs, outputs)
         args, kwargs = _read_arguments(function, args, kwargs)
-        drawn = _find_drawn(function, args, kwargs)
+        named = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
+        drawn = find_drawn(function, named)
         if drawn is not None and self.seed is not None:
             values = self.value_of(self.seed), self.drawn, *drawn
             self.drawn += 1
             self.note(outputs, [self.write.append("random", values, *_info(outputs))])
             return
-        still = self.check_repeatable(function, args, kwargs)
+        still = self.check_repeatable(function, named)
         if function._schema.is_mutable and not still:
             raise RecordingError(f"{self.write.path} writes in place, {function}")
         args, kwargs = (map_values(part, Tensor, self.value_of) for part in (args, kwargs))
@@ -248,9 +231,8 @@ class _Recorder(TorchDispatchMode):
         self.note(result, [node])
         return result
 
-    def check_repeatable(self, function: Any, args: Any, kwargs: Any) -> bool:
+    def check_repeatable(self, function: Any, named: dict[str, Any]) -> bool:
         """Refuse what draws random numbers or updates running statistics; return whether it could, and does not."""
-        named = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
         still = any(named.get(name, self) == number for name, number in _STILL.items())
         if torch.Tag.nondeterministic_seeded in function.tags and not still:
             raise RecordingError(f"{self.write.path} draws random numbers, {function.overloadpacket}; fix: a buffer")
@@ -278,23 +260,6 @@ class _Recorder(TorchDispatchMode):
             raise RecordingError(f"{self.write.path} reads a computed number in Python (item, float, if); fix: {fix}")
         with with_numbers():
             return run_whole(self.graph, [], value).item()
-
-
-def _find_drawn(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, float, float] | None:
-    """Return the distribution from which an operation draws a number for each position; None if it does not."""
-    named = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
-    match function.overloadpacket.__name__:
-        case "bernoulli" if isinstance(named.get("p"), float):
-            return "bernoulli", named["p"], 0.0
-        case "rand" | "rand_like":
-            return "uniform", 0.0, 1.0
-        case "uniform":
-            return "uniform", named["from"], named["to"]
-        case "randn" | "randn_like":
-            return "normal", 0.0, 1.0
-        case "normal" | "normal_functional" if isinstance(named.get("mean"), float):
-            return "normal", named["mean"], named["std"]
-    return None
 
 
 def _cost_layer(
@@ -339,7 +304,7 @@ class _NetworkFunctions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for each in tensors((args, kwargs or {})):
             if issubclass(kind := type(each.grad_fn), BackwardCFunction):
-                raise self.recorder.own_gradient(kind.__name__)
+                raise own_gradient(self.recorder.write.path, kind.__name__)
         args, kwargs = map_values((tuple(args), kwargs or {}), Tensor, self.recorder.hold)
         if function in (Tensor.numpy, Tensor.__array__):  # of memory in which nothing was computed
             path = self.recorder.write.path
@@ -356,44 +321,13 @@ class _NetworkFunctions(TorchFunctionMode):
         own = self.recorder.write.path, name_function(function) if whole is None else whole.function
         first, number = len(graph.nodes), self.counts[own]
         self.counts[own] += 1
-        outputs = run_recorded(function, *args, **kwargs)
-        if self.recorder.seed is not None and (function in _DETACHING or not torch.is_grad_enabled()):
-            outputs = _detach(outputs, tensors((args, kwargs)))
+        run = run_recorded if self.recorder.stops is None else self.recorder.stops.run
+        outputs = run(function, *args, **kwargs)
         note_outputs(outputs)
         if len(graph.nodes) > first or whole is not None:
             shapes = tuple(tuple(each.shape) for each in tensors(outputs))
             graph.calls.append(FunctionCall(*own, number, (first, len(graph.nodes)), shapes))
         return outputs
-
-
-def _detach(outputs: Any, given: Sequence[Tensor]) -> Any:
-    """Stop the gradients of what a function returns, but of what it was given and has written to."""
-    own = {id(each) for each in given}
-
-    def stop(tensor: Tensor) -> Tensor:
-        is_smooth = tensor.is_floating_point() or tensor.is_complex()
-        return torch.ops.farfield_streaming.detach(tensor) if is_smooth and id(tensor) not in own else tensor
-
-    return map_values(outputs, Tensor, stop)
-
-
-@contextmanager
-def _without_functions(recorder: _Recorder) -> Iterator[None]:
-    """Refuse functions that have a backward pass of their own, which is no operation; a checkpoint is what it runs."""
-    apply: Any = vars(torch.autograd.Function)["apply"]
-
-    def run(function: Any, *args: Any) -> Any:
-        if function is CheckpointFunction:
-            return args[0](*args[2:])
-        if function.__module__.startswith("farfield."):
-            return apply.__get__(None, function)(*args)
-        raise recorder.own_gradient(function.__name__)
-
-    torch.autograd.Function.apply = classmethod(run)
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = apply
 
 
 def record_network(
@@ -422,8 +356,9 @@ def record_network(
     with torch.inference_mode(False), with_numbers(), without_numbers(), copied(network, make, discard=True) as fake:
         # No name is for the recorder: what it has recorded would be there when tensors that are left are looked for.
         graph = _record(_Recorder(device, constants, before or Graph(), draws), fake, network, volumes, finish)
-    # Outside of the context, in which the results of operations have no numbers.
-    graph.constants = {name: tensor.detach().to(device) for name, tensor in graph.constants.items()}
+    # Outside of the context, in which the results of operations have no numbers; in training, with their history.
+    for name, tensor in graph.constants.items():
+        graph.constants[name] = (tensor if draws else tensor.detach()).to(device)
     sweep(graph)
     graph = split_tokens(graph)
     for node in graph.nodes:
@@ -447,12 +382,14 @@ def _record(
         dtype = autocast_dtype(torch.empty(0, device=device))
         autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
         # cuDNN has operations of its own for what torch has on each device.
-        is_trained = recorder.seed is not None
-        functions = _without_functions(recorder) if is_trained else nullcontext()
-        grad = torch.set_grad_enabled(is_trained)
+        stops = recorder.stops
+        functions = nullcontext() if stops is None else without_functions(recorder.running)
+        grad = torch.set_grad_enabled(stops is not None)
         with functions, grad, autocast, without_cudnn(), recorder, _NetworkFunctions(recorder), recorded_for_tiles():
             output = finish(fake(*map(recorder.hold, inputs)))
             outputs = output if isinstance(output, list) else [output]
+            if stops is not None:
+                stops.refuse_stale(outputs)
             values = [recorder.value_of(recorder.numbers_of(each)) for each in outputs]
             graph.output = values[0]
             if isinstance(output, list):

@@ -280,8 +280,13 @@ def join_boxes(tensors: Sequence[Tensor], region: Region) -> Tensor:
     return rest[0].reshape([count_positions((dim,)) for dim in region])
 
 
-def write_box(tensor: Tensor, layout: Layout, box: Box, value: Tensor) -> None:
+def write_box(tensor: Tensor, layout: Layout, box: Box, value: Tensor, *, add: bool = False) -> None:
+    """Write a box, or add to it, by pieces: where a dimension has several, it is a copy that is read."""
     view = tensor.view([piece.length for dim in layout for piece in dim])
     for axis, (start, stop) in enumerate(span for spans in box for span in spans):
         view = view.narrow(axis, start, stop - start)
-    view.copy_(value.reshape(view.shape))
+    value = value.reshape(view.shape)
+    if add:
+        view += value.to(view.device)
+    else:
+        view.copy_(value)

@@ -180,9 +180,9 @@ class VolumeSource:
             )
         if box.dtype.kind in "iu" and box.dtype.itemsize > 2 and self.dtype == torch.float32:
             self.warn_of_rounding(box)
-        # As the grids: boolean, float64 or float32.
-        kind = np.bool_ if self.dtype == torch.bool else np.float64 if self.dtype == torch.float64 else np.float32
-        box = np.array(box, dtype=kind, order="C")
+        # As the grids: boolean, classes, float64 or float32.
+        kinds = {torch.bool: np.bool_, torch.int64: np.int64, torch.float64: np.float64}
+        box = np.array(box, dtype=kinds.get(self.dtype, np.float32), order="C")
         release(self.array)
         return box
 

@@ -49,6 +49,19 @@ def test_less_is_stored_in_less_memory(memory: int) -> None:
     assert farthest(got, want)[0] < 1e-10
 
 
+def test_a_step_keeps_no_more_than_it_may_until_its_backward_pass() -> None:
+    # At once, a prediction of this network has less than that of all that its passes store.
+    plans = [
+        WholeNetwork(UNet(2, "tracked"), Tiles(8, memory=memory)).plan((1, 2, 48, 64)) for memory in (4 * 10**5, 10**8)
+    ]
+    assert plans[0].stored_bytes <= 2 * 10**5 < plans[1].stored_bytes
+    assert plans[0].forward.stored_bytes < plans[0].stored_bytes
+
+
+def test_a_plan_of_several_outputs_prints() -> None:
+    assert "seconds a step" in str(WholeNetwork(UNet(2, "group", deep=True), 8).plan((1, 2, 48, 64)))
+
+
 def test_tiles_are_chosen_by_what_their_history_takes() -> None:
     plans = [WholeNetwork(convolutions(8), Tiles(memory=memory)).plan((1, 2, 1024, 1024)) for memory in (2**25, 2**28)]
     assert plans[0].forward.tile < plans[1].forward.tile

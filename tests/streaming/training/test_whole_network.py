@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import farfield
@@ -22,6 +24,7 @@ from farfield.streaming.labels import GraphError
 from farfield.streaming.training import WholeNetwork
 from farfield.streaming.training.backward import Backward
 from helpers.explaining import explains
+from helpers.several_processes import alone
 from helpers.trained_nets import UNet, dice, differentiate, farthest
 
 TOLERANCE = 1e-10
@@ -34,6 +37,12 @@ def made(norm: str = "batch", **options: Any) -> nn.Module:
 
 def drawn(*shape: int) -> Tensor:
     return torch.randn(shape or (2, 2, 24, 32), dtype=torch.float64)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    with alone():
+        yield
 
 
 def agrees(
@@ -186,6 +195,57 @@ def test_it_is_copied_and_saved_with_its_loss() -> None:
     assert whole(volume.float(), target).dtype == torch.float32
 
 
+class Scaled(nn.Conv2d):
+    """A convolution times a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 3, 3, padding=1, dtype=torch.float64)
+        self.scale = torch.full((3, 1, 1), 1.5, dtype=torch.float64, requires_grad=True)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return super().forward(grid) * self.scale
+
+
+def test_tensors_that_are_no_parameters_have_gradients() -> None:
+    net, volume, target = Scaled(), drawn(), drawn(2, 3, 24, 32)
+    outer = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * outer
+
+    leaf = net.scale
+    for scale in (leaf, leaf.exp()):
+        net.scale = scale
+        got = torch.autograd.grad(WholeNetwork(net, 8, loss)(volume, target), (leaf, outer), retain_graph=True)
+        want = torch.autograd.grad(loss(net(volume), target), (leaf, outer))
+        torch.testing.assert_close(got, want)
+
+
+class Centred(nn.Module):
+    """A user's layer, whose tensor is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.full((2, 1, 1), 1.5, dtype=torch.float64, requires_grad=True)
+
+    def forward(self, grid: Tensor) -> Tensor:
+        return self.respond(grid, self.summarize(grid))
+
+    def summarize(self, tile: Tensor) -> Tensor:
+        return torch.stack([tile.flatten(2).sum(2), torch.full(tile.shape[:2], tile[0, 0].numel(), dtype=tile.dtype)])
+
+    def respond(self, tile: Tensor, sums: Tensor) -> Tensor:
+        return (tile - (sums[0] / sums[1])[:, :, None, None]) * self.scale
+
+
+def test_tensors_of_a_users_layer_have_gradients() -> None:
+    net, volume = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1).double(), Centred()), drawn()
+    got, want = (
+        torch.autograd.grad(call(volume).square().mean(), net[1].scale) for call in (WholeNetwork(net, 8), net)
+    )
+    torch.testing.assert_close(got, want)
+
+
 def test_a_loss_with_parameters_has_their_gradients() -> None:
     class Learned(nn.Module):
         def __init__(self) -> None:
@@ -271,6 +331,21 @@ def test_a_parameter_that_is_written_before_the_backward_pass_is_noticed() -> No
         loss.backward()
 
 
+def test_masked_positions_of_a_volume_in_a_file_are_refused() -> None:
+    volume = np.ma.masked_less(drawn(1, 2, 24, 32).numpy(), -2)
+    with explains(ValueError, "WholeNetwork", "masked", "numpy.ma.filled"):
+        WholeNetwork(made("instance"), 8)(volume)
+
+
+def test_classes_of_a_file_are_whole_numbers_of_any_size() -> None:
+    volume, ignored = drawn(1, 2, 24, 32), 2**24 + 1  # which float32 rounds
+    target = np.where(np.arange(32) < 8, ignored, 1) + np.zeros((1, 24, 1), np.int64)
+    net = made("instance")
+    want = F.cross_entropy(net(volume), torch.from_numpy(target), ignore_index=ignored)
+    got = WholeNetwork(net, 8, nn.CrossEntropyLoss(ignore_index=ignored))(volume, target)
+    torch.testing.assert_close(got, want)
+
+
 def test_a_loss_that_chooses_by_numbers_works_outside_alone() -> None:
     def hardest(output: Tensor, target: Tensor) -> Tensor:
         losses = (output - target).square().flatten()
@@ -284,8 +359,11 @@ def test_a_loss_that_chooses_by_numbers_works_outside_alone() -> None:
 
 def test_parts_that_cannot_be_taken_apart_are_refused() -> None:
     net = nn.Sequential(nn.Conv2d(1, 1, 1), torch.compile(nn.Conv2d(1, 1, 1)))
-    with explains(TypeError, "WholeNetwork: 1 is compiled"):
-        WholeNetwork(net)
+    other = nn.Conv2d(1, 1, 1)
+    other.compile()
+    for compiled in (net, nn.Sequential(nn.Conv2d(1, 1, 1), other)):
+        with explains(TypeError, "WholeNetwork: 1 is compiled"):
+            WholeNetwork(compiled)
     with explains(TypeError, "WholeNetwork"):
         WholeNetwork(lambda grid: grid)  # type: ignore[arg-type]
     with explains(ValueError, "WholeNetwork", "statistics"):
@@ -294,6 +372,22 @@ def test_parts_that_cannot_be_taken_apart_are_refused() -> None:
         WholeNetwork(nn.Conv2d(2, 1, 1), 8)(drawn()[0].float())
     with explains(ValueError, "WholeNetwork", "does not take", "2, 24, 32", fix=False):
         WholeNetwork(nn.Conv2d(3, 1, 1), 8)(drawn().float())
+
+
+def test_networks_of_several_processes_are_refused(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for spread in (fully_shard(nn.Conv2d(2, 1, 1), mesh=mesh), DistributedDataParallel(nn.Conv2d(2, 1, 1))):
+        with explains(TypeError, "WholeNetwork", "spread over processes"):
+            WholeNetwork(nn.Sequential(spread), 8)
+    whole = WholeNetwork(nn.Sequential(nn.Conv2d(2, 2, 1), nn.SyncBatchNorm(2)), 8)
+    fully_shard(whole.network[0], mesh=mesh)
+    with explains(TypeError, "WholeNetwork: 0 is spread over processes"):
+        whole(drawn().float())
+    whole = WholeNetwork(nn.Sequential(nn.Conv2d(2, 2, 1), nn.SyncBatchNorm(2)), 8)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with explains(ValueError, "WholeNetwork: 1 has statistics of several processes"):
+        whole(drawn().float())
+    whole.eval()(drawn().float()).sum().backward()
 
 
 def test_sums_without_a_gradient_in_tiles_are_refused() -> None:
@@ -357,7 +451,26 @@ def write_and_look(grid: Tensor) -> Tensor:
     return grid / scale
 
 
+def fill_without(grid: Tensor) -> Tensor:
+    """Write to a new tensor and its views, where no gradient is wanted."""
+    with torch.no_grad():
+        mask = torch.zeros_like(grid)
+        mask[:, 0] = 1
+        mask[:, 1].fill_(2)
+        mask[:, 2].copy_(grid[:, 1])
+    mask.data[:, 3] = 3
+    return grid * mask
+
+
+def write_to_a_copy(grid: Tensor) -> Tensor:
+    copied = grid.clone().detach()
+    copied[:, 0] = 3
+    return grid * copied.mul_(2)
+
+
 STOPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "fill a new one": fill_without,
+    "write to a copy": write_to_a_copy,
     "detach": lambda grid: grid * grid.mean((2, 3), keepdim=True).detach(),
     "straight through": lambda grid: grid + (grid.round() - grid).detach(),
     "no_grad": lambda grid: grid * scaled_without(grid),
@@ -370,6 +483,76 @@ STOPS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", STOPS)
 def test_gradients_stop_where_the_network_stops_them(name: str) -> None:
     agrees(Stopping(STOPS[name]).double(), lambda call, grid: call(grid).square().mean(), drawn())
+
+
+def write_without(grid: Tensor) -> Tensor:
+    with torch.no_grad():
+        grid.mul_(2)
+    return grid
+
+
+def write_from_without(grid: Tensor) -> Tensor:
+    with torch.no_grad():
+        total = torch.zeros_like(grid)
+        total += grid
+    return grid * total
+
+
+def write_over_without(grid: Tensor) -> Tensor:
+    grid = grid * 2
+    with torch.no_grad():
+        torch.zeros(grid.shape, dtype=grid.dtype, out=grid)
+    return grid
+
+
+def write_to_a_view_without(grid: Tensor) -> Tensor:
+    grid = grid * 2
+    with torch.no_grad():
+        view = grid[:, 0]
+        view.mul_(3)
+    return grid
+
+
+def write_to_data(grid: Tensor) -> Tensor:
+    grid.data.mul_(3)
+    return grid
+
+
+def write_to_detached(grid: Tensor) -> Tensor:
+    grid = grid * 2
+    grid.detach()[:, 0] = 3
+    return grid
+
+
+def write_beside_detached(grid: Tensor) -> Tensor:
+    grid = grid * 2
+    before = grid.detach()
+    grid.mul_(2)
+    return grid * before
+
+
+@pytest.mark.parametrize(
+    ("function", "fix"),
+    [
+        (write_without, "(other - value).detach()"),
+        (write_from_without, "(other - value).detach()"),
+        (write_over_without, "(other - value).detach()"),
+        (write_to_a_view_without, "detach().clone()"),
+        (write_to_data, "detach().clone()"),
+        (write_to_detached, "detach().clone()"),
+        (write_beside_detached, "detach().clone()"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+@pytest.mark.parametrize("is_last", [False, True], ids=["within", "last"])
+def test_writes_that_have_another_gradient_in_torch_are_refused(
+    function: Callable[[Tensor], Tensor], fix: str, is_last: bool
+) -> None:
+    net = Stopping(function)
+    if is_last:
+        net.last = nn.Identity()
+    with explains(GraphError, "WholeNetwork", fix):
+        WholeNetwork(net.double(), 8)(drawn())
 
 
 def test_a_function_with_a_backward_pass_of_its_own_is_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield.streaming.graph import draw_at
+from farfield.streaming.random_numbers import draw_at
 from farfield.streaming.rules.rule import (
     FIX,
     Core,

@@ -25,29 +25,11 @@ from farfield.streaming.plan import StreamingPlan, find_wanted, own_box
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.rules.windows import CONVOLUTION, HOLLOW
 from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.spans import Box, Layout, Span, read_box, region_of, whole_box
+from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, write_box
 from farfield.streaming.training.step import Step
 
 # Gradients; None where there is none.
 Grads = list[Tensor | None]
-
-
-class GradientGrid:
-    """The gradient of a whole value, to which tiles add boxes."""
-
-    def __init__(self, whole: Tensor, layout: Layout, device: torch.device) -> None:
-        self.whole, self.layout, self.device = whole, layout, device
-
-    def add(self, box: Box, grad: Tensor) -> None:
-        """Add to a box, by pieces: a box of a dimension that has several is a copy where it is read."""
-        place = self.whole.view([piece.length for dim in self.layout for piece in dim])
-        for axis, (start, stop) in enumerate(span for spans in box for span in spans):
-            place = place.narrow(axis, start, stop - start)
-        place += grad.reshape(place.shape).to(self.whole.device)
-
-    def read(self, box: Box) -> Tensor:
-        """Return a box, on the device of the network."""
-        return read_box(self.whole, region_of(whole_box(self.layout)), box).contiguous().to(self.device)
 
 
 class _Leaves(dict[int, Parts]):
@@ -100,7 +82,7 @@ class Backward:
         self.totals: Grads = [None] * len(self.followed)
         pairs = zip(step.outputs, grads, strict=True)
         # Of values, and of the merged parts of sums, by their place.
-        self.grids = {value: self._as_grid(value, grad.contiguous()) for value, grad in pairs if grad is not None}
+        self.grids = {value: grad.contiguous() for value, grad in pairs if grad is not None}
         self.parts: dict[int, Grads] = {}
         # What the tile that runs has read.
         self.read: list[tuple[Value, Box, Tensor]] = []
@@ -122,7 +104,7 @@ class Backward:
                     self.step.stored.pop(value).close()
             for index in each.reductions:
                 self.step.sums.pop(index, None)
-        of_volumes = [self.grids[value].whole if value in self.grids else None for value in self.inputs]
+        of_volumes = [self.grids.get(value) for value in self.inputs]
         pairs = zip(self.totals, self.followed, strict=True)
         return of_volumes, [None if total is None else total.to(like.dtype) for total, like in pairs]
 
@@ -175,7 +157,7 @@ class Backward:
                 return read_box(known[value], region_of(wanted[value]), box)
 
             pairs: list[tuple[Tensor, Tensor | None]]
-            pairs = [(part(value, box), self.grids[value].read(box)) for value, box in own.items()]
+            pairs = [(part(value, box), self._read_gradient(value, box)) for value, box in own.items()]
             for index, each in summarized.items():
                 parts = summarize_tile(self.labelled, index, each, part, tile)
                 pairs += self._pull(index, parts, rest)
@@ -206,11 +188,12 @@ class Backward:
             return
         if value not in self.grids:
             on_disk = self.items.on_disk and value not in self.inputs
-            self.grids[value] = self._as_grid(value, _make_zeros(*self.step.graph.info(value), grad.device, on_disk))
-        self.grids[value].add(box, grad)
+            self.grids[value] = _make_zeros(*self.step.graph.info(value), grad.device, on_disk)
+        write_box(self.grids[value], self.labelled.layouts[value], box, grad, add=True)
 
-    def _as_grid(self, value: Value, whole: Tensor) -> GradientGrid:
-        return GradientGrid(whole, self.labelled.layouts[value], self.step.graph.device)
+    def _read_gradient(self, value: Value, box: Box) -> Tensor:
+        whole = region_of(whole_box(self.labelled.layouts[value]))
+        return read_box(self.grids[value], whole, box).contiguous().to(self.step.graph.device)
 
 
 def _make_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, on_disk: bool) -> Tensor:

@@ -19,13 +19,13 @@ from farfield.nn.devices import free_bytes
 from farfield.nn.network_copy import CannotCopyError, copied
 from farfield.nn.scripted_network import ScriptError
 from farfield.streaming.arguments import Tiles, round_up_tile
-from farfield.streaming.choosing import choose_plan, refuse_large_summaries
-from farfield.streaming.cuts import MAC, Crossing, choose_cuts, estimate_seconds, find_stretches
+from farfield.streaming.choosing import choose_ends, choose_plan, refuse_large_summaries
+from farfield.streaming.cuts import MAC, Crossing, Stretch, estimate_seconds, find_stretches
 from farfield.streaming.graph import Graph, Info, RecordingError, Value
-from farfield.streaming.labels import GraphError, find_regions
+from farfield.streaming.labels import GraphError, LabelledGraph, find_regions
 from farfield.streaming.places import RecordedNetwork
-from farfield.streaming.plan import PlannedPass, StreamingPlan, find_wanted
-from farfield.streaming.planning import choose_threads, count_costs, find_stored, make_plan
+from farfield.streaming.plan import PlannedPass, StreamingPlan, count_stored, find_wanted
+from farfield.streaming.planning import choose_threads, count_costs
 from farfield.streaming.record import record_network
 from farfield.streaming.rules.sums import with_ties
 from farfield.streaming.rules.windows import CONVOLUTION
@@ -48,26 +48,12 @@ class WithLoss(nn.Module):
         return output if self.loss is None else self.loss(output, *volumes[self.count :])
 
 
-class Returned(NamedTuple):
-    """What a network returns: its leaves, of which some are tensors, and how they are nested."""
+class RecordedCall(NamedTuple):
+    """The graph of a call, and what the network returns: its leaves, of which some are tensors, and how they nest."""
 
+    graph: Graph
     leaves: list[Any]
     spec: TreeSpec
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [each for each in self.leaves if isinstance(each, Tensor)]
-
-    def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the same with other tensors."""
-        rest = iter(tensors)
-        leaves = [next(rest) if isinstance(each, Tensor) else each for each in self.leaves]
-        return tree_unflatten(leaves, self.spec)
-
-
-class RecordedCall(NamedTuple):
-    graph: Graph
-    returned: Returned
 
     @property
     def outputs(self) -> tuple[Value, ...]:
@@ -76,6 +62,12 @@ class RecordedCall(NamedTuple):
         if node.op != "several":
             return (self.graph.output,)
         return tuple(Value(self.graph.output.node, place) for place in range(len(node.outputs)))
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """Return what the network returns, with these tensors."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(each, Tensor) else each for each in self.leaves]
+        return tree_unflatten(leaves, self.spec)
 
 
 def find_tracked(network: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -98,11 +90,12 @@ def record_call(
     network: nn.Module, loss: Callable[..., Any] | None, count: int, volumes: Sequence[Info]
 ) -> RecordedCall:
     """Record a network as it is, in training or not, on volumes of which so many are its own."""
-    name, returned = type(network).__name__, list[Returned]()
+    name, returned = type(network).__name__, tree_flatten(())
 
     def finish(output: Any) -> Any:
-        returned.append(Returned(*tree_flatten(output)))
-        tensors = returned[-1].tensors
+        nonlocal returned
+        returned = tree_flatten(output)
+        tensors = [each for each in returned[0] if isinstance(each, Tensor)]
         if not tensors:
             fix = "a tensor, or a tuple, list or dict of tensors"
             raise refusal(TypeError, f"{name} returns {type(output).__name__} without a tensor; fix: {fix}.")
@@ -118,7 +111,7 @@ def record_call(
             raise
         shapes = ", ".join(str(tuple(each.shape)) for each in volumes)
         raise refusal(ValueError, f"{name} does not take {shapes}: {error}") from error
-    return RecordedCall(graph, returned[-1])
+    return RecordedCall(graph, *returned)
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,7 @@ class TrainingPlan:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all stored values."""
-        return sum(self.forward.labelled.graph.info(value).bytes for value in self.forward.stored)
+        return count_stored(self.forward.labelled, self.forward.passes, keeps_all=True)
 
     @cached_property
     def tile_bytes(self) -> int:
@@ -192,7 +185,9 @@ def plan_call(recorded: RecordedCall, size: tuple[int, ...], tiles: Tiles) -> Tr
     allowed = tiles.disk or memory / 2
     for times in (1, 2, 4, 8, 16, 32):
         chosen = choose_plan(network, replace(tiles, memory=int(memory / times)), given, graph.device, None)
-        forward = _end_passes(chosen, allowed, on_disk=bool(tiles.disk))
+        labelled, tile = chosen.labelled, chosen.tile
+        forward = choose_ends(labelled, tile, allowed, _price_step(labelled, tile), prices=12, keeps_all=True)
+        forward = replace(forward, on_disk=bool(tiles.disk and forward.stored), threads=choose_threads(forward))
         plan = TrainingPlan(forward, count_costs(_plan_items(forward, recorded.outputs)))
         # A prediction keeps no history of a tile.
         if given is not None or plan.tile_bytes <= memory:
@@ -207,26 +202,16 @@ def plan_call(recorded: RecordedCall, size: tuple[int, ...], tiles: Tiles) -> Tr
     return plan
 
 
-def _end_passes(plan: StreamingPlan, allowed: float, *, on_disk: bool) -> StreamingPlan:
-    """Return the plan whose passes end where a step takes least, if what they store fits in so many bytes."""
-    labelled, nodes = plan.labelled, plan.labelled.graph.nodes
-    if labelled.cut:
-        crossing, share = Crossing(labelled), math.prod(plan.tile) / math.prod(plan.size)
-        stretches = []
-        for each in find_stretches(labelled, plan.tile):
-            ends = {value.node for value in crossing.at(each.last) if crossing.places[value.node] > each.first}
-            hollow = sum(nodes[index].macs for index in ends if nodes[index].op == CONVOLUTION) * share * MAC
-            # A stretch runs forward, again, and for two gradients; what is stored, and its gradient, are read, too.
-            stretches.append(each._replace(computed=4 * each.computed - hollow, stored=3 * each.stored))
-        for price in range(12):
-            # The dearer it is to store, the less is stored.
-            cuts = choose_cuts(labelled, [each._replace(stored=2**price * each.stored) for each in stretches])
-            other = make_plan(labelled, plan.tile, find_stored(labelled, cuts), cuts)
-            if sum(labelled.graph.info(value).bytes for value in other.stored) <= allowed:
-                plan = replace(other, on_disk=on_disk and bool(other.stored))
-                break
-    plan = count_costs(plan)
-    return replace(plan, threads=choose_threads(plan))
+def _price_step(labelled: LabelledGraph, tile: Sequence[int]) -> list[Stretch]:
+    """Return the stretches with what they take of a step: forward, again, and for two gradients."""
+    crossing, share, stretches = Crossing(labelled), math.prod(tile) / math.prod(labelled.size), []
+    for each in find_stretches(labelled, tile) if labelled.cut else ():
+        ends = {value.node for value in crossing.at(each.last) if crossing.places[value.node] > each.first}
+        nodes = (labelled.graph.nodes[index] for index in ends)
+        hollow = sum(node.macs for node in nodes if node.op == CONVOLUTION) * share * MAC
+        # What is stored, and its gradient, are read, too.
+        stretches.append(each._replace(computed=4 * each.computed - hollow, stored=3 * each.stored))
+    return stretches
 
 
 def _is_smooth(info: Info) -> bool:

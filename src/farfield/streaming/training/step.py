@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,18 +13,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from farfield.ops.modes import autocast_dtype
-from farfield.streaming.blocks import Blocks
 from farfield.streaming.graph import Graph, Value, run_whole
+from farfield.streaming.passes import Store
 from farfield.streaming.plan import StreamingPlan, find_wanted, own_box
 from farfield.streaming.records import Records, empty_record
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.rules.sums import find_moments
 from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.spans import Box, read_box, region_of, whole_box, write_box
-from farfield.streaming.store import StoredInFile, StoredInMemory, StoredValue
-
-# (the number of a volume, a box) -> its numbers
-ReadVolume = Callable[[int, Box], Tensor]
+from farfield.streaming.spans import Box, box_shape, read_box, region_of, whole_box, write_box
+from farfield.volumes.source import VolumeSource
 
 
 class Step:
@@ -34,7 +31,7 @@ class Step:
         plan: Its passes.
         graph: The graph with the tensors of the call.
         outputs: The values that it returns.
-        read_volume: Reads a box of a volume.
+        sources: The volumes, whose axes are all as spatial ones.
         tracked: Norms whose running statistics are updated, by path.
     """
 
@@ -43,10 +40,10 @@ class Step:
         plan: StreamingPlan,
         graph: Graph,
         outputs: Sequence[Value],
-        read_volume: ReadVolume,
+        sources: Sequence[VolumeSource],
         tracked: Mapping[str, nn.Module],
     ) -> None:
-        self.graph, self.outputs, self.read_volume = graph, tuple(outputs), read_volume
+        self.graph, self.outputs, self.sources = graph, tuple(outputs), sources
         # Labels are those of the plan, constants those of this call, with their history.
         self.labelled = copy.copy(plan.labelled)
         self.labelled.graph = graph
@@ -56,7 +53,7 @@ class Step:
         self.tracked: dict[int, Any] = {
             index: tracked[node.path] for index, node in order if "batch_norm" in node.op and node.path in tracked
         }
-        self.stored: dict[Value, StoredValue] = {}
+        self.stored = Store(self.plan, plan.on_disk, None, graph.device)
         # Of all tiles: merged parts of sums, and moments of norms of which nothing is cut.
         self.sums: dict[int, Parts] = {}
         self.moments: dict[int, Parts] = {}
@@ -73,9 +70,8 @@ class Step:
 
     def close(self) -> None:
         """Let go of all that is kept for the backward pass."""
-        for each in self.stored.values():
-            each.close()
-        self.stored, self.sums, self.moments, self.is_open = {}, {}, {}, False
+        self.stored.close()
+        self.sums, self.moments, self.is_open = {}, {}, False
 
     @torch.no_grad()
     def run(self) -> tuple[Tensor, ...]:
@@ -100,7 +96,8 @@ class Step:
         wanted |= {value: box for value, box in own.items() if value not in wanted}
         untiled = self._find_untiled() if is_last and index == 0 else {}
         wanted |= {value: whole_box(labelled.layouts[value]) for value in untiled.values()}
-        known = compute(labelled, wanted, {*self.graph.inputs, *self.stored} - ends, self.read, self.sums)
+        stored = {value for each in plan.passes[:number] for value in each.writes}
+        known = compute(labelled, wanted, stored.union(self.graph.inputs) - ends, self.read, self.sums)
 
         def part(value: Value, box: Box) -> Tensor:
             return read_box(known[value], region_of(wanted[value]), box)
@@ -111,26 +108,18 @@ class Step:
             if value in self.outputs:
                 write_box(results[self.outputs.index(value)], labelled.layouts[value], box, part(value, box))
             if value in plan.passes[number].writes:
-                self._stored_as(value).write(index, box, part(value, box))
+                self.stored[value].write(index, box, part(value, box))
         return {str(node): summarize_tile(labelled, node, boxes, part, tile) for node, boxes in summarized.items()}
 
     def _find_untiled(self) -> dict[int, Value]:
         """Return the operands of tracked norms of which nothing is cut, and which are no sums over tiles."""
         return {index: self.graph.nodes[index].inputs[0] for index in self.tracked if index not in self.sums}
 
-    def _stored_as(self, value: Value) -> StoredValue:
-        if value not in self.stored:
-            info, layout, device = self.graph.info(value), self.labelled.layouts[value], self.graph.device
-            self.stored[value] = StoredInMemory(info, layout, device)
-            if self.plan.on_disk:
-                blocks = Blocks(self.labelled, layout, self.plan.cores, info.dtype.itemsize)
-                self.stored[value] = StoredInFile(None, f'"{self.graph.nodes[value.node].path}"', info, blocks, device)
-        return self.stored[value]
-
     def read(self, value: Value, box: Box) -> Tensor:
         """Read a box of a volume or of a stored value."""
         if value in self.graph.inputs:
-            return self.read_volume(self.graph.inputs.index(value), box)
+            source = self.sources[self.graph.inputs.index(value)]
+            return source.read(tuple(spans[0] for spans in box)).reshape(box_shape(box)).contiguous()
         return self.stored[value].read(0, box)
 
     def _update_buffers(self) -> None:

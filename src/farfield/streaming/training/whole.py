@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,7 @@ from farfield.streaming._predict_whole import predict_whole
 from farfield.streaming.arguments import Tiles, parse_tiles, spatial_dims_of
 from farfield.streaming.graph import Graph, Info
 from farfield.streaming.plan import StreamingPlan, describe_graph
-from farfield.streaming.record import SEED
-from farfield.streaming.spans import Box
+from farfield.streaming.random_numbers import SEED
 from farfield.streaming.training.backward import Backward
 from farfield.streaming.training.planning import (
     RecordedCall,
@@ -28,6 +28,8 @@ from farfield.streaming.training.planning import (
     record_call,
 )
 from farfield.streaming.training.step import Step
+from farfield.volumes.axes_view import AxesView
+from farfield.volumes.source import AxisLayout, VolumeSource
 from farfield.volumes.volume import split_volume
 
 # Plans that are kept: volumes may be of many sizes.
@@ -100,7 +102,7 @@ class WholeNetwork(nn.Module):
         loss: The argument.
 
     Raises:
-        TypeError: If `network` is no module, or has a part that is compiled or that FSDP has sharded.
+        TypeError: If `network` is no module, or has a part that is compiled, or spread over processes by DDP or FSDP.
         ValueError: If the tiles are those of `statistics="tile"`. In a call: if an operation does not run in tiles, or
             has no gradient there (`farfield.streaming.labels.GraphError`), or the network does not take the volume.
         RuntimeError: In the backward pass, if it has run already, or with `create_graph=True`.
@@ -164,16 +166,17 @@ class WholeNetwork(nn.Module):
             volume = volumes if len(volumes) > 1 else volumes[0]
             return predict_whole(self.network, volume, tile=self.tiles, quiet=True)
         with door("WholeNetwork"):
+            _refuse_network(self.network)
             _refuse_synchronized(self.network)
             count, sources = self._arrange(volumes)
-            recorded, plan = self._plan(count, [each.info for each in sources])
+            recorded, plan = self._plan(count, [Info(each.shape, each.dtype) for each in sources])
             graph, modules = self._bind(recorded, plan.forward)
             tracked = {f"network.{path}" if path else "network": norm for path, norm in find_tracked(self.network)}
-            step = Step(plan.forward, graph, recorded.outputs, lambda number, box: sources[number].read(box), tracked)
+            step = Step(plan.forward, graph, recorded.outputs, sources, tracked)
             tensors = [each.array if isinstance(each.array, Tensor) else None for each in sources]
             roots = [step.constants[value] for value in step.roots]
             results = _Whole.apply(step, plan.items, (len(tensors), len(roots)), *tensors, *roots, *modules)
-        return recorded.returned.fill(results)
+        return recorded.fill(results)
 
     @door("WholeNetwork.plan")
     def plan(self, *volumes: Any) -> TrainingPlan:
@@ -191,27 +194,29 @@ class WholeNetwork(nn.Module):
             for each in volumes
         ]
         count, sources = self._arrange(given)
-        return self._plan(count, [each.info for each in sources])[1]
+        return self._plan(count, [Info(each.shape, each.dtype) for each in sources])[1]
 
-    def _arrange(self, volumes: Sequence[Any]) -> tuple[int, list[_Source]]:
+    def _arrange(self, volumes: Sequence[Any]) -> tuple[int, list[VolumeSource]]:
         """Return how many volumes are the network's, and all of them."""
         if not volumes:
             raise refusal(TypeError, "a volume is missing; fix: whole(volume).")
         first = volumes[0] if isinstance(volumes[0], tuple) else (volumes[0],)
         own, others = (volumes, ()) if self.loss is None else (first, volumes[1:])
-        device, dtype = device_of(self.network), dtype_of(self.network)
-        sources = []
+        arrays, device, dtype = [], device_of(self.network), dtype_of(self.network)
         for place, each in enumerate((*own, *others)):
-            array = np.asarray(each) if isinstance(each, int | float) else split_volume(each)[1]
-            if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            arrays.append(np.asarray(each) if isinstance(each, int | float) else split_volume(each)[1])
+            if not hasattr(arrays[-1], "shape") or not hasattr(arrays[-1], "dtype"):
                 raise refusal(
                     TypeError, f"argument {place} must be an array, got {type(each).__name__}; fix: a tensor."
                 )
-            sources.append(_Source(array, device, dtype if place < len(own) else None, dtype))
-        dims = spatial_dims_of(self.network, self.tiles.size, sources[0].shape)
-        for source in sources:
-            count = 1 if len(source.shape) < dims else dims + 1  # a label, or numbers at positions
-            source.add_axes(dims + 2 if source in sources[: len(own)] else count)
+        dims, sources = spatial_dims_of(self.network, self.tiles.size, tuple(arrays[0].shape)), []
+        for place, array in enumerate(arrays):
+            is_own, kind = place < len(own), array.dtype
+            if not isinstance(kind, torch.dtype):
+                kind = dtype if is_own or np.dtype(kind).kind == "f" else torch.int64
+            # Beside the volume: numbers at positions, or a label of each whole.
+            axes = dims + 2 if is_own else 1 if len(array.shape) < dims else dims + 1
+            sources.append(_open_source(array, axes, device, kind))
         if len(sources[0].shape) != dims + 2:
             raise refusal(
                 ShapeError,
@@ -231,13 +236,8 @@ class WholeNetwork(nn.Module):
         return recorded, self._plans[key][1]
 
     def _bind(self, recorded: RecordedCall, plan: StreamingPlan) -> tuple[Graph, list[Tensor]]:
-        """Give the graph the tensors of the network, and a seed; return also the parameters of its layers."""
-        graph, own = recorded.graph, dict[str, Tensor]()
-        for name, module in (("network", self.network), ("loss", self.loss)):
-            if isinstance(module, nn.Module):
-                tensors = [*module.named_parameters(), *module.named_buffers()]
-                own |= {f"{name}.{path}": each for path, each in tensors}
-        graph.constants |= {name: own[name] for name in graph.constants if name in own}
+        """Give the graph a seed, and layers their modules, of which the tensors with a gradient are returned, too."""
+        graph = recorded.graph
         if SEED in graph.constants:
             graph.constants[SEED] = torch.randint(2**62, (), device=graph.device)
         modules: dict[Tensor, None] = {}
@@ -245,7 +245,9 @@ class WholeNetwork(nn.Module):
             if graph.nodes[index].op == "layer":
                 layer = plan.labelled.calls[index].args[0]
                 layer.module = self.get_submodule(layer.path)
-                modules |= dict.fromkeys(each for each in layer.module.parameters() if each.requires_grad)
+                own = [layer.module.parameters(), *(vars(module).values() for module in layer.module.modules())]
+                given = (each for each in chain(*own) if isinstance(each, Tensor))
+                modules |= dict.fromkeys(each for each in given if each.requires_grad)
         return graph, list(modules)
 
     def _apply(self, function: Any, recurse: bool = True) -> WholeNetwork:
@@ -258,34 +260,12 @@ class WholeNetwork(nn.Module):
         return vars(self) | {"_plans": {}}
 
 
-class _Source:
-    """An argument of a call, which is read by boxes."""
-
-    def __init__(self, array: Any, device: torch.device, dtype: torch.dtype | None, of_floats: torch.dtype) -> None:
-        self.array, self.device, self.shape = array, device, tuple(map(int, array.shape))
-        own = array.dtype
-        if not isinstance(own, torch.dtype):
-            own = dtype or (of_floats if np.dtype(own).kind == "f" else torch.int64)
-        self.dtype = own
-
-    @property
-    def info(self) -> Info:
-        return Info(self.shape, self.dtype)
-
-    def add_axes(self, count: int) -> None:
-        """Add axes before those of an array in a file, which may have no samples and channels."""
-        if not isinstance(self.array, Tensor):
-            self.shape = (1,) * (count - len(self.shape)) + self.shape
-
-    def read(self, box: Box) -> Tensor:
-        """Read a box."""
-        place = tuple(slice(*spans[0]) for spans in box)
-        part = self.array[place[len(self.shape) - len(self.array.shape) :]]
-        if not isinstance(part, Tensor):
-            # A copy in the machine's order of bytes: torch takes no other, and no file that is read only.
-            part = torch.from_numpy(np.array(part, part.dtype.newbyteorder("=")))
-            part = part.reshape([each.stop - each.start for each in place])
-        return part.detach().to(self.device, self.dtype).contiguous()
+def _open_source(array: Any, dims: int, device: torch.device, dtype: torch.dtype) -> VolumeSource:
+    """Open an argument, all of whose axes are read by boxes; an array in a file may lack the first of its axes."""
+    missing = 0 if isinstance(array, Tensor) else max(0, dims - len(array.shape))
+    if missing:
+        array = AxesView(array, (*(None,) * missing, *range(len(array.shape))), {})
+    return VolumeSource(array, AxisLayout(0, False, len(array.shape)), device, dtype, caller="WholeNetwork")
 
 
 def _is_shape(given: Any) -> bool:
@@ -300,9 +280,9 @@ def _refuse_network(network: nn.Module) -> None:
             fix = "WholeNetwork of the module without torch.compile"
             raise refusal(TypeError, f"{path or kind} is compiled, and tiles run its operations; fix: {fix}.")
         shards = any(type(each).__name__ in ("DTensor", "FlatParameter") for each in module.parameters(recurse=False))
-        if kind == "FullyShardedDataParallel" or shards:
-            fix = "DistributedDataParallel(WholeNetwork(network)), in which each process has all of them"
-            raise refusal(TypeError, f"{path or kind} has parameters that FSDP has sharded; fix: {fix}.")
+        if kind in ("DistributedDataParallel", "FullyShardedDataParallel") or shards:
+            fix = "DistributedDataParallel(WholeNetwork(network)), in which each process has all parameters"
+            raise refusal(TypeError, f"{path or kind} is spread over processes, by DDP or FSDP; fix: {fix}.")
 
 
 def _refuse_synchronized(network: nn.Module) -> None:
