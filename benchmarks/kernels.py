@@ -1,4 +1,4 @@
-"""Time of the CPU kernels and of the equations they replace, in copies of the grid: the table of docs/performance.md.
+"""Time of the CPU kernels and of the equations they replace, in copies of the grid: the table of docs/kernels.md.
 
     python benchmarks/kernels.py
     python benchmarks/kernels.py --cases            # with projections, masks, norms, channels-last, bfloat16, float16

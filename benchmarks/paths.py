@@ -1,7 +1,7 @@
-"""Which case of an operator runs a kernel: a table made by running each case, for docs/performance.md.
+"""Which case of an operator runs a kernel: a table made by running each case, for docs/kernels.md.
 
 python benchmarks/paths.py            # the table
-python benchmarks/paths.py --check    # fails if the table of docs/performance.md is another
+python benchmarks/paths.py --check    # fails if the table of docs/kernels.md is another
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from farfield import ops
 from farfield.nn import GridAttention
 from farfield.ops.fast import kernels
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+PAGE = Path(__file__).parent.parent / "docs" / "kernels.md"
 START, END = "<!-- paths -->", "<!-- /paths -->"
 CHANNELS, SIZE = 64, (12, 13)
 
@@ -108,7 +108,7 @@ def table() -> Iterator[str]:
 def main() -> None:
     """Print the table, or compare it with the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare with docs/performance.md")
+    parser.add_argument("--check", action="store_true", help="compare with docs/kernels.md")
     arguments = parser.parse_args()
     os.environ[kernels.SWITCH] = "1"
     if (reason := kernels.problem()) is not None:
@@ -117,7 +117,7 @@ def main() -> None:
     if not arguments.check:
         print(lines)
     elif lines != PAGE.read_text(encoding="utf-8").split(START)[1].split(END)[0].strip():
-        sys.exit("paths.py: the table of docs/performance.md is another; fix: python benchmarks/paths.py, and paste it")
+        sys.exit("paths.py: the table of docs/kernels.md is another; fix: python benchmarks/paths.py, and paste it")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def peers(channels: int, heads: int, spatial_dims: int, device: torch.device) ->
             with torch.device(device):
                 yield named(make(channels, heads), name, package)
         except ModuleNotFoundError as error:
-            yield Peer(name, missing=f'needs {error.name}; fix: pip install "farfield[benchmarks]"')
+            yield Peer(name, missing=f'needs {error.name}; fix: pip install ".[benchmarks]"')
         except NoDeviceError as error:
             yield Peer(name, missing=str(error))
 

@@ -130,7 +130,7 @@ def _link_names(application, doctree, page):
 
 
 def _write_explorer(application, exception):
-    """Write the page that index.md and guide/look.md show."""
+    """Write the page that index.md and guide/insert.md show."""
     if exception is None and application.builder.format == "html":
         content = panels_of_features(None, list(OPERATORS), 40)
         write(content, Path(application.outdir) / "explore.html")

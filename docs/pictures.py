@@ -11,7 +11,7 @@ Those of trained networks and of measurements, in `images`, come from what they 
 * `results-front.png`: `benchmarks/results.py --picture FILE`
 * `results-recall.png`: `benchmarks/recall.py --collect benchmarks/records/recall.jsonl --picture FILE`
 * `fa-figure-5.png`: `papers/benchmarks/fa_figures.py 5`
-* `look-*.png`: `farfield maps`, by the commands in `guide/look.md`
+* `look-*.png`: `farfield maps`, by the commands in `guide/insert.md`
 * `seams.webp`: the first code of `guide/seams.md`
 * `segment-camvid.png`: images, labels and what `farfield predict` wrote; no script of the repository puts them together
 """

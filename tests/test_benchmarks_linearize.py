@@ -119,5 +119,5 @@ def test_the_page_has_the_rows_of_the_record(
     __import__(script).main()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(rows) > 5
-    page = (root / "docs" / "guide" / "linearize.md").read_text(encoding="utf-8").splitlines()
+    page = (root / "docs" / "guide" / "replace.md").read_text(encoding="utf-8").splitlines()
     assert [row for row in rows if row not in page] == []

@@ -387,9 +387,9 @@ def citations(text: str) -> set[str]:
 
 
 def equation_map() -> dict[str, str]:
-    """Citation -> the rest of its row in docs/equations.md."""
+    """Citation -> the rest of its row in papers/docs/equations.md."""
     rows: dict[str, str] = {}
-    for first, rest in re.findall(r"^\| *([^|`]+?) *\|(.+)\|$", read("docs/equations.md"), re.MULTILINE):
+    for first, rest in re.findall(r"^\| *([^|`]+?) *\|(.+)\|$", read("papers/docs/equations.md"), re.MULTILINE):
         rows |= {citation: rows.get(citation, "") + rest for citation in citations(first)}
     return rows
 
@@ -425,7 +425,7 @@ def test_every_reference_is_on_the_equation_map() -> None:
         if not cited:
             offenders.append(f"{file}: {name} cites no equation, table or figure of {', '.join(PAPERS)}: {text!r}")
         offenders += [
-            f"docs/equations.md: {citation} does not name {name} ({file})"
+            f"papers/docs/equations.md: {citation} does not name {name} ({file})"
             for citation in sorted(cited)
             if not re.search(rf"[.`]{name}`", rows.get(citation, ""))
         ]
@@ -438,7 +438,7 @@ def test_every_function_of_the_equation_map_exists() -> None:
     for name in names:
         module, _, attribute = name.rpartition(".")
         found = hasattr(importlib.import_module(module), attribute)
-        assert found, f"docs/equations.md: no {name}"
+        assert found, f"papers/docs/equations.md: no {name}"
 
 
 def test_every_numbered_equation_is_on_the_map() -> None:

@@ -45,7 +45,7 @@ def test_versions_agree() -> None:
     version = farfield.__version__
     assert f"\nversion: {version}\n" in read("CITATION.cff")
     assert f"version = {{{version}}}," in read("README.md")
-    assert f"farfield-{version}-py3-none-any.whl" in read("docs/guide/install.md")
+    assert f"farfield-{version}-py3-none-any.whl" in read("docs/index.md")
     assert recipe()["context"]["version"] == version
     (date,) = re.findall(rf"^## \[{re.escape(version)}\] - (\d{{4}}-\d\d-\d\d)$", read("CHANGELOG.md"), re.MULTILINE)
     assert f'\ndate-released: "{date}"\n' in read("CITATION.cff")

@@ -91,7 +91,7 @@ def test_the_first_page_is_light(pages: dict[Path, Page], site: Path) -> None:
 
 
 def test_the_explorer_is_within_the_first_page_and_the_guide(pages: dict[Path, Page], site: Path) -> None:
-    for page, explorer in ((site / "index.html", "explore.html"), (site / "guide" / "look.html", "../explore.html")):
+    for page, explorer in ((site / "index.html", "explore.html"), (site / "guide" / "insert.html", "../explore.html")):
         assert pages[page].loaded.count(explorer) == 1
         assert re.search(r"<iframe [^>]*loading=.lazy", page.read_text(encoding="utf-8"))
     assert "explore.html" in pages[site / "index.html"].links

@@ -4,7 +4,7 @@
 What the marked position of a roof attends to. All operators get the same features, colours and edges, and
 `farfield.maps.attention_row` computes the row of each without forming a matrix: bright is positive, blue is negative,
 and each panel has its own scale. `dot` and `factorized` have the row of `averaged` times a factor. See
-:doc:`Choose an operator </guide/choose>`, and :doc:`/guide/look` for rows of trained networks.
+:doc:`Choose an operator </guide/choose>`, and :doc:`/guide/insert` for rows of trained networks.
 """
 
 import matplotlib.pyplot as plt

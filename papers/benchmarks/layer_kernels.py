@@ -1,4 +1,4 @@
-"""Time of the kernels of batch norm and ReLU6 in training, beside torch's: the line on norms of docs/performance.md.
+"""Time of the kernels of batch norm and ReLU6 in training, beside torch's: the line on norms of docs/kernels.md.
 
     python papers/benchmarks/layer_kernels.py
     python papers/benchmarks/layer_kernels.py --tiny     # a small grid, to check that it runs

@@ -10,7 +10,8 @@ import pytest
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "papers" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / each / "README.md" for each in (".", "papers", "benchmarks")] + [ROOT / "CONTRIBUTING.md"]
+PAGES += sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "papers" / "docs").rglob("*.md")])
 PAGES = [page for page in PAGES if "_build" not in page.parts]
 
 

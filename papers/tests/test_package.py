@@ -39,9 +39,9 @@ def test_torch_hub_finds_every_model() -> None:
 
 
 def test_every_name_of_the_equation_map_exists() -> None:
-    page = (ROOT / "docs" / "equations.md").read_text(encoding="utf-8")
+    page = (ROOT / "papers" / "docs" / "equations.md").read_text(encoding="utf-8")
     names = set(re.findall(r"`(farfield_papers\.[\w.]+)`", page))
     assert len(names) > 5
     for name in names:
         module, _, attribute = name.rpartition(".")
-        assert hasattr(importlib.import_module(module), attribute), f"docs/equations.md: no {name}"
+        assert hasattr(importlib.import_module(module), attribute), f"papers/docs/equations.md: no {name}"

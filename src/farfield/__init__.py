@@ -6,7 +6,8 @@ The names below load on first use, so that ``import farfield`` itself is fast:
 - ``nn``: ``GridAttention`` and other modules
 - ``cost``: ``predict`` (by formula), ``count`` (the MACs that execute), ``measure`` (seconds and bytes)
 - ``maps``: which positions a position attends to
-- ``streaming``: ``respond_whole`` and ``predict_whole``, for grids larger than memory
+- ``predict_whole``: a network on a volume larger than memory, with the result of the whole
+- ``streaming``: the same for one layer, plans, tiles, seams
 - ``WholeNetwork``: training on such grids, with the gradients of the whole in the memory of a tile
 - ``volumes``: ``open_volume``, for images and volumes in files, with their voxel size
 - ``sharding``: ``sharded_attention``, for grids spread over processes
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from farfield._checks import ShapeError
     from farfield.insertion import insert, remove, replace_attention
     from farfield.ops import pad_grids
+    from farfield.streaming import predict_whole
     from farfield.streaming.training import WholeNetwork
 
 __version__ = "0.3.0"
@@ -48,6 +50,7 @@ __all__ = [
     "nn",
     "ops",
     "pad_grids",
+    "predict_whole",
     "remove",
     "replace_attention",
     "sharding",
@@ -62,6 +65,7 @@ _HOME = {
     "WholeNetwork": "streaming.training",
     "insert": "insertion",
     "pad_grids": "ops",
+    "predict_whole": "streaming",
     "remove": "insertion",
     "replace_attention": "insertion",
 }

@@ -22,7 +22,7 @@ from farfield.cli.values import parse_device
 from farfield.cost import formulas
 from farfield.ops import OPERATORS
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "papers" / "docs"
 
 
 @pytest.fixture

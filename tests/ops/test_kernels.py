@@ -769,7 +769,7 @@ def test_the_page_has_the_kernel_table() -> None:
     lines = [
         f"* {', '.join(f'`{name}`' for name in line.names) or 'none'}: {table.describe(line)}" for line in table.LINES
     ]
-    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
     assert page.split("<!-- kernels -->")[1].split("<!-- /kernels -->")[0].strip().splitlines() == lines
 
 
@@ -905,8 +905,8 @@ def test_the_library_has_names_of_torchs_stable_abi_alone(built: None) -> None:
     names = [line.split(maxsplit=1)[1] for line in subprocess.check_output(command, text=True).splitlines()]
     assert [name for name in names if "torch_call_dispatcher" in name] == ["torch_call_dispatcher"]
     assert [name for name in names if name.startswith(("Py", "_Py", "c10::", "at::", "torch::"))] == []
-    # docs/performance.md lists them: constants by the beginning of their names.
-    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    # docs/kernels.md lists them: constants by the beginning of their names.
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
     constants = ("aoti_torch_device_type_", "aoti_torch_dtype_", "aoti_torch_layout_", "aoti_torch_memory_format_")
     for name in names:
         if name.startswith(("aoti_torch_", "torch_")) and not name.startswith((*constants, "torch_dtype_")):

@@ -105,7 +105,7 @@ def test_computation_with_the_factor_that_table_9_lacks(size: tuple[int, ...], c
     assert f"{(2 * dense.macs - maps) / (2 * linear.macs):.2f}" == ratio
 
 
-# ---- Tables 9-11 by the modules of this library, as far as they are not misprinted (docs/printed-numbers.md) ---------
+# ---- Tables 9-11 by the modules of this library, as far as they are not misprinted (papers/docs/printed-numbers.md) --
 SIZES = list(itertools.product((12, 64), (8, 24), (16, 40), (1, 4), (30, 200)))
 
 
@@ -235,7 +235,7 @@ def test_tables_9_to_11(
 
 
 def test_the_page_says_how_many_entries_come_out() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "printed-numbers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "printed-numbers.md").read_text(encoding="utf-8")
     entries, slips = (sum(len(each[place]) for each in TABLES) for place in (0, 1))
     assert f"| FA Tables 9–11 | memory {entries} of {entries}, computation {entries - slips} of {entries} |" in page
 

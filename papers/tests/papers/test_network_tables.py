@@ -25,7 +25,7 @@ COUNTS = {
     "mobilenet_v2_siamese": (3_462_080, "300.09"),
     "senet": (3_448_448, "278.31"),
 }
-# Networks whose printed entries do not come out are in docs/printed-numbers.md and not here.
+# Networks whose printed entries do not come out are in papers/docs/printed-numbers.md and not here.
 PRINTED_PARAMETERS = {
     "mobilenet_v2": "3.47m",  # KAN Tables 3 and 5, SAN Tables 3 and 6: with the classifier's 1,000 biases
     "kanet_kv": "3.44m",  # KAN Tables 3, 4 and 5

@@ -25,7 +25,7 @@ KAN_TABLE_2 = {
 }
 # Cut off where all others are rounded: 5.627 million.
 KAN_CUT = {("kronecker_kv", 56)}
-# Within 0.3 % but not to the digit; docs/printed-numbers.md says why.
+# Within 0.3 % but not to the digit; papers/docs/printed-numbers.md says why.
 KAN_MEMORY_NEARLY = {("softmax", 28), ("softmax", 56)}
 KAN_MEMORY_SAVING_NEARLY = {
     ("softmax_pooled", 14),

@@ -1,4 +1,4 @@
-"""docs/printed-numbers.md says what does not come out, and our value: the page must not say what the code does not."""
+"""papers/docs/printed-numbers.md says what does not come out, and our value: it must not say what the code does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from farfield import cost, nn
 from papers_helpers.printed import millions, network
 
-PAGE = Path(__file__).parents[3] / "docs" / "printed-numbers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "printed-numbers.md"
 
 
 def table(header: str) -> dict[str, list[str]]:

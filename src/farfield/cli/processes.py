@@ -13,7 +13,7 @@ from farfield.cli.values import CommandLineError
 from farfield.streaming import Part
 
 # What dask sets in the environment of workers. By its own values they give back memory as soon as it is freed, and
-# tiles, which free and allocate it all the time, then take twice the CPU time (docs/tiles.md).
+# tiles, which free and allocate it all the time, then take twice the CPU time (docs/performance.md).
 _ENVIRONMENT = "distributed.nanny.pre-spawn-environ"
 _KEEPING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": 2**30, "MALLOC_MMAP_THRESHOLD_": 2**25, "OMP_NUM_THREADS": 1}
 

@@ -5,7 +5,7 @@ part of its operands a part of its result needs, so halos are exact; sums over t
 pooling) are summarized tile by tile, and the summaries merge. A network in which n of them depend on each other takes
 n + 1 passes over the tiles; what a later pass needs of an earlier one is stored, in memory or on disk, or computed
 again. `plan_whole` states all of this before anything runs, `predict_whole` runs it, and `respond_whole` does it for a
-single layer. Needs the extra `stream`: `pip install "farfield[stream]"`.
+single layer. Needs the extra `stream`.
 """
 
 from farfield.streaming._plan_whole import plan_whole

@@ -3,7 +3,7 @@
 `reference` has every operator as float64 loops in NumPy, written from the papers: it imports nothing that is tested.
 `check_operator` holds an operator of one's own against such loops, and `check_tiles` a network in tiles against the
 network on the whole. `farfield.testing.predictions` draws programs of predictions, kills, full disks and damaged files;
-it needs the extra `testing`: `pip install "farfield[testing]"`. Nothing here needs pytest.
+it needs the extra `testing`. Nothing here needs pytest.
 """
 
 from farfield.testing import reference

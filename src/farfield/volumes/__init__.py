@@ -1,8 +1,7 @@
 """Volumes in files and in memory: opened with their axes, voxel size and channels, read by regions, written by tiles.
 
 TIFF and its relatives, zarr, OME-Zarr, NumPy, HDF5, NIfTI, MRC and folders of planes. Nothing is loaded before it is
-sliced, and an output is at its path only when it is complete. Needs the extra `stream`, and some formats another:
-`pip install "farfield[stream,hdf5]"`.
+sliced, and an output is at its path only when it is complete. Needs the extra `stream`, and some formats another.
 """
 
 from farfield.volumes.image_metadata import ImageMetadata

@@ -116,8 +116,8 @@ class CompactNet(Encoder, Fusable, Stored, library_name="farfield", pipeline_tag
         reduction: ρ of squeeze-excite; used by senet only.
         response_start: First value of the weights of the norm of the responses: "zero", so that the global path of a
             block is its input at first, or "one", the literal form of SAN. With three seeds of 3 epochs on 10,000
-            images of CIFAR-10 siamese responses learned 5 to 7 points more from "zero" (docs/results.md). Used by
-            operators whose responses are normed, such as siamese; unused by softmax and Kronecker operators, whose
+            images of CIFAR-10 siamese responses learned 5 to 7 points more from "zero" (papers/docs/results.md). Used
+            by operators whose responses are normed, such as siamese; unused by softmax and Kronecker operators, whose
             norm is one of products (see `AttentionBlock`).
         global_pool: Pooling of the last grid, by timm's names: "avg", "max", "avgmax", "catavgmax", or "" for none,
             which requires num_classes=0.

@@ -1,7 +1,7 @@
 """The cost of FA's modules by formula: attention with residuals, heads and feed-forward layers.
 
-Tables 8 to 12 of the paper, with the factors that are missing in print (`docs/printed-numbers.md` lists those). The
-paper counts memory in numbers, of 4 bytes each, and one multiplication or one addition as a MACC: two are one MAC.
+Tables 8 to 12 of the paper, with the factors that are missing in print (`papers/docs/printed-numbers.md` lists those).
+The paper counts memory in numbers, of 4 bytes each, and one multiplication or one addition as a MACC: two are one MAC.
 """
 
 from __future__ import annotations

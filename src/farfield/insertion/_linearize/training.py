@@ -26,7 +26,7 @@ from farfield.insertion._linearize.alone import compare_alone, record_attentions
 from farfield.insertion._replace.learned import WITHOUT
 
 CHECKPOINT = "linearize.safetensors"
-# Of AdamW, by what is trained: measured on MiniLM, see docs/guide/linearize.md.
+# Of AdamW, by what is trained: measured on MiniLM, see docs/guide/replace.md.
 RATES = {"attention": 3e-3, "lora": 3e-3, "all": 3e-4}
 _WARM_UP = 0.1
 # Seconds after which a checkpoint is written, and how often the held-out input is compared.
