@@ -101,7 +101,7 @@ def test_it_goes_on_with_the_same_scale_alone(tmp_path: Path) -> None:
     [
         ("percentiles", TypeError, r"got 'percentiles'; fix: scale=percentiles\(volume, \[1, 99\.8\]\)"),
         (3, TypeError, "scale must be the two numbers that become 0 and 1, .*, got 3; fix"),
-        ((0, [1, 2, 3]), ValueError, 'scale has 3 numbers, and the volume has 2 channels; fix: .*axes="YX"'),
+        ((0, [1, 2, 3]), ValueError, 'scale has 1 and 3 numbers, and the volume has 2 channels; fix: .*axes="YX"'),
         ((0, [1, 0]), ValueError, r"scale must be finite numbers that differ, got low = \[0\.0\] and high = \[1\.0, 0"),
         ((0, np.inf), ValueError, "scale must be finite numbers"),
     ],

@@ -120,3 +120,10 @@ def test_numbers_that_cannot_be_computed() -> None:
             percentiles(numbers, **{"percents": [1], **options})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='mean_and_std: the axes are "CYX", got axes="ZYX"'):
         mean_and_std(Volume(numbers, ImageMetadata("CYX")), axes="ZYX")
+
+
+def test_chunks_of_dask() -> None:
+    dask_array = pytest.importorskip("dask.array")
+    numbers = draw("u2")[0, 0]
+    [found] = percentiles(dask_array.from_array(numbers, chunks=((5, 15), (31,))), [90])
+    assert found.item() == np.percentile(numbers, 90)

@@ -21,7 +21,7 @@ from farfield.streaming.plan import StreamingPlan
 from farfield.streaming.planning import count_costs, make_plan
 from farfield.streaming.run import compute
 from farfield.streaming.spans import Box, axes_of, is_empty
-from farfield.volumes.axes_view import SlicedArray, as_slice, order_axes
+from farfield.volumes.axes_view import SlicedArray, as_slice
 from farfield.volumes.checks import check_volume
 from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.source import AxisLayout, Region, VolumeSource
@@ -97,13 +97,7 @@ def open_mask(mask: Any, volume: Any, arranged: Sequence[Any]) -> Any:
             text = f'mask="{NODATA}" needs a volume of open_volume whose file states what is no number; fix: an array'
             raise refusal(ValueError, f"{text}, such as volume[:] != -9999.")
         return _Stated(parts)
-    known, mask = split_volume(mask)
-    if known is not None and set(known.axes) <= set("TZYX"):
-        order = sorted(range(len(known.axes)), key=lambda axis: "TZYX".index(known.axes[axis]))
-        mask = order_axes(mask, order)
-        if arranged[0] is not None:
-            letters = known.with_axes("".join(known.axes[axis] for axis in order))
-            mask = match_mask(mask, letters, next(iter(arranged[1].values())).shape, arranged[0])
+    mask = match_mask(mask, "TZYX", next(iter(arranged[1].values())).shape, arranged[0])
     check_volume("predict_whole", "mask", mask)
     if "float" in str(getattr(mask, "dtype", "")):
         text = f"mask must be boolean, True where a position is valid, got {mask.dtype}; fix: mask > 0."

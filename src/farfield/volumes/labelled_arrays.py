@@ -120,29 +120,17 @@ def label_result(volume: Any, result: Any, metadata: ImageMetadata) -> Any:
         keeps = back + len(own.axes) >= 0 and own.axes[back] == "Q" and volume.shape[back] == result.shape[place]
         other = volume.dims[back] if keeps else "channel" if letter == "C" else f"axis{place}"
         names.append(named.get(letter, other))
-    moved = {
-        name
-        for name, letter, length in zip(names, metadata.axes, result.shape, strict=True)
-        if length != lengths.get(name) or _is_moved(letter, own, metadata)
-    }
-    coords = {}
-    for name, given in volume.coords.items():
-        if not set(given.dims) - (set(names) - moved):
-            coords[name] = given
-        elif given.dims == (name,) and name in names:
-            place = names.index(name)
-            letter, step = metadata.axes[place], metadata.spacing.get(metadata.axes[place])
-            if step is not None and letter in own.spacing:
-                numbers, start = (
-                    np.asarray(given, float),
-                    metadata.origin.get(letter, 0.0) - own.origin.get(letter, 0.0),
-                )
-                sign = 1 if numbers[1] > numbers[0] else -1  # which a spacing has not
-                coords[name] = name, numbers[0] + sign * (start + step * np.arange(result.shape[place])), given.attrs
+    kept, coords = set(), {}
+    for name, letter, length in zip(names, metadata.axes, result.shape, strict=True):
+        kept |= {name} if lengths.get(name) == length else set()
+        if name not in volume.coords or letter not in own.spacing.keys() & metadata.spacing.keys():
+            continue
+        given, step = volume.coords[name], metadata.spacing[letter]
+        moved = metadata.origin.get(letter, 0.0) - own.origin.get(letter, 0.0)
+        if moved or step != own.spacing[letter] or name not in kept:
+            kept -= {name}
+            numbers = np.asarray(given, float)
+            sign = 1 if numbers[1] > numbers[0] else -1  # which a spacing has not
+            coords[name] = name, numbers[0] + sign * (moved + step * np.arange(length)), given.attrs
+    coords |= {name: given for name, given in volume.coords.items() if set(given.dims) <= kept}
     return type(volume)(result, dims=names, coords=coords, name=volume.name, attrs=volume.attrs)
-
-
-def _is_moved(letter: str, own: ImageMetadata, metadata: ImageMetadata) -> bool:
-    """Whether positions along an axis stand elsewhere than those of the volume, as far as that is known."""
-    one, other = ((each.origin.get(letter, 0.0), each.spacing.get(letter)) for each in (own, metadata))
-    return None not in (one[1], other[1]) and one != other

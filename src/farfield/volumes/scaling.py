@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farfield._checks import ShapeError
 from farfield._refusals import refusal
 
 # What becomes 0 and what becomes 1, of all channels or of each.
@@ -18,9 +17,7 @@ Scale = tuple[np.ndarray, np.ndarray]
 
 def parse_scale(scale: Any, channels: Sequence[int]) -> list[Scale | None]:
     """Return the scale of each volume, of which the channels are given; None for one that is read as it is."""
-    if scale is None:
-        return [None] * len(channels)
-    several: Any = scale if len(channels) > 1 else (scale,)
+    several = scale if len(channels) > 1 and scale is not None else (scale,) * len(channels)
     if not isinstance(several, tuple | list) or len(several) != len(channels):
         text = f"scale must be a pair (low, high) or None for each of {len(channels)} inputs, got {scale!r:.60}"
         raise refusal(TypeError, f"{text}; fix: a tuple of {len(channels)}.")
@@ -33,13 +30,9 @@ def _parse_pair(pair: Any, count: int) -> Scale:
     except (TypeError, ValueError):
         text = f"scale must be the two numbers that become 0 and 1, or two arrays of one a channel, got {pair!r:.60}"
         raise refusal(TypeError, f"{text}; fix: scale=percentiles(volume, [1, 99.8]) of farfield.volumes.") from None
-    for each in (low, high):
-        if len(each) not in (1, count):
-            raise refusal(
-                ShapeError,
-                f"scale has {len(each)} numbers, and the volume has {count} channels; fix: one number, or one for "
-                'each, percentiles(volume, [1, 99.8], axes="YX") for example.',
-            )
+    if not {len(low), len(high)} <= {1, count}:
+        text = f"scale has {len(low)} and {len(high)} numbers, and the volume has {count} channels"
+        raise refusal(ValueError, f'{text}; fix: one, or one for each, percentiles(volume, [1, 99.8], axes="YX").')
     if not np.isfinite(high - low).all() or (low == high).any():
         text = f"scale must be finite numbers that differ, got low = {low.tolist()} and high = {high.tolist()}"
         raise refusal(ValueError, f"{text}; fix: a channel of one number has none, scale=(low, low + 1) for it.")

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from farfield._checks import ShapeError
 from farfield._refusals import door, refusal
-from farfield.volumes.axes_view import order_axes
 from farfield.volumes.checks import check_volume
 from farfield.volumes.sink import dtype_of_array, to_numpy
 from farfield.volumes.volume import match_mask, split_volume
@@ -100,12 +99,8 @@ def _choose_axes(volume: Any, axes: str | None, mask: Any) -> tuple[Any, list[in
         places = [place for place in range(count) if letters[place : place + 1] != "C"]
     else:
         places = sorted(map(letters.index, axes.upper())) if letters else list(range(count))[-len(axes) :]
-    own, mask = (None, None) if mask is None else split_volume(mask)
-    if known is not None and own is not None and sorted(own.axes) == sorted(letters[place] for place in places):
-        order = [own.axes.index(letters[place]) for place in places]
-        own = own.with_axes("".join(own.axes[axis] for axis in order))
-        mask = match_mask(order_axes(mask, order), own, array.shape, known)
-    return array, places, mask
+    chosen = "".join(letters[place : place + 1] for place in places)
+    return array, places, None if mask is None else match_mask(mask, chosen, array.shape, known)
 
 
 def mean_and_deviation(array: Any, axes: Collection[int], mask: Any = None) -> tuple[np.ndarray, np.ndarray]:
@@ -209,7 +204,8 @@ def _parts(array: Any, region: Sequence[slice] | None = None) -> Iterator[tuple[
     whole = [slice(None)] * len(array.shape) if region is None else region
     spans = [range(length)[each] for length, each in zip(array.shape, whole, strict=True)]
     chunks = getattr(array, "chunks", None) or (1,) * len(spans)
-    steps = [min(len(span), int(chunk)) for span, chunk in zip(spans, chunks, strict=True)]
+    longest = (max(chunk) if isinstance(chunk, tuple) else int(chunk) for chunk in chunks)  # those of dask are tuples
+    steps = [min(len(span), chunk) for span, chunk in zip(spans, longest, strict=True)]
     for axis in reversed(range(len(steps))):
         steps[axis] = min(len(spans[axis]), steps[axis] * max(1, _AT_ONCE // math.prod(steps)))
     starts = [range(span.start, span.stop, step) for span, step in zip(spans, steps, strict=True)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from farfield._checks import ShapeError
 from farfield._refusals import door, refusal
-from farfield.volumes.axes_view import AxesView, basic_index, crop_array
+from farfield.volumes.axes_view import AxesView, basic_index, crop_array, order_axes
 from farfield.volumes.image_metadata import ORDER, SPACE, UNITS, ImageMetadata, sorted_axes
 from farfield.volumes.labelled_arrays import read_labels
 from farfield.volumes.place import Place
@@ -195,23 +195,24 @@ def take_alpha(volume: Any) -> tuple[Volume, Volume]:
     place = known.axes.find("C") if known is not None else -1
     if known is None or place < 0 or array.shape[place] not in (2, 4):
         what = "no letters" if known is None else f'the axes "{known.axes}" {tuple(array.shape)}'
-        raise refusal(
-            ValueError,
-            f'mask="alpha" needs a volume whose channels are 3 colours and alpha, or grey and alpha, got {what}; '
-            "fix: open_volume(path) of such a file, or the mask as an array.",
-        )
-    given = volume if isinstance(volume, Volume) else Volume(array, known)
-    index = [slice(None)] * len(array.shape)
-    parts: list[Any] = [slice(array.shape[place] - 1), array.shape[place] - 1]
-    colours, alpha = (given.crop((*index[:place], part, *index[place + 1 :])) for part in parts)
-    return colours, alpha
+        text = f'mask="alpha" needs a volume whose channels are 3 colours and alpha, or grey and alpha, got {what}'
+        raise refusal(ValueError, f"{text}; fix: open_volume(path) of such a file, or the mask as an array.")
+    given, before = volume if isinstance(volume, Volume) else Volume(array, known), (slice(None),) * place
+    return given.crop((*before, slice(-1), ...)), given.crop((*before, -1, ...))
 
 
-def match_mask(mask: Any, own: ImageMetadata, shape: Sequence[int], known: ImageMetadata) -> Any:
-    """Return a mask of other voxels as a view with those of a volume: at each position that of the voxel it lies in.
+def match_mask(mask: Any, letters: str, shape: Sequence[int], known: ImageMetadata | None) -> Any:
+    """Return the array of a mask, with axes in the order of letters, and the voxels of a volume of this shape.
 
     A mask without an origin begins where the volume does. Axes whose voxel size is not known in both stay as they are.
     """
+    own, mask = split_volume(mask)
+    if own is None or not set(own.axes) <= set(letters):
+        return mask
+    axes = "".join(sorted(own.axes, key=letters.index))
+    mask, own = order_axes(mask, [own.axes.index(letter) for letter in axes]), own.with_axes(axes)
+    if known is None:
+        return mask
     taken: dict[int, Sequence[int]] = {}
     for axis, letter in enumerate(own.axes):
         units = [each.units.get(letter) for each in (own, known)]
@@ -282,9 +283,9 @@ def open_volume(
 
     Axes come in the order time, channels, z, y, x, whatever their order in the file. Time and channels of length 1 are
     left out, so that a stack is `(z, y, x)`; a file of several times has an axis of channels in any case. Samples of a
-    colour image are its channels. Of a plain array of zarr or HDF5 they are those that its dimensions or attributes
-    name (`dimension_names`, `_ARRAY_DIMENSIONS`, `axis_names`), and its voxel size that of `voxel_size` or `resolution`,
-    with `offset` and `units`.
+    colour image are its channels. A plain array of zarr or HDF5 has the axes that its dimensions or attributes name
+    (`dimension_names`, `_ARRAY_DIMENSIONS`, `axis_names`), and the voxel size of `voxel_size` or `resolution`, with
+    `offset` and `units`.
 
     Args:
         path: A TIFF file or one of its relatives (.svs, .btf, .lsm, .ndpi, .qptiff); a folder, a .zip file or an

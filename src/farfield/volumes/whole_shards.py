@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -26,42 +25,42 @@ class WholeShards:
         self.array, self.shape, self.lengths = array, tuple(array.shape), array.shards or array.chunks
         self.most, self.bytes = _SHARE * free_bytes(torch.device("cpu")), 0
         # Of each chunk that waits its numbers, and how many positions are not there.
-        self.kept = OrderedDict[Region, tuple[np.ndarray, int]]()
+        self.kept: dict[Region, tuple[np.ndarray, int]] = {}
 
     def __setitem__(self, index: tuple[slice, ...], box: np.ndarray) -> None:
         """Write a box, and all chunks that are complete with it."""
         spans = [part.indices(length)[:2] for part, length in zip(index, self.shape, strict=True)]
-        axes = zip(spans, self.lengths, self.shape, strict=True)
         chunks = [
             [(start, min(start + own, length)) for start in range(first - first % own, stop, own)]
-            for (first, stop), own, length in axes
+            for (first, stop), own, length in zip(spans, self.lengths, self.shape, strict=True)
         ]
         for chunk in itertools.product(*chunks):
             both = overlap(chunk, spans)
             if both is not None:
                 self._add(chunk, index_within(both, chunk), box[index_within(both, spans)])
+        while self.bytes > self.most:
+            self._write(next(iter(self.kept)))
 
     def _add(self, chunk: Region, within: tuple[slice, ...], part: np.ndarray) -> None:
-        place = tuple(slice(*span) for span in chunk)
+        place = tuple(itertools.starmap(slice, chunk))
         if part.shape == size_of(chunk):
             self.array[place] = part
             return
-        numbers, left = self.kept.get(chunk) or (np.array(self.array[place]), 0)
         if chunk not in self.kept:
-            left, self.bytes = numbers.size, self.bytes + numbers.nbytes
+            numbers = np.array(self.array[place])
+            self.kept[chunk], self.bytes = (numbers, numbers.size), self.bytes + numbers.nbytes
+        numbers, left = self.kept[chunk]
         numbers[within] = part
         self.kept[chunk] = numbers, left - part.size
         if left == part.size:
             self._write(chunk)
-        while self.bytes > self.most:
-            self._write(next(iter(self.kept)))
 
     def _write(self, chunk: Region) -> None:
         numbers, _ = self.kept.pop(chunk)
         self.bytes -= numbers.nbytes
-        self.array[tuple(slice(*span) for span in chunk)] = numbers
+        self.array[tuple(itertools.starmap(slice, chunk))] = numbers
 
     def flush(self) -> None:
         """Write what waits."""
-        while self.kept:
-            self._write(next(iter(self.kept)))
+        for chunk in list(self.kept):
+            self._write(chunk)
