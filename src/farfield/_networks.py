@@ -6,12 +6,12 @@ import ast
 import contextlib
 import difflib
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import PackageNotFoundError, entry_points, requires
 from pathlib import Path
 from types import ModuleType
@@ -61,17 +61,20 @@ def load_network(source: str, network: str | None = None) -> nn.Module:
 
 def build_named(builder: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Build the network of a name that a package offers, or of a function or class by its full name."""
-    function = import_function(builder)
+    return build_network(builder, import_function(builder), arguments)
+
+
+def build_network(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> nn.Module:
+    """Build a network by a function of a name; refuse one that takes other arguments, or gives no network."""
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         fix = "a function without arguments that returns it, such as def build(): return Net(3)"
-        raise refusal(TypeError, f"--network {builder} does not give a network: {error}; fix: {fix}.") from error
+        raise refusal(TypeError, f"--network {name} does not give a network: {error}; fix: {fix}.") from error
     network = function(**arguments)
     if not isinstance(network, nn.Module):
-        fix = f"return the network in {builder}"
-        text = f"--network {builder} must return a torch.nn.Module, got {type(network).__name__}; fix: {fix}."
-        raise refusal(TypeError, text)
+        text = f"--network {name} must return a torch.nn.Module, got {type(network).__name__}"
+        raise refusal(TypeError, f"{text}; fix: return the network in it.")
     return network
 
 
@@ -116,7 +119,7 @@ def import_function(name: str, option: str = "--network") -> Callable[..., Any]:
 def import_attribute(module: str, name: str) -> Any:
     """Import what a module, or a file of Python, names."""
     if module.endswith(".py"):
-        return getattr(_import_file(Path(module)), name)
+        return getattr(_import_file(Path(module).expanduser().absolute()), name)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return getattr(importlib.import_module(module), name)
@@ -129,22 +132,13 @@ def _is_of_an_extra(package: str) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as the module of its name, which other processes find too; once."""
-    path = path.expanduser().absolute()
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_" * (known is not None) or path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no file of Python")
+    """Import a file as the module of its name, by which other processes find it too."""
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
+    sys.modules.setdefault(path.stem, module)
+    SourceFileLoader(path.stem, str(path)).exec_module(module)
     return module
 
 

@@ -57,6 +57,7 @@ def test_a_missing_package_is_named_as_pip_names_it(
         ('a size that 4 × 4 divides, or pad="reflect".', "a size that 4 × 4 divides, or --pad reflect."),
         ('fix: out="a.b.zarr" takes it', "fix: --output a.b.zarr takes it"),
         ("fix: series=0", "fix: --series 0"),
+        ("fix: trust=True, if", "fix: --trust, if"),
     ],
 )
 def test_a_message_of_predict_names_options(

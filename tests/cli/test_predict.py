@@ -17,6 +17,7 @@ from torch import nn
 
 from farfield.cli import main
 from farfield.integrations import nnunet, trained_models
+from farfield.integrations.nnunet import prediction
 from farfield.integrations.trained_models import OpenedModel
 from farfield.streaming import predict_whole
 from farfield.volumes import open_volume
@@ -155,6 +156,15 @@ def test_a_folder_of_nnunet(called: list[Any]) -> None:
     assert (options["statistics"], options["mirroring"], options["overwrite"]) == ("tile", False, False)
 
 
+def test_the_plan_of_a_folder_of_nnunet(
+    called: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prediction, "plan_nnunet", lambda model, inputs, **_: f"the plan for {inputs}")
+    predict("trained image.npy labels.nii.gz --plan")
+    assert capsys.readouterr().out == "Prediction of image.npy by trained\nthe plan for ['image.npy']\n"
+    assert len(called) == 1
+
+
 def test_old_words_are_understood_until_the_next_version(called: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     predict("--nnunet trained --input image.npy --output=labels.nii.gz --tile.memory 1GB")
     assert called[1][1]["tile"].memory == 10**9
@@ -204,7 +214,7 @@ MISTAKES = {
     "wrong class": ("nets_of_a_test.py:Nett image.npy out.npy --weights net.pt", "nearest: Net"),
     "no class": ("nets_of_a_test.py image.npy out.npy", "fix: .*nets_of_a_test.py:Net or .*nets_of_a_test.py:Wide"),
     "arguments": ("nets_of_a_test.py:Wide image.npy out.npy --weights net.pt", "'channels'; fix: a function without"),
-    "no network": ("nets_of_a_test.py:nothing image.npy out.npy", "got NoneType; fix: return the network"),
+    "no network": ("nets_of_a_test.py:nothing image.npy out.npy", "got NoneType; fix: return the network in it"),
     "keys": ("nets_of_a_test.py:Net image.npy out.npy --weights other.pt", "it lacks 0.weight; .*fix: the class"),
     "a file that is broken": ("broken.py:build image.npy out.npy", "broken.py:build cannot be imported: invalid"),
     "no module": ("no_such_module:build image.npy out.npy", "cannot be imported: No module.*fix: the path of a file"),

@@ -50,7 +50,7 @@ _OLD_OPTIONS |= {f"--tile.{name}": f"--{name}" for name in ("halo", "memory", "d
 _OF_RECIPES = ("--config", "-c", "--task", "--model.", "--data", "--ckpt_path", "--print_config")
 _BY_RECIPE = "predict --config"
 # An argument of Python in a text about a prediction, which the command line has as an option.
-_NAMES = "tile|halo|memory|disk|pad|mask|series|axes|overwrite|out"
+_NAMES = "tile|halo|memory|disk|pad|mask|series|axes|trust|overwrite|out"
 _ARGUMENT = re.compile(rf'\b(?:tile=)?(?:Tiles\(…, )?({_NAMES})=("?)([^\s"();,]*[^\s"();,.])\2\)?')
 # Commands of farfield-papers, which are named with what installs it where it is not there.
 _PAPERS = ("fit", "validate", "test", "predict", "demo", "recipes", "models", "maps", "explore")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from farfield._checks import install_papers, unknown
-from farfield._networks import build_named, builders, import_function, packages
+from farfield._networks import build_network, builders, import_function, packages
 from farfield._refusals import door, refusal
 from farfield._weights import load_weights
 from farfield.streaming.adapt import Reduce
@@ -194,10 +194,11 @@ def _is_code(name: str) -> bool:
 
 
 def _open_code(name: str, weights: str | Path | None) -> OpenedModel:
-    if weights is None and isinstance(import_function(name), type):
+    function = import_function(name)
+    if weights is None and isinstance(function, type):
         fix = "the file of its weights, --weights FILE, or a function that loads them"
         raise refusal(ValueError, f"{name} has the numbers that it starts with; fix: {fix}.")
-    network = build_named(name, {}).eval()
+    network = build_network(name, function, {}).eval()
     if weights is not None:
         load_weights(network, Path(weights).expanduser())
     return OpenedModel(f"{describe_network(network)}, {name}", partial(_as_it_is, network))

@@ -132,8 +132,8 @@ def open_package(path: str | Path, *, trust: bool = False, device: torch.device 
     if code and not trust:
         raise refusal(
             ValueError,
-            f'"{path}" runs code of Python: {"; ".join(code)}. It can do whatever you can; fix: trust=True, or '
-            "--trust of farfield predict, if you trust those who made it.",
+            f'"{path}" runs code of Python: {"; ".join(code)}. It can do whatever you can; fix: '
+            "trust=True, if you trust those who made it.",
         )
     network = _load_network(description).to(device).eval()
     operators = _operators(description)

@@ -17,6 +17,7 @@ _FIELDS = {
     r"(or )?overwrite=True": r"\1tick Overwrite",
     r"\btile=(\d+)": r"Tile \1",
     r"\brepeat the call": "press Start again",
+    r"\btrust=True": "farfield predict with --trust",
 }
 
 
