@@ -79,3 +79,10 @@ def test_a_plan_prints_what_a_step_takes() -> None:
     for each in ("6 tiles", f"{plan.stored_bytes / 2**20:,.0f} MiB on disk", "seconds a step", "times, where 2 are"):
         assert each in text
     assert plan.seconds > 0
+
+
+def test_plans_of_many_sizes_are_not_all_kept() -> None:
+    whole = WholeNetwork(convolutions(1), 8)
+    for length in range(16, 40):
+        whole.plan((1, 2, length, 16))
+    assert len(whole._plans) < 24

@@ -46,9 +46,9 @@ class Restore(TrainingTask):
             several stacks, or without a suffix, it is a folder. None writes `<name>-restored.tif` beside each stack,
             and `<name>-restored.zarr` beside a zarr folder; names with `.ome` keep that.
         overwrite: Whether existing files are replaced; "skip" keeps them and continues with the other stacks.
-        tile: Size of the tiles that are restored at a time, one number or one per spatial dim, or `streaming.Tiles`,
-            which also has memory and disk (--tile.size 64 --tile.disk 20G); None for the largest that memory allows.
-            The result does not depend on it.
+        tile: Size of the tiles that are restored at a time, and trained on where data are whole stacks: one number or
+            one per spatial dim, or `streaming.Tiles`, which also has memory and disk (--tile.size 64 --tile.disk 20G);
+            None for the largest that memory allows. The result does not depend on it.
 
     Raises:
         ShapeError: In the first batch, if the network's outputs do not have the shape of the targets, or with the loss
