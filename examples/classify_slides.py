@@ -34,15 +34,9 @@ def save_slide(path: Path, label: int, random: np.random.Generator) -> None:
 
 
 torch.manual_seed(0)
-layers = [nn.InstanceNorm2d(3), nn.Conv2d(3, 8, 8, 4, 2), nn.InstanceNorm2d(8, affine=True), nn.ReLU()]
-layers += [
-    nn.Conv2d(8, 16, 3, 2, 1),
-    nn.InstanceNorm2d(16, affine=True),
-    nn.ReLU(),
-    AttentionPooling(16),
-    nn.Linear(16, 2),
-]
-network = nn.Sequential(*layers)
+encoder = [nn.InstanceNorm2d(3), nn.Conv2d(3, 8, 8, 4, 2), nn.InstanceNorm2d(8, affine=True), nn.ReLU()]
+encoder += [nn.Conv2d(8, 16, 3, 2, 1), nn.InstanceNorm2d(16, affine=True), nn.ReLU()]
+network = nn.Sequential(*encoder, AttentionPooling(16), nn.Linear(16, 2))
 whole = WholeNetwork(network, tile=128, loss=cross_entropy)
 optimizer = torch.optim.AdamW(network.parameters(), 1e-2)
 
