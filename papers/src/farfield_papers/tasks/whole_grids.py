@@ -61,10 +61,8 @@ class WholeGrids:
 def check_whole(network: nn.Module) -> None:
     """Refuse networks that are not trained on whole grids."""
     if hasattr(network, "project"):
-        fix = "patches, without --whole (whole=True)"
-        raise refusal(
-            ValueError, f"{type(network).__name__} projects a stack, in one piece and not in tiles; fix: {fix}."
-        )
+        problem = f"{type(network).__name__} projects a stack in one piece, and not in tiles"
+        raise refusal(ValueError, f"{problem}; fix: patches, without --whole (whole=True).")
     for path, module in network.named_modules():
         norm = getattr(module, "coefficient_norm", None)
         if norm is not None and norm.training:
