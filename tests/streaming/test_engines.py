@@ -287,9 +287,9 @@ def test_volumes_are_opened_by_the_workers(client: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("out", "text"),
     [
-        (None, r"with a client, out must be a path ending in \.zarr or \.ome\.zarr, got None: .*fix: out="),
-        ("array", r"with a client, out must be a path ending in \.zarr or \.ome\.zarr, got ndarray: .*fix: out="),
-        ("a.tif", r'got "a\.tif": '),
+        (None, r"with a client, out must be a path, and not of .npy, got None: .*fix: out="),
+        ("array", r"with a client, out must be a path, and not of .npy, got ndarray: .*fix: out="),
+        ("a.npy", r'got "a\.npy": '),
     ],
 )
 def test_outputs_that_workers_cannot_write(out: Any, text: str, client: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+import zarr
 from torch import nn
 
-from farfield.streaming import predict_whole
-from farfield.volumes import ImageMetadata, Volume, open_volume
+from farfield.streaming import Part, predict_whole
+from farfield.volumes import ImageMetadata, Volume, file_formats, open_volume
 from farfield.volumes.ome_zarr import halve, pyramid_factors
 from helpers.stopping import StopError
 
@@ -173,3 +176,104 @@ def test_a_geotiff_without_rasterio_is_refused_first(tmp_path: Path, monkeypatch
     with pytest.raises(TypeError, match=r'out.tif" cannot be written: .*rasterio.*geo.*; fix: "out.zarr"'):
         predict_whole(Same(torch.uint8).eval(), scene, tile=128, out=tmp_path / "out.tif", quiet=True)
     assert list(tmp_path.iterdir()) == [tmp_path / "in.tif"]
+
+
+# ---- labels in OME-Zarr ----------------------------------------------------------------------------------------------
+def image_of(path: Path, version: str) -> Volume:
+    """An image that ome-zarr has written, with levels of its own."""
+    writer = pytest.importorskip("ome_zarr.writer", reason="ome-zarr is not installed, which the extra dev has")
+    from ome_zarr.format import format_from_version
+
+    stack = np.random.default_rng(0).integers(0, 200, (3, 12, 60, 50)).astype("uint16")
+    axes: list[dict[str, str]] = [{"name": "c", "type": "channel"}]
+    axes += [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"]
+    steps = [[{"type": "scale", "scale": [1.0, 0.5, 0.1 * factor, 0.1 * factor]}] for factor in (1, 4)]
+    group = zarr.open_group(str(path), mode="w", zarr_format=2 if version == "0.4" else 3)
+    options = {"fmt": format_from_version(version), "axes": axes, "coordinate_transformations": steps}
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        writer.write_multiscale([stack, stack[..., ::4, ::4]], group, **options)
+    return open_volume(path)
+
+
+def label(image: Volume, out: Path, **options: Any) -> Any:
+    net = Same(torch.float32, 3, channels=3).eval()
+    return predict_whole(net, image, tile=(6, 32, 32), reduce="argmax", out=out, quiet=True, **options)
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_labels_inside_an_image(version: str, tmp_path: Path) -> None:
+    path = tmp_path / "image.ome.zarr"
+    image = image_of(path, version)
+    labels = np.asarray(image).argmax(0)[None]
+    for name in ("nuclei", "cells"):
+        np.testing.assert_array_equal(label(image, path / "labels" / name)[:], labels)
+    from ome_zarr.io import parse_url
+    from ome_zarr.reader import Reader
+    from ome_zarr_models import v04, v05
+
+    module: Any = v04 if version == "0.4" else v05
+    kind = {"zarr_format": 2 if version == "0.4" else 3}
+    described = module.ImageLabel.from_zarr(zarr.open_group(str(path / "labels/nuclei"), mode="r", **kind)).attributes
+    described = getattr(described, "ome", described)
+    assert (described.image_label.source.image, len(described.multiscales[0].datasets)) == ("../../", 2)
+    listed = module.Labels.from_zarr(zarr.open_group(str(path / "labels"), mode="r", **kind)).attributes
+    assert sorted(getattr(listed, "ome", listed).labels) == ["cells", "nuclei"]
+    nodes = {node.zarr.basename(): node for node in Reader(parse_url(path))()}
+    assert nodes["nuclei"].metadata["coordinateTransformations"][1][0]["scale"][1:] == [0.5, 0.4, 0.4]
+    for own, factor in zip(nodes["nuclei"].data, (1, 4), strict=True):
+        np.testing.assert_array_equal(np.asarray(own), labels[..., ::factor, ::factor])
+    opened = open_volume(path / "labels" / "cells").metadata
+    assert (opened.axes, opened.spacing) == ("ZYX", {"Z": 0.5, "Y": 0.1, "X": 0.1})
+    np.testing.assert_array_equal(np.asarray(open_volume(path)), np.asarray(image))
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_labels_are_replaced_and_resumed(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "image.ome.zarr"
+    image, out = image_of(path, version), path / "labels" / "nuclei"
+    label(image, out)
+    with pytest.raises(FileExistsError, match=r"nuclei\" exists; fix: .*overwrite=True"):
+        label(image, out)
+
+    def stopped(*arguments: Any) -> None:
+        raise StopError
+
+    # Killed between the move and the entry in the list.
+    (path / "labels" / ("zarr.json" if version == "0.5" else ".zattrs")).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(file_formats, "LABELS", file_formats.LABELS._replace(enter=stopped))
+        with pytest.raises(StopError):
+            label(image, out, overwrite=True)
+    label(image, out, overwrite=True)
+    assert "nuclei" in str(dict(zarr.open_group(str(path / "labels"), mode="r").attrs))
+    assert [each.name for each in (path / "labels").iterdir() if each.is_dir()] == ["nuclei"]
+
+
+@pytest.mark.parametrize(("name", "passes"), [("image.ome.zarr/labels/nuclei", 2), ("labels.ome.tif", 1)])
+def test_parts_write_labels(name: str, passes: int, tmp_path: Path) -> None:
+    image = image_of(tmp_path / "image.ome.zarr", "0.5")
+    for only, index in itertools.product(range(1, passes + 1), (2, 1)):
+        assert label(image, tmp_path / name, part=Part(index, 2, only=only)) is None
+    label(image, tmp_path / name, part=Part.parse("reduce"))
+    np.testing.assert_array_equal(np.asarray(open_volume(tmp_path / name)), np.asarray(image).argmax(0))
+
+
+def test_what_are_no_labels_is_refused_first(tmp_path: Path) -> None:
+    path = tmp_path / "image.ome.zarr"
+    image = image_of(path, "0.5")
+    with pytest.raises(TypeError, match=r'nuclei" cannot be written: labels are whole numbers, .* float32; fix: '):
+        predict_whole(Same(torch.float32, 3, 3).eval(), image, tile=8, out=path / "labels" / "nuclei", quiet=True)
+    assert list((path / "labels").iterdir()) == []
+
+
+def test_ome_zarr_has_the_place_of_a_nifti(tmp_path: Path) -> None:
+    nibabel = pytest.importorskip("nibabel", reason='needs the extra "nifti"')
+    for name, affine in (("straight", np.diag([1.0, 1, 2, 1])), ("turned", np.diag([-1.0, 1, 2, 1]))):
+        affine[:3, 3] = -10, -20, -30
+        head = nibabel.Nifti1Image(np.random.default_rng(0).random((20, 22, 24), "float32"), affine)
+        head.header.set_xyzt_units("mm")
+        nibabel.save(head, tmp_path / f"{name}.nii")
+        volume, out = open_volume(tmp_path / f"{name}.nii"), tmp_path / f"{name}.ome.zarr"
+        predict_whole(Same(torch.float32, 3).eval(), volume, tile=12, out=out, quiet=True)
+    assert open_volume(tmp_path / "straight.ome.zarr").metadata.origin == {"X": -10.0, "Y": -20.0, "Z": -30.0}
+    assert open_volume(tmp_path / "turned.ome.zarr").metadata.origin == {}

@@ -84,7 +84,7 @@ def test_what_options_say() -> None:
 def test_errors_of_the_command_are_one_sentence(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for given, output, text in (
         (["--dask=tcp://127.0.0.1:1", "--part=1/2"], "out.zarr", "--dask and --part are two ways"),
-        (["--part=1/2"], "out.tif", "parts write whole chunks"),
+        (["--part=1/2"], "out.npy", "parts write whole chunks"),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(["predict", *words(stack, output), *given])

@@ -11,6 +11,7 @@ import numpy as np
 
 from farfield.volumes import ome_zarr
 from farfield.volumes.levels import Mode, OutputSpec, chunk_lengths, make_levels, make_tiles, tiles_beside
+from farfield.volumes.ome_labels import find_image, fit_labels, list_labels, make_labels, refuse_labels
 from farfield.volumes.tiff_output import complete_tiff, fit_tiff, open_tiff, refuse_tiff
 
 
@@ -103,10 +104,12 @@ class Format(NamedTuple):
     # Where the group of zarr with the levels is, until the file is complete.
     group: Callable[[Path], Path] = lambda path: path
     folder: bool = False
+    enter: Callable[[Path], None] = lambda path: None  # called when the file has its path
 
 
 TIFF = Format(make_tiles, open_tiff, False, refuse_tiff, complete_tiff, fit_tiff, tiles_beside)
 OME_ZARR = Format(make_ome_zarr, open_ome_zarr, False, refuse_ome_zarr, complete_ome_zarr, fit_ome_zarr, folder=True)
+LABELS = Format(make_labels, open_ome_zarr, refuse=refuse_labels, fit=fit_labels, folder=True, enter=list_labels)
 FORMATS = {
     ".npy": Format(make_npy, open_npy, True),
     ".zarr": Format(make_zarr, open_zarr, folder=True),
@@ -116,5 +119,13 @@ FORMATS = {
 
 
 def find_format(path: Path) -> Format | None:
-    """Return the format of a path by its suffix, None for unknown ones; `.ome.zarr` is OME-Zarr."""
+    """Return the format of a path by its place and its suffix, None for unknown ones; `.ome.zarr` is OME-Zarr."""
+    if find_image(path) is not None:
+        return LABELS
     return OME_ZARR if path.name.lower().endswith(".ome.zarr") else FORMATS.get(path.suffix.lower())
+
+
+def has_chunks(out: object) -> bool:
+    """Whether an output is a path whose tiles are written in chunks, each in a file, as several processes need it."""
+    found = find_format(Path(out)) if isinstance(out, str | Path) else None
+    return found is not None and not found.mapped

@@ -154,7 +154,8 @@ def describe_image(
         axis = {"name": "t" if letter == "I" else letter.lower(), "type": kinds.get(letter, "space")}
         axes.append(axis | ({"unit": metadata.units[letter]} if letter in metadata.units else {}))
     scale = np.array([metadata.spacing.get(letter, 1.0) for letter in metadata.axes])
-    origin = np.array([metadata.origin.get(letter, 0.0) for letter in metadata.axes])
+    place = metadata.origin or _find_origin(metadata)
+    origin = np.array([place.get(letter, 0.0) for letter in metadata.axes])
     datasets = []
     for level, each in enumerate([np.ones(len(scale)), *np.cumprod(np.array(factors, float), 0)] if factors else [1.0]):
         # Means lie in the middle of the positions that they stand for.
@@ -172,6 +173,18 @@ def describe_image(
         "metadata": {"description": f"a position of a level is {method} that it stands for in the level before it"},
     }
     return {"ome": {"version": VERSION, "multiscales": [described]}}
+
+
+def _find_origin(metadata: ImageMetadata) -> Mapping[str, float]:
+    """Return where the first position of NIfTI's matrix lies, if its steps are those along the axes and no others."""
+    first = dict(zip("XYZ", metadata.affine.get("origin", ()), strict=False))
+    for place, letter in enumerate(first):
+        length = metadata.spacing.get(letter, 1.0)
+        step = np.eye(len(first))[place] * length
+        # The header has them in float32.
+        if not np.allclose(metadata.affine.get(letter, step), step, rtol=1e-5, atol=1e-5 * length):
+            return {}
+    return {} if metadata.georeference else first
 
 
 def describe_channels(names: Sequence[str], smallest: np.ndarray) -> dict[str, Any]:

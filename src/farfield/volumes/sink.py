@@ -17,16 +17,20 @@ from torch import Tensor
 from farfield._checks import ShapeError
 from farfield._files import OwnedFolder, remove
 from farfield._refusals import refusal
-from farfield.volumes.file_formats import FORMATS, Format, find_format
+from farfield.volumes.file_formats import FORMATS, LABELS, Format, find_format
 from farfield.volumes.levels import OutputSpec, grids_of_levels, write_level
 from farfield.volumes.source import Region, release
 from farfield.volumes.unfinished import FULL_DISK, REPLACED, STATE, unfinished_folder, was_moved
 from farfield.volumes.whole_shards import WholeShards
 
+_ZARR_2 = (".zarray", ".zgroup", ".zattrs")
+
 
 def check_path(path: Path, overwrite: bool | None) -> None:
     """Refuse a path that cannot be written, or whose content must not be replaced; None is no, of a call without it."""
-    known_format(path)
+    written = known_format(path)
+    if written is LABELS:
+        path.parent.mkdir(exist_ok=True)
     if not path.absolute().parent.is_dir():
         raise refusal(
             FileNotFoundError, f'no folder "{path.absolute().parent}" for "{path.name}"; fix: make that folder first.'
@@ -41,7 +45,7 @@ def check_path(path: Path, overwrite: bool | None) -> None:
         raise refusal(FileExistsError, f'"{path}" is a link, and links are not replaced; fix: {fix}.')
     if path.exists() and not overwrite and not was_moved(path):
         raise refusal(FileExistsError, f'"{path}" exists; fix: another path{overwrite_fix(overwrite)}.')
-    is_one_file = not known_format(path).folder
+    is_one_file = not written.folder
     if path.exists() and not (path.is_file() if is_one_file else is_own_zarr(path)):
         what = "a folder" if path.is_dir() else "not a file" if is_one_file else "not a zarr array"
         if path.is_dir() and not is_one_file:
@@ -73,14 +77,18 @@ def is_own_zarr(path: Path) -> bool:
     names = set(os.listdir(path))
     if not names:
         return True
+    if ".zarray" in names:  # of zarr 2, as labels in images of OME-Zarr 0.4
+        return all(name in _ZARR_2 or name.isdecimal() for name in names)
+    is_old = ".zgroup" in names
     try:
-        described = json.loads((path / "zarr.json").read_text(encoding="utf-8"))
-        kind, attributes = described["node_type"], described.get("attributes", {})
+        described = json.loads((path / (".zattrs" if is_old else "zarr.json")).read_text(encoding="utf-8"))
+        kind = "group" if is_old else described["node_type"]
+        attributes = {"ome": described} if is_old else described.get("attributes", {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     if kind == "array":
         return names <= {"zarr.json", "c"}
-    levels = sorted(names - {"zarr.json"})
+    levels = sorted(names - {"zarr.json", *_ZARR_2})
     return (
         kind == "group"
         and "multiscales" in attributes.get("ome", {})
@@ -211,6 +219,7 @@ class FileOutput:
         if not was_moved(self.path):
             self.format.complete(self.growing, self.spec)
             self.move()
+        self.format.enter(self.path)
         try:
             self.owned.empty(keep=(STATE,))  # the progress last: until then a repeated call takes the file as it is
             self.owned.remove()

@@ -32,6 +32,7 @@ from farfield.streaming.passes import Run
 from farfield.streaming.progress import Stream
 from farfield.volumes.aliasing import find_mapped_file
 from farfield.volumes.axes_view import AxesView
+from farfield.volumes.file_formats import has_chunks
 from farfield.volumes.levels import OutputSpec
 from farfield.volumes.sink import ArrayOutput, FileOutput, to_numpy
 from farfield.volumes.volume import Volume, is_reopened
@@ -97,11 +98,11 @@ def check_cluster(client: Any, out: Any) -> None:
         )
     if getattr(client, "asynchronous", False):
         raise refusal(TypeError, "client is asynchronous; fix: Client(address), without asynchronous=True.")
-    if not isinstance(out, str | Path) or not str(out).lower().endswith(".zarr"):
+    if not has_chunks(out):
         given = "None" if out is None else f'"{out}"' if isinstance(out, str | Path) else type(out).__name__
         raise refusal(
             ValueError,
-            f"with a client, out must be a path ending in .zarr or .ome.zarr, got {given}: workers write whole chunks, "
+            f"with a client, out must be a path, and not of .npy, got {given}: workers write whole chunks, "
             'each in a file, and no memory or file is shared; fix: out="job.ome.zarr".',
         )
 

@@ -20,6 +20,7 @@ from farfield._refusals import refusal
 from farfield.streaming.engines.local import count_units, run_tiles, show_progress
 from farfield.streaming.progress import Stream
 from farfield.streaming.records import Records
+from farfield.volumes.file_formats import has_chunks
 from farfield.volumes.sink import FileOutput
 from farfield.volumes.unfinished import STATE, unfinished_folder
 
@@ -74,10 +75,10 @@ def check_part(part: Any, out: Any) -> None:
     """Refuse what is no part, and outputs that several processes cannot write."""
     if not isinstance(part, Part):
         raise refusal(TypeError, f'part must be a Part, got {part!r:.40}; fix: Part.parse("3/16").')
-    if not isinstance(out, str | Path) or not str(out).lower().endswith(".zarr"):
+    if not has_chunks(out):
         raise refusal(
             ValueError,
-            f"parts write whole chunks, each in a file, so out must be a path ending in .zarr or .ome.zarr, got "
+            f"parts write whole chunks, each in a file, so out must be a path, and not of .npy, got "
             f'{type(out).__name__ if not isinstance(out, str | Path) else out}; fix: out="prediction.ome.zarr".',
         )
 
