@@ -234,6 +234,13 @@ MISTAKES = {
     "part": (f"{RIGHT} --part last", 'fix: "3/16"'),
     "two ways": (f"{RIGHT} --part 1/2 --workers 2", "fix: one of them"),
     "nnU-Net's": (f"{RIGHT} --folds 0", "--folds is an option of a folder of nnU-Net; fix: leave it out"),
+    "another's checkpoint": ("nets_of_a_test.py:Net image.npy out.npy --checkpoint net.pt", "fix: --weights"),
+    "another's name": ("--model scripted.pt --image image.npy --out out.npy", 'no option "--model"; fix: --network'),
+    "another's device": ("scripted.pt image.npy out.npy --gpu", 'no option "--gpu"; fix: --device cuda'),
+    "TorchScript as weights": (
+        "nets_of_a_test.py:Net image.npy out.npy --weights scripted.pt",
+        "one of TorchScript is the network",
+    ),
     "an option's name": (f"{RIGHT} --lables argmax", "nearest: --labels"),
     "axes": (f"{RIGHT} --axes ZYX", "fix: a letter for each"),
     "series": (f"{RIGHT} --series 3", "fix: --series 0"),

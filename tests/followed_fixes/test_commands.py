@@ -236,6 +236,12 @@ ROWS = [
         lambda: trained_alike("linearize timm:vit_small --images . --out linear --steps 2"),
         needs="timm",
     ),
+    Row(
+        "cli/__init__.py",
+        lambda: command("plan"),
+        "farfield plan --channels 64 --size 224,224",
+        lambda: command("plan --channels 64 --size 224,224 --no-time"),
+    ),
     Row("cli/__init__.py", lambda: command("help"), "farfield --help", lambda: command("--help")),
     Row(
         "_networks.py",

@@ -169,7 +169,10 @@ def dispatch(name: str, words: list[str]) -> None:
 
 def _choose_subject(name: str, words: list[str]) -> tuple[str, list[str]]:
     """Return the command of two subjects by one name, and its words: a plan, and a prediction."""
-    if name == "plan" and words and (not words[0].startswith("-") or "--network" in words):
+    if name == "plan" and not words:
+        text = "give --channels, --size for operators, or NETWORK INPUT OUTPUT for a prediction"
+        raise CommandLineError(f"{text}; fix: farfield plan --channels 64 --size 224,224.")
+    if name == "plan" and (not words[0].startswith("-") or "--network" in words):
         name, words = "predict", [*words, "--plan"]
     if name == "predict" and any(word.startswith(_OF_RECIPES) for word in words):
         return _BY_RECIPE, words

@@ -24,6 +24,10 @@ FORMATS = {
     "json": Parameter("json", "bool", "False", "Print a JSON list with one object per row, raw values.", False),
     "csv": Parameter("csv", "bool", "False", "Print comma-separated raw values.", False),
 }
+# What other programs call an option.
+_OTHER_NAMES = {"model": "network", "ckpt": "weights", "out": "output", "channel": "channels", "dry-run": "plan"}
+_OTHER_NAMES |= dict.fromkeys(("image", "images", "volume"), "input") | dict.fromkeys(("gpu", "cuda"), "device cuda")
+_OTHER_NAMES |= dict.fromkeys(("tile-size", "patch-size", "roi-size", "roi"), "tile")
 # Type in a signature -> what converts a word to it, and what stands for it in the help.
 _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "int": (partial(values.parse_whole, least=1), "N"),
@@ -131,6 +135,9 @@ def explain_word(word: str, command: str, options: Iterable[str]) -> str:
     """Return the text of an error about a word that is no option, and not the value of one."""
     names = list(options)
     if word.startswith("-"):
+        other = _OTHER_NAMES.get(word.partition("=")[0].lstrip("-").replace("_", "-"), "")
+        if other and f"--{other.partition(' ')[0]}" in names:
+            return f'no option "{word}"; fix: --{other}.'
         return no_such("option", word.partition("=")[0], names, command)
     listed = f" ({', '.join(names)})" if 0 < len(names) <= SHOWN else ""
     return f'"{word}" is not the value of an option; fix: the option before it{listed}, or leave it out.'

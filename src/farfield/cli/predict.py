@@ -135,7 +135,7 @@ def _check_options(network: str, given: Collection[str]) -> bool:
     wrong = sorted((_OF_OTHERS if is_nnunet else _OF_NNUNET) & set(given))
     if wrong:
         text = f"--{wrong[0].replace('_', '-')} is {'no' if is_nnunet else 'an'} option of a folder of nnU-Net"
-        raise CommandLineError(f"{text}; fix: leave it out.")
+        raise CommandLineError(f"{text}; fix: {'--weights' if wrong[0] == 'checkpoint' else 'leave it out'}.")
     return is_nnunet
 
 
