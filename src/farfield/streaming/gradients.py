@@ -55,17 +55,10 @@ def without_functions(running: Sequence[Writer]) -> Iterator[None]:
 
 
 class Stops:
-    """Runs functions of a network, and records where gradients stop: at `detach`, and at what runs without them.
+    """Runs functions of a network, and records where gradients stop."""
 
-    What is detached is a value of its own here, and in torch the same memory: of both, after a write, one may be used.
-
-    Args:
-        graph: What is recorded.
-        running: Writers of the modules that run.
-        numbers_of: Returns what a tensor is after all writes, as `value_of` takes it.
-        value_of: Returns its value.
-    """
-
+    # What is detached is a value of its own here, and in torch the same memory: after a write, one of them may be used.
+    # `numbers_of` returns what a tensor is after all writes, and `value_of` the value of that.
     def __init__(
         self,
         graph: Graph,
@@ -93,9 +86,7 @@ class Stops:
         if function not in _DETACHING and torch.is_grad_enabled():
             return outputs
         own = {id(each) for each in given}
-        return map_values(
-            outputs, Tensor, lambda each: each if id(each) in own else self._stop(each, function, _root(given[0]))
-        )
+        return map_values(outputs, Tensor, lambda each: each if id(each) in own else self._stop(each, function, given))
 
     def refuse_stale(self, given: Sequence[Tensor]) -> None:
         """Refuse a tensor after a write to another one that has its memory."""
@@ -108,8 +99,8 @@ class Stops:
     def _note_write(self, tensor: Tensor, before: Tensor) -> None:
         root = _root(tensor)
         self.stale |= {id(each): each for each in self.shared.get(id(root), ()) if each is not root}
-        values = self.value_of(before), self.value_of(self.numbers_of(tensor))
-        if not torch.is_grad_enabled() and any(map(self._has_gradient, values)):
+        numbers = () if torch.is_grad_enabled() else (before, self.numbers_of(tensor))
+        if any(self._has_gradient(self.value_of(each)) for each in numbers):
             fix = "a new tensor, such as value + (other - value).detach()"
             raise RecordingError(
                 f"{self.running[-1].path} writes without gradients to a tensor, or from one, that has a gradient; "
@@ -125,7 +116,7 @@ class Stops:
             self.smooth.append(has_source and is_smooth and node.op != "detach")
         return self.smooth[value.node]
 
-    def _stop(self, tensor: Tensor, function: Any, source: Tensor) -> Tensor:
+    def _stop(self, tensor: Tensor, function: Any, given: Sequence[Tensor]) -> Tensor:
         """Stop the gradients of what a function returns."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
@@ -134,6 +125,7 @@ class Stops:
             return tensor
         detached = torch.ops.farfield_streaming.detach(tensor)
         if is_shared:
+            source = _root(tensor if tensor._is_view() else given[0])
             own = self.shared.setdefault(id(source), [source])
             own.append(detached)
             self.shared[id(detached)] = own

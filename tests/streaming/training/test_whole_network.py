@@ -454,7 +454,7 @@ def write_and_look(grid: Tensor) -> Tensor:
 def fill_without(grid: Tensor) -> Tensor:
     """Write to a new tensor and its views, where no gradient is wanted."""
     with torch.no_grad():
-        mask = torch.zeros_like(grid)
+        mask = torch.zeros(grid.shape, dtype=grid.dtype)
         mask[:, 0] = 1
         mask[:, 1].fill_(2)
         mask[:, 2].copy_(grid[:, 1])

@@ -59,15 +59,7 @@ def _has_gradient(part: Any) -> bool:
 
 
 class Backward:
-    """The backward pass of a step.
-
-    Args:
-        step: The step.
-        items: The plan whose passes compute one item each.
-        grads: Of the outputs.
-        watched: Of each volume, whether it has a gradient.
-        modules: The parameters of layers, which stand in no constant.
-    """
+    """The backward pass of a step, with gradients of its outputs, to watched volumes, roots and tensors of layers."""
 
     def __init__(
         self, step: Step, items: StreamingPlan, grads: Grads, watched: Sequence[bool], modules: Sequence[Tensor]

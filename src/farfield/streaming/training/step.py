@@ -25,15 +25,7 @@ from farfield.volumes.source import VolumeSource
 
 
 class Step:
-    """A call in tiles: what it stores and sums is kept until its backward pass.
-
-    Args:
-        plan: Its passes.
-        graph: The graph with the tensors of the call.
-        outputs: The values that it returns.
-        sources: The volumes, whose axes are all as spatial ones.
-        tracked: Norms whose running statistics are updated, by path.
-    """
+    """A call in tiles: what it stores and sums is kept until its backward pass."""
 
     def __init__(
         self,

@@ -287,10 +287,9 @@ def _refuse_network(network: nn.Module) -> None:
 
 def _refuse_synchronized(network: nn.Module) -> None:
     """Refuse batch norms whose statistics are those of several processes."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
-    for path, module in network.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and module.training and torch.distributed.get_world_size() > 1:
+    spread = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for path, module in network.named_modules() if spread and torch.distributed.get_world_size() > 1 else ():
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
             fix = "BatchNorm, whose statistics are those of the wholes of a process, or module.eval()"
             raise refusal(ValueError, f"{path} has statistics of several processes, SyncBatchNorm; fix: {fix}.")
 
