@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from farfield._fingerprint import fingerprint
 from farfield._refusals import refusal
 from farfield.nn.devices import device_of
 from farfield.ops.modes import autocast_dtype, use_threads, without_tf32
@@ -133,6 +134,8 @@ class Prediction:
             metadata = replace(metadata, channels=plan.outputs.channel_names())
         spec = OutputSpec(shape, numpy_dtype(plan.output_dtype), tuple(box), metadata)
         nodata = None if self.mask is None else find_nodata(self.path, spec)
+        if nodata is not None and plan.reduction == fingerprint("argmax") and nodata < _count_classes(plan):
+            nodata = None  # with 256 classes each number of a byte is one
         return spec._replace(metadata=replace(metadata, nodata=nodata))
 
     @property
@@ -275,3 +278,10 @@ def _check_chunks(graph: StreamingPlan, plan: StreamingPlan, spec: OutputSpec) -
                     'statistics="tile", pad= moves them; fix: a volume of a size that the strides divide, or one '
                     "process.",
                 )
+
+
+def _count_classes(plan: StreamingPlan) -> int:
+    """Return of how many channels the labels of an output are the places."""
+    graph = plan.labelled.graph
+    *_, scores = (graph.info(node.inputs[0]) for node in graph.nodes if node.op == "aten.argmax.default")
+    return scores.shape[1]
