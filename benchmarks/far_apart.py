@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--poolings", choices=POOLINGS, nargs="+", default=POOLINGS)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--tile", type=int, default=128)
     parser.add_argument("--record", type=Path, default=Path("far_apart.jsonl"))
     parser.add_argument("--collect", type=Path)
