@@ -111,11 +111,12 @@ def collect(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         own[row["steps"], row["pooling"]].append(row)
     yield "| steps | network | accuracy, by seed | mean | seconds a run |\n|" + "---|" * 5
-    for (steps, pooling), each in sorted(own.items()):
-        accuracies = [row["accuracy"] for row in sorted(each, key=lambda row: row["seed"])]
+    for (steps, pooling), runs in sorted(own.items()):
+        each = sorted(runs, key=lambda row: row["seed"])
+        accuracies = {row["seed"]: row["accuracy"] for row in each}
         seconds = statistics.mean(row["seconds"] for row in each)
-        numbers = ", ".join(f"{accuracy:.3f}" for accuracy in accuracies)
-        yield f"| {steps} | {pooling} | {numbers} | {statistics.mean(accuracies):.3f} | {seconds:.0f} |"
+        numbers = ", ".join(f"{seed}: {accuracy:.3f}" for seed, accuracy in accuracies.items())
+        yield f"| {steps} | {pooling} | {numbers} | {statistics.mean(accuracies.values()):.3f} | {seconds:.0f} |"
 
 
 def main() -> None:
@@ -123,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--poolings", choices=POOLINGS, nargs="+", default=POOLINGS)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--tile", type=int, default=128)
     parser.add_argument("--record", type=Path, default=Path("far_apart.jsonl"))
     parser.add_argument("--collect", type=Path)
