@@ -88,7 +88,7 @@ def foreign(path: str) -> Path:
 
 ROWS = [
     Row(
-        "volumes/sink.py", lambda: predict(ONE, out="scan.nii.gz"), '"scan.zarr"', lambda: predict(ONE, out="scan.zarr")
+        "volumes/sink.py", lambda: predict(ONE, out="scan.mrc.gz"), '"scan.zarr"', lambda: predict(ONE, out="scan.zarr")
     ),
     Row("volumes/sink.py", lambda: predict(ONE, out="scan.png"), '"scan.zarr"', lambda: predict(ONE, out="scan.zarr")),
     Row(

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("planned_once")
 SIZE = (20, 24)
 TILE = (10, 8)
 TILES = 6
-SUFFIXES = (".npy", ".tif", ".zarr")
+SUFFIXES = (".npy", ".tif", ".nii.gz", ".zarr")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from farfield.streaming import Part, predict_whole
 from farfield.volumes import ImageMetadata, Volume, file_formats, open_volume
 from farfield.volumes.ome_zarr import halve, pyramid_factors
 from helpers.stopping import StopError
+from helpers.streamed_nets import settled
 
 MICROMETERS = dict.fromkeys("ZYX", "micrometer")
 
@@ -264,6 +265,59 @@ def test_what_are_no_labels_is_refused_first(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r'nuclei" cannot be written: labels are whole numbers, .* float32; fix: '):
         predict_whole(Same(torch.float32, 3, 3).eval(), image, tile=8, out=path / "labels" / "nuclei", quiet=True)
     assert list((path / "labels").iterdir()) == []
+
+
+# ---- NIfTI -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+@pytest.mark.parametrize("labels", [True, False])
+def test_a_nifti_has_the_matrix_of_its_input(suffix: str, labels: bool, tmp_path: Path) -> None:
+    nibabel = pytest.importorskip("nibabel", reason='needs the extra "nifti"')
+    affine = np.array([[0.7, 0.1, 0, -31.3], [-0.2, 0.9, 0.05, 12.7], [0, 0.1, 2.3, 101.1], [0, 0, 0, 1]])
+    head = nibabel.Nifti1Image(np.random.default_rng(0).random((20, 20, 20), "float32"), affine)
+    head.header.set_xyzt_units("mm")
+    nibabel.save(head, tmp_path / f"head{suffix}")
+    volume, out = open_volume(tmp_path / f"head{suffix}"), tmp_path / f"out{suffix}"
+    net = settled(nn.Sequential(nn.Conv3d(1, 3, 3, padding=1)))
+    reduce = "argmax" if labels else None
+    written = predict_whole(net, volume, tile=8, reduce=reduce, out=out, quiet=True)
+    found, expected = nibabel.load(out), predict_whole(net, volume, tile=8, reduce=reduce, quiet=True)
+    np.testing.assert_array_equal(np.asarray(written), expected)
+    np.testing.assert_allclose(found.affine, head.affine, rtol=1e-7)
+    assert (found.header.get_xyzt_units()[0], found.get_data_dtype()) == ("mm", np.dtype("uint8" if labels else "f4"))
+    # Channels are the fifth axis.
+    assert found.shape == ((20, 20, 20) if labels else (20, 20, 20, 1, 3))
+    np.testing.assert_array_equal(np.squeeze(np.asarray(found.dataobj)).T, np.squeeze(expected))
+    again = open_volume(out)
+    np.testing.assert_array_equal(np.asarray(again).squeeze(), np.squeeze(expected))
+    np.testing.assert_allclose(again.metadata.matrix("XYZ"), volume.metadata.matrix("XYZ"), rtol=1e-7)
+
+
+def test_a_nifti_of_another_volume_has_its_voxel_size(tmp_path: Path) -> None:
+    nibabel = pytest.importorskip("nibabel", reason='needs the extra "nifti"')
+    units = dict.fromkeys("ZYX", "nanometer")
+    known = ImageMetadata("ZYX", {"Z": 40.0, "Y": 8.0, "X": 4.0}, units, {"Z": 400.0})
+    volume = Volume(np.random.default_rng(0).random((6, 12, 14), "float32"), known)
+    predict_whole(Same(torch.bool, 3).eval(), volume, tile=6, out=tmp_path / "out.nii.gz", quiet=True)
+    found = nibabel.load(tmp_path / "out.nii.gz")
+    matrix = np.diag([0.004, 0.008, 0.04, 1])
+    matrix[2, 3] = 0.4
+    np.testing.assert_allclose(found.affine, matrix, rtol=1e-6)
+    assert (found.header.get_xyzt_units()[0], found.get_data_dtype(), found.shape) == ("micron", "uint8", (14, 12, 6))
+    np.testing.assert_array_equal(np.asarray(found.dataobj).T, np.asarray(volume) > 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "text"),
+    [
+        ("out.nii.gz", torch.float16, r'NIfTI has no float16; fix: "out.zarr"'),
+        ("out.mrc", torch.uint8, r"must end in one of \.npy, \.zarr, \.tif, \.tiff, \.nii, \.nii\.gz; fix: .*out.zarr"),
+        ("out.h5::labels", torch.uint8, r'must end in one of .*; fix: ".*out\.zarr"'),
+    ],
+)
+def test_what_is_not_written_is_refused_first(name: str, dtype: torch.dtype, text: str, tmp_path: Path) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        predict_whole(Same(dtype, 3).eval(), slide_of(6, 8, 8, axes="ZYX"), tile=4, out=tmp_path / name, quiet=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ome_zarr_has_the_place_of_a_nifti(tmp_path: Path) -> None:

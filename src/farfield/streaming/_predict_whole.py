@@ -91,9 +91,10 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
             one of the same batch and size. It is applied to each tile before it is written, so that the output that it
             reduces never exists as a whole. Labels are of the smallest dtype that holds them, uint8 up to 256 classes.
             `{"out": "argmax"}` takes one of several outputs by its key or place, and `{"out": None}` as it is.
-        out: A path ending in .npy, .zarr, .tif or .tiff, an array that takes slices, or None: an array in memory. An
-            array must have the result's shape and a dtype that can hold it, and must not share memory or a file with
-            the volume.
+        out: A path ending in .npy, .zarr, .ome.zarr, .tif, .ome.tif, .nii or .nii.gz; `image.ome.zarr/labels/NAME` for
+            labels inside an image; an array that takes slices; or None: an array in memory. An array must have the
+            result's shape and a dtype that can hold it, and must not share memory or a file with the volume. TIFF is in
+            tiles with coarser levels, GeoTIFF with the bands' names and a number for where `mask` is False.
         overwrite: Whether what exists at the path is replaced (a file, or a folder that is one zarr array and nothing
             else), and so is an unfinished file of another call. An unfinished file of this call is resumed.
         quiet: Whether to print neither the plan nor the progress on standard error.
@@ -101,10 +102,10 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
             It reduces as it was planned. Parameters and buffers are those that `model` has now; a model that runs other
             operations than it did, because of an attribute, a hook or a number that it reads in Python, is refused.
         client: A `dask.distributed.Client`, whose workers run the tiles: the result is that of one process, byte for
-            byte on processors of one kind. They must see the folder of `out`, a path ending in .zarr, by the same
+            byte on processors of one kind. They must see the folder of `out`, a path and not of .npy, by the same
             path, and a volume is best one of `open_volume`, which each worker opens itself.
         part: The share of this process, where several are started by hand or as an array of jobs, with the same other
-            arguments and a path ending in .zarr; the call returns None, and one of `Part.parse("reduce")` the result.
+            arguments and a path, not of .npy; the call returns None, and one of `Part.parse("reduce")` the result.
         mask: True at the valid positions of the volume, False where it holds nothing: an array `(*size)` for all
             samples or `(batch, *size)`, or the path of one; of another size if it and the volume have voxel sizes, such
             as a `Volume` drawn on a thumbnail, which begins where the volume does unless it has an origin. "alpha":

@@ -67,8 +67,8 @@ def respond_whole(
         context_mask: The same for the context.
         tile: Size of the grid's tiles: one number, or one per spatial dim, None for those that are not cut; rounded up
             to multiples of the windows of pooled keys; by default slabs of 16 MiB, as always for a context.
-        out: A path ending in .npy, .zarr, .tif or .tiff that does not exist yet, an array that takes slices, or None:
-            an array in memory. A call with a path that was killed resumes when it is repeated. An array must have the
+        out: A path as that of `predict_whole` that does not exist yet, an array that takes slices, or None: an array
+            in memory. A call with a path that was killed resumes when it is repeated. An array must have the
             response's shape and a dtype that can hold it, and must not share memory or a file with an input.
         quiet: Whether to show no progress on standard error.
         client: A `dask.distributed.Client`, whose workers run the tiles; see `predict_whole`.

@@ -11,6 +11,7 @@ import numpy as np
 
 from farfield.volumes import ome_zarr
 from farfield.volumes.levels import Mode, OutputSpec, chunk_lengths, make_levels, make_tiles, tiles_beside
+from farfield.volumes.nifti_output import complete_nifti, fit_nifti, open_nifti_output, refuse_nifti
 from farfield.volumes.ome_labels import find_image, fit_labels, list_labels, make_labels, refuse_labels
 from farfield.volumes.tiff_output import complete_tiff, fit_tiff, open_tiff, refuse_tiff
 
@@ -108,6 +109,7 @@ class Format(NamedTuple):
 
 
 TIFF = Format(make_tiles, open_tiff, False, refuse_tiff, complete_tiff, fit_tiff, tiles_beside)
+NIFTI = Format(make_tiles, open_nifti_output, False, refuse_nifti, complete_nifti, fit_nifti, tiles_beside)
 OME_ZARR = Format(make_ome_zarr, open_ome_zarr, False, refuse_ome_zarr, complete_ome_zarr, fit_ome_zarr, folder=True)
 LABELS = Format(make_labels, open_ome_zarr, refuse=refuse_labels, fit=fit_labels, folder=True, enter=list_labels)
 FORMATS = {
@@ -115,6 +117,8 @@ FORMATS = {
     ".zarr": Format(make_zarr, open_zarr, folder=True),
     ".tif": TIFF,
     ".tiff": TIFF,
+    ".nii": NIFTI,
+    ".nii.gz": NIFTI,
 }
 
 
@@ -122,7 +126,9 @@ def find_format(path: Path) -> Format | None:
     """Return the format of a path by its place and its suffix, None for unknown ones; `.ome.zarr` is OME-Zarr."""
     if find_image(path) is not None:
         return LABELS
-    return OME_ZARR if path.name.lower().endswith(".ome.zarr") else FORMATS.get(path.suffix.lower())
+    if path.name.lower().endswith(".ome.zarr"):
+        return OME_ZARR
+    return next((each for suffix, each in FORMATS.items() if path.name.lower().endswith(suffix)), None)
 
 
 def has_chunks(out: object) -> bool:

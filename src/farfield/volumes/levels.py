@@ -17,6 +17,8 @@ Mode = Literal["r", "r+"]
 # Most bytes of a chunk of a zarr array, which is one file. Only axes of even length are halved, so a chunk whose axes
 # all have odd lengths may be larger.
 CHUNK = 2**24
+# Most bytes of the planes whose chunks are read for one of them.
+PLANES = 2**26
 
 
 class OutputSpec(NamedTuple):
@@ -80,6 +82,15 @@ def write_level(path: Path, spec: OutputSpec, level: int, place: int) -> None:
 
 
 # ---- tiles of a file that is written in one go -----------------------------------------------------------------------
+def thin_box(spec: OutputSpec) -> tuple[int, ...]:
+    """Return the box of a tile with few planes along Z: a file is written plane by plane, and chunks are read whole."""
+    box, plane = list(spec.box), spec.nbytes // math.prod(spec.shape[:-2])
+    place = spec.metadata.axes.find("Z")
+    while place >= 0 and box[place] > 1 and box[place] * plane > PLANES:
+        box[place] = 1 if box[place] % 2 else box[place] // 2
+    return tuple(box)
+
+
 def tiles_beside(path: Path) -> Path:
     """Return the group in which the tiles of a file are until all are there."""
     return path.parent / "tiles"

@@ -117,7 +117,7 @@ def _read_hdf5_metadata(dataset: Any) -> ImageMetadata:
 # ---- NIfTI and MRC ---------------------------------------------------------------------------------------------------
 # How many times as long as a file what deflate has packed can be at most.
 _DEFLATED = 1032
-_NIFTI_UNITS = {"mm": "millimeter", "micron": "micrometer", "meter": "meter", "sec": "second", "msec": "millisecond"}
+NIFTI_UNITS = {"mm": "millimeter", "micron": "micrometer", "meter": "meter", "sec": "second", "msec": "millisecond"}
 
 
 def open_nifti(file: FileName) -> Opened:
@@ -144,7 +144,7 @@ def open_nifti(file: FileName) -> Opened:
     unit, time_unit = header.get_xyzt_units()
     letters = axes.strip("CQ")
     spacing = known(letters, map(parse_length, header.get_zooms()[: len(letters)]))
-    given = {letter: _NIFTI_UNITS.get(time_unit if letter == "T" else unit) for letter in spacing}
+    given = {letter: NIFTI_UNITS.get(time_unit if letter == "T" else unit) for letter in spacing}
     # A zoom of 1 without a unit is what the format has where nothing is known.
     spacing = {letter: each for letter, each in spacing.items() if given[letter] or each != 1}
     units = {letter: each for letter, each in given.items() if each and letter in spacing}

@@ -305,9 +305,8 @@ def output_for(
         output = FileOutput(caller, Path(out), spec, overwrite)
         refused = output.format.refuse(output.path, output.spec)
         if refused is not None:
-            raise refusal(
-                TypeError, f'"{out}" cannot be written: {refused}; fix: "{Path(out).stem.removesuffix(".ome")}.zarr".'
-            )
+            name = output.path.stem.removesuffix(".ome").removesuffix(".nii")
+            raise refusal(TypeError, f'"{out}" cannot be written: {refused}; fix: "{name}.zarr".')
         return output
     if out is None:
         if isinstance(like, Tensor):

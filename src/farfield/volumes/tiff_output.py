@@ -13,7 +13,7 @@ from farfield.volumes.axes_view import AxesView
 from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.file_name import FileName, Opened
 from farfield.volumes.geotiff_output import choose_nodata, refuse_geotiff, write_geotiff
-from farfield.volumes.levels import Mode, OutputSpec, open_tiles
+from farfield.volumes.levels import Mode, OutputSpec, open_tiles, thin_box
 from farfield.volumes.ome_zarr import pyramid_factors
 from farfield.volumes.readers import open_tiff as read_tiff
 from farfield.volumes.tiff_metadata import (
@@ -28,8 +28,6 @@ from farfield.volumes.volume import Volume
 
 # Positions of a tile along Y and X.
 TILE = 512
-# Most bytes of the planes whose chunks are read for one of them.
-_PLANES = 2**26
 
 
 def is_named_ome(path: Path) -> bool:
@@ -62,16 +60,10 @@ def is_imagej(path: Path, spec: OutputSpec) -> bool:
 
 def fit_tiff(path: Path, spec: OutputSpec) -> OutputSpec:
     """Return the array in the file: booleans as numbers of 8 bits, chunks of few planes, levels where it has tiles."""
-    axes, shape = spec.metadata.axes, spec.shape
     spec = spec._replace(dtype=np.dtype("uint8")) if spec.dtype == np.bool_ else spec
     if not is_imagej(path, spec) and not is_geotiff(path, spec):  # GDAL makes levels by itself
-        spec = spec._replace(factors=pyramid_factors(shape, spec.metadata, letters="YX"))
-    box, plane = list(spec.box), spec.nbytes // np.prod(shape[:-2], dtype=int)
-    if "Z" in axes:
-        place = axes.index("Z")
-        while box[place] > 1 and box[place] * plane > _PLANES:
-            box[place] = 1 if box[place] % 2 else box[place] // 2
-    return spec._replace(box=tuple(box))
+        spec = spec._replace(factors=pyramid_factors(spec.shape, spec.metadata, letters="YX"))
+    return spec._replace(box=thin_box(spec))
 
 
 def refuse_tiff(path: Path, spec: OutputSpec) -> str | None:
@@ -101,9 +93,11 @@ def open_tiff(path: Path, spec: OutputSpec, mode: Mode) -> Any:
 def arrange_axes(opened: Opened, spec: OutputSpec) -> Volume:
     """Return the array in a finished file with the axes of the output."""
     array, metadata = opened
-    if tuple(array.shape) != spec.shape:
-        wanted = spec.metadata.axes
-        own = metadata.axes.replace("S", wanted[0])  # several bands
+    wanted, own = spec.metadata.axes, metadata.axes.replace("S", spec.metadata.axes[0])  # several bands
+    if "I" in wanted:  # OME-TIFF has no other place for samples
+        own = own.replace("T", "I")
+    left_out = [length for letter, length in zip(own, array.shape, strict=True) if letter not in wanted]
+    if own != wanted and set(left_out) <= {1}:
         array = AxesView(array, [own.find(each) if each in own else None for each in wanted], {})
     return Volume(array, spec.metadata)
 
