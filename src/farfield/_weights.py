@@ -79,9 +79,7 @@ def read_pickled(path: Path, map_location: Any | None = "cpu") -> Any:
 
 def load_weights(network: nn.Module, path: Path) -> None:
     """Load weights that a file has, whatever they are called within a checkpoint; refuse those of another network."""
-    how = (
-        "fix: a file of torch.save(network.state_dict(), path), or .safetensors; one of TorchScript is a network itself"
-    )
+    how = "fix: a file of torch.save(network.state_dict(), path), or .safetensors; one of TorchScript is the network"
     if not path.is_file():
         raise refusal(FileNotFoundError, f"there are no weights {path}; {how}.")
     try:

@@ -61,6 +61,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save("image.npy", image)
     np.save("valid.npy", image > 0.1)
     Path("empty").mkdir()
+    Path("trained").mkdir()
+    Path("trained/plans.json").touch()
     Path("image.jpg").touch()
     net = network()
     weights = net.state_dict()
@@ -140,8 +142,6 @@ def test_a_command_in_a_process_of_its_own() -> None:
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is called of nnU-Net, which is not run; its folder is `trained`."""
-    Path("trained").mkdir()
-    Path("trained/plans.json").touch()
     calls: list[Any] = []
     monkeypatch.setattr(nnunet, "load_nnunet", lambda *given, **options: calls.append((given, options)))
     monkeypatch.setattr(nnunet, "predict_nnunet", lambda *given, **options: calls.append((given, options)))
@@ -241,6 +241,7 @@ MISTAKES = {
         "nets_of_a_test.py:Net image.npy out.npy --weights scripted.pt",
         "one of TorchScript is the network",
     ),
+    "another's series": ("trained image.npy labels.nii.gz --series 0", "--series is no option of a folder of nnU-Net"),
     "an option's name": (f"{RIGHT} --lables argmax", "nearest: --labels"),
     "axes": (f"{RIGHT} --axes ZYX", "fix: a letter for each"),
     "series": (f"{RIGHT} --series 3", "fix: --series 0"),

@@ -90,7 +90,7 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
         plan: Print what would run, how long and with how much memory and disk, and stop.
         overwrite: Replace an output that exists.
     """
-    given = {name: value for name, value in locals().items() if value}
+    given = {name: value for name, value in locals().items() if value is not None and value is not False}
     if network is None or not input or output is None:
         lacking = [name.upper() for name in ("network", "input", "output") if not given.get(name)]
         fix = "farfield predict scripted.pt volume.tif result.zarr"
