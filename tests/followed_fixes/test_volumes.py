@@ -185,7 +185,7 @@ ROWS = [
         lambda: predict(ONE, VOLUME, scale=percentiles(VOLUME, [1, 99.8])),
     ),
     Row(
-        "volumes/volume.py",
+        "volumes/matched_masks.py",
         lambda: predict(ONE, VOLUME, mask="alpha"),
         "the mask as an array",
         lambda: predict(ONE, VOLUME, mask=VOLUME[0] > 0.5),

@@ -31,10 +31,10 @@ from farfield.streaming.progress import find_unfinished, refuse_shared
 from farfield.streaming.skipping import ALPHA, NODATA, check_fill, open_mask, open_mask_file, warn_of_nodata
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
+from farfield.volumes.matched_masks import take_alpha
 from farfield.volumes.scaling import parse_scale
 from farfield.volumes.sink import FileOutput, output_for
 from farfield.volumes.source import AxisLayout
-from farfield.volumes.volume import take_alpha
 
 # Seconds from which on it is said how long a prediction takes, and units.
 _LONG, _UNITS = 10, (("day", 86400), ("hour", 3600), ("minute", 60))

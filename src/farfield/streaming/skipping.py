@@ -24,8 +24,9 @@ from farfield.streaming.spans import Box, axes_of, is_empty
 from farfield.volumes.axes_view import SlicedArray, as_slice
 from farfield.volumes.checks import check_volume
 from farfield.volumes.chunk_cache import keep_chunks
+from farfield.volumes.matched_masks import match_mask
 from farfield.volumes.source import AxisLayout, Region, VolumeSource
-from farfield.volumes.volume import match_mask, open_volume, split_volume
+from farfield.volumes.volume import open_volume, split_volume
 
 # The argument `mask` for positions that have the number that is none in the file, and for those that are transparent.
 NODATA, ALPHA = "nodata", "alpha"

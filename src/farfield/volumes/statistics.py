@@ -13,8 +13,9 @@ from torch import Tensor
 from farfield._checks import ShapeError
 from farfield._refusals import door, refusal
 from farfield.volumes.checks import check_volume
+from farfield.volumes.matched_masks import match_mask
 from farfield.volumes.sink import dtype_of_array, to_numpy
-from farfield.volumes.volume import match_mask, split_volume
+from farfield.volumes.volume import split_volume
 
 # Positions that are read at a time.
 _AT_ONCE = 2**21
