@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from farfield import WholeNetwork
+from farfield.nn import GridAttention
 from farfield.streaming import Tiles
 from helpers.followed import Row, each, follow
 from helpers.several_processes import alone
@@ -30,6 +31,12 @@ def train(net: nn.Module, *given: Any, tile: Any = 8) -> Tensor:
     result = WholeNetwork(net, tile=tile)(*given)
     result.square().sum().backward()
     return result
+
+
+def attention(*, is_constant: bool) -> nn.Module:
+    net = nn.Sequential(GridAttention(1, "kronecker_kv", coefficient_norm=True))
+    net[0].train(not is_constant)
+    return net
 
 
 class Labelled(nn.Module):
@@ -139,6 +146,12 @@ ROWS = [
         lambda: train_beside_another(nn.SyncBatchNorm(2)),
         "module.eval()",
         lambda: train_beside_another(nn.SyncBatchNorm(2).eval()),
+    ),
+    Row(
+        "streaming/training/whole.py",
+        lambda: train(attention(is_constant=False), GRID),
+        "network.0.eval()",
+        lambda: train(attention(is_constant=True), GRID),
     ),
     Row(
         "streaming/training/whole.py",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from farfield._checks import ShapeError, check_network
 from farfield._refusals import door, refusal
+from farfield.nn.attention import GridAttention
 from farfield.nn.devices import device_of, dtype_of
 from farfield.ops.modes import use_threads
 from farfield.streaming._predict_whole import predict_whole
@@ -167,7 +168,7 @@ class WholeNetwork(nn.Module):
             return predict_whole(self.network, volume, tile=self.tiles, quiet=True)
         with door("WholeNetwork"):
             _refuse_network(self.network)
-            _refuse_synchronized(self.network)
+            _refuse_norms(self.network)
             count, sources = self._arrange(volumes)
             recorded, plan = self._plan(count, [Info(each.shape, each.dtype) for each in sources])
             graph, modules = self._bind(recorded, plan.forward)
@@ -285,11 +286,15 @@ def _refuse_network(network: nn.Module) -> None:
             raise refusal(TypeError, f"{path or kind} is spread over processes, by DDP or FSDP; fix: {fix}.")
 
 
-def _refuse_synchronized(network: nn.Module) -> None:
-    """Refuse batch norms whose statistics are those of several processes."""
+def _refuse_norms(network: nn.Module) -> None:
+    """Refuse norms in training whose statistics are those of several processes, or of products of all positions."""
     spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-    for path, module in network.named_modules() if spread and torch.distributed.get_world_size() > 1 else ():
-        if isinstance(module, nn.SyncBatchNorm) and module.training:
+    spread = spread and torch.distributed.get_world_size() > 1
+    for path, module in network.named_modules():
+        if isinstance(module, GridAttention) and module.training and module.coefficient_norm is not None:
+            fix = f"network.{path}.eval() after network.train(), or coefficient_norm=False"
+            raise refusal(ValueError, f"{path} norms its coefficients by those of all positions; fix: {fix}.")
+        if isinstance(module, nn.SyncBatchNorm) and module.training and spread:
             fix = "BatchNorm, whose statistics are those of the wholes of a process, or module.eval()"
             raise refusal(ValueError, f"{path} has statistics of several processes, SyncBatchNorm; fix: {fix}.")
 
