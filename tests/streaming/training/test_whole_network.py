@@ -149,6 +149,26 @@ def test_checkpoints_inside_and_frozen_parameters() -> None:
     agrees(net, lambda call, grid: call(grid).square().mean(), drawn())
 
 
+class ComplexWeights(nn.Module):
+    """The squared length of channels that are multiplied with complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 2, 1, 1, dtype=torch.complex128))
+
+    def forward(self, grid: Tensor) -> Tensor:
+        product = grid * self.weight
+        return (product * (product + grid).conj()).imag
+
+
+def test_complex_parameters_keep_their_imaginary_part() -> None:
+    network, volume = ComplexWeights(), torch.rand(1, 2, 20, 18, dtype=torch.float64)
+    wanted = torch.autograd.grad(network(volume).square().sum(), network.weight)
+    found = torch.autograd.grad(WholeNetwork(network, tile=8)(volume).square().sum(), network.weight)
+    assert wanted[0].imag.abs().max() > 1
+    torch.testing.assert_close(found, wanted)
+
+
 def test_ties_of_extremes_share_a_gradient() -> None:
     class Peaks(nn.Conv2d):
         def forward(self, grid: Tensor) -> Tensor:

@@ -115,9 +115,8 @@ class Backward:
         for index, place, _ in leaves.list():
             flat = self.parts.setdefault(index, [None] * len(tree_flatten(leaves[index])[0]))
             flat[place] = _sum(flat[place], next(found))
-        self.totals = [
-            _sum(total, None if each is None else each.double()) for total, each in zip(self.totals, found, strict=True)
-        ]
+        for number, each in enumerate(found):
+            self.totals[number] = _sum(self.totals[number], each, torch.float64)
 
     def _compute(
         self, number: int, tile: Sequence[Span], live: Sequence[Value], leaves: _Leaves, rest: dict[int, Grads]
@@ -198,7 +197,8 @@ def _make_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
     return torch.from_numpy(kept).view(dtype).view(*shape)
 
 
-def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    if total is None or grad is None:
-        return grad if total is None else total
-    return total + grad
+def _sum(total: Tensor | None, grad: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Add in place: a sum that each tile makes anew lies between what tiles have let go of, and keeps that."""
+    if grad is None or total is None:
+        return total if grad is None else grad.to(torch.promote_types(grad.dtype, dtype or grad.dtype), copy=True)
+    return total.add_(grad)
