@@ -296,7 +296,7 @@ def main() -> None:
         rows = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
         done = {(each["task"], each["network"], each["trained"], each["seed"]) for each in rows}
     tasks = {name: make_task(name, options.root) for name in options.tasks}
-    for seed, kind, name, way in product(range(options.seeds), NETWORKS, tasks, TRAININGS):
+    for kind, seed, name, way in product(NETWORKS, range(options.seeds), tasks, TRAININGS):
         if (name, kind, way, seed) in done:
             continue
         row = run(tasks[name], name, kind, way, seed, options.steps[options.tasks.index(name)])

@@ -67,11 +67,11 @@ OFFERED = {name: each.function for name, each in find_commands().items() if name
 
 
 def test_the_package_offers_its_commands() -> None:
-    assert sorted(OFFERED) == sorted(farfield.cli._PAPERS)
+    assert {name.split()[0] for name in OFFERED} == {*farfield.cli._PAPERS}
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in OFFERED if not find_commands()[name].function.endswith(f"train.{name}")]
+    "name", [name for name, function in OFFERED.items() if not function.endswith(f"train.{name.split()[0]}")]
 )
 def test_the_options_of_each_command_are_the_parameters_of_its_function(
     name: str, capsys: pytest.CaptureFixture[str]
