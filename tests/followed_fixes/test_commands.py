@@ -189,6 +189,12 @@ ROWS = [
     ),
     Row(
         "cli/predict.py",
+        lambda: predicted("nets.py:build volume.npy out.npy --scale 255"),
+        "0,255",
+        lambda: predicted("nets.py:build volume.npy out.npy --scale 0,255"),
+    ),
+    Row(
+        "cli/predict.py",
         lambda: predicted("--network nets.py:build --input volume.npy"),
         "farfield predict scripted.pt volume.tif result.zarr",
         lambda: predicted("--network nets.py:build --input volume.npy --output out.npy"),
