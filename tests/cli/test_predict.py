@@ -41,6 +41,12 @@ def build():
 
 def nothing():
     return None
+
+class Failing(nn.Module):
+    def __init__(self):
+        {}["config"]
+
+built = Net()
 """
 # What follows `farfield predict` where the files of `files` are there.
 RIGHT = "nets_of_a_test.py:Net image.npy out.zarr --weights net.pt"
@@ -63,6 +69,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = np.random.default_rng(0).random((48, 40), "float32")
     np.save("image.npy", image)
     np.save("valid.npy", image > 0.1)
+    np.save("never.npy", image > 2)
     Path("empty").mkdir()
     Path("trained").mkdir()
     Path("trained/plans.json").touch()
@@ -319,7 +326,21 @@ MISTAKES = {
     "unknown suffix": ("scripted.pt image.npy out.jpeg", 'out.jpeg" must end in .*; fix: "out.zarr"'),
     "no folder": ("scripted.pt image.npy lost/out.npy", "fix: make that folder first"),
     "labels": (f"{RIGHT} --labels argmx", "argmax"),
-    "a threshold that is none": (f"{RIGHT} --labels nan", "reduce=nan is above no number; fix: "),
+    "a threshold that is none": (f"{RIGHT} --labels nan", "reduce=nan is no threshold; fix: "),
+    "a threshold or a channel": (f"{RIGHT} --labels 1", "fix: 1.0, or argmax for the label"),
+    "statistics": (f"{RIGHT} --statistics frozen", "it has whole, tile"),
+    "a mask of nothing": (
+        f"{RIGHT} --mask never.npy --scale 1%,99%",
+        "is True; fix: no --mask",
+    ),
+    "a network that is built": (
+        "nets_of_a_test.py:built image.npy out.npy --weights net.pt",
+        "fix: the class, or a",
+    ),
+    "code that fails": (
+        "nets_of_a_test.py:Failing image.npy out.npy --weights net.pt",
+        "KeyError.*; fix: line 20 of ",
+    ),
     "a scale": (f"{RIGHT} --scale 255", "what becomes 0 and 1, got .255.; fix: two numbers, 0,255"),
     "half a percent": (f"{RIGHT} --scale 0,99%", "fix: two numbers, 0,255, or two percents"),
     "percents": (f"{RIGHT} --scale 1%,998%", "two percents from 0 to 100"),

@@ -225,6 +225,15 @@ ROWS = [
     ),
     Row(
         "_networks.py",
+        lambda: [
+            written("own.py", "from torch import nn\nnet = nn.Conv2d(1, 1, 1)"),
+            predicted("own.py:net volume.npy out.npy --weights weights.pt"),
+        ],
+        "the class",
+        lambda: predicted("net.py:Net volume.npy out.npy --weights weights.pt"),
+    ),
+    Row(
+        "_networks.py",
         lambda: predicted("no_such_module:Net volume.npy out.npy"),
         "networks.py:Net",
         lambda: predicted("net.py:Net volume.npy out.npy --weights weights.pt"),

@@ -121,7 +121,7 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
         output,
         tile=tiles,
         pad=pad,
-        reduce=_parse_labels(labels),
+        reduce=None if labels is None else _parse_labels(labels),
         overwrite=overwrite,
         mask=mask,
     )
@@ -140,12 +140,16 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
         predict_whole(job.network, job.volume, out=output, scale=pair, **planned)
 
 
-def _parse_labels(text: str | None) -> str | float | None:
+def _parse_labels(text: str) -> str | float:
     """Return a word of what is written, or the number above which there is a label."""
     try:
-        return text if text is None else float(text)
+        number = float(text)
     except ValueError:
         return text
+    if text.lstrip("+-").isdecimal():  # which could be the number of a channel
+        fix = f"{number:.1f}, or argmax for the label of the largest of several channels"
+        raise CommandLineError(f'--labels is a threshold with a point, got "{text}"; fix: {fix}.')
+    return number
 
 
 def _parse_scale(text: str) -> tuple[tuple[float, float], bool]:
@@ -156,7 +160,8 @@ def _parse_scale(text: str) -> tuple[tuple[float, float], bool]:
         low, high = (float(each.removesuffix("%")) for each in words)
     except ValueError:
         low = high = math.nan
-    if not low < high or any(are_percents) != all(are_percents) or (all(are_percents) and not 0 <= low < high <= 100):
+    is_right = 0 < high - low < math.inf and len(set(are_percents)) == 1
+    if not is_right or (all(are_percents) and not 0 <= low < high <= 100):
         fix = "two numbers, 0,255, or two percents from 0 to 100, 1%,99.8%, the lower first"
         raise CommandLineError(f'--scale is what becomes 0 and 1, got "{text}"; fix: {fix}.')
     return (low, high), all(are_percents)

@@ -20,7 +20,7 @@ from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming import StreamingPlan, Tiles, predict_whole, use_progress_bar
 from farfield.streaming._plan_whole import plan_volumes
 from farfield.streaming.adapt import Reduce
-from farfield.streaming.arguments import arrange_volumes
+from farfield.streaming.arguments import arrange_volumes, parse_tiles
 from farfield.streaming.graph import Info
 from farfield.streaming.places import RecordedNetwork
 from farfield.streaming.prediction import Prediction
@@ -98,7 +98,7 @@ class Job:
             text = f"the output and the volume are both in {shared}, which is never written over; fix: another path."
             raise refusal(ValueError, text)
         self.network, self.volume = self._prepare()
-        self.tiles, self.pad = tile or Tiles(), pad
+        self.tiles, self.pad = parse_tiles(tile), pad
         try:
             self.plan, self.is_begun = self._make_plan(self.tiles, self.out)
         except ValueError as error:
