@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.machinery import SourceFileLoader
@@ -59,6 +60,10 @@ def load_network(source: str, network: str | None = None) -> nn.Module:
     return package.load(source, network)
 
 
+# What code of a user raises by a mistake in it.
+_FAULTS = (KeyError, IndexError, AttributeError, NameError, AssertionError, ArithmeticError, NotImplementedError)
+
+
 def build_named(builder: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Build the network of a name that a package offers, or of a function or class by its full name."""
     return build_network(builder, import_function(builder), arguments)
@@ -71,7 +76,15 @@ def build_network(name: str, function: Callable[..., Any], arguments: Mapping[st
     except TypeError as error:
         fix = "a function without arguments that returns it, such as def build(): return Net(3)"
         raise refusal(TypeError, f"--network {name} does not give a network: {error}; fix: {fix}.") from error
-    network = function(**arguments)
+    if isinstance(function, nn.Module):
+        fix = "the class, or a function that returns it, such as def build(): return net"
+        raise refusal(TypeError, f"--network {name} is a network, and not what builds one; fix: {fix}.")
+    try:
+        network = function(**arguments)
+    except _FAULTS as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"--network {name} raises {type(error).__name__}: {error}"
+        raise refusal(RuntimeError, f"{text}; fix: line {place.lineno} of {place.filename}.") from error
     if not isinstance(network, nn.Module):
         text = f"--network {name} must return a torch.nn.Module, got {type(network).__name__}"
         raise refusal(TypeError, f"{text}; fix: return the network in it.")

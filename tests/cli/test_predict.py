@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
+import tifffile
 import torch
 from torch import nn
 
@@ -19,8 +22,8 @@ from farfield.cli import main
 from farfield.integrations import nnunet, trained_models
 from farfield.integrations.nnunet import prediction
 from farfield.integrations.trained_models import OpenedModel
-from farfield.streaming import predict_whole
-from farfield.volumes import open_volume
+from farfield.streaming import predict_whole, use_progress_bar
+from farfield.volumes import open_volume, percentiles
 
 MODULE = """
 from torch import nn
@@ -38,6 +41,12 @@ def build():
 
 def nothing():
     return None
+
+class Failing(nn.Module):
+    def __init__(self):
+        {}["config"]
+
+built = Net()
 """
 # What follows `farfield predict` where the files of `files` are there.
 RIGHT = "nets_of_a_test.py:Net image.npy out.zarr --weights net.pt"
@@ -60,6 +69,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = np.random.default_rng(0).random((48, 40), "float32")
     np.save("image.npy", image)
     np.save("valid.npy", image > 0.1)
+    np.save("never.npy", image > 2)
     Path("empty").mkdir()
     Path("trained").mkdir()
     Path("trained/plans.json").touch()
@@ -76,6 +86,27 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def predict(words: str, command: str = "predict") -> None:
     main([command, *words.split()])
+
+
+class StopAfter:
+    """A progress bar that interrupts after some tiles, as Ctrl-C does."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __enter__(self) -> StopAfter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the call as it is."""
+
+    def set_description(self, text: str) -> None:
+        """Show nothing."""
+
+    def update(self, units: float) -> None:
+        self.count -= 1
+        if not self.count:
+            raise KeyboardInterrupt
 
 
 def want(**options: Any) -> np.ndarray:
@@ -106,6 +137,72 @@ def test_options_are_arguments_of_predict_whole() -> None:
     labels = open_volume("out.zarr")[:]
     assert labels.dtype == np.uint8
     np.testing.assert_array_equal(labels, want(reduce="argmax", mask=np.load("valid.npy"), tile=16))
+
+
+OPTIONS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "a threshold": ("--labels 0.05", lambda: {"reduce": 0.05}),
+    "numbers": ("--scale 0.25,0.75", lambda: {"scale": (0.25, 0.75)}),
+    "percentiles": ("--scale 1%,99.8%", lambda: {"scale": percentiles(np.load("image.npy"), [1, 99.8])}),
+    "percentiles under a mask": (
+        "--scale 1%,90% --mask valid.npy",
+        lambda: {
+            "scale": percentiles(np.load("image.npy"), [1, 90], mask=np.load("valid.npy")),
+            "mask": np.load("valid.npy"),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_labels_of_one_channel_and_the_scale(name: str) -> None:
+    words, options = OPTIONS[name]
+    predict(f"scripted.pt image.npy out.zarr --tile 16 {words}")
+    np.testing.assert_array_equal(open_volume("out.zarr")[:], want(tile=16, **options()))
+
+
+@pytest.mark.parametrize("kind", ["alpha", "nodata"])
+@pytest.mark.parametrize("words", ["", "--scale 2%,98%"])
+def test_masks_that_a_file_has(kind: str, words: str) -> None:
+    numbers = np.random.default_rng(1).integers(1, 99, (48, 40), "uint8")
+    valid = numbers > 20
+    if kind == "alpha":
+        image = np.stack([numbers, np.where(valid, 255, 0).astype("uint8")], -1)
+        tifffile.imwrite("a.tif", image, photometric="minisblack", extrasamples=["unassalpha"], planarconfig=1)
+    else:
+        numbers[~valid] = 0
+        tifffile.imwrite("a.tif", numbers, extratags=[(42113, "s", 0, "0", True)])
+    predict(f"scripted.pt a.tif out.npy --tile 16 --mask {kind} {words}")
+    scale = percentiles(numbers, [2, 98], mask=valid) if words else None
+    expected = predict_whole(network(), numbers, tile=16, mask=valid, scale=scale, quiet=True)
+    np.testing.assert_allclose(np.load("out.npy"), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("words", ["--mask valid.npy", "--mask valid.npy --scale 1%,99% --labels 0.1"])
+def test_one_that_was_stopped_goes_on_with_its_options(words: str) -> None:
+    line = f"scripted.pt image.npy out.zarr {words}"
+    with use_progress_bar(lambda total, initial: StopAfter(3)), pytest.raises(SystemExit, match="130"):
+        predict(f"{line} --tile 16")
+    assert Path("out.zarr.unfinished").is_dir()
+    started = []
+
+    def start(total: float, initial: float) -> StopAfter:
+        started.append(initial)
+        return StopAfter(10**9)
+
+    with use_progress_bar(start):
+        predict(line)  # with the tiles of before, and not the largest that memory allows
+    assert started[0] > 0
+    predict(f"scripted.pt image.npy whole.zarr {words} --tile 16")
+    np.testing.assert_array_equal(open_volume("out.zarr")[:], open_volume("whole.zarr")[:])
+
+
+def test_parts_with_a_mask_and_percentiles_make_one_file() -> None:
+    words = "scripted.pt image.npy --tile 16 --mask valid.npy --scale 1%,99%"
+    predict(f"{words} whole.zarr")
+    for part in ("1/2 --timeout 0", "2/2", "1/2", "reduce"):
+        with contextlib.suppress(SystemExit):
+            predict(f"{words} out.zarr --part {part}")
+    np.testing.assert_array_equal(open_volume("out.zarr")[:], open_volume("whole.zarr")[:])
 
 
 def test_parts_make_one_file() -> None:
@@ -229,6 +326,28 @@ MISTAKES = {
     "unknown suffix": ("scripted.pt image.npy out.jpeg", 'out.jpeg" must end in .*; fix: "out.zarr"'),
     "no folder": ("scripted.pt image.npy lost/out.npy", "fix: make that folder first"),
     "labels": (f"{RIGHT} --labels argmx", "argmax"),
+    "a threshold that is none": (f"{RIGHT} --labels nan", "reduce=nan is no threshold; fix: "),
+    "a threshold or a channel": (f"{RIGHT} --labels 1", "fix: 1.0, or argmax for the label"),
+    "statistics": (f"{RIGHT} --statistics frozen", "it has whole, tile"),
+    "a mask of nothing": (
+        f"{RIGHT} --mask never.npy --scale 1%,99%",
+        "is True; fix: no --mask",
+    ),
+    "a network that is built": (
+        "nets_of_a_test.py:built image.npy out.npy --weights net.pt",
+        "fix: the class, or a",
+    ),
+    "code that fails": (
+        "nets_of_a_test.py:Failing image.npy out.npy --weights net.pt",
+        "KeyError.*; fix: line 20 of ",
+    ),
+    "a scale": (f"{RIGHT} --scale 255", "what becomes 0 and 1, got .255.; fix: two numbers, 0,255"),
+    "half a percent": (f"{RIGHT} --scale 0,99%", "fix: two numbers, 0,255, or two percents"),
+    "percents": (f"{RIGHT} --scale 1%,998%", "two percents from 0 to 100"),
+    "a scale backwards": (f"{RIGHT} --scale 255,0", "the lower first"),
+    "a mask of alpha": (f"{RIGHT} --mask alpha", "grey and alpha, got .*; fix: "),
+    "a mask of nodata": (f"{RIGHT} --mask nodata", "needs a volume of open_volume whose file states .*; fix: "),
+    "a mask that is not there": (f"{RIGHT} --mask lost.npy", 'mask: .*there is no "lost.npy"; fix: '),
     "device": (f"{RIGHT} --device gpu", "fix: cuda"),
     "bytes": (f"{RIGHT} --disk 20", "fix: 20G"),
     "part": (f"{RIGHT} --part last", 'fix: "3/16"'),

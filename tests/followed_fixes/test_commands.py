@@ -189,6 +189,12 @@ ROWS = [
     ),
     Row(
         "cli/predict.py",
+        lambda: predicted("nets.py:build volume.npy out.npy --scale 255"),
+        "0,255",
+        lambda: predicted("nets.py:build volume.npy out.npy --scale 0,255"),
+    ),
+    Row(
+        "cli/predict.py",
         lambda: predicted("--network nets.py:build --input volume.npy"),
         "farfield predict scripted.pt volume.tif result.zarr",
         lambda: predicted("--network nets.py:build --input volume.npy --output out.npy"),
@@ -215,6 +221,15 @@ ROWS = [
         "_networks.py",
         lambda: predicted("net.py volume.npy out.npy --weights weights.pt"),
         "net.py:Net",
+        lambda: predicted("net.py:Net volume.npy out.npy --weights weights.pt"),
+    ),
+    Row(
+        "_networks.py",
+        lambda: [
+            written("own.py", "from torch import nn\nnet = nn.Conv2d(1, 1, 1)"),
+            predicted("own.py:net volume.npy out.npy --weights weights.pt"),
+        ],
+        "the class",
         lambda: predicted("net.py:Net volume.npy out.npy --weights weights.pt"),
     ),
     Row(

@@ -168,7 +168,9 @@ ROWS = [
         "model(example)",
         lambda: predict(measured(nn.LazyConv2d(2, 3))),
     ),
+    Row("streaming/adapt.py", lambda: predict(ONE, reduce=nn.Softmax), "argmax", lambda: predict(ONE, reduce="argmax")),
     Row("streaming/adapt.py", lambda: predict(ONE, reduce="argmx"), "argmax", lambda: predict(ONE, reduce="argmax")),
+    Row("streaming/adapt.py", lambda: predict(ONE, reduce=np.nan), "reduce=0.5", lambda: predict(ONE, reduce=0.5)),
     Row(
         "streaming/adapt.py",
         lambda: predict(conv(1, 1), reduce="argmax"),

@@ -112,6 +112,24 @@ def train_beside_another(norm: nn.Module) -> None:
 
 ROWS = [
     Row(
+        "streaming/training/whole.py",
+        lambda: WholeNetwork(network(), 8, nn.MSELoss),
+        "MSELoss()",
+        lambda: WholeNetwork(network(), 8, nn.MSELoss()),
+    ),
+    Row(
+        "streaming/training/whole.py",
+        lambda: WholeNetwork(WholeNetwork(network(), 8), 8),
+        ".network",
+        lambda: WholeNetwork(WholeNetwork(network(), 8).network, 8),
+    ),
+    Row(
+        "streaming/training/whole.py",
+        lambda: train(network(), GRID[:0]),
+        "leave that volume out",
+        lambda: train(network(), GRID),
+    ),
+    Row(
         "streaming/gradients.py",
         lambda: train(Written(double), GRID),
         "value + (other - value).detach()",

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+import torch
 import zarr
 
-from farfield.volumes import open_volume, percentiles
+from farfield.volumes import ImageMetadata, Volume, mean_and_std, open_volume, percentiles
 from farfield.volumes.input_files import InputFiles
 from farfield.volumes.statistics import mean_and_deviation
 from helpers.followed import VOLUME, Row, conv, each, follow, predict, written
@@ -190,6 +191,56 @@ ROWS = [
         "the mask as an array",
         lambda: predict(ONE, VOLUME, mask=VOLUME[0] > 0.5),
     ),
+    Row(
+        "volumes/checks.py",
+        lambda: predict(ONE, torch.ones(1, 8, 8).to_sparse()),
+        "volume.to_dense()",
+        lambda: predict(ONE, torch.ones(1, 8, 8).to_sparse().to_dense()),
+    ),
+    Row(
+        "volumes/checks.py",
+        lambda: percentiles(VOLUME, [1], mask="mask.npy"),
+        "open_volume(path)",
+        lambda: [np.save("mask.npy", VOLUME > 0.1), percentiles(VOLUME, [1], mask=open_volume("mask.npy"))],
+    ),
+    Row(
+        "volumes/volume.py",
+        lambda: open_volume("volume.npy", channel="red"),
+        "channel=0",
+        lambda: open_volume("volume.npy", channel=0),
+    ),
+    Row(
+        "volumes/volume.py",
+        lambda: open_volume("volume.npy", axes=("C", "Y", "X")),
+        'axes="YX"',
+        lambda: open_volume("volume.npy", axes="CYX"),
+    ),
+    Row(
+        "volumes/volume.py",
+        lambda: Volume(VOLUME[0], "YX"),
+        'ImageMetadata("YX")',
+        lambda: Volume(VOLUME[0], ImageMetadata("YX")),
+    ),
+    Row(
+        "volumes/image_metadata.py",
+        lambda: ImageMetadata("YX", (0.5, 0.5)),
+        "spacing={'Y': 0.5, 'X': 0.5}",
+        lambda: ImageMetadata("YX", spacing={"Y": 0.5, "X": 0.5}),
+    ),
+    Row(
+        "volumes/sink.py",
+        lambda: predict(ONE, out=torch.zeros(2, 40, 36, requires_grad=True)),
+        "out.detach()",
+        lambda: predict(ONE, out=torch.zeros(2, 40, 36, requires_grad=True).detach()),
+    ),
+    Row("volumes/statistics.py", lambda: percentiles(VOLUME, 99), "[1, 99.8]", lambda: percentiles(VOLUME, [1, 99.8])),
+    Row(
+        "volumes/statistics.py",
+        lambda: mean_and_std(VOLUME, axes=(1, 2)),
+        'axes="YX"',
+        lambda: mean_and_std(VOLUME, axes="YX"),
+    ),
+    Row("volumes/statistics.py", lambda: mean_and_std(VOLUME[:, :0]), "leave it out", lambda: mean_and_std(VOLUME)),
     Row(
         "volumes/statistics.py",
         lambda: mean_and_deviation(UNKNOWN, (0, 1, 2)),

@@ -208,6 +208,8 @@ def _call(command: Command, *arguments: Any, **options: Any) -> Any:
 def _spell_option(found: re.Match[str]) -> str:
     """Return an argument of `predict_whole` as an option."""
     name, _, value = found.groups()
+    if value == "None":
+        return f"no --{name}"
     return f"--{'output' if name == 'out' else name}" + f" {value}" * (value != "True")
 
 

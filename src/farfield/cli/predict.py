@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from farfield.integrations.jobs import Job
 from farfield.integrations.trained_models import NNUNET, find_kind, open_network
 from farfield.streaming import Tiles, predict_whole
 from farfield.streaming._predict_whole import describe_seconds
-from farfield.volumes import open_volume
+from farfield.streaming.skipping import stated_mask
+from farfield.volumes import open_volume, percentiles
 from farfield.volumes.readers import READERS, is_zarr
 
 # Options that a folder of nnU-Net does not take, and those that it takes alone.
-_OF_OTHERS = {"weights", "halo", "pad", "mask", "labels", "channels", "series", "axes", "trust"}
+_OF_OTHERS = {"weights", "halo", "pad", "mask", "scale", "labels", "channels", "series", "axes", "trust"}
 _OF_OTHERS |= {"workers", "dask", "part", "timeout"}
 _OF_NNUNET = {"folds", "checkpoint", "no_mirroring"}
 
@@ -35,6 +37,7 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
     statistics: str = "whole",
     pad: str | None = None,
     mask: str | None = None,
+    scale: str | None = None,
     labels: str | None = None,
     channels: list[Index] | None = None,
     series: Index | None = None,
@@ -73,8 +76,12 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
         disk: Disk space for values that are stored between passes; by default half of what is free.
         statistics: What norms see: whole, tile, or of nnU-Net frozen.
         pad: How the volume is padded to sizes that the network takes: reflect, replicate or constant.
-        mask: Where the volume holds something: a file, or nodata for the number that the volume states to be none.
-        labels: What is written in place of scores: argmax, the label of the largest, or softmax, probabilities.
+        mask: Where the volume holds something: a file, alpha for the last channel of colours, or nodata for all but
+            the number that the volume states to be none.
+        scale: What becomes 0 and 1 where the volume is read: two numbers, as 0,255, or of each channel two exact
+            percentiles of all that the mask leaves, as 1%,99.8%, for which the volume is read before.
+        labels: What is written in place of scores: argmax, the label of the largest; of one channel 1 above a number,
+            as 0.5; or softmax, probabilities.
         channels: Index of a channel that is read, several times for several; by default all.
         series: Index of the image in a file of several.
         axes: A letter for each axis of the file, such as ZYX, where it names none or wrong ones.
@@ -105,6 +112,7 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
         _predict_labels(network, input, output, model, how, plan=plan, overwrite=overwrite)
         return
     tiles = Tiles(size, around, memory, disk, statistics)
+    range_ = None if scale is None else _parse_scale(scale)
     processes = Processes.parse("predict", {"dask": dask, "workers": workers, "part": part, "timeout": timeout})
     opened = tuple(open_volume(each, channel=channels, series=series, axes=axes) for each in input)
     job = Job(
@@ -113,8 +121,9 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
         output,
         tile=tiles,
         pad=pad,
-        reduce=labels,
+        reduce=None if labels is None else _parse_labels(labels),
         overwrite=overwrite,
+        mask=mask,
     )
     if plan:
         print(f"Prediction of {', '.join(input)} by {job.text}\n{job.plan}", flush=True)
@@ -122,11 +131,49 @@ def predict_volume(  # noqa: PLR0913  (each is an option)
             print(f"about {describe_seconds(seconds)} at this speed, as tiles of a region run; nothing was written")
         return
     # Parts begin at once, and take the plan of the first of them.
-    planned: Mapping[str, Any] = {"plan": job.plan}
+    planned: dict[str, Any] = {"plan": job.plan}
     if processes.part is not None:
         planned = {"tile": tiles, "pad": job.pad, "reduce": job.reduce}
     with open_processes(processes) as several:
-        predict_whole(job.network, job.volume, out=output, overwrite=overwrite, mask=mask, **planned, **several)
+        planned = planned | several | {"mask": job.mask, "overwrite": overwrite}
+        pair = range_ and _find_scale(*range_, job.volume, job.mask)
+        predict_whole(job.network, job.volume, out=output, scale=pair, **planned)
+
+
+def _parse_labels(text: str) -> str | float:
+    """Return a word of what is written, or the number above which there is a label."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    if text.lstrip("+-").isdecimal():  # which could be the number of a channel
+        fix = f"{number:.1f}, or argmax for the label of the largest of several channels"
+        raise CommandLineError(f'--labels is a threshold with a point, got "{text}"; fix: {fix}.')
+    return number
+
+
+def _parse_scale(text: str) -> tuple[tuple[float, float], bool]:
+    """Return the two numbers of a scale, and whether they are percents."""
+    words = [each.strip() for each in text.split(",")]
+    are_percents = [each.endswith("%") for each in words]
+    try:
+        low, high = (float(each.removesuffix("%")) for each in words)
+    except ValueError:
+        low = high = math.nan
+    is_right = 0 < high - low < math.inf and len(set(are_percents)) == 1
+    if not is_right or (all(are_percents) and not 0 <= low < high <= 100):
+        fix = "two numbers, 0,255, or two percents from 0 to 100, 1%,99.8%, the lower first"
+        raise CommandLineError(f'--scale is what becomes 0 and 1, got "{text}"; fix: {fix}.')
+    return (low, high), all(are_percents)
+
+
+def _find_scale(ends: tuple[float, float], are_percents: bool, volume: Any, mask: Any) -> Any:
+    """Return the argument `scale` of `predict_whole` for a volume, or for each of several."""
+    if isinstance(volume, tuple):
+        return tuple(_find_scale(ends, are_percents, each, mask) for each in volume)
+    if not are_percents:
+        return ends
+    return percentiles(volume, ends, mask=stated_mask(volume) if isinstance(mask, str) else mask)
 
 
 def _check_options(network: str, given: Collection[str]) -> bool:

@@ -20,11 +20,12 @@ from farfield.nn.tracing import looks_at_a_copy
 from farfield.streaming import StreamingPlan, Tiles, predict_whole, use_progress_bar
 from farfield.streaming._plan_whole import plan_volumes
 from farfield.streaming.adapt import Reduce
-from farfield.streaming.arguments import arrange_volumes
+from farfield.streaming.arguments import arrange_volumes, parse_tiles
 from farfield.streaming.graph import Info
 from farfield.streaming.places import RecordedNetwork
 from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished
+from farfield.streaming.skipping import choose_mask, open_mask
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import find_shared
 from farfield.volumes.place import Place
@@ -48,10 +49,14 @@ class Job:
         pad: As of `predict_whole`; None pads where the network takes no other size, by reflection.
         reduce: As of `predict_whole`; None for the model's own.
         overwrite: Whether what exists at the path is replaced.
+        mask: As of `predict_whole`.
 
     Attributes:
         text: What the model is.
         given: The volume, as it was given.
+        network: The network, as the model prepared it for the volume.
+        volume: What it takes.
+        mask: Where the volume is valid, as `predict_whole` takes it; alpha is no part of `volume`.
         plan: What will run, known before it does: `print(job.plan)`.
         is_begun: Whether an unfinished prediction of this job is beside the path, with which `run` goes on.
 
@@ -79,10 +84,13 @@ class Job:
         pad: str | None = None,
         reduce: Reduce = None,
         overwrite: bool = False,
+        mask: Any = None,
     ) -> None:
         self.text = model.text
         volumes = volume if isinstance(volume, tuple) else (volume,)
-        self.given, self._prepare = volume, partial(model.prepare, *volumes)
+        self.given = volume
+        volume, self.mask = choose_mask(mask, volume)
+        self._prepare = partial(model.prepare, *(volume if isinstance(volume, tuple) else (volume,)))
         self.out, self.overwrite = Path(out).expanduser(), overwrite
         self.reduce = model.reduce if reduce is None else reduce
         shared = next(filter(None, (find_shared(self.out, each.array) for each in volumes)), None)
@@ -90,7 +98,7 @@ class Job:
             text = f"the output and the volume are both in {shared}, which is never written over; fix: another path."
             raise refusal(ValueError, text)
         self.network, self.volume = self._prepare()
-        self.tiles, self.pad = tile or Tiles(), pad
+        self.tiles, self.pad = parse_tiles(tile), pad
         try:
             self.plan, self.is_begun = self._make_plan(self.tiles, self.out)
         except ValueError as error:
@@ -103,8 +111,9 @@ class Job:
         """Plan a call as `predict_whole` does, by the letters of the volume and the path; tell whether it is begun."""
 
         def plan(network: nn.Module) -> tuple[StreamingPlan, bool]:
-            _, arrays, layouts = arrange_volumes("Job", network, tiles, self.volume)
-            _, saved = find_unfinished(path, self.overwrite, network, arrays)
+            known, arrays, layouts = arrange_volumes("Job", network, tiles, self.volume)
+            masks = {} if self.mask is None else {"mask": open_mask(self.mask, self.volume, (known, arrays, layouts))}
+            _, saved = find_unfinished(path, self.overwrite, network, arrays | masks)
             infos = [Info(tuple(each.shape), dtype_of(network)) for each in arrays.values()]
             volumes = list(zip(infos, layouts, strict=True))
             planned = plan_volumes(network, volumes, tiles, self.pad, self.reduce, path, saved)
@@ -130,7 +139,7 @@ class Job:
         options: dict[str, Any] = {"plan": self.plan, "out": self.out, "overwrite": self.overwrite, "quiet": True}
         try:
             with use_progress_bar(lambda total, initial: _Bar(total, initial, show)):
-                array = predict_whole(self.network, self.volume, **options)
+                array = predict_whole(self.network, self.volume, mask=self.mask, **options)
         finally:
             self.is_begun = (unfinished_folder(self.out) / STATE).is_file()
         return Volume(array, self._look(lambda network: self._predict(network, self.plan).spec.metadata))
@@ -148,7 +157,7 @@ class Job:
         return self._look(measure)
 
     def _predict(self, network: nn.Module, plan: StreamingPlan) -> Prediction:
-        return Prediction(network, plan, self.tiles, self.volume, {})
+        return Prediction(network, plan, self.tiles, self.volume, {}, mask=self.mask, path=self.out)
 
     @door("preview")
     def preview(self, position: Mapping[str, int]) -> tuple[Volume, list[str]]:

@@ -28,10 +28,9 @@ from farfield.streaming.graph import Info
 from farfield.streaming.plan import StreamingPlan, describe_graph
 from farfield.streaming.prediction import Prediction
 from farfield.streaming.progress import find_unfinished, refuse_shared
-from farfield.streaming.skipping import ALPHA, NODATA, check_fill, open_mask, open_mask_file, warn_of_nodata
+from farfield.streaming.skipping import check_fill, choose_mask, open_mask
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.labelled_arrays import label_result
-from farfield.volumes.matched_masks import take_alpha
 from farfield.volumes.scaling import parse_scale
 from farfield.volumes.sink import FileOutput, output_for
 from farfield.volumes.source import AxisLayout
@@ -194,13 +193,8 @@ def predict_whole(  # noqa: PLR0913  (each is a choice of its own)
     if part is not None:
         check_part(part, out)
     path, tiles = Path(out) if isinstance(out, str | Path) else None, parse_tiles(tile)
-    if isinstance(mask, str) and mask == ALPHA:
-        volume, mask = take_alpha(volume)
+    volume, mask = choose_mask(mask, volume)
     known, volumes, layouts = arrange_volumes("predict_whole", model, tiles, volume)
-    if mask is not None:
-        mask = open_mask_file(mask)
-    elif warn_of_nodata(volume):
-        mask = NODATA
     check_fill(fill, mask is not None)
     opened = volumes if mask is None else volumes | {"mask": open_mask(mask, volume, (known, volumes, layouts))}
     refuse_aliasing(out, opened)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -202,8 +203,12 @@ def check_reduction(reduce: Any) -> None:
         (reduce,) = reduce.values()
     if isinstance(reduce, str) and reduce not in _NAMED:
         raise unknown("reduce", reduce, _NAMED)
+    if isinstance(reduce, float) and not math.isfinite(reduce):
+        text = f"reduce={reduce} is no threshold; fix: reduce=0.5 for probabilities, reduce=0.0 for logits."
+        raise refusal(ValueError, text)
+    is_function = callable(reduce) and not isinstance(reduce, type)
     # An integer may be meant as the number of a channel.
-    if reduce is not None and not isinstance(reduce, str | float) and not callable(reduce):
+    if reduce is not None and not isinstance(reduce, str | float) and not is_function:
         raise refusal(
             TypeError,
             f"reduce must be one of {', '.join(_NAMED)}, a threshold such as 0.5, or a function from a grid to a grid "

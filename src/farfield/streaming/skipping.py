@@ -24,9 +24,9 @@ from farfield.streaming.spans import Box, axes_of, is_empty
 from farfield.volumes.axes_view import SlicedArray, as_slice
 from farfield.volumes.checks import check_volume
 from farfield.volumes.chunk_cache import keep_chunks
-from farfield.volumes.matched_masks import match_mask
+from farfield.volumes.matched_masks import match_mask, take_alpha
 from farfield.volumes.source import AxisLayout, Region, VolumeSource
-from farfield.volumes.volume import open_volume, split_volume
+from farfield.volumes.volume import Volume, open_volume, split_volume
 
 # The argument `mask` for positions that have the number that is none in the file, and for those that are transparent.
 NODATA, ALPHA = "nodata", "alpha"
@@ -40,7 +40,25 @@ def check_fill(fill: Any, has_mask: bool) -> None:
         raise refusal(ValueError, "got fill but no mask; fix: give the mask too.")
 
 
-def open_mask_file(mask: Any) -> Any:
+def choose_mask(mask: Any, volume: Any) -> tuple[Any, Any]:
+    """Return the volume and the mask of a call: alpha apart, a path opened, and nodata where the volume states it."""
+    if isinstance(mask, str) and mask == ALPHA:
+        return take_alpha(volume)
+    if mask is None:
+        return volume, NODATA if warn_of_nodata(volume) else None
+    return volume, _open_mask_file(mask)
+
+
+def stated_mask(volume: Volume) -> Any:
+    """Return where no channel of a volume has the number that is none, with its other axes; None if it states none."""
+    known, array = volume.metadata, volume.array
+    if known.nodata is None:
+        return None
+    place, channels = max(known.axes.find("C"), 0), "C" in known.axes
+    return _Stated([(array, AxisLayout(place, channels, len(known.axes) - place - channels), known.nodata)])
+
+
+def _open_mask_file(mask: Any) -> Any:
     if mask == NODATA if isinstance(mask, str) else not isinstance(mask, Path):
         return mask
     try:
@@ -63,7 +81,7 @@ def warn_of_nodata(volume: Any) -> bool:
             f"predict_whole: the file of the volume states that {stated[0]:g} is no number, so positions where a "
             f'channel has it are left out; fix: mask="{NODATA}" if that is meant; if it is a number, '
             "Volume(volume.array, dataclasses.replace(volume.metadata, nodata=None)).",
-            stacklevel=5,
+            stacklevel=6,
         )
     return bool(stated)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from farfield._refusals import refusal
 from farfield.volumes.source import without_mask
@@ -42,6 +43,9 @@ def check_volume(caller: str, name: str, volume: Any) -> None:
         )
     if hasattr(volume, "shape") and hasattr(volume, "__getitem__"):
         check_numbers(name, volume)
+        if isinstance(volume, Tensor) and (volume.is_quantized or volume.layout != torch.strided):
+            kind, fix = ("quantized", "dequantize") if volume.is_quantized else ("sparse", "to_dense")
+            raise refusal(TypeError, f"{name} must be a dense tensor, got a {kind} one; fix: {name}.{fix}().")
         if getattr(volume, "is_meta", False):
             raise refusal(ValueError, f"{name} is on the device meta, without values; fix: a tensor on another device.")
         if np.ma.is_masked(volume):

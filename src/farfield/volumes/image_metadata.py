@@ -80,6 +80,14 @@ class ImageMetadata:
     georeference: Mapping[str, Any] = field(default_factory=dict)
     nodata: float | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what is not by letter: one number or unit of all axes, or one for each in their order."""
+        for name, example in (("spacing", 0.5), ("units", "micrometer"), ("origin", 0.0)):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping):
+                fix = f"{name}={dict.fromkeys(self.axes[-2:], example)}, for example"
+                raise TypeError(f"ImageMetadata: {name} is by letter of the axis, got {given!r:.60}; fix: {fix}.")
+
     def with_axes(self, axes: str) -> ImageMetadata:
         """Return the metadata of an array of other axes; what is known of axes that it has not is left out."""
         spacing, units, origin = (restrict(each, axes) for each in (self.spacing, self.units, self.origin))

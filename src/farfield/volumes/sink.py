@@ -317,6 +317,8 @@ def output_for(
             TypeError,
             f"out must be a path, an array that takes slices, or None, got {type(out).__name__}; fix: out=None.",
         )
+    if isinstance(out, Tensor) and out.requires_grad:
+        raise refusal(ValueError, "out requires a gradient, and is written to in place; fix: out.detach().")
     if _is_read_only(out):
         raise refusal(
             ValueError,

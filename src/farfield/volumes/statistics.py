@@ -53,8 +53,12 @@ def percentiles(
         >>> high.shape, bool(np.allclose(high[:, 0, 0], np.percentile(image, 99.8, axis=(1, 2))))
         ((3, 1, 1), True)
     """
-    if any(not 0 <= each <= 100 for each in percents):
-        raise refusal(ValueError, f"percents are from 0 to 100, got {list(percents)}; fix: [1, 99.8], for example.")
+    try:
+        are_percents = all(0 <= each <= 100 for each in percents)
+    except (TypeError, ValueError):
+        are_percents = False
+    if not are_percents:
+        raise refusal(ValueError, f"percents are from 0 to 100, got {percents!r:.60}; fix: [1, 99.8], for example.")
     array, places, mask = _choose_axes(volume, axes, mask)
     return quantiles(array, places, [each / 100 for each in percents], mask=mask)
 
@@ -92,6 +96,10 @@ def _choose_axes(volume: Any, axes: str | None, mask: Any) -> tuple[Any, list[in
     check_volume("", "volume", array)
     array = to_numpy(array) if isinstance(array, Tensor) else array
     letters, count = "" if known is None or "Q" in known.axes else known.axes, len(array.shape)
+    if 0 in array.shape:
+        raise refusal(ShapeError, f"the volume has an empty axis, shape {tuple(array.shape)}; fix: leave it out.")
+    if axes is not None and not isinstance(axes, str):
+        raise refusal(TypeError, f'axes must be a text of letters, got {axes!r:.60}; fix: axes="YX", for example.')
     if letters and any(letters.count(each) != 1 for each in (axes or "").upper()):
         raise refusal(ValueError, f'the axes are "{letters}", got axes="{axes}"; fix: letters of these.')
     if axes is not None and not 0 < len(axes) <= count:
@@ -101,7 +109,10 @@ def _choose_axes(volume: Any, axes: str | None, mask: Any) -> tuple[Any, list[in
     else:
         places = sorted(map(letters.index, axes.upper())) if letters else list(range(count))[-len(axes) :]
     chosen = "".join(letters[place : place + 1] for place in places)
-    return array, places, None if mask is None else match_mask(mask, chosen, array.shape, known)
+    if mask is not None:
+        mask = match_mask(mask, chosen, array.shape, known)
+        check_volume("", "mask", mask)
+    return array, places, mask
 
 
 def mean_and_deviation(array: Any, axes: Collection[int], mask: Any = None) -> tuple[np.ndarray, np.ndarray]:

@@ -45,6 +45,10 @@ class Volume:
     """
 
     def __init__(self, array: Any, metadata: ImageMetadata) -> None:
+        if not isinstance(metadata, ImageMetadata) or not hasattr(array, "shape"):
+            got = f"{type(array).__name__} and {metadata!r:.60}"
+            fix = 'Volume(array, ImageMetadata("YX")), and open_volume(path) of a file'
+            raise TypeError(f"Volume: it takes an array and its ImageMetadata, got {got}; fix: {fix}.")
         if len(metadata.axes) != len(array.shape):
             raise ShapeError(
                 f'Volume: metadata has the axes "{metadata.axes}", and the array the shape {tuple(array.shape)}; '
@@ -281,6 +285,7 @@ def open_volume(
         ((2, 8, 8), 0.6)
         >>> folder.cleanup()
     """
+    _check_options(axes, channel=channel, level=level, series=series)
     array, metadata = open_file(path, level, series)
     if axes is not None:
         letters = axes.upper()
@@ -298,6 +303,16 @@ def open_volume(
     given = os.fspath(path)
     volume._opened = ({"path": given if "://" in given else os.path.abspath(given), **options},)
     return volume if region is None else volume.crop(region)
+
+
+def _check_options(axes: Any, **numbers: Any) -> None:
+    """Refuse numbers that are none, and letters that are no text."""
+    for name, given in numbers.items():
+        several = given if name == "channel" and np.ndim(given) else [0 if given is None else given]
+        if not all(hasattr(each, "__index__") for each in several):
+            raise refusal(TypeError, f"{name} must be a whole number, got {given!r:.60}; fix: {name}=0, for example.")
+    if axes is not None and not isinstance(axes, str):
+        raise refusal(TypeError, f'axes must be a text of letters, got {axes!r:.60}; fix: axes="YX", for example.')
 
 
 def _open_again(options: dict[str, Any], *indices: Any) -> Volume:

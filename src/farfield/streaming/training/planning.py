@@ -110,7 +110,8 @@ def record_call(
         if is_refusal(error):
             raise
         shapes = ", ".join(str(tuple(each.shape)) for each in volumes)
-        raise refusal(ValueError, f"{name} does not take {shapes}: {error}") from error
+        what = f"{name} does" if loss is None else f"{name} and its loss do"
+        raise refusal(ValueError, f"{what} not take {shapes}: {error}") from error
     return RecordedCall(graph, *returned)
 
 

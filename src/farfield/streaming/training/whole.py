@@ -141,6 +141,12 @@ class WholeNetwork(nn.Module):
         with door("WholeNetwork"):
             check_network(network, "network", "WholeNetwork(network, …)")
             _refuse_network(network)
+            if isinstance(loss, type) or not (loss is None or callable(loss)):
+                fix = (
+                    f"{loss.__name__}()" if isinstance(loss, type) else "torch.nn.functional.cross_entropy, for example"
+                )
+                text = f"loss must be a function of what the network returns, got {loss!r:.60}"
+                raise refusal(TypeError, f"{text}; fix: {fix}.")
             tiles = parse_tiles(tile)
             if tiles.statistics != "whole":
                 fix = 'statistics="whole", or training on patches'
@@ -224,6 +230,9 @@ class WholeNetwork(nn.Module):
                 f"a volume of {dims} spatial dims is (batch, channels, *size), got shape {sources[0].shape}; fix: "
                 "volume[None] where it has no batch, and tile with one number per spatial dim.",
             )
+        if 0 in sources[0].shape:
+            text = f"the volume has an empty axis, shape {tuple(sources[0].shape)}; fix: leave that volume out."
+            raise refusal(ShapeError, text)
         return len(own), sources
 
     def _plan(self, count: int, infos: Sequence[Info]) -> tuple[RecordedCall, TrainingPlan]:
@@ -277,6 +286,8 @@ def _refuse_network(network: nn.Module) -> None:
     """Refuse parts whose calls cannot be taken apart."""
     for path, module in network.named_modules():
         kind = type(module).__name__
+        if isinstance(module, WholeNetwork):
+            raise refusal(TypeError, f"{path or 'network'} is a WholeNetwork already; fix: its own .network.")
         if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             fix = "WholeNetwork of the module without torch.compile"
             raise refusal(TypeError, f"{path or kind} is compiled, and tiles run its operations; fix: {fix}.")
