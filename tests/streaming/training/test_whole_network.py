@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -167,6 +168,22 @@ def test_complex_parameters_keep_their_imaginary_part() -> None:
     found = torch.autograd.grad(WholeNetwork(network, tile=8)(volume).square().sum(), network.weight)
     assert wanted[0].imag.abs().max() > 1
     torch.testing.assert_close(found, wanted)
+
+
+def test_tiles_leave_no_tensor_to_a_garbage_collection() -> None:
+    whole, volume = WholeNetwork(UNet(2, "instance"), tile=16), torch.rand(1, 2, 48, 48)
+    loss = whole(volume).square().sum()
+    gc.collect()
+    gc.disable()
+    try:
+        loss.backward()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not [each for each in gc.garbage if isinstance(each, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def test_ties_of_extremes_share_a_gradient() -> None:

@@ -137,15 +137,19 @@ class Backward:
             given = {*self.inputs, *self.step.stored} - {*live}
             known = compute(self.labelled, wanted, given, self._read_leaf, leaves)
 
-            def part(value: Value, box: Box) -> Tensor:
+            def look_up(value: Value, box: Box) -> Tensor:
                 if value in self.labelled.kept:
                     return read_box(self.leaves[value], region_of(whole_box(self.labelled.layouts[value])), box)
-                if value in hollow:
-                    tensors = [part(*each) for each in find_needs(self.labelled, value, box)]
-                    call = self.labelled.calls[value.node]._replace(op=HOLLOW)
-                    with full_precision(torch.empty(0)):
-                        return self.labelled.rules[value.node].run(call, value.output, box, tensors)
                 return read_box(known[value], region_of(wanted[value]), box)
+
+            # No function calls itself: what it refers to would stay until a garbage collection.
+            def part(value: Value, box: Box) -> Tensor:
+                if value not in hollow:
+                    return look_up(value, box)
+                tensors = [look_up(*each) for each in find_needs(self.labelled, value, box)]
+                call = self.labelled.calls[value.node]._replace(op=HOLLOW)
+                with full_precision(torch.empty(0)):
+                    return self.labelled.rules[value.node].run(call, value.output, box, tensors)
 
             pairs: list[tuple[Tensor, Tensor | None]]
             pairs = [(part(value, box), self._read_gradient(value, box)) for value, box in own.items()]
