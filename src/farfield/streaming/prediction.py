@@ -32,7 +32,7 @@ from farfield.volumes.levels import OutputSpec, chunk_lengths
 from farfield.volumes.scaling import Scale
 from farfield.volumes.sink import ArrayOutput, FileOutput, numpy_dtype
 from farfield.volumes.source import AxisLayout, Region, VolumeSource, index_within, overlap, parse_layout, size_of
-from farfield.volumes.tiff_output import find_nodata
+from farfield.volumes.tiff_output import choose_outside
 from farfield.volumes.volume import describe_output
 
 
@@ -133,7 +133,7 @@ class Prediction:
         if plan.outputs.names:
             metadata = replace(metadata, channels=plan.outputs.channel_names())
         spec = OutputSpec(shape, numpy_dtype(plan.output_dtype), tuple(box), metadata)
-        nodata = None if self.mask is None else find_nodata(self.path, spec)
+        nodata = None if self.mask is None else choose_outside(self.path, spec)
         if nodata is not None and plan.reduction == fingerprint("argmax") and nodata < _count_classes(plan):
             nodata = None  # with 256 classes each number of a byte is one
         return spec._replace(metadata=replace(metadata, nodata=nodata))

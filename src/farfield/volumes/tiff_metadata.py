@@ -119,7 +119,7 @@ def georeference_tags(metadata: ImageMetadata) -> list[tuple[int, str, int, Any,
     for code, value in metadata.georeference.items():
         kind = _GEO_KEYS[int(code)]
         tags.append((int(code), kind, 0 if kind == "s" else len(value), value, True))
-    return tags if metadata.nodata is None else [*tags, (42113, "s", 0, f"{metadata.nodata:g}", True)]
+    return tags
 
 
 # ---- OME and ImageJ --------------------------------------------------------------------------------------------------

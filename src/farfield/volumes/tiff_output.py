@@ -46,7 +46,7 @@ def is_ome(path: Path, spec: OutputSpec) -> bool:
     return is_named_ome(path) or (spec.metadata.is_known and not others and refuse_ome(spec) is None)
 
 
-def find_nodata(path: Path | None, spec: OutputSpec) -> float | None:
+def choose_outside(path: Path | None, spec: OutputSpec) -> float | None:
     """Return the number that stands in a file where a mask is False; None for a file that states none."""
     if path is None or path.suffix.lower() not in (".tif", ".tiff") or not is_geotiff(path, spec):
         return None
