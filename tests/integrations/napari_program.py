@@ -318,9 +318,35 @@ def layers(folder: Path, viewer: Any) -> None:
     assert "at most 5" in widget.message, widget.message
 
 
+def code(folder: Path, viewer: Any) -> None:
+    """A class of a file of Python, with weights, whose number above 0.5 is a mask of one channel."""
+    start = "def __init__(self):\n        super().__init__(1, 1, 3, padding=1)"
+    program = f"from torch import nn\n\n\nclass Net(nn.Conv3d):\n    {start}\n"
+    (folder / "net.py").write_text(program)
+    torch.manual_seed(0)
+    network = nn.Conv3d(1, 1, 3, padding=1)
+    torch.save(network.state_dict(), folder / "net.pt")
+    stack = save_stack(folder / "in.zarr")
+    widget = PredictVolume(viewer)
+    assert not widget.fields["class"].native.isVisibleTo(widget.native)
+    fill(widget, folder, kind="Python file, class and weights", model=str(folder / "net.py"), values="above 0.5")
+    assert widget.fields["class"].native.isVisibleTo(widget.native)
+    press(widget, "Plan")
+    assert "net.py:Net" in widget.message, widget.message
+    widget.fields["class"].value = "Net"
+    press(widget, "Plan")
+    assert "fix: the file of its weights, Weights" in widget.message, widget.message
+    widget.fields["weights"].value = folder / "net.pt"  # the fix
+    press(widget, "Plan")
+    press(widget, "Start")
+    assert type(viewer.layers["out.zarr"]).__name__ == "Labels"
+    want = predict_whole(network.eval(), stack, tile=(16, 32, 32), reduce=0.5, quiet=True)
+    assert np.array_equal(zarr.open(folder / "out.zarr")[:], want)
+
+
 SCENARIOS = {
     each.__name__: each
-    for each in (cancel_and_resume, larger_than_memory, previews, sentences, labels, changes, layers)
+    for each in (cancel_and_resume, larger_than_memory, previews, sentences, labels, code, changes, layers)
 }
 
 

@@ -190,7 +190,8 @@ def display() -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "scenario", ["cancel_and_resume", "larger_than_memory", "previews", "sentences", "labels", "changes", "layers"]
+    "scenario",
+    ["cancel_and_resume", "larger_than_memory", "previews", "sentences", "labels", "code", "changes", "layers"],
 )
 def test_the_widget(python: Path, tmp_path: Path, scenario: str) -> None:
     done = run_in(python, [str(PROGRAM), scenario, str(tmp_path)], tmp_path, OMP_NUM_THREADS="1")

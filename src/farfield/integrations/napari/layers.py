@@ -13,10 +13,12 @@ from farfield.volumes.image_metadata import parse_unit
 
 # What errors say in arguments of Python -> the same with the fields of the widget.
 _FIELDS = {
-    r"^(predict_whole|plan_whole|open_volume|open_model|open_package|restore|find_seams|Job|preview): ": "",
+    r"^(predict_whole|plan_whole|open_(volume|model|network|package)|restore|find_seams|Job|preview): ": "",
     r"(or )?overwrite=True": r"\1tick Overwrite",
     r"\btile=(\d+)": r"Tile \1",
     r"\brepeat the call": "press Start again",
+    r"--network ": "",
+    r"--weights FILE": "Weights",
     r"\btrust=True": "farfield predict with --trust",
 }
 

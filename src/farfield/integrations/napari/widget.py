@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from farfield.integrations.napari.layers import (
     volume_of,
     word_error,
 )
-from farfield.integrations.trained_models import kinds, open_model
+from farfield.integrations.trained_models import OpenedModel, kinds, open_model, open_network
 from farfield.streaming import Tiles, find_seams
 from farfield.volumes import Volume, open_volume
 
@@ -47,6 +47,8 @@ except ImportError as missing:
 
 # What the output holds, as it is chosen -> the argument `reduce`.
 _VALUES = {"as the model has them": None, "labels": "argmax", "probabilities": "softmax", "above 0.5": 0.5}
+# The kind of model that is code, which runs because the user names it.
+_CODE = "Python file, class and weights"
 _ROWS = (slice(0, 3), slice(3, 5))
 _INVITATION = "Choose a layer, a model and an output, and press Plan."
 _STOPPED = "Stopped. Resume goes on from the tiles that are finished."
@@ -84,8 +86,10 @@ class PredictVolume(Container):
         self._cancelled = threading.Event()
         self.fields = {
             "layer": ComboBox(label="Layer", choices=self._list_images),
-            "kind": ComboBox(label="Model", choices=list(kinds())),
+            "kind": ComboBox(label="Model", choices=[*kinds(), _CODE]),
             "model": FileEdit(label=" ", mode="d"),
+            "class": LineEdit(label="Class", tooltip="or function of the file that returns the network, which runs"),
+            "weights": FileEdit(label="Weights", tooltip="of a class: .pt, .safetensors"),
             "values": ComboBox(label="Values", choices=list(_VALUES)),
             "tile": LineEdit(label="Tile", tooltip="64; or 16, 64, 64; empty: the largest that memory allows"),
             "memory": SpinBox(label="Memory, MiB", max=2**20, tooltip="of a tile; 0: a quarter of what is free"),
@@ -108,13 +112,17 @@ class PredictVolume(Container):
         events = napari_viewer.layers.events
         for event in (events.inserted, events.removed, events.renamed):
             event.connect(self.fields["layer"].reset_choices)
+        self._choose_mode()
         self._forget()
 
     def _list_images(self, *_: Any) -> list[str]:
         return [each.name for each in self.viewer.layers if hasattr(each, "rgb")]
 
     def _choose_mode(self) -> None:
-        self.fields["model"].mode = "r" if "file" in self.fields["kind"].value else "d"
+        kind = self.fields["kind"].value
+        self.fields["model"].mode = "r" if "file" in kind else "d"
+        for name in ("class", "weights"):
+            self.fields[name].visible = kind == _CODE
 
     def _forget(self) -> None:
         """Forget the plan: fields have changed."""
@@ -184,7 +192,7 @@ class PredictVolume(Container):
                 raise ValueError("there is no layer; fix: open a file.")
             tile = Tiles(parse_tile(given["tile"]), memory=given["memory"] * 2**20 or None)
             options: dict[str, Any] = {"reduce": _VALUES[given["values"]], "overwrite": given["overwrite"]}
-            return Job(open_model(given["kind"], given["model"]), volume, given["output"], tile=tile, **options)
+            return Job(_open_model(given), volume, given["output"], tile=tile, **options)
 
         self._has_changed = False
         self._work("Planning …", plan, self._take_plan)
@@ -265,6 +273,13 @@ class PredictVolume(Container):
             return advice
 
         self._work("Comparing two tilings on part of the volume, which takes some hundred tiles …", draw, show)
+
+
+def _open_model(given: Mapping[str, Any]) -> OpenedModel:
+    if given["kind"] != _CODE:
+        return open_model(given["kind"], given["model"])
+    name = ":".join(filter(None, (str(given["model"]), given["class"])))
+    return open_network(name, given["weights"] if given["weights"].is_file() else None)
 
 
 def _capture(function: Callable[[], Any]) -> tuple[Any, str]:
