@@ -132,7 +132,8 @@ def convolve(
     """Convolve; on a CPU volumes by oneDNN."""
     # Where they are small, as those of tiles are, torch takes a loop of its own, which takes up to 16 times as long.
     if _is_volume(grid, weight) and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
-        return torch.ops.aten.mkldnn_convolution(grid, weight, bias, padding, stride, dilation, groups)
+        given = stride, padding, dilation, False, [0] * len(padding), groups
+        return cast(Tensor, _Convolution.apply(grid, weight, bias, *given))
     return torch.convolution(grid, weight, bias, stride, padding, dilation, False, [0] * len(padding), groups)
 
 
@@ -148,8 +149,42 @@ class _Hollow(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         grid, weight = ctx.saved_tensors
         wanted = [*ctx.needs_input_grad[:2], ctx.bias is not None and ctx.needs_input_grad[2]]
-        found = torch.ops.aten.convolution_backward(grad, grid, weight, ctx.bias, *ctx.given, wanted)
+        found = find_gradients(grad, grid, weight, ctx.bias, *ctx.given, wanted)
         return *found, *[None] * len(ctx.given)
+
+
+class _Convolution(_Hollow):
+    @staticmethod
+    def forward(ctx: Any, grid: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+        ctx.save_for_backward(grid, weight)
+        ctx.bias, ctx.given = None if bias is None else list(bias.shape), given
+        stride, padding, dilation, _, _, groups = given
+        return torch.ops.aten.mkldnn_convolution(grid, weight, bias, padding, stride, dilation, groups)
+
+
+def find_gradients(grad: Tensor, grid: Tensor, weight: Tensor, bias: list[int] | None, *given: Any) -> list[Any]:
+    """Return the gradients of a convolution; of a small volume by oneDNN, which torch asks for two samples alone."""
+    stride, padding, dilation, transposed, extra, groups, wanted = given
+    small = _is_volume(grid, weight) and len(grid) == 1 and math.prod(grid.shape[:4]) <= SMALL
+    # Where windows have few numbers torch's loop takes less.
+    full = math.prod(weight.shape[2:]) > 1 and min(weight.shape[:2]) >= BLOCK // 2
+    if transposed or not (small and full and set(stride) == {1} and groups == 1):
+        return list(torch.ops.aten.convolution_backward(grad, grid, weight, bias, *given))
+    # Two halves of the first axis, each with its halo. A middle row is in both, and counts in the first.
+    before, rows, halo = padding[0], grad.shape[2], dilation[0] * (weight.shape[2] - 1)
+    half = -(-rows // 2)
+    start, padded = rows - half, F.pad(grid, (0, 0, 0, 0, before, before))
+    halves = torch.cat([grad[:, :, :half], grad[:, :, start:]])
+    halves[1, :, : half - start] = 0
+    grids = torch.cat([padded[:, :, : half + halo], padded[:, :, start:]])
+    around = stride, [0, *padding[1:]], dilation, False, extra, 1, wanted
+    own, *others = torch.ops.aten.convolution_backward(halves, grids, weight, bias, *around)
+    if own is not None:
+        result = torch.zeros_like(padded)
+        result[:, :, : half + halo] = own[:1]
+        result[:, :, start:] += own[1:]
+        own = result.narrow(2, before, grid.shape[2])
+    return [own, *others]
 
 
 def _is_volume(grid: Tensor, weight: Tensor) -> bool:
