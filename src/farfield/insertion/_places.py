@@ -7,8 +7,8 @@ import difflib
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -206,10 +206,18 @@ def _opened_names(kind: type) -> frozenset[str]:
     nodes: list[ast.AST] = []
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and name != "__init__":  # which runs before there is an addition
-            with suppress(OSError, SyntaxError, TypeError):
-                source = inspect.getsource(method)
-                nodes += ast.walk(ast.parse("if True:\n" * source[0].isspace() + source))
+            nodes += ast.walk(parse_source(method))
     return frozenset(part.attr for node in nodes for part in _opened_parts(node) if isinstance(part, ast.Attribute))
+
+
+@cache
+def parse_source(function: FunctionType) -> ast.Module:
+    """Return the syntax tree of a function, which is empty where its source is not at hand."""
+    try:
+        source = inspect.getsource(function)
+        return ast.parse("if True:\n" * source[0].isspace() + source)
+    except (OSError, SyntaxError, TypeError):
+        return ast.Module([], [])
 
 
 def _opened_parts(node: ast.AST) -> list[Any]:

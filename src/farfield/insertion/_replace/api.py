@@ -17,7 +17,7 @@ from farfield.insertion._replace.calls import read_widths
 from farfield.insertion._replace.checking import check_supported, find_doubts
 from farfield.insertion._replace.finding import find_attention, find_learned
 from farfield.insertion._replace.hugging_face import choose, register_operator, uses_interface
-from farfield.insertion._replace.kinds import find_kind, see_replaced
+from farfield.insertion._replace.kinds import choose_kind, see_replaced
 from farfield.insertion._replace.learned import draw_parameters, set_parameters
 from farfield.insertion._replace.masks import resolve_operator
 from farfield.insertion._replace.modules import Replaced, TorchAttention
@@ -98,7 +98,7 @@ def replace_attention(
     for path in chosen:
         check_supported(model, path, around[path], resolved)
     # What can fail comes before the first change; what fails in between all the same is undone.
-    kinds = {path: find_kind(module) for path, module in chosen.items()}
+    kinds = {path: choose_kind(module) for path, module in chosen.items()}
     drawn = {path: draw_parameters(see_replaced(each), around[path], resolved) for path, each in chosen.items()}
     hugging_face = [module for module in chosen.values() if uses_interface(module)]
     implementation = register_operator(name, resolved) if hugging_face else ""
