@@ -160,6 +160,19 @@ def test_a_path_in_full_is_taken_at_its_word(tmp_path: object) -> None:
         model(TOKENS)
 
 
+@pytest.mark.parametrize(
+    ("where", "paths"),
+    [
+        ("**.self_attn", ["layers.0.self_attn", "layers.1.self_attn"]),
+        ("layers.**", ["layers.0.self_attn", "layers.1.self_attn"]),
+        ("**.1.**.self_attn", ["layers.1.self_attn"]),
+    ],
+)
+def test_two_stars_are_any_number_of_segments(where: str, paths: list[str]) -> None:
+    layer = nn.TransformerEncoderLayer(24, 3, 32, batch_first=True)
+    assert list(replace_attention(nn.TransformerEncoder(layer, 2), "linear_elu", where)) == paths
+
+
 @pytest.mark.parametrize("where", ["*", "1", ["0", "1"]])
 def test_patterns_and_layers_of_torch_are_looked_at(where: str | list[str]) -> None:
     model = nn.Sequential(ByTable("own"), nn.Linear(24, 24))

@@ -112,7 +112,7 @@ class Place(NamedTuple):
 
 
 def join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return f"{path}.{name}" if path and name else path or name
 
 
 def parents(path: str) -> list[str]:
@@ -143,9 +143,13 @@ def find_places(model: nn.Module, where: str | Sequence[str]) -> dict[Place, Pla
 
 
 def matching(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over the modules whose path matches; `*` stands for any part of one segment, never for an addition."""
+    """Iterate over the modules whose path matches: `*` is any part of a segment, `**` any number; no addition is."""
     matches = [("", model)]
     for segment in path.split(".") if path else ():
+        if segment == "**":
+            below = ((prefix, *each) for prefix, module in matches for each in module.named_modules())
+            matches = [(join(prefix, name), each) for prefix, name, each in below if CHILD not in name.split(".")]
+            continue
         form = re.compile(re.escape(segment).replace(r"\*", ".*"))
         matches = [
             (join(prefix, name), child)

@@ -14,9 +14,9 @@ from farfield._refusals import refusal
 from farfield.ops.grid import ALL
 from farfield.ops.table import OPERATORS, Operator, look_up_operator
 
-# Largest value of an additive mask at a masked position: BERT's first masks had -10,000, current ones have the dtype's
-# minimum or -inf.
-_MASKED = -1e4
+# Largest value of an additive mask at a masked position: BERT's first masks had -10,000, which bfloat16 rounds to this;
+# current ones have the dtype's minimum or -inf.
+_MASKED = -9984.0
 
 
 def resolve_operator(operator: str | Operator) -> tuple[str, Operator]:
