@@ -149,5 +149,8 @@ def test_packed_texts_of_an_encoder() -> None:
     found = model(words, attention_mask=mask, position_ids=positions).last_hidden_state
     alone = [model(each).last_hidden_state for each in (words[:, :3], words[:, 3:])]
     torch.testing.assert_close(found, torch.cat(alone, 1))
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 4, "max_length_k": 4}
+    torch.testing.assert_close(model(words, position_ids=positions, **lengths).last_hidden_state, found)
     layers = maps.layers(model, words, mask, None, positions)
     assert {len(layer.grid) for layer in layers.values()} == {2}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from farfield._refusals import door, put_name
@@ -25,6 +26,7 @@ from farfield.ops.table import OPERATORS, Operator
 # is an error.
 _IGNORED = (
     *("cache_position", "deterministic", "encoder_hidden_states", "is_causal", "labels", "num_items_in_batch"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache"),
     "sliding_window",
 )
@@ -108,9 +110,18 @@ def _attend_tokens_of_model(
     with door(caller):
         # The bias of T5's cross-attention is 0.
         valid = join_valid(find_valid_positions(attention_mask, key), find_valid_positions(bias, key))
+        if (ends := options.get("cu_seq_lens_q")) is not None:  # of sequences packed into one
+            places = zip((query, key), (ends, options.get("cu_seq_lens_k", ends)), strict=True)
+            of_query, of_key = (_number_sequences(positions, each) for positions, each in places)
+            valid = join_valid(valid, (of_query[:, None] == of_key)[None, None].expand(len(key), -1, -1, -1))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))
     return attend_in_host(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
+
+
+def _number_sequences(positions: Tensor, ends: Tensor) -> Tensor:
+    """Return for each of the positions `(b, h, n, d)` which sequence it belongs to: `(n,)`."""
+    return torch.bucketize(torch.arange(positions.shape[2], device=positions.device), ends[1:], right=True)
 
 
 def _make_mask(
