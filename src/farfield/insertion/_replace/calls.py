@@ -173,7 +173,7 @@ class DiffusersAttention(CallingAttention):
         code = getattr(inspect.unwrap(processor.__call__), "__code__", None)
         dispatches = code is not None and "dispatch_attention_fn" in code.co_names
         if not dispatches and not calls_torch(module.processor, processor.__call__):
-            fix = "fix: model.set_attn_processor(AttnProcessor2_0()), for example."
+            fix = "fix: model.set_attn_processor(AttnProcessor2_0()), or set_processor of each."
             return f"has a processor that does not call torch's {FUNCTION}, {processor.__name__}; {fix}"
         return None
 

@@ -7,8 +7,8 @@ import dis
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
-from types import CodeType, FunctionType
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch.nn.functional as F
@@ -43,7 +43,8 @@ def _find_named(module: Any, function: FunctionType) -> Iterator[tuple[str, Any]
     for name, is_global in _list_names(function):
         if is_global:
             each = _unwrap(function.__globals__.get(name))
-            if each is F.scaled_dot_product_attention or getattr(each, "__module__", "") == function.__module__:
+            is_near = isinstance(each, FunctionType) and each.__module__ == function.__module__
+            if is_near or each is F.scaled_dot_product_attention:
                 yield name, each
         else:
             found = [vars(kind)[name] for kind in kinds if name in vars(kind)]
@@ -94,7 +95,9 @@ def _list_names(function: FunctionType) -> frozenset[tuple[str, bool]]:
 
 def _unwrap(function: Any) -> Any:
     """Return the function of a method, a decorated or a partial one."""
-    return inspect.unwrap(getattr(function, "func", getattr(function, "__func__", function)))
+    if isinstance(function, partial | staticmethod | classmethod | MethodType):
+        function = function.func if isinstance(function, partial) else function.__func__
+    return inspect.unwrap(function) if isinstance(function, FunctionType) else function
 
 
 def find_bias(module: nn.Module) -> str | None:
@@ -119,13 +122,13 @@ def read_names(module: nn.Module, function: Callable[..., Any]) -> set[str]:
 
 def _names_of(function: Any) -> set[str]:
     """Return the names in the code of a function, of those that it defines, and of those of its file that it calls."""
-    waiting, seen, names = [_unwrap(function)], set[Any](), set[str]()
+    function = _unwrap(function)
+    waiting, seen, names = [function], set[FunctionType](), set[str]()
     while waiting:
         each = waiting.pop()
-        if isinstance(each, FunctionType) and each not in seen:
+        if isinstance(each, FunctionType) and each not in seen and each.__module__ == function.__module__:
             seen.add(each)
             found = {n for c in _list_code(each) for n in (*c.co_names, *c.co_varnames, *c.co_freevars)}
             names |= found
-            called = map(each.__globals__.get, found)
-            waiting += [other for other in called if getattr(other, "__module__", "") == each.__module__]
+            waiting += map(each.__globals__.get, found)
     return names
