@@ -64,20 +64,20 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
         known: dict[str, nn.Module] = {}
         for place, root in places:
             known |= {".".join(filter(None, (place, path))): module for path, module in known_attention(root).items()}
-        others = find_others(model, [place for place, _ in places], list(known))
-        if pattern and pattern == places[0][0] and not known and _is_taken_at_its_word(places[0][1], others):
-            known, others = dict(places), {}
+        if not known and pattern and pattern == places[0][0] and _is_taken_at_its_word(places[0][1]):
+            known = dict(places)
+        others = other_attention(model, [place for place, _ in places], list(known))
         if others and known:
-            problem = f"{type(model).__name__} also has attention that is not supported: {_list_some(others)}"
+            problem = f"{type(model).__name__} also has attention that is not supported: {others}"
             fix = f"where= with the paths of the layers to replace, e.g. {next(iter(known))}."
             raise refusal(ValueError, f"{problem}; fix: {fix}")
         if not known:
             raise refusal(
                 LookupError,
                 f"{type(model).__name__} has no supported attention{f' at {pattern}' if pattern else ''}"
-                f"{f', but {_list_some(others)}' if others else ''}; supported are torch.nn.MultiheadAttention, "
-                "attention of timm, diffusers and MONAI, models of transformers with attn_implementation, and "
-                "nn.TransformerLayer with softmax; fix: insert(…) adds attention to any model.",
+                f"{f', but {others}' if others else ''}; supported are torch.nn.MultiheadAttention, attention of timm, "
+                "diffusers and MONAI, models of transformers with attn_implementation, and nn.TransformerLayer with "
+                "softmax; fix: insert(…) adds attention to any model.",
             )
         chosen |= known
     if not chosen:
@@ -85,16 +85,17 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
     return chosen
 
 
-def _is_taken_at_its_word(module: nn.Module, others: dict[str, nn.Module]) -> bool:
+def _is_taken_at_its_word(module: nn.Module) -> bool:
     """Whether a module that a path names in full may call torch's function out of sight, as code of others may."""
     kind = type(module)
     own = not kind.__module__.startswith(("torch.", "farfield.")) and kind.forward is not nn.Module.forward
-    return own and not isinstance(module, nn.MultiheadAttention) and all(other is module for other in others.values())
+    # Not one around what looks like attention and calls none.
+    return own and not isinstance(module, nn.MultiheadAttention) and not other_attention(module, [*module._modules], [])
 
 
-def find_others(model: nn.Module, places: list[str], known: list[str]) -> dict[str, nn.Module]:
-    """Return the modules that look like attention and neither contain nor lie in a supported one, by their paths."""
-    others = dict[str, nn.Module]()
+def other_attention(model: nn.Module, places: list[str], known: list[str]) -> str:
+    """Return a list, as text, of modules that look like attention and neither contain nor lie in a supported one."""
+    others = []
     for path, module in model.named_modules():
         kind = type(module)
         alike = _CALLED.search(kind.__name__) or _CHILDREN & module._modules.keys()
@@ -102,18 +103,10 @@ def find_others(model: nn.Module, places: list[str], known: list[str]) -> dict[s
         if not alike or kind.__module__.startswith("farfield.") or not any(_lies_in(path, place) for place in places):
             continue
         if not any(_lies_in(path, other) or _lies_in(other, path) for other in known):
-            others[path] = module
-    return others
-
-
-def _list_some(others: dict[str, nn.Module]) -> str:
-    """Return the first of some modules as text, with the bias that each adds."""
-    texts = []
-    for path, module in list(others.items())[:3]:
-        bias, kind = find_bias(module), type(module)
-        reason = "" if bias is None else f", which adds a bias, {bias}"
-        texts.append(f"{path} ({kind.__module__}.{kind.__name__}{reason})")
-    return ", ".join(texts) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            bias = find_bias(module)
+            reason = "" if bias is None else f", which adds a bias, {bias}"
+            others.append(f"{path} ({kind.__module__}.{kind.__name__}{reason})")
+    return ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
 
 
 def _lies_in(path: str, place: str) -> bool:

@@ -16,8 +16,8 @@ from farfield.insertion._places import matching
 from farfield.insertion._replace.finding import (
     chosen_operator,
     find_original,
-    find_others,
     known_attention,
+    other_attention,
     star_numbers,
 )
 from farfield.insertion._replace.hugging_face import configured_models, uses_interface
@@ -61,7 +61,7 @@ def _describe_replacements(model: nn.Module) -> str | None:
         # A repeated call would draw anew what was learned.
         calls, groups = ["farfield.insertion.apply_recipe(model, folder), with the folder of save_recipe"], {}
     for (name, _), paths in groups.items():
-        complete = len(paths) == len(known) and not find_others(model, [""], paths)
+        complete = len(paths) == len(known) and not other_attention(model, [""], paths)
         operator = repr(name) if name in OPERATORS else "your_operator"
         where = "" if complete else f", where={_shorten_paths(model, paths)!r}"
         calls.append(f"farfield.replace_attention(model, {operator}{where})")
