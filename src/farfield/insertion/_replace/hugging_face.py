@@ -26,9 +26,8 @@ from farfield.ops.table import OPERATORS, Operator
 # is an error.
 _IGNORED = (
     *("cache_position", "deterministic", "encoder_hidden_states", "is_causal", "labels", "num_items_in_batch"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache"),
-    "sliding_window",
 )
 
 
